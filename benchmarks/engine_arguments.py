@@ -118,8 +118,16 @@ def llamacpp(root: Path) -> Found:
         yield f"--spec-type={value}", file
 
 
+def router(root: Path) -> Found:
+    """Flags of a call of add_argument, with or without a prefix that is empty here."""
+    for path in sorted(root.glob("*_router/router_args.py")):
+        flags = re.findall(r'add_argument\(\s*f?"--(?:\{prefix\})?([\w-]+)"', path.read_text("utf-8"))
+        yield from ((f"--{flag}", str(path.relative_to(root))) for flag in flags)
+
+
 READERS: dict[str, Callable[[Path], Found]] = {
-    "vllm": vllm, "sglang": sglang, "trtllm": trtllm, "xllm": xllm, "llamacpp": llamacpp,
+    "vllm": vllm, "sglang": sglang, "trtllm": trtllm, "xllm": xllm, "llamacpp": llamacpp, "vllm_router": router,
+    "sglang_router": router,
 }  # fmt: skip
 
 

@@ -6,8 +6,8 @@
 For each number of replicas, `headstart serve` processes of `--threads` threads each; requests arrive at `--rates` a
 second and replica (Poisson), prompts of random tokens and answers of a fixed length each (end of text ignored), and go
 to the replica with the fewest. The simulation gets the same arrivals and the rates that `plan --gpu here` measures with
-so many threads. Drafts at `--depth` are accepted as `--synthetic-acceptance` says, in both. Replicas here share the
-machine's memory: what they take from each other is measured, but not simulated.
+so many threads: alone, and for several replicas in as many processes at once, as replicas of one machine slow each
+other down. Drafts at `--depth` are accepted as `--synthetic-acceptance` says, in both.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from engines.process import free_port
 from measure.provenance import provenance
 
 from headstart import hub
-from headstart.cli.render import progress
 from headstart.config import EngineConfig
+from headstart.engine.load import load_model
 from headstart.formats import open_checkpoint
 from headstart.tools.client import Response, Server, post
 from headstart.tools.plan.acceptance import expected_tokens
 from headstart.tools.plan.fleet import Steps
-from headstart.tools.plan.here import machine_for
+from headstart.tools.plan.here import calibrated, measure
+from headstart.tools.plan.measure import BATCHES, PASSES_BUDGET_S, WORKS, Passes
 from headstart.tools.plan.predict import Drafting
 from headstart.tools.plan.simulate import WARM_UP, Arrivals, Served, arrivals, simulate
 from headstart.tools.plan.sources import find_shape
@@ -117,17 +118,62 @@ def measured(args: argparse.Namespace, replicas: int, asked: Arrivals, vocab: in
     )  # fmt: skip
 
 
-def simulated(args: argparse.Namespace, replicas: int, asked: Arrivals) -> Served:
+def measure_one(args: argparse.Namespace) -> None:
+    """What `plan --gpu here` measures, once a line comes; then go on working until somebody ends this process."""
     config = EngineConfig(threads=args.threads)
-    shape = find_shape(None)
-    with progress("measuring") as shown:
-        model, machine = machine_for(None, shape, config, measure_again=args.recalibrate, progress=shown)
-    args.recalibrate = False
+    passes = Passes(load_model(None, config), config, WORKS, silent)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(json.dumps(measure(passes, passes.time(WORKS, PASSES_BUDGET_S, silent), silent)), flush=True)
+    while True:
+        passes.engine_seconds(max(BATCHES), 0)
+
+
+def silent(done: int, total: int, text: str) -> None:
+    """No progress."""
+
+
+def measured_at_once(args: argparse.Namespace, processes: int) -> dict[str, Any]:
+    """Means of what so many processes measure at the same time."""
+    command = [sys.executable, __file__, "--measure-one", "--threads", str(args.threads)]
+    with ExitStack() as stack:
+        pipe = subprocess.PIPE
+        others = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(processes)]
+        for each in others:
+            stack.callback(each.wait)
+            stack.callback(each.kill)
+            assert each.stdout and each.stdout.readline()
+        for each in others:
+            assert each.stdin
+            each.stdin.write("\n")
+            each.stdin.flush()
+        found = [json.loads(each.stdout.readline()) for each in others if each.stdout]
+    mean = dict(found[0])
+    for place, work in enumerate(mean["passes"]):
+        work["seconds"] = statistics.mean(each["passes"][place]["seconds"] for each in found)
+    for name in ("engine", "draft_step"):
+        pairs = zip(*(each[name] for each in found), strict=True)
+        mean[name] = [(same[0][0], statistics.mean(seconds for _, seconds in same)) for same in pairs]
+    return mean
+
+
+def steps_of(args: argparse.Namespace, replicas: int) -> list[Steps]:
+    """Steps beside 0, 1, ... other replicas that step too."""
     shares = [float(word) for word in args.rates_of_drafts.split(",")]
     conditional = tuple(share / before for share, before in zip(shares, (1.0, *shares), strict=False))
-    steps = Steps(Drafting(model, conditional, ""), machine, args.prompt + args.output / 2, depths=(args.depth,))
+    found = []
+    for processes in range(1, replicas + 1):
+        model, machine = calibrated(find_shape(None), measured_at_once(args, processes))
+        print(f"<!-- {processes} at once: {machine.assumptions[0]} -->", flush=True)
+        drafting = Drafting(model, conditional, "")
+        found.append(Steps(drafting, machine, args.prompt + args.output / 2, depths=(args.depth,)))
+    return found
+
+
+def simulated(steps: Sequence[Steps], replicas: int, asked: Arrivals) -> Served:
     engine = EngineConfig()
-    return simulate(steps, asked, engines=replicas, slots=engine.max_num_seqs, rows=engine.max_num_batched_tokens)
+    slots, rows = engine.max_num_seqs, engine.max_num_batched_tokens
+    return simulate(steps[0], asked, engines=replicas, slots=slots, rows=rows, beside=steps[1:replicas])
 
 
 def figures(served: Served) -> dict[str, float]:
@@ -151,13 +197,16 @@ def options() -> argparse.Namespace:
     add("--seconds", type=float, default=40, help="of arrivals, for each row")
     add("--depth", type=int, default=0)
     add("--rates-of-drafts", default="0.8,0.6,0.4", help="share of drafts whose first 1, 2, ... tokens are accepted")
-    add("--recalibrate", action="store_true", help="measure this machine again first")
+    add("--measure-one", action="store_true", help="what it starts itself with, to measure this machine")
     add("--json", type=Path, help="also write every number here")
     return parser.parse_args()
 
 
 def main() -> int:
     args = options()
+    if args.measure_one:
+        measure_one(args)
+    steps = steps_of(args, max(args.replicas))
     vocab = open_checkpoint(hub.resolve(None)).config["vocab_size"]
     document: dict[str, Any] = {"provenance": provenance(args.threads), "depth": args.depth, "rows": []}
     if args.depth:
@@ -169,7 +218,7 @@ def main() -> int:
             count = max(20, round(rate * replicas * args.seconds))
             asked = arrivals(rate * replicas, args.prompt, args.output, count)
             predicted, found = (
-                figures(simulated(args, replicas, asked)),
+                figures(simulated(steps, replicas, asked)),
                 figures(measured(args, replicas, asked, vocab)),
             )
             for name, value in found.items():

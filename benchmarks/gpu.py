@@ -5,20 +5,22 @@
     python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: the heads that came back
 
 The machine needs no network: Python with torch, numpy, tokenizers, jinja2, rich and typer (triton and transformers for
-some parts), this repository's files, and the default model. `pack` cuts that into parts of `--part-mb`, for transfers
-that take only so much at a time; a call finds those in `--carried`, keeps them in `--work`, and joins them once all are
-there. Prompt files (JSONL with `prompt`) are optional and never part of the repository.
+some parts, pytest and hypothesis for the tests), this repository's files, and the default model. `pack` cuts that into
+parts of `--part-mb`, for transfers that take only so much at a time, and adds packages that such machines often lack; a
+call finds those in `--carried`, keeps them in `--work`, and joins them once all are there. Prompt files (JSONL with
+`prompt`) are optional and never part of the repository.
 
 Parts, in this order; one that fails never stops the others, and what an earlier call has done is not done again:
 
 bits    a row's logits beside other rows, bit for bit (device/bits.py)
-checks  contract tests and `headstart verify --full` (device/checks.py)
+checks  kernels' tests, `headstart verify --full` and some families (device/checks.py)
 speed   tokens/s, plain and with drafts, beside plain torch and the limit of the memory (device/speed.py)
 train   heads for the default model on text that it writes there (device/heads.py)
 
 Results are rows of OUT/gpu.json, written as they come, and tables on stdout; heads come as OUT/heads.00, .01, ... State
-that is too large to come back stays in `--work`: a later call on the same machine goes on there, on another one `train
---start HEADS` does, from the heads that came back and where their schedule stood.
+that is too large to come back stays in `--work`, with a copy of the rows: a later call on the same machine goes on
+there. On another one the rows that came back are taken from `--carried`, and `train --start HEADS` goes on from the
+heads that came back and where their schedule stood.
 """
 
 from __future__ import annotations
@@ -85,10 +87,12 @@ def main() -> int:
         done = parts.unarchive(args.out, "heads", args.to)
         say(f"heads in {args.to}" if done else f"no heads came back in {args.out}")
         return 0 if done else 2
-    clock, results = Clock(args.minutes), Results(args.out / "gpu.json", about(args))
+    clock, kept = Clock(args.minutes), args.work / "gpu.json"
+    results = Results(args.out / "gpu.json", about(args), kept=kept, known=args.carried / "gpu.json")
     if parts.unpack(args.carried, args.work / "carried") is None and args.model == hub.DEFAULT_MODEL:
         say("the default model is not here: gpu.py pack makes what to take along, and some parts are missing yet")
         return 2
+    parts.use_packages(args.work / "carried")
     names = PARTS if args.command == "all" else (args.command,)
     failed = 0
     for name in names:

@@ -98,6 +98,15 @@ def siblings(cpu: int, root: Path = ROOT) -> frozenset[int]:
     return frozenset(found | {cpu})
 
 
+def cores(root: Path = ROOT, usable: Collection[int] | None = None) -> list[int]:
+    """A CPU of each core that this process may run on, node by node: threads of one core share its arithmetic."""
+    first: dict[tuple[int, ...], int] = {}
+    for cpu in (cpu for node in nodes(root, usable) for cpu in node.cpus):
+        shared = _numbers(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        first.setdefault(tuple(sorted(shared | {cpu})), cpu)
+    return list(first.values())
+
+
 def memory(root: Path = ROOT) -> Memory:
     found = {
         name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)

@@ -92,15 +92,18 @@ def run(model: Model, length: int, clock: Clock, results: Results, seed: int = 0
     tokens = rng.integers(low, high, length).tolist()
     blocks = -(-length // BLOCK_SIZE)
     device = Device(model, blocks * (1 + max(COMPANY)))
-    first, rows = in_chunks(device, tokens, 1), []
+    rows = []
     work = [("chunks of", size, lambda size=size: in_chunks(device, tokens, size)) for size in CHUNKS if size <= length]
     short = tokens[: min(length, 48)]
     work += [("beside", n, lambda n=n: np.concatenate(list(beside(device, short, n, rng)))) for n in COMPANY]
+    about = {"backend": model.backend.name, "model": model.name}
+    work = [each for each in work if not results.done("bits", what=each[0], count=each[1], **about)]
+    first = in_chunks(device, tokens, 1) if work else np.zeros(0)
     for what, count, make in work:
         if clock.left < 0:
             break
         found = make()
         told = compare(found, first[: len(found)])
-        results.add("bits", what=what, count=count, backend=model.backend.name, **told)
+        results.add("bits", what=what, count=count, **about, **told)
         rows.append((f"{what} {count}", *told.values()))
     table(("rows of one text", "rows", "differ", "largest difference"), rows)

@@ -38,20 +38,26 @@ class Clock:
 
 @dataclass
 class Results:
-    """A JSON file that grows by a row with every number; tables are printed as they come."""
+    """A JSON file that grows by a row with every number; tables are printed as they come. `kept`: a copy that stays
+    where this machine keeps its state, as `path` may be taken away after each call; `known`: rows that another call
+    brought back, for a machine that has neither."""
 
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    kept: Path | None = None
+    known: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.path.exists():
-            self.rows = json.loads(self.path.read_text("utf-8"))["rows"]
+        found = [each for each in (self.path, self.kept, self.known) if each and each.exists()]
+        if found:
+            self.rows = json.loads(found[0].read_text("utf-8"))["rows"]
 
     def add(self, part: str, **row: Any) -> None:
         self.rows.append({"part": part, **row})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps({"about": self.about, "rows": self.rows}, indent=1, default=str) + "\n")
+        for path in filter(None, (self.path, self.kept)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps({"about": self.about, "rows": self.rows}, indent=1, default=str) + "\n")
 
     def done(self, part: str, **keys: Any) -> bool:
         """Is there such a row without an error already?"""

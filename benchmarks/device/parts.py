@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
+import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from headstart import hub
@@ -64,12 +68,21 @@ def _found(folders: list[Path], name: str) -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-TRUNK = "trunk"
+TRUNK, PACKAGES = "trunk", "packages.zip"
+TAKEN = ("gguf",)
+"""Packages of Python alone that machines with torch often lack."""
 
 
 def pack(folder: Path, prompts: list[Path], part_bytes: int) -> list[Path]:
-    """The default model in parts, and prompt files, in a folder to take along."""
-    made = split(hub.resolve(hub.DEFAULT_MODEL), folder, TRUNK, part_bytes)
+    """The default model in parts, packages, and prompt files, in a folder to take along."""
+    made = [*split(hub.resolve(hub.DEFAULT_MODEL), folder, TRUNK, part_bytes), folder / PACKAGES]
+    with zipfile.ZipFile(made[-1], "w", zipfile.ZIP_DEFLATED) as packages:
+        for name in TAKEN:
+            found = find_spec(name)
+            assert found and found.origin
+            whole = Path(found.origin).parent
+            for path in sorted(whole.rglob("*.py")):
+                packages.write(path, path.relative_to(whole.parent))
     for path in prompts:
         made.append(folder / path.name)
         shutil.copyfile(path, made[-1])
@@ -88,6 +101,14 @@ def unpack(carried: Path, store: Path) -> Path | None:
         join([store], TRUNK, hub.cache_dir() / "models" / hub.DEFAULT_MODEL / file)
         trunk = hub.cached_trunk()
     return trunk
+
+
+def use_packages(store: Path) -> None:
+    """What was taken along serves where it is not installed: here, and in processes that are started."""
+    packages = store / PACKAGES
+    if packages.is_file() and not all(map(find_spec, TAKEN)):
+        sys.path.append(str(packages))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(packages))))
 
 
 def archive(folder: Path, out: Path, name: str, part_bytes: int) -> list[Path]:

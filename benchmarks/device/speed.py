@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ DEFAULT = {
 """The default model's sizes, which transformers reads of a GGUF file only with another package."""
 DEPTH, RATES = 3, "0.75,0.5,0.35"
 """RATES: acceptance length 2.6."""
+SHARE, GAIN, LENGTH = 0.6, 1.8, 2.6
+"""Goals of one stream: of the memory's limit, plain; times plain with MTP, at so many tokens a pass."""
 PROMPT, BLOCK, LARGE = 32, 1 << 20, 1 << 20
 READ_BYTES, READ_RUNS = 4 << 30, 8
 
@@ -87,6 +89,27 @@ def run(options: Options, work: Path, clock: Clock, results: Results) -> None:
     ]
     print(f"\nreads at {bandwidth / 1e9:.0f} GB/s")
     table(("shape", "mode", "sequences", "tokens/s", "limit of plain", "share of it", "tokens a pass"), rows)
+    print()
+    for line in goals([row for row in results.rows if row["part"] == "speed" and "mode" in row]):
+        print(line)
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of one stream: is it fast enough, beside the memory and beside itself without drafts?"""
+    found = {(row["shape"], row["mode"]): row for row in rows if row["batch"] == 1}
+    for (shape, mode), row in found.items():
+        plain = found.get((shape, "plain"))
+        if mode == "plain":
+            said = f"{row['share']:.0%} of the memory's limit", row["share"] >= SHARE
+            wanted = f"{SHARE:.0%}"
+        elif mode == "MTP" and plain:
+            gain, length = row["tokens_per_s"] / plain["tokens_per_s"], row["tokens_a_pass"]
+            said = f"{gain:.2f} x plain at {length:.2f} tokens a pass", gain >= GAIN * min(length / LENGTH, 1)
+            wanted = f"{GAIN} x at {LENGTH} tokens a pass, in proportion below"
+        else:
+            continue
+        verdict = "reached" if said[1] else "NOT reached"
+        yield f"goal, {shape}, {mode}, one sequence: {said[0]}; wanted {wanted}: {verdict}"
 
 
 def _bandwidth(options: Options) -> float:

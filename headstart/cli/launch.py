@@ -19,6 +19,8 @@ EXAMPLES = (
     "headstart launch vllm org/model --gpus h100x1 --dry-run",
     "headstart launch llamacpp model.gguf --program ./build/bin --check",
     "headstart launch sglang deepseek-ai/DeepSeek-V3 --gpus h200x8 --nodes 2 --head-node 10.0.0.1 --dry-run",
+    "headstart launch sglang deepseek-ai/DeepSeek-V3 --gpus h200x8 --nodes 2 --emit k8s",
+    "headstart launch vllm org/model --gpus h100x2 --disaggregate 1:1 --dry-run",
     "headstart launch vllm ./my-model -- --enable-log-requests",
     """headstart launch --translate "vllm serve m --speculative-model '[ngram]' --num-speculative-tokens 4" """.strip(),
 )
@@ -32,6 +34,7 @@ class RunFlags(OptionGroup):
 
     dry_run: bool = option("Print the commands; start nothing.", default=False)
     docker: bool = option("Print the commands for the engine's container image.", default=False)
+    emit: str | None = option("Write them for compose, k8s, kuberay or slurm; start nothing.")
     check: bool = option("Start it, say whether it drafts, and end it again.", default=False)
     translate: str | None = option("Instead: an old command line, in quotes, for the current version.")
     engine_version: str | None = option("Write for this version. Default: the one installed.")
@@ -43,8 +46,9 @@ class PlaceFlags(OptionGroup):
     """Devices, nodes, and which half of a divided server."""
 
     gpus: str | None = option("GPUs of a node, such as h200x8, or none. Default: this machine's.")
-    tp: int | None = option("Tensor parallelism. Default: as few GPUs as hold it.")
-    dp: int | None = option("Copies of the model side by side. Default: 1.")
+    tp: int | None = option("Tensor parallelism. Default: as few GPUs as hold it; on a CPU 1.")
+    dp: int | None = option("Copies of the model side by side, behind a router where the engine has none. Default: 1.")
+    disaggregate: str | None = option("PREFILL:DECODE servers apart, such as 1:1, behind a router.")
     nodes: int = option("Machines that hold one model together.", default=1, min=1, max=1024)
     head_node: str = option("Address of the first of them.", default="HEAD_NODE")
     role: str | None = option("prefill or decode, where they run apart; MTP goes to decode.")
@@ -100,12 +104,13 @@ def run(
         model=model,
         engine_version=flags.engine_version,
         program=flags.program,
+        emit=flags.emit,
         **vars(place),
         **own,
         settings=settings,
         extra=tuple(extra or ()),
     )
-    if flags.dry_run or flags.docker:
+    if flags.dry_run or flags.docker or flags.emit:
         return finish(launch.run(options, docker=flags.docker), output.as_json)
     return started(options, stay=not flags.check, as_json=output.as_json)
 
@@ -121,5 +126,5 @@ def started(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:
         sys.stdout.flush()
         if stay:
             print("serving; Ctrl-C ends it", file=sys.stderr)
-            engine.stay()
+            engine.stay(lambda text: print(text, file=sys.stderr, flush=True))
     return code

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.chain import GateRule
+from headstart.kernels.chain import Drawn, GateRule
 from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
@@ -54,6 +54,18 @@ class Wish:
         return self.gate is None or self.gate.starts
 
 
+@dataclass(frozen=True)
+class Hope:
+    """A sequence that will want a draft of up to `depth` tokens once it is known what its pass has drawn, from draw
+    number `draw` on, and how much of its draft that accepts (`accepted`, where it is known). scored: for a gate."""
+
+    sequence: Sequence
+    depth: int
+    draw: int
+    accepted: int | None
+    scored: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Steps:
     """How a network drafts token by token. `first`: the program over true rows, whose last one gives the first logits
@@ -87,6 +99,10 @@ class DraftRunner(Protocol):
         """Whole drafts behind the rows of each wish, `parts`, for those that the backend can make with one call: their
         `draft` is set. Returns the indices of the others, which go step by step with `run` and `draw`: the tokens are
         the same."""
+
+    def begin(self, steps: Steps, hopes: Seq[Hope], parts: Seq[Rows], drawn: Drawn) -> None:
+        """Have drafts made, where the backend can, for sequences whose pass is still running: `parts` end with a row
+        for each of its drafted tokens and one more, whose tokens are what is drawn. `draft` finds them later."""
 
     def draw(
         self,
@@ -201,6 +217,10 @@ class Drafter:
     def propose(self, wishes: Seq[Wish]) -> None:
         """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
         raise NotImplementedError
+
+    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
+        """The pass of these sequences is running; drafts behind it may be begun (DraftRunner.begin). `propose` is asked
+        all the same. Slots for what was drafted, one more token and the hoped for depth are reserved."""
 
     def release(self, sequence: Sequence) -> None:
         """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""

@@ -16,12 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Rows, Sequence
-from headstart.drafters.base import Drafter, Round, Steps, Target, Wish
+from headstart.drafters.base import Drafter, Hope, Round, Steps, Target, Wish
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
+from headstart.kernels.chain import Drawn
 from headstart.kernels.ops import Buffer
 from headstart.layers.build import lm_head_name
 from headstart.layers.linear import Linear
+
+MOST_MISSED = 4
+"""Pairs that a draft begun early makes up for: whoever has more has just read a prompt, or has not drafted for long."""
 
 
 class HeadDrafter(Drafter):
@@ -62,6 +66,22 @@ class HeadDrafter(Drafter):
         if left := self._runner.draft(self._steps, wishes, parts, self.method):
             self._draft([wishes[i] for i in left], [parts[i] for i in left])
         self._filled(parts)
+
+    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
+        """The pairs of `_pairs`, if all drafted tokens are right. Modules whose pairs take a pass of their own wait."""
+        if len(self._fills) > 1:
+            return
+        parts: list[Rows] = []
+        able: list[Hope] = []
+        for hope in hopes:
+            tokens = hope.sequence.tokens
+            start = min(self._runner.filled(self._network, hope.sequence), len(tokens)) if self._keeps else len(tokens)
+            if len(tokens) - start <= MOST_MISSED:
+                ids = [*tokens[start:], *hope.sequence.draft.tokens, 0]
+                parts.append(Rows(hope.sequence, start, ids, 1))
+                able.append(hope)
+        if able:
+            self._runner.begin(self._steps, able, parts, drawn)
 
     def _draft(self, wishes: Seq[Wish], parts: Seq[Rows]) -> None:
         """One pass for each step: what `Steps` says, for those that a backend has not drafted by itself."""

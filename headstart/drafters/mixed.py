@@ -8,10 +8,11 @@ from typing import Self
 
 from headstart import registry
 from headstart.core import Draft, Sequence
-from headstart.drafters.base import Drafter, Target, Wish
+from headstart.drafters.base import Drafter, Hope, Target, Wish
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
 from headstart.heads.kind import head_kind
+from headstart.kernels.chain import Drawn
 
 
 class MixedDrafter(Drafter):
@@ -49,6 +50,9 @@ class MixedDrafter(Drafter):
                 wish.sequence.draft = Draft()
                 rest.append(wish if wish.depth <= most else replace(wish, depth=most))
         self._head.propose(rest)
+
+    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
+        self._head.begin(hopes, drawn)
 
     def release(self, sequence: Sequence) -> None:
         self._lookup.release(sequence)

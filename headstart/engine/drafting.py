@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence as Seq
 from headstart import registry
 from headstart.config import AUTO, MAX_DEPTH, Depth, EngineConfig
 from headstart.core import FORCED, Draft, Sequence, Span
-from headstart.drafters.base import Drafter, Wish
+from headstart.drafters.base import Drafter, Hope, Wish
 from headstart.engine.costs import Costs, Samples, Work
 from headstart.engine.depth import AutoDepth, Room
+from headstart.engine.runner import Draws
 from headstart.engine.scheduler import Scheduler
+from headstart.engine.synthetic import SyntheticJudge
 
 
 class Drafting:
@@ -72,6 +74,27 @@ class Drafting:
                 sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
         if gated := [wish for wish in wishes if wish.gate is not None]:
             self.auto.cut(gated)
+
+    def begin(self, spans: Seq[Span], draws: Draws, synthetic: SyntheticJudge | None) -> None:
+        """Drafts behind a pass that is running, where the backend can make them before it is known what the pass has
+        drawn; `propose` finds them. With depth `auto` for those that had a draft of the head in this pass."""
+        if self.drafter is None or draws.begun is None:
+            return
+        deepest, hopes = self._config.depth_limit(len(self._scheduler.running)), list[Hope]()
+        for span, draw in zip(spans, draws.starts, strict=False):
+            sequence, draft = span.sequence, span.sequence.draft
+            depth = self.depth if sequence.request.depth is None else sequence.request.depth
+            most = len(draft.tokens) + 1 if depth == AUTO else depth
+            limit = min(self.max_depth, most, deepest, self._draft_room(sequence) - 1)
+            idle = depth == AUTO and (not draft.tokens or draft.method != self.method)
+            if not span.num_sample or limit <= 0 or idle or sequence.constraint is not None:
+                continue
+            if self._reserve(sequence, len(draft.tokens) + 1 + limit):
+                place = len(draft.tokens), sequence.request.seed, sequence.choice, len(sequence.tokens)
+                known = synthetic.accepts(*place) if synthetic else None
+                hopes.append(Hope(sequence, limit, draw, known, scored=depth == AUTO))
+        if hopes:
+            self.drafter.begin(hopes, draws.begun)
 
     def _check(self, draft: Draft, wish: Wish) -> None:
         """What a drafter of somebody else's may get wrong: an id outside the vocabulary would be read past its end."""

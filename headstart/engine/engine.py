@@ -25,7 +25,7 @@ from headstart.drafters.base import Drafter
 from headstart.engine.drafting import Drafting
 from headstart.engine.judge import judge_exact, judge_rejection
 from headstart.engine.odds import Odds
-from headstart.engine.runner import Forward, Runner
+from headstart.engine.runner import Draws, Forward, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.synthetic import SyntheticJudge
 from headstart.errors import CapacityError, UsageError
@@ -121,8 +121,10 @@ class Engine:
         scheduled = time.perf_counter()
         forward = self.runner.forward(spans)
         self.runner.pool(spans, forward)
+        draws = self.runner.draws(spans, forward)
+        self.drafting.begin(spans, draws, self.synthetic)
         computed = time.perf_counter()
-        verdicts = self._judge(spans, forward)
+        verdicts = self._judge(spans, forward, draws)
         deltas = [delta for delta in self._commit(spans, verdicts, forward) if delta]
         committed = time.perf_counter()
         deliver(deltas)
@@ -135,8 +137,8 @@ class Engine:
         emitted = sum([len(delta.tokens) for delta in deltas])
         self.drafting.learn(spans, emitted, committed - begun, drafted - delivered)
 
-    def _judge(self, spans: Seq[Span], forward: Forward) -> list[Verdict]:
-        sampled, starts = self.runner.sample(spans, forward)
+    def _judge(self, spans: Seq[Span], forward: Forward, draws: Draws) -> list[Verdict]:
+        sampled, starts = draws.sampled(), draws.starts
         if sampled.probs is None and self.synthetic is None:
             tokens = sampled.tokens.tolist()
             return [self._exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -12,11 +13,11 @@ import numpy as np
 from headstart.cache.memory import KVMemory
 from headstart.cache.parts import STATE, TRUNK
 from headstart.core import Draft, Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
-from headstart.drafters.base import Steps, Wish
+from headstart.drafters.base import Hope, Steps, Wish
 from headstart.engine.plan import build_plan, span_rows
-from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_steady
+from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.chain import Chain
+from headstart.kernels.chain import Begun, Chain, Drawn, DrawsEarly, EarlyChain, Judged
 from headstart.kernels.ops import Backend, Buffer, Pool, Weight
 from headstart.layers.network import FORWARD, Network, Opened, Pools
 
@@ -31,6 +32,40 @@ class Forward:
     hidden: Buffer
 
 
+@dataclass(frozen=True)
+class Draws:
+    """The draws of a pass, when somebody asks for them; those of span i are from starts[i] on. `begun`: they are being
+    made."""
+
+    starts: Seq[int]
+    sampled: Callable[[], Sampled]
+    begun: Drawn | None = None
+
+
+@dataclass(frozen=True)
+class Early:
+    """Drafts that were begun when nobody knew yet what the pass had drawn; lengths of sequences and first rows are
+    those of then."""
+
+    begun: Begun
+    hopes: Seq[Hope]
+    lengths: Seq[int]
+    starts: Seq[int]
+
+    def fitting(self, wishes: Seq[Wish], parts: Seq[Rows]) -> dict[int, int]:
+        """Which wish (by its place) each of them fulfils."""
+        places = {wish.sequence: i for i, wish in enumerate(wishes)}
+        found: dict[int, int] = {}
+        for at, accepted in enumerate(self.begun.accepted()):
+            hope, i = self.hopes[at], places.get(self.hopes[at].sequence)
+            if i is None or self.starts[at] > parts[i].start:
+                continue
+            enough = hope.scored if wishes[i].gate else hope.depth >= wishes[i].depth
+            if enough and len(hope.sequence.tokens) == self.lengths[at] + 1 + accepted:
+                found[at] = i
+        return found
+
+
 class Runner:
     """Networks on one backend: those that drafters open, then the trunk. `num_passes` counts trunk forwards, `num_rows`
     their rows."""
@@ -42,6 +77,7 @@ class Runner:
         self.backend, self.vocab_size, self._keep_probs = backend, vocab_size, keep_probs
         self.opened: list[Opened] = []
         self._chains: dict[Steps, Chain | None] = {}
+        self._early: dict[Steps, Early] = {}
         self._hidden_pool: Pool = None
         self.num_passes = self.num_rows = 0
 
@@ -121,6 +157,7 @@ class Runner:
 
     def forward(self, spans: Seq[Span]) -> Forward:
         """One trunk pass for all rows of all spans."""
+        self._early.clear()
         parts = [span_rows(span) for span in spans]
         states = self.memory.states.plan(spans) if self.memory.states else None
         output = self.run(self.trunk, FORWARD, parts, states=states)
@@ -129,8 +166,8 @@ class Runner:
         starts = list(accumulate([part.num_logits for part in parts], initial=0))
         return Forward(output["logits"], starts, output["hidden"])
 
-    def sample(self, spans: Seq[Span], forward: Forward) -> tuple[Sampled, list[int]]:
-        """Draw every sampling row of the pass at once. Returns the draws and where those of each span start."""
+    def draws(self, spans: Seq[Span], forward: Forward) -> Draws:
+        """Every sampling row of the pass at once."""
         entries: list[Entry] = []
         rows: list[int] = []
         starts = [0]
@@ -140,11 +177,17 @@ class Runner:
             rows += range(end - span.num_sample, end)
             starts.append(len(entries))
         if not entries:
-            return Sampled(np.zeros(0, np.int64), ()), starts
+            return Draws(starts, lambda: Sampled(np.zeros(0, np.int64), ()))
         logits = forward.logits
         if len(rows) < forward.starts[-1]:  # prompt logprobs have made more logits
             logits = self.backend.rows(logits, np.array(rows, np.int32))
-        return self._draw(logits, entries), starts
+        sampling = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size))
+        size, keep = self.vocab_size, self._keep_probs
+        begun, backend = None, self.backend
+        if isinstance(backend, DrawsEarly) and not keep:
+            begun = backend.begin_sample(logits, sampling, vocab_size=size)
+        at_once = partial(self.backend.sample, logits, sampling, vocab_size=size, keep_probs=keep)
+        return Draws(starts, begun.wait if begun else at_once, begun)
 
     def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
         """Of the prompt tokens that this span's rows predict and that no span before it did."""
@@ -185,17 +228,18 @@ class Runner:
         return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
 
     def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
-        opened, chain = steps.network, self._chain(steps)
-        able = [i for i, wish in enumerate(wishes) if is_steady(wish.sequence)] if chain else []
-        if not chain or not able:
-            return list(range(len(wishes)))
-        others = [] if len(able) == len(wishes) else sorted({*range(len(wishes))} - {*able})
-        if others:
-            wishes, parts = [wishes[i] for i in able], [parts[i] for i in able]
+        left = self._begun(steps, wishes, parts, method)
+        chain = self._chain(steps) if left else None
+        able = [i for i in left if is_steady(wishes[i].sequence)] if chain else []
+        if chain and able:
+            self._draft(chain, steps, [wishes[i] for i in able], [parts[i] for i in able], method)
+        return left if not able else [i for i in left if i not in able]
+
+    def _draft(self, chain: Chain, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> None:
         entries: list[Entry] = [(wish.sequence, len(wish.sequence.tokens), ()) for wish in wishes]
-        network = opened.network
+        network = steps.network.network
         drafts = chain.draft(
-            opened.handles[steps.first],
+            steps.network.handles[steps.first],
             build_plan(parts, self.memory.block_size, network.first_position, network.behind),
             build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
             [wish.depth for wish in wishes],
@@ -204,7 +248,47 @@ class Runner:
         )
         for wish, (tokens, scores) in zip(wishes, drafts, strict=True):
             wish.sequence.draft = Draft(tokens, method=method, scores=scores)
-        return others
+
+    def begin(self, steps: Steps, hopes: Seq[Hope], parts: Seq[Rows], drawn: Drawn) -> None:
+        chain = self._chain(steps)
+        able = [i for i, hope in enumerate(hopes) if is_plain(hope.sequence)]
+        if not able or not isinstance(chain, EarlyChain):
+            return
+        hopes, parts = [hopes[i] for i in able], [parts[i] for i in able]
+        lengths = [len(hope.sequence.tokens) for hope in hopes]
+        network = steps.network.network
+        begun = chain.begin(
+            steps.network.handles[steps.first],
+            build_plan(parts, self.memory.block_size, network.first_position, network.behind),
+            build_rows([(hope.sequence, length + 1, ()) for hope, length in zip(hopes, lengths, strict=True)]),
+            [hope.depth for hope in hopes],
+            Judged(
+                drawn,
+                starts=[hope.draw for hope in hopes],
+                drafted=[hope.sequence.draft.tokens for hope in hopes],
+                known=[length - part.start for length, part in zip(lengths, parts, strict=True)],
+                accepted=[hope.accepted for hope in hopes],
+            ),
+            scored=any(hope.scored for hope in hopes),
+            hidden_pool=self._hidden_pool,
+        )
+        self._early[steps] = Early(begun, hopes, lengths, [part.start for part in parts])
+
+    def _begun(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
+        """Takes the drafts that `begin` has made; returns the indices of the wishes that are left."""
+        early = self._early.pop(steps, None)
+        found = early.fitting(wishes, parts) if early else {}
+        if not early or not found:
+            return list(range(len(wishes)))
+        gates = [
+            gate.rule(method, wishes[found[at]].depth) if at in found and (gate := wishes[found[at]].gate) else None
+            for at in range(len(early.hopes))
+        ]
+        for at, (tokens, scores) in enumerate(early.begun.drafts(gates)):
+            if at in found:
+                depth = wishes[found[at]].depth
+                early.hopes[at].sequence.draft = Draft(tokens[:depth], method=method, scores=scores[:depth])
+        return sorted({*range(len(wishes))} - {*found.values()})
 
     def _chain(self, steps: Steps) -> Chain | None:
         """Prepared when first asked for: rule `rejection` needs the distributions of each step."""

@@ -48,6 +48,13 @@ def is_steady(sequence: Sequence) -> bool:
     return sequence.constraint is None and not request.banned and not bans_now
 
 
+def is_plain(sequence: Sequence) -> bool:
+    """Do they differ in their positions alone?"""
+    constants = sequence.row_constants
+    edited = constants.has_bias or constants.has_penalties or sequence.is_masked
+    return is_steady(sequence) and not edited
+
+
 def token_mask(ids: Seq[int], vocab_size: int) -> Mask:
     """A mask of one row that allows these ids alone."""
     flags = np.zeros(-(-vocab_size // 32) * 32, bool)

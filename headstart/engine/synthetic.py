@@ -31,12 +31,17 @@ class SyntheticJudge:
     def judge(self, draft: Seq[int], targets: Seq[int], seed: int, choice: int, position: int) -> Verdict:
         """Accept token i of draft [k], if those before it are, with chance rates[i] / rates[i - 1], 0 behind the last
         rate; then the target's own token. position: absolute position of the first drafted token."""
+        accepted = self.accepts(len(draft), seed, choice, position)
+        return Verdict((*draft[:accepted], targets[accepted]), len(draft), accepted)
+
+    def accepts(self, count: int, seed: int, choice: int, position: int) -> int:
+        """How many of so many drafted tokens."""
         accepted = 0
-        for place, chance in zip(range(position, position + len(draft)), self._chances, strict=False):
+        for place, chance in zip(range(position, position + count), self._chances, strict=False):
             if uniforms(seed, choice, place // BLOCK)[place % BLOCK] >= chance:
                 break
             accepted += 1
-        return Verdict((*draft[:accepted], targets[accepted]), len(draft), accepted)
+        return accepted
 
 
 @lru_cache(maxsize=1024)

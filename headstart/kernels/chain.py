@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import SamplingRows, StepPlan
+from headstart.core import Sampled, SamplingRows, StepPlan
 
 
 class BinCounts(Protocol):
@@ -39,6 +39,47 @@ class GateRule:
     edges: NDArray[np.float64]
 
 
+class Drawn(Protocol):
+    """Tokens that are being drawn (DrawsEarly); the host may wait for them, the next work need not. `tokens`
+    [L, 1]: where they will lie."""
+
+    @property
+    def tokens(self) -> Any: ...
+
+    def wait(self) -> Sampled: ...
+
+
+@runtime_checkable
+class DrawsEarly(Protocol):
+    """A backend whose chains can work on with what will be drawn (EarlyChain)."""
+
+    def begin_sample(self, logits: Any, rows: SamplingRows, *, vocab_size: int) -> Drawn | None:
+        """`Backend.sample`, begun; None: not now."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Draws that decide how much of the drafts of S sequences stands: the longest prefix of `drafted` [S] that equals
+    the draws from `starts` [S] on, or as many as `accepted` [S] says. `known` [S]: rows before the one whose token is
+    the first draw."""
+
+    drawn: Drawn
+    starts: Sequence[int]
+    drafted: Sequence[Sequence[int]]
+    known: Sequence[int]
+    accepted: Sequence[int | None]
+
+
+class Begun(Protocol):
+    """Drafts that are being made."""
+
+    def accepted(self) -> Sequence[int]:
+        """Of the tokens judged, [S]."""
+
+    def drafts(self, gates: Sequence[GateRule | None]) -> Sequence[tuple[list[int], list[float]]]:
+        """As `Chain.draft` gives them."""
+
+
 class Chain(Protocol):
     """Programs, their pools and a vocabulary, as prepared. `first` and `hidden_pool` are a backend's own."""
 
@@ -61,3 +102,23 @@ class Chain(Protocol):
         Of a chain with `rows_given`, `first` makes depths[s] rows of logits for each sequence, whose first row in the
         plan is its last token. A `confidence` [L, 1] of `first`, and the program's for a token, sum to the logit of
         a score."""
+
+
+@runtime_checkable
+class EarlyChain(Chain, Protocol):
+    """A chain that drafts behind a pass while the host does not know yet what that has drawn."""
+
+    def begin(
+        self,
+        first: Any,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        judged: Judged,
+        *,
+        scored: bool,
+        hidden_pool: Any = None,
+    ) -> Begun:
+        """As `draft`, of programs without `rows_given`. `plan` and `rows` are those for drafts of which nothing was
+        accepted, but `plan` has as many rows more as there are drafted tokens: row known + i is that of draw i, or of
+        drafted token i where that stands; what does not stand stores and sees nothing."""

@@ -64,6 +64,9 @@ class Meter:
         chain = self.backend.prepare_chain(steps, **more)
         return MeteredChain(self, chain) if chain else None
 
+    def begin_sample(self, *arguments: Any, **more: Any) -> None:
+        """Parts are timed one after the other."""
+
     def sample(self, logits: Buffer, rows: SamplingRows, **more: Any) -> Sampled:
         begin = time.perf_counter()
         sampled = self.backend.sample(logits, rows, **more)

@@ -48,10 +48,10 @@ COMMANDS: dict[str, set[str]] = {
     | {"--preemption", "--thread-counts"},
     "inspect": JSON | {"--head", "--target", "--deep"},
     "launch": JSON
-    | {"--dry-run", "--docker", "--check", "--translate", "--engine-version", "--program"}
+    | {"--dry-run", "--docker", "--emit", "--check", "--translate", "--engine-version", "--program"}
     | {"--depth", "--head", "--depth-by-batch", "--host", "--port", "--max-model-len", "--max-num-seqs"}
     | {"--served-model-name", "--api-key"}
-    | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload"},
+    | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload", "--disaggregate"},
     "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}

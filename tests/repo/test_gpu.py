@@ -53,6 +53,16 @@ def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
     assert [found[i] for i in range(6)] == [each.token_ids for each in expected]
 
 
+def test_goals_are_told() -> None:
+    from device.speed import goals
+
+    row = {"shape": "a", "batch": 1, "tokens_a_pass": 1.0, "share": 0.61, "tokens_per_s": 100.0}
+    drafted = {**row, "mode": "MTP", "tokens_a_pass": 2.6, "tokens_per_s": 179.0}
+    told = list(goals([{**row, "mode": "plain"}, drafted, {**drafted, "batch": 8}]))
+    assert [line.rsplit(": ")[-1] for line in told] == ["reached", "NOT reached"]
+    assert "61% of the memory's limit" in told[0] and "1.79 x plain" in told[1]
+
+
 @pytest.mark.slow
 def test_training_that_is_stopped_ends_with_the_same_head(tmp_path: Path) -> None:
     """Stopped while text is written, and between batches."""

@@ -6,6 +6,7 @@ A row's bits depend on that row alone (see kernels/): fixed tiles for any number
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headstart.config import Quantization
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows, StepPlan
+from headstart.kernels.cuda.arrival import Arrival
 from headstart.kernels.cuda.chain import CudaChain
 from headstart.kernels.cuda.device import Device, open_device, said
 from headstart.kernels.cuda.launch import Launcher
@@ -28,6 +30,24 @@ from headstart.kernels.torch_backend import TorchBackend
 
 _REASONS = {-1: NOTHING_LEFT, -2: NOT_FINITE}
 """As kernels/sampling.py has them."""
+
+
+@dataclass(frozen=True, eq=False)
+class CudaDrawn:
+    """`Drawn`: tokens [L, 1] of rows of logits."""
+
+    tokens: Tensor
+    arrival: Arrival
+    logits: Tensor
+    rows: SamplingRows
+    token_ids: Tensor | None
+
+    @torch.inference_mode()
+    def wait(self) -> Sampled:
+        tokens = self.arrival.numpy()[:, 0]
+        failures = {row: _REASONS[token] for row, token in enumerate(tokens.tolist()) if token < 0}
+        tokens = np.maximum(tokens, -1)
+        return Sampled(tokens, asked(self.logits, self.rows, tokens, self.token_ids), None, failures)
 
 
 class CudaBackend(TorchBackend):
@@ -86,14 +106,18 @@ class CudaBackend(TorchBackend):
     ) -> Sampled:
         if keep_probs:
             return super().sample(logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=True)
+        return self._draw(logits, rows, vocab_size, token_ids).wait()
+
+    @torch.inference_mode()
+    def begin_sample(self, logits: Tensor, rows: SamplingRows, *, vocab_size: int) -> CudaDrawn:
+        return self._draw(logits, rows, vocab_size, None)
+
+    def _draw(self, logits: Tensor, rows: SamplingRows, vocab_size: int, token_ids: Tensor | None) -> CudaDrawn:
         if token_ids is None:
             logits = logits[:, :vocab_size]
         drawn = torch.empty((len(rows), 1), dtype=torch.int64, device=self.place)
         self.sampler.draw(logits, DrawRows.of(rows, self.place), token_ids, drawn)
-        tokens = drawn[:, 0].cpu().numpy()  # here the host waits
-        failures = {row: _REASONS[token] for row, token in enumerate(tokens.tolist()) if token < 0}
-        tokens = np.maximum(tokens, -1)
-        return Sampled(tokens, asked(logits, rows, tokens, token_ids), None, failures)
+        return CudaDrawn(drawn, Arrival(drawn), logits, rows, token_ids)
 
     def prepare_chain(
         self,

@@ -1,7 +1,8 @@
 """Whole drafts on the device (kernels/chain.py): each step reads the token that the one before has drawn, and the host
 waits once, for all tokens. What a gate would have ended is drafted and dropped: waiting for each token costs more.
 
-Shapes: S sequences, D tokens of the longest draft, L rows of logits.
+`begin` has them made behind a pass whose draws are not known yet: what of them stands is decided on the device, and the
+host reads the draws while the drafts are made.
 """
 
 from __future__ import annotations
@@ -13,58 +14,60 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import SamplingRows, StepPlan
-from headstart.kernels.chain import GateRule
-from headstart.kernels.cuda.recording import Handle, Recorder
-from headstart.kernels.cuda.sampling import DrawRows, Sampler
+from headstart.kernels.chain import GateRule, Judged
+from headstart.kernels.cuda.arrival import Arrival
+from headstart.kernels.cuda.loop import (
+    ACCEPTED,
+    BASE,
+    DEPTH,
+    DRAW,
+    FIRST,
+    JUDGED,
+    MOST_JUDGED,
+    ROWS,
+    Inputs,
+    Loop,
+    LoopShape,
+    Programs,
+)
+from headstart.kernels.cuda.plan import Shape, bucket_of
+from headstart.kernels.cuda.recording import MOST_ROWS, Handle, Recorder
+from headstart.kernels.cuda.sampling import Sampler, is_edited, is_limited
 
 MOST_LOGIT = 80.0
 """Of a confidence: where e^x ends (as in csrc/chain.cpp)."""
+MOST_LOOPS = 32
+"""Recordings of a chain: the oldest goes when there are more."""
 Drafts = list[tuple[list[int], list[float]]]
 
 
-@dataclass(eq=False)
-class Growing:
-    """Drafts of one call while they grow on the device: tokens [S, D], and logprobs or logits of confidence [S, D]."""
+@dataclass(frozen=True, eq=False)
+class CudaBegun:
+    """`Begun`: drafts that are being made. `result`: see Loop."""
 
-    plan: StepPlan
-    rows: SamplingRows
-    depths: NDArray[np.int64]
-    drawing: DrawRows
-    tokens: Tensor
-    scores: Tensor
+    depths: Sequence[int]
+    longest: int
+    result: Arrival
+    sure: bool
 
-    @property
-    def longest(self) -> int:
-        return self.tokens.shape[1]
+    def accepted(self) -> list[int]:
+        taken: list[int] = self.result.numpy()[: len(self.depths), -1].tolist()
+        return taken
 
-    def step(self, number: int, before: int) -> StepPlan:
-        """One row for each sequence, `before` rows behind its tokens; those whose draft has fewer than `number` + 1
-        tokens see and store nothing."""
-        plan, count = self.plan, len(self.depths)
-        going = self.depths > number
-        positions = np.where(going, self.rows.position + before, plan.first_position)
-        block, place = np.divmod(positions, plan.block_size)
-        slots = plan.block_tables[np.arange(count), block] * plan.block_size + place
-        each = np.arange(count + 1, dtype=np.int32)
-        return StepPlan(
-            token_ids=plan.token_ids[plan.row_starts[:-1]],
-            positions=positions.astype(np.int32),
-            slots=np.where(going, slots, -1).astype(np.int32),
-            sees=np.where(going, positions, -1).astype(np.int32),
-            row_starts=each,
-            block_tables=plan.block_tables,
-            logit_rows=each[:-1],
-            first_position=plan.first_position,
-            block_size=plan.block_size,
-        )
+    def drafts(self, gates: Sequence[GateRule | None]) -> Drafts:
+        found = self.result.numpy()[: len(self.depths)]
+        tokens, scores = found[:, : self.longest], np.ascontiguousarray(found[:, self.longest : -1]).view(np.float32)
+        return [
+            _cut(tokens[i, :depth].tolist(), scores[i].tolist(), gates[i], sure=self.sure)
+            for i, depth in enumerate(self.depths)
+        ]
 
 
 class CudaChain:
-    """`Chain` of prepared programs. `steps`: handles, and how many rows lie between the true ones and theirs."""
+    """`EarlyChain` of prepared programs. `steps`: handles, and how many rows lie between the true ones and theirs."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class CudaChain:
     ) -> None:
         self._recorder, self._sampler, self._steps = recorder, sampler, steps
         self._vocab_size, self._token_ids, self._rows_given = vocab_size, token_ids, rows_given
+        self._loops: dict[tuple[Handle, LoopShape], Loop] = {}
 
     @torch.inference_mode()
     def draft(
@@ -90,63 +94,90 @@ class CudaChain:
         *,
         hidden_pool: Tensor | None = None,
     ) -> Drafts:
-        made = self._recorder.run(first, plan, hidden_pool, None)
-        place, size = made["logits"].device, (len(depths), max(depths))
-        growing = Growing(
-            plan, rows, np.array(depths), DrawRows.of(rows, place),
-            torch.full(size, -1, dtype=torch.int64, device=place), torch.zeros(size, device=place),
-        )  # fmt: skip
         scored = any(gate is not None for gate in gates)
-        if self._rows_given:
-            sure = self._draw_given(made, growing, scored=scored)
-        else:
-            self._grow(made, growing, scored=scored)
-            sure = False
-        tokens, scores = growing.tokens.cpu().numpy(), growing.scores.cpu().numpy()
-        return [
-            _cut(tokens[i, :depth].tolist(), scores[i].tolist(), gates[i], sure=sure) for i, depth in enumerate(depths)
-        ]
+        return self._begin(first, plan, rows, depths, None, scored=scored, hidden_pool=hidden_pool).drafts(gates)
 
-    def _grow(self, made: dict[str, Tensor], growing: Growing, *, scored: bool) -> None:
-        """Token after token, each from the logits of the step before; the vectors go with them."""
-        logits = made["logits"]
-        hidden = made["hidden"][torch.from_numpy(growing.plan.logit_rows.astype(np.int64)).to(logits.device)]
-        for number in range(growing.longest):
-            self._draw(logits, growing, number, scored=scored)
-            if number + 1 == growing.longest:
-                return
-            handle, before = self._steps[number]
-            plan, tokens = growing.step(number + 1, before), growing.tokens[:, number].clamp(min=0)
-            made = self._recorder.run(handle, plan, None, hidden, tokens.int())
-            logits, hidden = made["logits"], made["hidden"].clone()  # its own next input
+    @torch.inference_mode()
+    def begin(
+        self,
+        first: Handle,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        judged: Judged,
+        *,
+        scored: bool,
+        hidden_pool: Tensor | None = None,
+    ) -> CudaBegun:
+        return self._begin(first, plan, rows, depths, judged, scored=scored, hidden_pool=hidden_pool)
 
-    def _draw_given(self, made: dict[str, Tensor], growing: Growing, *, scored: bool) -> bool:
-        """From rows that are there; True where scores are logits of a confidence."""
-        given, sure = made["logits"].clone(), made.get("confidence")
-        sure = None if sure is None else sure.clone()
-        starts = np.fromiter(accumulate(growing.depths.tolist(), initial=0), np.int64)[:-1]
-        for number in range(growing.longest):
-            at = torch.from_numpy(np.where(growing.depths > number, starts + number, starts)).to(given.device)
-            logits, confidence = given[at], None if sure is None else sure[at, 0]
-            if self._steps:
-                handle, before = self._steps[0]
-                tokens = growing.tokens[:, number - 1].clamp(min=0).int() if number else None
-                found = self._recorder.run(handle, growing.step(number, before), None, logits, tokens)
-                logits = found["logits"]
-                if confidence is not None and "confidence" in found:
-                    confidence = confidence + found["confidence"][:, 0]
-            self._draw(logits, growing, number, scored=scored and sure is None)
-            if confidence is not None:
-                growing.scores[:, number] = confidence
-        return sure is not None
+    def _begin(
+        self,
+        first: Handle,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        judged: Judged | None,
+        *,
+        scored: bool,
+        hidden_pool: Tensor | None,
+    ) -> CudaBegun:
+        stored = None if plan.hidden_slots is None else hidden_pool
+        inputs, longest = _inputs(plan, rows, depths, judged)
+        shape = LoopShape(
+            first=Shape.of(plan), step=Shape.of(inputs.step), longest=longest, scored=scored,
+            draws=0 if inputs.draws is None else bucket_of(len(inputs.draws)), stored=stored is not None,
+            limited=is_limited(rows),
+        )  # fmt: skip
+        self._recorder.angles.cover(int(plan.positions.max()) + longest)
+        recorded = self._recorder.device.graphs and shape.first.rows <= MOST_ROWS and not is_edited(rows)
+        loop = self._recorded(first, shape, inputs, stored) if recorded else self._made(first, shape, inputs, stored)
+        return CudaBegun(depths, longest, Arrival(loop.run()), loop.sure)
 
-    def _draw(self, logits: Tensor, growing: Growing, number: int, *, scored: bool) -> None:
-        if self._token_ids is None:
-            logits = logits[:, : self._vocab_size]
-        self._sampler.draw(logits, growing.drawing, self._token_ids, growing.tokens, number)
-        if scored:
-            drawn = growing.tokens[:, number]
-            growing.scores[:, number] = self._sampler.logprobs(logits, drawn, self._token_ids)
+    def _made(self, first: Handle, shape: LoopShape, inputs: Inputs, hidden_pool: Tensor | None) -> Loop:
+        programs = Programs(first, self._steps, self._vocab_size, self._token_ids, self._rows_given)
+        return Loop(self._recorder, self._sampler, programs, shape, inputs, hidden_pool)
+
+    def _recorded(self, first: Handle, shape: LoopShape, inputs: Inputs, hidden_pool: Tensor | None) -> Loop:
+        key, version = (first, shape), self._recorder.angles.version
+        loop = self._loops.get(key)
+        if loop is None or loop.version != version:
+            self._loops[key] = loop = self._made(first, shape, inputs, hidden_pool)
+            loop.record(version)
+            while len(self._loops) > MOST_LOOPS:
+                del self._loops[next(iter(self._loops))]
+        loop.put(inputs)
+        return loop
+
+
+def _inputs(plan: StepPlan, rows: SamplingRows, depths: Sequence[int], judged: Judged | None) -> tuple[Inputs, int]:
+    """Buffers of a call, filled up to a bucket of sequences, and the tokens of its longest draft."""
+    num, longest = len(depths), max(depths)
+    count, each = bucket_of(num), np.arange(num + 1, dtype=np.int32)
+    told, drafted = np.zeros((7, count), np.int32), np.zeros((count, MOST_JUDGED), np.int32)
+    told[JUDGED] = told[ACCEPTED] = -1
+    told[FIRST, :num], told[DEPTH, :num], told[BASE, :num] = plan.row_starts[:-1], depths, rows.position
+    if judged is not None:
+        told[DRAW, :num], told[ROWS, :num] = judged.starts, judged.known
+        told[ACCEPTED, :num] = [-1 if given is None else given for given in judged.accepted]
+        for i, draft in enumerate(judged.drafted):
+            told[JUDGED, i], drafted[i, : len(draft)] = len(draft), draft
+    starts = np.fromiter(accumulate(depths, initial=0), np.int64)[:-1]
+    places = np.zeros((longest, count), np.int64)
+    for number in range(longest):
+        places[number, :num] = starts + np.where(np.array(depths) > number, number, 0)
+    step = StepPlan(
+        token_ids=np.zeros(num, np.int32),
+        positions=np.full(num, plan.first_position, np.int32),
+        slots=np.full(num, -1, np.int32),
+        sees=np.full(num, -1, np.int32),
+        row_starts=each,
+        block_tables=plan.block_tables,
+        logit_rows=each[:-1],
+        first_position=plan.first_position,
+        block_size=plan.block_size,
+    )
+    return Inputs(plan, step, told, drafted, places, rows, None if judged is None else judged.drawn.tokens), longest
 
 
 def _cut(tokens: list[int], scores: list[float], gate: GateRule | None, *, sure: bool) -> tuple[list[int], list[float]]:

@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StateSteps, StepPlan
+from headstart.kernels.cuda.arrival import sent
 
 Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that passes have; beyond the last, multiples of it."""
 FEWEST_BLOCKS = 64
+ALIGNED = 4
+"""Integers of 16 bytes."""
 
 
 def bucket_of(count: int) -> int:
@@ -143,8 +146,9 @@ class DevicePlan:
     def __post_init__(self) -> None:
         arrays = arrays_of(self.plan, self.shape)
         self._whole = self._made(_joined(arrays))
-        parts = self._whole.split([array.size for array in arrays.values()])
-        self.ints = {name: part.view(arrays[name].shape) for name, part in zip(arrays, parts, strict=True)}
+        parts = self._whole.split([_room(array) for array in arrays.values()])
+        places = zip(arrays.items(), parts, strict=True)
+        self.ints = {name: part[: array.size].view(array.shape) for (name, array), part in places}
 
     def update(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -170,11 +174,21 @@ class DevicePlan:
         return self._tiles[rows_per_tile]
 
     def _made(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return sent(array, self.device)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.ints[name]
 
 
 def _joined(arrays: Mapping[str, Ints]) -> Ints:
-    return np.concatenate([array.reshape(-1) for array in arrays.values()])
+    whole = np.zeros(sum(_room(array) for array in arrays.values()), np.int32)
+    at = 0
+    for array in arrays.values():
+        whole[at : at + array.size] = array.reshape(-1)
+        at += _room(array)
+    return whole
+
+
+def _room(array: Ints) -> int:
+    """Kernels are compiled for addresses that are multiples of 16 bytes, or for any: no plan may choose."""
+    return -(-array.size // ALIGNED) * ALIGNED

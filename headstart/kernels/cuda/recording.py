@@ -53,44 +53,44 @@ class Recorder:
     """Runs programs on one device."""
 
     def __init__(self, device: Device, launcher: Launcher) -> None:
-        self._device, self._launcher = device, launcher
+        self.device, self._launcher = device, launcher
         self.angles, self._mixer = Angles(device.place), Mixer(launcher)
 
+    @property
+    def place(self) -> torch.device:
+        return self.device.place
+
     def run(
-        self, handle: Handle, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
-        tokens: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """As Backend.run. `tokens` [R]: token ids that are on the device already."""
+        self, handle: Handle, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    ) -> dict[str, Tensor]:
+        """As Backend.run."""
         shape = Shape.of(plan)
         self.angles.cover(int(plan.positions.max()))
-        recorded = self._device.graphs and shape.rows <= MOST_ROWS
+        recorded = self.device.graphs and shape.rows <= MOST_ROWS
         made = self._recorded if recorded else self._at_once
-        found = made(handle, shape, plan, hidden_pool, hidden, tokens)
+        found = made(handle, shape, plan, hidden_pool, hidden)
         counts = {name: len(plan.logit_rows) if name in LOGIT_RESULTS else plan.num_rows for name in found}
         return {name: x[: counts[name]] for name, x in found.items()}
 
     def _at_once(
-        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
-        tokens: Tensor | None,
-    ) -> Mapping[str, Tensor]:  # fmt: skip
-        rows = DevicePlan(shape, self._device.place, plan)
-        if tokens is not None:
-            rows["token_ids"][: plan.num_rows] = tokens
+        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    ) -> Mapping[str, Tensor]:
+        rows = DevicePlan(shape, self.place, plan)
         if hidden is not None:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, shape.rows - len(hidden)))
         elif hidden_pool is not None and plan.hidden_slots is not None:
             hidden = hidden_pool.index_select(0, rows["hidden_slots"])
-        return self._compute(handle.program, rows, hidden)
+        return self.compute(handle.program, rows, hidden)
 
-    def _compute(self, program: Program, rows: DevicePlan, hidden: Tensor | None) -> Mapping[str, Tensor]:
+    def compute(self, program: Program, rows: DevicePlan, hidden: Tensor | None) -> Mapping[str, Tensor]:
+        """What a program makes of all rows of a plan, those that fill it up too."""
         with said("a pass"):
             ops = CudaOps(self._launcher, rows, self.angles, self._mixer)
             return program(cast(Ops, ops), ops.inputs(hidden))
 
     def _recorded(
-        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None,
-        tokens: Tensor | None,
-    ) -> Mapping[str, Tensor]:  # fmt: skip
+        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    ) -> Mapping[str, Tensor]:
         stored = hidden_pool if hidden is None and plan.hidden_slots is not None else None
         key = shape, plan.hidden_slots is not None, plan.states is not None, hidden is not None
         known = handle.recordings.get(key)
@@ -100,8 +100,6 @@ class Recorder:
             while len(handle.recordings) > MOST_RECORDINGS:
                 del handle.recordings[next(iter(handle.recordings))]
         known.rows.update(plan)
-        if tokens is not None:
-            known.rows["token_ids"][: plan.num_rows] = tokens
         if hidden is not None:
             assert known.hidden is not None
             known.hidden[: len(hidden)] = hidden
@@ -111,14 +109,14 @@ class Recorder:
     def _record(
         self, program: Program, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
     ) -> Recording:
-        rows = DevicePlan(shape, self._device.place, plan)
+        rows = DevicePlan(shape, self.place, plan)
         rows.clear()
-        given = None if hidden is None else torch.zeros((shape.rows, hidden.shape[1]), device=self._device.place)
+        given = None if hidden is None else torch.zeros((shape.rows, hidden.shape[1]), device=self.place)
 
         def work() -> Mapping[str, Tensor]:
             read = given if hidden_pool is None else hidden_pool.index_select(0, rows["hidden_slots"])
-            return self._compute(program, rows, read)
+            return self.compute(program, rows, read)
 
         version = self.angles.version
-        made, replay = self._device.record(work)
+        made, replay = self.device.record(work)
         return Recording(rows, given, made, replay, version)

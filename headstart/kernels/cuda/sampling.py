@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headstart.core import GREEDY_BELOW, SamplingRows
 from headstart.kernels import philox
+from headstart.kernels.cuda.arrival import sent
 from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.launch import Launcher, tile_of
 
@@ -41,30 +42,66 @@ class DrawRows:
         return self.bias is not None or self.penalties is not None or self.allowed is not None
 
     @classmethod
-    def of(cls, rows: SamplingRows, place: torch.device) -> DrawRows:
-        floor = np.full(len(rows), -np.inf)
-        some = rows.min_p > 0
-        floor[some] = philox.numpy_log(rows.min_p[some].astype(np.float64))
-        reals = (rows.temperature, floor, rows.top_p, rows.repetition, rows.presence, rows.frequency)
-        ints = (rows.seed.view(np.int64), rows.position, rows.choice, rows.top_k)
-        sampled = rows.temperature >= GREEDY_BELOW
-        limited = bool((sampled & (some | (rows.top_k > 0) | (rows.top_p < 1))).any())
-        penalized = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
+    def of(cls, rows: SamplingRows, place: torch.device, count: int | None = None) -> DrawRows:
+        """`count`: filled up to so many rows, which are greedy."""
+        count = len(rows) if count is None else count
 
         def moved(*arrays: NDArray[Any]) -> Any:
-            return tuple(torch.from_numpy(np.require(each, requirements=["C", "W"])).to(place) for each in arrays)
+            return tuple(sent(each, place) for each in arrays)
 
+        def starts(indptr: NDArray[Any]) -> NDArray[Any]:
+            return np.pad(indptr, (0, count + 1 - len(indptr)), mode="edge")
+
+        reals, ints = parameters(rows, count)
+        allowed = rows.allowed
+        if allowed is not None:
+            allowed = np.pad(allowed.view(np.int32), ((0, count - len(rows)), (0, 0)), constant_values=-1)
         return cls(
-            count=len(rows),
-            reals=moved(np.stack([np.asarray(each, np.float64) for each in reals]))[0],
-            ints=moved(np.stack([np.asarray(each, np.int64) for each in ints]))[0],
-            limited=limited,
-            bias=moved(rows.bias_indptr, rows.bias_ids, rows.bias_values) if len(rows.bias_ids) else None,
-            penalties=moved(rows.penalty_indptr, rows.penalty_ids, rows.penalty_counts)
-            if len(rows.penalty_ids) or penalized.any()
+            count=count,
+            reals=moved(reals)[0],
+            ints=moved(ints)[0],
+            limited=is_limited(rows),
+            bias=moved(starts(rows.bias_indptr), rows.bias_ids, rows.bias_values) if len(rows.bias_ids) else None,
+            penalties=moved(starts(rows.penalty_indptr), rows.penalty_ids, rows.penalty_counts)
+            if is_penalized(rows)
             else None,
-            allowed=None if rows.allowed is None else moved(rows.allowed.view(np.int32))[0],
+            allowed=None if allowed is None else moved(allowed)[0],
         )
+
+    def update(self, rows: SamplingRows) -> None:
+        """Other rows without edits, into the same places."""
+        assert not self.edited
+        for place, array in zip((self.reals, self.ints), parameters(rows, self.count), strict=True):
+            place.copy_(torch.from_numpy(array), non_blocking=True)
+
+
+def is_limited(rows: SamplingRows) -> bool:
+    """Has one of them min-p, top-k or top-p?"""
+    limits = (rows.min_p > 0) | (rows.top_k > 0) | (rows.top_p < 1)
+    return bool(((rows.temperature >= GREEDY_BELOW) & limits).any())
+
+
+def is_penalized(rows: SamplingRows) -> bool:
+    penalized = (rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0)
+    return bool(len(rows.penalty_ids) or penalized.any())
+
+
+def is_edited(rows: SamplingRows) -> bool:
+    """Mask, bias or penalties?"""
+    return rows.allowed is not None or len(rows.bias_ids) > 0 or is_penalized(rows)
+
+
+def parameters(rows: SamplingRows, count: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """`reals` [6, count] and `ints` [4, count] of DrawRows."""
+    floor = np.full(len(rows), -np.inf)
+    some = rows.min_p > 0
+    floor[some] = philox.numpy_log(rows.min_p[some].astype(np.float64))
+    reals, ints = np.zeros((6, count)), np.zeros((4, count), np.int64)
+    reals[1], reals[2:4] = -np.inf, 1.0
+    told = (rows.temperature, floor, rows.top_p, rows.repetition, rows.presence, rows.frequency)
+    reals[:, : len(rows)] = np.stack(told)
+    ints[:, : len(rows)] = np.stack((rows.seed.view(np.int64), rows.position, rows.choice, rows.top_k))
+    return reals, ints
 
 
 class Sampler:
@@ -99,7 +136,7 @@ class Sampler:
             number, LIMITED=rows.limited, MAPPED=mapped, TILES=most, TILE=tile, **EXACT,
         )  # fmt: skip
         kernels.pick[(count,)](
-            values, columns, peaks, token_ids, drawn[:, number], tiles, drawn.stride(0), MAPPED=mapped, TILES=most
+            values, columns, peaks, token_ids, drawn, tiles, drawn.stride(0), number, MAPPED=mapped, TILES=most
         )
 
     def _edited(self, logits: Tensor, rows: DrawRows, token_ids: Tensor | None, drawn: Tensor, number: int) -> Tensor:
@@ -120,12 +157,11 @@ class Sampler:
             )  # fmt: skip
         return scores
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, token_ids: Tensor | None) -> Tensor:
-        """[L]: of one token of each row, which need not be contiguous, in the raw softmax of logits [L, W]."""
-        count, width = logits.shape
-        out = torch.empty(count, device=self._place)
+    def logprobs(self, logits: Tensor, drawn: Tensor, token_ids: Tensor | None, out: Tensor, number: int = 0) -> None:
+        """Put the log-probability of each token of column `number` of drawn [L, D], in the raw softmax of logits
+        [L, W], into that column of out [L, D]."""
+        count, width, mapped = *logits.shape, token_ids is not None
         kernels.logprob[(count,)](
-            logits, tokens, token_ids, out, width, logits.stride(0), tokens.stride(0), MAPPED=token_ids is not None,
+            logits, drawn, token_ids, out, width, logits.stride(0), drawn.shape[1], number, MAPPED=mapped,
             TILE=min(tile_of(width), 4 * self._launch.device.elements), **EXACT,
         )  # fmt: skip
-        return out

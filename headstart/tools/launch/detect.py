@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.errors import UsageError
-from headstart.tools.launch.launcher import Launcher
+from headstart.tools.launch.launcher import Program
 from headstart.tools.launch.versions import Version, parse
 
 
@@ -23,7 +23,7 @@ class Installed:
     version: Version | None
 
 
-def find_installed(launcher: Launcher, program: str | None) -> Installed | None:
+def find_installed(launcher: Program, program: str | None) -> Installed | None:
     """`program`: the engine's program, or a folder that holds it; None looks in PATH. Raises UsageError for one that is
     not there."""
     place = program or launcher.program
@@ -39,7 +39,7 @@ def find_installed(launcher: Launcher, program: str | None) -> Installed | None:
     return describe(launcher, Path(program_path))
 
 
-def describe(launcher: Launcher, program: Path) -> Installed:
+def describe(launcher: Program, program: Path) -> Installed:
     """The version by the distribution installed beside the program, else by what it says of itself."""
     python = program.with_name("python")
     for distribution in launcher.distributions:
@@ -66,7 +66,7 @@ def said(program: Path) -> Version | None:
     return parse(plain[0]) if plain and "build 0" not in text else None
 
 
-def command(launcher: Launcher, words: tuple[str, ...], installed: Installed | None) -> list[str]:
+def command(launcher: Program, words: tuple[str, ...], installed: Installed | None) -> list[str]:
     """`words` with the programs that are really there; a program that lacks its own distribution is run as a module."""
     if installed is None:
         return list(words)

@@ -25,6 +25,10 @@ PLATFORMS = {
     "metal": "Apple's GPUs",
     "cpu": "a CPU alone",
 }
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES",
+           "xpu": "ZE_AFFINITY_MASK"}  # fmt: skip
+"""Variables that say which devices of a node a process sees."""
+BOTH_SIDES = "a prefill node drafts nothing, but needs the heads: both sides must have the same caches"
 OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
 
 
@@ -75,6 +79,20 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one server of several runs. `node` counts machines, `address` is how others reach it, `number` counts
+    servers; `devices` of the node are its own, and on a CPU `cpus` of each of its workers (empty: the engine chooses).
+    """
+
+    server: str = "server"
+    number: int = 0
+    node: int = 0
+    address: str = "127.0.0.1"
+    devices: tuple[int, ...] = ()
+    cpus: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Wanted(Asked):
     """What is asked of an engine. `depth` 0: no drafting. `drafter`: what kind `head` is; None: the model's own MTP."""
 
@@ -82,6 +100,7 @@ class Wanted(Asked):
     parallel: Parallelism = Parallelism()
     drafter: DrafterKind | None = None
     platform: str = "cuda"  # of plan.machine.Device
+    place: Place = Place()
 
     @property
     def method(self) -> str:
@@ -101,16 +120,28 @@ class Wanted(Asked):
         """Prefill nodes draft nothing: the first token needs none."""
         return 0 if self.role == "prefill" else self.depth
 
+    @property
+    def visible(self) -> dict[str, str]:
+        """The variable by which a process sees its own devices only; empty: all of the node."""
+        if not self.place.devices:
+            return {}
+        return {VISIBLE[self.platform]: ",".join(map(str, self.place.devices))}
+
 
 @dataclass(frozen=True)
 class Step:
     """One command: where it runs, and its environment. `inside`: with the engine's own programs, which are in its
-    container where there is one."""
+    container where there is one. Steps of one `server` hold a model together, a `node` each; `role`: prefill, decode,
+    router, or empty. `port`: where it answers; None: another step of its server does."""
 
     words: tuple[str, ...]
     where: str = ""
     inside: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    server: str = "server"
+    role: str = ""
+    node: int = 0
+    port: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -125,10 +156,29 @@ class Plan:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+class Program:
+    """What is launched, by the arguments that its versions take."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    program: ClassVar[str]
+    distributions: ClassVar[tuple[str, ...]] = ()
+    """Python distributions that install it."""
+    newest: ClassVar[str]
+    """The version assumed where none is installed or named: the newest release the table was checked for."""
+    start_module: ClassVar[str] = ""
+    """Python module that serves, for installations whose program does not run."""
+    flags: ClassVar[tuple[Flag, ...]]
+
+    def as_module(self, words: tuple[str, ...]) -> list[str]:
+        """The arguments of `start_module` that do what the program does with `words`."""
+        return list(words[1:])
+
+
 class Arguments:
     """A command line that takes only arguments which the engine has in this version."""
 
-    def __init__(self, launcher: Launcher, version: Version) -> None:
+    def __init__(self, launcher: Program, version: Version) -> None:
         self.launcher, self.version = launcher, version
         self.words: list[str] = []
 
@@ -170,18 +220,11 @@ class Arguments:
         self.add(option, json.dumps(self.config(name, entries)))
 
 
-class Launcher:
+class Launcher(Program):
     """One engine."""
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    program: ClassVar[str]
     modules: ClassVar[tuple[str, ...]] = ()
     """Words by which a command line is recognized as this engine's, beside the program."""
-    distributions: ClassVar[tuple[str, ...]] = ()
-    """Python distributions that install it."""
-    newest: ClassVar[str]
-    """The version assumed where none is installed or named: the newest release the table was checked for."""
     images: ClassVar[Mapping[str, str]]
     """Platform that it runs on -> its container image there; empty: none is published."""
     instead: ClassVar[Mapping[str, str]] = {}
@@ -190,12 +233,17 @@ class Launcher:
     """Former names of image repositories -> today's."""
     serves_by_name: ClassVar[bool] = False
     """Has the program other commands than `serve`?"""
+    copies: ClassVar[bool] = False
+    """Are copies side by side (--dp) servers of their own, behind a router? Others divide their data themselves."""
+    divided: ClassVar[str] = ""
+    """The router (routers.py) that sends a prompt to prefill, then to decode; empty: it cannot run them apart."""
+    bootstrap: ClassVar[int | None] = None
+    """Where the first prefill server tells decode servers of its caches, if the router has to know that."""
+    on_cpus: ClassVar[bool] = False
+    """Does it take --tp on a CPU?"""
     model_first: ClassVar[bool] = False
     """Does the model follow the program, without a flag? (After `serve` it does.)"""
     health: ClassVar[str] = "/health"
-    start_module: ClassVar[str] = ""
-    """Python module that serves, for installations whose program does not run."""
-    flags: ClassVar[tuple[Flag, ...]]
     settings: ClassVar[Mapping[str, str]] = {}
     """Common option -> flag, where that is not the option's own name."""
     joint: ClassVar[str] = "-"
@@ -214,10 +262,6 @@ class Launcher:
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
-
-    def as_module(self, words: tuple[str, ...]) -> list[str]:
-        """The arguments of `start_module` that do what the program does with `words`."""
-        return list(words[1:])
 
     def words_of(self, step: Step) -> tuple[str, ...]:
         """Those of a serving command that are the engine's arguments, the model in front included."""

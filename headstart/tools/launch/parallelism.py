@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from headstart.errors import CapacityError, UsageError
 from headstart.tools.doctor import gpus
@@ -63,10 +65,7 @@ def divide(
     """Tensor parallel over as few devices as hold the weights and one sequence, and as divide the attention heads; and
     what does not fit beside that. Raises UsageError or CapacityError."""
     if not devices.count:
-        if nodes > 1 or (tp or 1) > 1 or (dp or 1) > 1:
-            hint = "describe them, as in --gpus h200x8"
-            raise UsageError("--nodes, --tp and --dp divide GPUs, but there are none", hint)
-        return Parallelism(), []
+        return _of_a_cpu(facts, nodes=nodes, tensor=tp or 1, data=dp or 1), []
     total = devices.count * nodes
     if (dp or 1) > total:
         raise UsageError(f"--dp is {dp}, but there are {total} GPUs", "a copy of the model takes one at least")
@@ -82,6 +81,28 @@ def divide(
         notes.append(f"{left} of {total} GPUs stay idle: sizes must divide {heads} heads; see --tp, --dp")
     expert = chosen if facts.experts and chosen > 1 else 1
     return Parallelism(gpus=total, tensor=chosen, data=data, expert=expert, nodes=nodes), notes
+
+
+def _of_a_cpu(facts: Facts, *, nodes: int, tensor: int, data: int) -> Parallelism:
+    """Workers on cores of their own."""
+    if nodes > 1:
+        raise UsageError("--nodes is for machines with GPUs, but there are none", "describe them, as in --gpus h200x8")
+    if facts.attention_heads % tensor:
+        what = f"--tp is {tensor}, but must divide the {facts.attention_heads} attention heads"
+        raise UsageError(what, "--dp runs copies side by side")
+    return Parallelism(tensor=tensor, data=data)
+
+
+def cores_of_workers(workers: int, nodes_of_memory: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Cores for each worker on a CPU; none where one worker takes all, or each has a node of memory to itself, which
+    engines find themselves. Raises UsageError."""
+    if workers > len(cores):
+        what = f"this takes {workers} cores, one for each worker, but there are {len(cores)}"
+        raise UsageError(what, "a smaller --tp, --dp or --disaggregate")
+    if workers == 1 or workers == nodes_of_memory:
+        return ()
+    bounds = [len(cores) * number // workers for number in range(workers + 1)]
+    return tuple(tuple(cores[low:high]) for low, high in pairwise(bounds))
 
 
 def _fewest(facts: Facts, devices: Devices, allowed: list[int], room: Room) -> int:

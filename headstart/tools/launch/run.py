@@ -7,25 +7,30 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from headstart import hub, registry
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
 from headstart.formats.drafters import DrafterKind
+from headstart.tools.launch.alive import check
 from headstart.tools.launch.checked import check_words, definitions_of
-from headstart.tools.launch.containers import containers, shell
 from headstart.tools.launch.depth import ChosenDepth, choose_depth
-from headstart.tools.launch.detect import Installed, command, find_installed
+from headstart.tools.launch.detect import Installed, find_installed
+from headstart.tools.launch.emit import KINDS, emitted
 from headstart.tools.launch.facts import Facts, drafter_of, read_facts
-from headstart.tools.launch.launcher import Asked, Launcher, Plan, Step, Wanted
+from headstart.tools.launch.fleet import Roles, Site, engines_of, fleet, parse_roles, placed, share
+from headstart.tools.launch.kubernetes import RAY_VLLM
+from headstart.tools.launch.launcher import Asked, Launcher, Plan, Wanted
 from headstart.tools.launch.models import check_model, no_heads
 from headstart.tools.launch.parallelism import Devices, Room, divide, named_devices
+from headstart.tools.launch.prepared import Prepared
 from headstart.tools.launch.published import published
-from headstart.tools.launch.start import Running, check, start
+from headstart.tools.launch.report import check_lines, document, lines_of
+from headstart.tools.launch.start import Running, start
 from headstart.tools.launch.translate import translate_text
 from headstart.tools.launch.versions import Version, at_least, parse, text_of
+from headstart.tools.launch.watch import Say, Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +47,8 @@ class LaunchOptions(Asked):
     dp: int | None = None
     nodes: int = 1
     head_node: str = "HEAD_NODE"
-
-
-@dataclass
-class Prepared:
-    """A plan with what it was made from."""
-
-    launcher: Launcher
-    version: Version
-    assumed: bool  # nothing was installed or named
-    installed: Installed | None
-    facts: Facts
-    wanted: Wanted
-    why_depth: str
-    plan: Plan
-
-    def commands(self) -> list[tuple[Step, list[str]]]:
-        """The servers' commands with the programs that are really there."""
-        return [(step, command(self.launcher, step.words, self.installed)) for step in self.plan.serve]
+    disaggregate: str | None = None
+    emit: str | None = None  # a name of emit.KINDS
 
 
 def launcher_of(engine: str) -> Launcher:
@@ -86,20 +75,15 @@ def prepare(options: LaunchOptions) -> Prepared:
     facts = read_facts(options.model)
     check_model(launcher, version, facts.model_type)
     depth = _depth(launcher, version, options, facts, drafter, devices)
-    asked = {name: options.settings.get(setting) for name, setting in ROOM.items()}
-    context, users = (int(str(asked[name])) if str(asked[name]).isdigit() else None for name in ("context", "users"))
-    room = Room(context=context, users=users, kv=asked["kv"])
-    parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=options.dp, room=room)
     wanted = Wanted(
         depth=depth.depth,
-        parallel=replace(parallel, head_node=options.head_node),
         drafter=drafter,
         platform=devices.platform,
         **{item.name: getattr(options, item.name) for item in fields(Asked)},
     )
     if wanted.role not in (None, "prefill", "decode"):
         raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
-    plan = launcher.plan(facts, wanted, version)
+    wanted, plan, notes = _plan(launcher, version, options, facts, wanted, devices)
     _check_twice(launcher, version, plan, options.extra)
     plan.notes = [
         *_newer(launcher, version),
@@ -109,6 +93,32 @@ def prepare(options: LaunchOptions) -> Prepared:
         *_check(launcher, version, facts, wanted, plan),
     ]
     return Prepared(launcher, version, assumed, installed, facts, wanted, depth.why, plan)
+
+
+def _plan(
+    launcher: Launcher, version: Version, options: LaunchOptions, facts: Facts, wanted: Wanted, devices: Devices
+) -> tuple[Wanted, Plan, list[str]]:
+    """The commands of one server, or of several behind a router; and what does not fit."""
+    asked = {name: options.settings.get(setting) for name, setting in ROOM.items()}
+    context, users = (int(str(asked[name])) if str(asked[name]).isdigit() else None for name in ("context", "users"))
+    room = Room(context=context, users=users, kv=asked["kv"])
+    site = Site(options.emit or "", options.head_node)
+    copies = (options.dp or 1) if launcher.copies else 1
+    dp = None if launcher.copies else options.dp
+    if options.disaggregate is not None and options.role:
+        raise UsageError("--disaggregate and --role are two ways to say it", "give one of them")
+    if options.disaggregate is None and copies == 1:
+        parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=dp, room=room)
+        if wanted.platform == "cpu" and parallel.tensor > 1 and not launcher.on_cpus:
+            raise UsageError(f"{launcher.title} is not given --tp on a CPU here", "vllm takes it; --dp runs copies")
+        wanted = placed(replace(wanted, parallel=replace(parallel, head_node=site.first())), site)
+        return wanted, launcher.plan(facts, wanted, version), notes
+    roles = parse_roles(options.disaggregate) if options.disaggregate is not None else Roles(copies=copies)
+    if roles.prefill and copies > 1:
+        raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
+    each, notes = share(facts, devices, len(roles.names), nodes=options.nodes, tp=options.tp, dp=dp, room=room)
+    wanted = replace(wanted, parallel=each.parallel)
+    return wanted, fleet(launcher, facts, wanted, version, roles, each, site), notes
 
 
 ROOM = {"context": "max_model_len", "users": "max_num_seqs", "kv": "kv_cache_dtype"}
@@ -164,10 +174,13 @@ def _check(launcher: Launcher, version: Version, facts: Facts, wanted: Wanted, p
         "head.most_drafts": drafter.most_drafts if drafter else None,
         **plan.facts,
     }
-    checked = check_words(launcher, version, launcher.words_of(plan.serve[-1]), known, positional=2)
-    if checked.errors:
-        raise UsageError(checked.errors[0], "; ".join(checked.errors[1:]) or "see its --help")
-    return checked.notes
+    notes: dict[str, None] = {}
+    for step in engines_of(plan.serve):
+        checked = check_words(launcher, version, launcher.words_of(step), known, positional=2)
+        if checked.errors:
+            raise UsageError(checked.errors[0], "; ".join(checked.errors[1:]) or "see its --help")
+        notes |= dict.fromkeys(checked.notes)
+    return list(notes)
 
 
 def version_of(launcher: Launcher, named: str | None, installed: Installed | None) -> tuple[Version, bool]:
@@ -222,10 +235,19 @@ def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
 
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
-    """What would be run. Raises UsageError, ModelError or CapacityError."""
-    prepared = prepare(mounted(options) if docker else options)
-    data = document(prepared, docker=docker)
-    return Report(True, data, _lines(data))
+    """What would be run, or the file that --emit writes. Raises UsageError, ModelError or CapacityError."""
+    kind = options.emit
+    if kind is None:
+        prepared = prepare(mounted(options) if docker else options)
+        data = document(prepared, docker=docker)
+        return Report(True, data, lines_of(data))
+    if kind not in KINDS:
+        raise UsageError(f"--emit is {kind!r}, which is unknown", f"choose {', '.join(KINDS)}")
+    if kind == "kuberay" and options.engine_version is None:
+        options = replace(options, engine_version=RAY_VLLM)
+    prepared = prepare(mounted(options))
+    text = emitted(prepared, kind)
+    return Report(True, {**document(prepared, docker=False), "emitted": text}, text.splitlines())
 
 
 def mounted(options: LaunchOptions) -> LaunchOptions:
@@ -240,37 +262,41 @@ def mounted(options: LaunchOptions) -> LaunchOptions:
 
 @dataclass
 class Started:
-    """An engine that runs, and what it was started with."""
+    """Engines that run, and what they were started with."""
 
     prepared: Prepared
     running: Running
 
     def check(self, progress: Progress) -> Report:
-        """Wait for it, warm it up and read its metrics; `ok`: it drafts, or was told not to. Raises UsageError with the
-        reason in its log when it does not start."""
+        """Wait for them, warm them up and read their metrics; `ok`: all draft, or were told not to. Raises UsageError
+        with the reason in its log when one does not start."""
         wanted = self.prepared.wanted
         self.running.wait(progress)
         checked = check(self.running, wanted, progress)
         started = {"log": str(self.running.log), "started_s": round(self.running.started_s, 1), "check": checked}
         data = {**document(self.prepared, docker=False), **started}
-        return Report(checked["alive"] or not wanted.depth_drafted, data, [*_lines(data), *_check_lines(data)])
+        return Report(checked["alive"] or not wanted.depth_drafted, data, [*lines_of(data), *check_lines(data)])
 
-    def stay(self) -> None:
-        """Until it ends, which is an error, or Ctrl-C."""
-        code = self.running.process.wait()
-        raise self.running.failed(f"the engine has ended with code {code}")
+    def stay(self, say: Say) -> None:
+        """Until Ctrl-C. What ends of several is started again; raises CheckFailed when that cannot help."""
+        Watch(self.running, say).forever()
 
 
 @contextmanager
 def started(options: LaunchOptions) -> Iterator[Started]:
-    """The engine as a child process, which ends with the context. Raises UsageError for what one process cannot do."""
+    """The engine as a child process, or several and their router, which end with the context. Raises UsageError for
+    what one machine cannot do."""
     prepared = prepare(options)
+    steps = prepared.plan.serve
     if prepared.installed is None:
         hint = "--program PATH says where it is; --dry-run needs none"
         raise UsageError(f"{prepared.launcher.program} is not installed here", hint)
-    if prepared.plan.before or len(prepared.plan.serve) > 1:
-        raise UsageError("this takes more than one command", "--dry-run prints them all")
-    with start(prepared.launcher, *prepared.commands()[0], prepared.plan.files, prepared.wanted) as running:
+    if prepared.plan.before or any(step.node or step.port is None for step in steps):
+        raise UsageError("this takes more than one machine, or steps before", "--dry-run prints them all")
+    router = steps[-1].words[0] if steps[-1].role == "router" else None
+    if router and not Path(prepared.commands()[-1][1][0]).exists():
+        raise UsageError(f"{router} is not installed here", f"pip install {router}")
+    with start(prepared.launcher, prepared.commands(), prepared.plan.files, prepared.wanted) as running:
         yield Started(prepared, running)
 
 
@@ -289,52 +315,3 @@ def translate(text: str, engine_version: str | None, program: str | None = None)
     }
     lines = [done.text, *(f"# {change}" for change in done.changes or ["nothing to change"])]
     return Report(not done.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in done.warnings)])
-
-
-def document(prepared: Prepared, *, docker: bool) -> dict[str, Any]:
-    plan, wanted, facts = prepared.plan, prepared.wanted, prepared.facts
-    commands = [{"where": step.where, "command": shell(step.environment, words)} for step, words in prepared.commands()]
-    before = [{"where": step.where, "command": shell(step.environment, step.words)} for step in plan.before]
-    if docker:
-        before, commands = containers(prepared.launcher, prepared.version, facts, wanted, plan)
-    return {
-        "engine": prepared.launcher.name,
-        "version": text_of(prepared.version),
-        "version_assumed": prepared.assumed,
-        "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
-                  "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
-        "depth": wanted.depth_drafted,
-        "why_depth": "a prefill node drafts nothing" if wanted.depth > wanted.depth_drafted else prepared.why_depth,
-        "layout": {name: value for name, value in vars(wanted.parallel).items() if name != "head_node"},
-        "before": before,
-        "serve": commands,
-        "files": plan.files,
-        "notes": plan.notes,
-    }  # fmt: skip
-
-
-def _lines(data: dict[str, Any]) -> list[str]:
-    model, assumed = data["model"], " (assumed)" if data["version_assumed"] else ""
-    lines = [
-        f"# {data['engine']} {data['version']}{assumed}; {model['type']}, MTP modules: {model['modules']}",
-        f"# depth {data['depth']}: {data['why_depth']}",
-    ]
-    lines += [f"# note: {note}" for note in data["notes"]]
-    for name, text in data["files"].items():
-        lines += [f"cat > {name} <<'EOF'", *text.splitlines(), "EOF"]
-    for each in (*data["before"], *data["serve"]):
-        lines += [f"# {each['where']}:"] if each["where"] else []
-        lines.append(each["command"])
-    return lines
-
-
-def _check_lines(data: dict[str, Any]) -> list[str]:
-    checked, length = data["check"], data["check"]["acceptance_length"]
-    if checked["alive"]:  # by flags of the user's own too
-        said = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
-    elif not data["depth"]:
-        said = f"plain decoding: {data['why_depth']}"
-    else:
-        said = f"DRAFTING IS NOT ALIVE: {checked['why']}"
-    advice = [f"# even of text that is easy to guess: {checked['advice']}"] if checked.get("advice") else []
-    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {said}", *advice]

@@ -16,7 +16,7 @@ from headstart.tools.plan.machine import HERE, Machine
 from headstart.tools.plan.memory import LARGE_DEVICE, ROWS, memory, split_of
 from headstart.tools.plan.predict import DEPTHS, Drafting, best, dollars_per_million, first_token, speed
 from headstart.tools.plan.roofline import Pass, SizedModel, pass_seconds
-from headstart.tools.plan.simulate import Served, Step, arrivals, simulate
+from headstart.tools.plan.simulate import Read, Served, Step, arrivals, simulate
 
 MOST_ENGINES = 8
 """More are simulated as so many with their share of the requests: one queue among 8 or 80 waits alike."""
@@ -51,13 +51,14 @@ class Steps:
     def __init__(self, drafting: Drafting, machine: Machine, context: float, *, depths: Sequence[int]) -> None:
         self._drafting, self._machine, self._context, self._depths = drafting, machine, context, depths
         self._depth: dict[int, tuple[int, float, float]] = {}
-        self._seconds: dict[tuple[int, int, int], float] = {}
+        self._seconds: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, decoding: int, prompt_rows: float, context: float) -> tuple[float, float]:
+    def __call__(self, decoding: int, context: float, read: Read) -> tuple[float, float]:
         depth, gain, draft_s = self._at(decoding) if decoding else (0, 0.0, 0.0)
-        key = (decoding, round(prompt_rows / PROMPT_ROWS), round(context / CONTEXTS))
+        key = (decoding, round(context / CONTEXTS), read.prompts, round(read.rows / PROMPT_ROWS),
+               round(read.context / CONTEXTS))  # fmt: skip
         if key not in self._seconds:
-            self._seconds[key] = self._mixed(decoding, depth, prompt_rows, context) + draft_s
+            self._seconds[key] = self._mixed(decoding, depth, context, read) + draft_s
         return self._seconds[key], gain
 
     def _at(self, decoding: int) -> tuple[int, float, float]:
@@ -68,13 +69,15 @@ class Steps:
             self._depth[decoding] = (found.depth, found.tokens_per_step, found.draft_s)
         return self._depth[decoding]
 
-    def _mixed(self, decoding: int, depth: int, prompt_rows: float, context: float) -> float:
-        """A prompt counts as one more sequence: matrices see the sum of all rows, caches the mean context."""
-        rates, reads = self._machine.rates, prompt_rows > 0
-        rows = decoding * (1 + depth)
-        sequences, logits = decoding + reads, rows + reads
-        work = Pass(sequences, (rows + prompt_rows) / sequences, context, logit_rows=logits)
-        return pass_seconds(self._drafting.model, self._machine, work) + rates.step_s + rates.step_row_s * logits
+    def _mixed(self, decoding: int, depth: int, context: float, read: Read) -> float:
+        """Rows that decode and rows of prompts share the weights; each attend to what lies before them."""
+        rates, works = self._machine.rates, []
+        if decoding:
+            works.append(Pass(decoding, 1 + depth, context))
+        if read.prompts:
+            works.append(Pass(read.prompts, read.rows / read.prompts, read.context, logit_rows=read.ended))
+        logits = decoding * (1 + depth) + read.ended
+        return pass_seconds(self._drafting.model, self._machine, *works) + rates.step_s + rates.step_row_s * logits
 
 
 def wanted(load: Load, drafting: Drafting, machine: Machine, *, plain: bool) -> Wanted:
@@ -115,7 +118,7 @@ def _impossible(load: Load, model: SizedModel, machine: Machine, steps: Step, sl
     first = first_token(model, machine, round(longest * load.prompt))
     if first > load.ttft_s:
         return f"alone, a prompt of {longest * load.prompt:,.0f} tokens takes {first:.2g} s"
-    seconds, gain = steps(1, 0.0, load.prompt + load.output / 2)
+    seconds, gain = steps(1, load.prompt + load.output / 2, Read())
     if seconds / gain > load.tpot_s:
         return f"alone, a request takes {seconds / gain * 1e3:.3g} ms a token"
     return ""

@@ -17,13 +17,21 @@ from headstart.machine import cpu, threads
 from headstart.tools.plan import calibrate
 from headstart.tools.plan.formats import weight_format
 from headstart.tools.plan.machine import HERE, Device, Machine, Rates
-from headstart.tools.plan.measure import BATCHES, ENGINE_DEPTH, PASSES_BUDGET_S, WORKS, Passes, cache_bytes
+from headstart.tools.plan.measure import (
+    BATCHES,
+    ENGINE_DEPTH,
+    PASSES_BUDGET_S,
+    PROMPT_ROWS,
+    WORKS,
+    Passes,
+    cache_bytes,
+)  # fmt: skip
 from headstart.tools.plan.roofline import Pass, SizedModel
 from headstart.tools.plan.shape import Shape
 from headstart.tools.prefilled import READ_RUNS, held_bytes, readable_bytes
 from headstart.tools.quiet import watched
 
-VERSION = 2
+VERSION = 3
 """Raise with every change of what is measured."""
 
 
@@ -35,7 +43,7 @@ def machine_for(
     measured = None if measure_again else read(path)
     if measured is None:
         loaded = load_model(model, config)
-        longest = loaded.config.max_length - max(BATCHES)
+        longest = loaded.config.max_length - PROMPT_ROWS
         works = [replace(work, context=min(work.context, longest)) for work in WORKS]
         passes = Passes(loaded, config, works, progress)
         with watched(config.threads or threads().usable) as quiet:
@@ -86,8 +94,7 @@ def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[SizedModel, Mach
     bandwidth = float(measured["read_bandwidth"])
     device = Device(name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")
     blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
-    passes = [(Pass(each["sequences"], each["rows"], each["context"]), each["seconds"]) for each in measured["passes"]]
-    points = [calibrate.Point(*each) for each in passes]
+    points = [calibrate.Point(_pass(each), each["seconds"]) for each in measured["passes"]]
     rates = calibrate.fit(points, model, blank, bandwidth)
     step_s, step_row_s = calibrate.line(*measured["engine"])
     draft = calibrate.line(*measured["draft_step"]) if measured["draft_step"] else None
@@ -95,11 +102,16 @@ def calibrated(shape: Shape, measured: dict[str, Any]) -> tuple[SizedModel, Mach
     return model, replace(blank, rates=rates, assumptions=(said(measured, rates),))
 
 
+def _pass(of: dict[str, Any]) -> Pass:
+    return Pass(of["sequences"], of["rows"], of["context"], of["logit_rows"])
+
+
 def said(measured: dict[str, Any], rates: Rates) -> str:
     draft, contexts = rates.measured_draft, sorted({each["context"] for each in measured["passes"]})
+    rows = sorted({int(each["rows"]) for each in measured["passes"]})
     return (
         f"here: {measured['cpu']}, {measured['threads']} threads, backend {measured['backend']}; fitted to passes of "
-        f"{' and '.join(map(str, BATCHES))} rows at contexts {' and '.join(map(str, contexts))}: "
+        f"{', '.join(map(str, rows))} rows at contexts {' and '.join(map(str, contexts))}: "
         f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s for weights and "
         f"{(rates.cache_bandwidth or rates.bandwidth) / 1e9:.1f} for caches, "
         f"{rates.compute / 1e9:.0f} Gop/s in matrices, {rates.attention / 1e9:.0f} in attention, overlap exponent "

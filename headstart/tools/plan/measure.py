@@ -1,4 +1,4 @@
-"""This machine, measured with the model itself: passes of 1 and 8 rows, the engine's own time, a draft step."""
+"""This machine, measured with the model itself: passes of 1, 8 and 128 rows, the engine's own time, a draft step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from headstart.tools.prefilled import Prefilled, in_turns
 
 BATCHES = (1, 8)
 CONTEXTS = (128, 1024)
+PROMPT_ROWS = 128
 WORKS = (
     *(Pass(batch, 1, context) for context in CONTEXTS for batch in BATCHES),
     *(Pass(1, max(BATCHES), context) for context in CONTEXTS),
+    *(Pass(1, PROMPT_ROWS, context, logit_rows=1) for context in CONTEXTS),
 )
-"""Passes that calibrate: 1 and 8 sequences, and 8 rows of one, at two contexts."""
+"""Passes that calibrate: 1 and 8 sequences, 8 rows of one, and a part of a prompt, at two contexts. What rows cost when
+there are many cannot be told from few: tiles are filled, and keys are read once for all of them."""
 PASSES_BUDGET_S = 6.0
 ENGINE_STEPS, ENGINE_PROMPT = 24, 64
 ENGINE_DEPTH = 3
@@ -55,9 +58,11 @@ class Passes(Prefilled):
             self.fill(max(int(work.context) for work in works if work.sequences > index), longest)
 
     def seconds(self, work: Pass) -> float:
-        """The backend's time for one pass with logits for every row."""
-        start, rows = int(work.context), int(work.rows)
-        return self.seconds_of([Span(each, start, rows, rows) for each in self.sequences[: work.sequences]])
+        """The backend's time for one pass. Rows of a prompt see half of each other."""
+        rows = int(work.rows)
+        logits = int(work.num_logits) // work.sequences
+        start = int(work.context) - (rows // 2 if logits < rows else 0)
+        return self.seconds_of([Span(each, start, rows, logits) for each in self.sequences[: work.sequences]])
 
     def time(self, works: Seq[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
         """Median seconds."""

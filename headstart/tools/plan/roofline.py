@@ -6,6 +6,7 @@ Rows of a pass share the weights that are read; rows of one sequence share its c
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headstart.formats.quantization import WeightBytes
@@ -87,10 +88,13 @@ def _bytes_of(model: SizedModel, group: Layers) -> float:
     )
 
 
-def pass_costs(model: SizedModel, machine: Machine, work: Pass) -> list[Cost]:
-    """A pass of the trunk, part by part. Sequences of different replicas run at the same time."""
-    local = _local(machine, work)
-    costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, local, group)]
+def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> list[Cost]:
+    """A pass of the trunk, part by part. Sequences of different replicas run at the same time. `others` run in the same
+    pass with numbers of rows and contexts of their own: all rows share the weights, and each sequence has its cache."""
+    each = (work, *others)
+    apart = [_local(machine, one) for one in each]
+    work, local = _together(each), _together(apart)
+    costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, apart, group)]
     lm_head = model.shape.vocab * model.shape.hidden
     costs.append(_matrix(machine, "lm_head", lm_head, local.num_logits, model.bytes("lm_head")))
     kernels = LAST_KERNELS + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in model.shape.layers)
@@ -99,8 +103,17 @@ def pass_costs(model: SizedModel, machine: Machine, work: Pass) -> list[Cost]:
     return merged(costs)
 
 
-def pass_seconds(model: SizedModel, machine: Machine, work: Pass) -> float:
-    return sum(cost.seconds for cost in pass_costs(model, machine, work))
+def pass_seconds(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> float:
+    return sum(cost.seconds for cost in pass_costs(model, machine, work, *others))
+
+
+def _together(works: Sequence[Pass]) -> Pass:
+    """Their rows as those of one pass."""
+    if len(works) == 1:
+        return works[0]
+    sequences = sum(work.sequences for work in works)
+    rows = sum(work.num_rows for work in works) / sequences
+    return Pass(sequences, rows, works[0].context, sum(work.num_logits for work in works))
 
 
 def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
@@ -116,7 +129,7 @@ def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: 
     steps, tokens = (1, depth) if head.once else (depth, 1)
     work = Pass(sequences, rows, context)
     local = _local(machine, work)
-    costs = [cost for group in head.layers for cost in _layer_costs(drafting, machine, work, local, group)]
+    costs = [cost for group in head.layers for cost in _layer_costs(drafting, machine, work, [local], group)]
     costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
     each = (head.per_token + head.again) * tokens
     costs.append(_matrix(machine, "projection", each, local.sequences, drafting.bytes("mlp")))
@@ -140,11 +153,12 @@ def _matrix(machine: Machine, name: str, weights: float, rows: float, size: floa
     return Cost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
 
 
-def _layer_costs(model: SizedModel, machine: Machine, work: Pass, local: Pass, group: Layers) -> list[Cost]:
-    attention, mlp, count = group.attention, group.mlp, group.count
+def _layer_costs(model: SizedModel, machine: Machine, work: Pass, apart: Sequence[Pass], group: Layers) -> list[Cost]:
+    """`apart`: the share of one replica, by what has a context of its own."""
+    attention, mlp, count, local = group.attention, group.mlp, group.count, _together(apart)
     costs = [
         _matrix(machine, "attention", attention.weights, local.num_rows, model.bytes("attention")),
-        _cache(model, machine, local, attention),
+        *(_cache(model, machine, each, attention) for each in apart),
         _matrix(machine, "mlp", mlp.weights, local.num_rows, model.bytes("mlp")),
     ]
     if mlp.experts:

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-Step = Callable[[int, float, float], tuple[float, float]]
-"""(sequences that decode, prompt rows, mean context of the sequences) -> seconds of a step, and tokens that each
-decoding sequence gains by it."""
+
+@dataclass(frozen=True)
+class Read:
+    """What a step reads of prompts: how many of them, their rows, what a row sees on average, and how many end."""
+
+    prompts: int = 0
+    rows: float = 0.0
+    context: float = 0.0
+    ended: int = 0
+
+
+Step = Callable[[int, float, Read], tuple[float, float]]
+"""(sequences that decode, their mean context, prompts) -> seconds of a step, and tokens that each decoding sequence
+gains by it."""
 WARM_UP = 0.2
 """Share of the requests that find an empty fleet, and are not counted."""
 
@@ -73,8 +84,8 @@ class _Engine:
 class _Fleet:
     """One run."""
 
-    def __init__(self, step: Step, engines: int, slots: int, rows: int, asked: Arrivals) -> None:
-        self._step, self._slots, self._rows, self._asked = step, slots, rows, asked
+    def __init__(self, steps: Sequence[Step], engines: int, slots: int, rows: int, asked: Arrivals) -> None:
+        self._steps, self._slots, self._rows, self._asked = steps, slots, rows, asked
         self._engines = [_Engine() for _ in range(engines)]
         self._ends: list[tuple[float, int]] = []  # of steps: (time, engine)
         self.first, self.last = np.zeros(len(asked.times)), np.zeros(len(asked.times))
@@ -96,27 +107,34 @@ class _Fleet:
         while engine.waiting and len(engine.reading) + len(engine.marks) < self._slots:
             request = engine.waiting.popleft()
             engine.reading.append([request, asked.prompts[request]])
-        decoding, read, ended = len(engine.marks), 0, 0
-        room = left = max(float(self._rows - decoding), 1.0)
-        contexts = engine.contexts
-        for prompt in engine.reading:
-            taken = min(prompt[1], left)
-            if not taken:
-                break
-            contexts += asked.prompts[int(prompt[0])] - prompt[1] + taken / 2
-            prompt[1] -= taken
-            left -= taken
-            read += 1
-            ended += not prompt[1]
-        engine.stepping = decoding + read > 0
+        decoding = len(engine.marks)
+        read = self._read(engine, max(float(self._rows - decoding), 1.0))
+        engine.stepping = decoding + read.prompts > 0
         if not engine.stepping:
             return
-        seconds, gain = self._step(decoding, room - left, contexts / (decoding + read))
-        engine.steps_to = (gain, ended)
+        others = sum(each.stepping for each in self._engines) - 1
+        step = self._steps[min(others, len(self._steps) - 1)]
+        seconds, gain = step(decoding, engine.contexts / max(decoding, 1), read)
+        engine.steps_to = (gain, read.ended)
         engine.busy_s += seconds
         engine.decoded += decoding
         engine.steps += 1
         heapq.heappush(self._ends, (now + seconds, number))
+
+    def _read(self, engine: _Engine, left: float) -> Read:
+        """Rows of the prompts that are being read, in order, as far as there is room."""
+        prompts, rows, seen, ended = 0, 0.0, 0.0, 0
+        for prompt in engine.reading:
+            taken = min(prompt[1], left)
+            if not taken:
+                break
+            seen += taken * (self._asked.prompts[int(prompt[0])] - prompt[1] + taken / 2)
+            prompt[1] -= taken
+            left -= taken
+            rows += taken
+            prompts += 1
+            ended += not prompt[1]
+        return Read(prompts, rows, seen / max(rows, 1.0), ended)
 
     def _end(self, now: float, number: int) -> None:
         engine, asked = self._engines[number], self._asked
@@ -137,9 +155,12 @@ class _Fleet:
         self._begin(now, number)
 
 
-def simulate(step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int) -> Served:
-    """`slots`: sequences that an engine has room for; `rows`: of a step, those of prompts among them."""
-    fleet = _Fleet(step, engines, slots, rows, asked)
+def simulate(
+    step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int, beside: Sequence[Step] = ()
+) -> Served:
+    """`slots`: sequences that an engine has room for; `rows`: of a step, those of prompts among them. `beside`: steps
+    of engines that share a machine and slow each other down, while one other steps too, two others, and so on."""
+    fleet = _Fleet([step, *beside], engines, slots, rows, asked)
     ended = fleet.run()
     counted = slice(int(WARM_UP * len(asked.times)), None)
     total = float(fleet.last.max())

@@ -114,11 +114,11 @@ class Replaying:
 @contextmanager
 def recorded(model: Model, device: Any) -> Iterator[None]:
     recorder: Any = model.backend.recorder  # type: ignore[attr-defined]
-    known, recorder._device = recorder._device, device
+    known, recorder.device = recorder.device, device
     try:
         yield
     finally:
-        recorder._device = known
+        recorder.device = known
 
 
 @pytest.mark.parametrize("family", ["mimo", "qwen3_next"])

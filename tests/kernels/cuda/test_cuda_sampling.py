@@ -108,7 +108,11 @@ def test_what_was_drawn_since_counts(cuda: Any) -> None:
 def test_logprobs(cuda: Any) -> None:
     logits, tokens = torch.from_numpy(numbers(2, False)), np.arange(len(PARAMS)) * 7
     wanted = [each.logprob for each in reference_logprobs(logits, tokens, np.zeros(len(tokens), np.int64))]
-    found = cuda.sampler.logprobs(logits.to(cuda.place), torch.from_numpy(tokens).to(cuda.place), None)
+    found = torch.zeros(len(tokens), 2, device=cuda.place)
+    drawn = torch.from_numpy(np.stack((tokens + 1, tokens), axis=1)).to(cuda.place)
+    cuda.sampler.logprobs(logits.to(cuda.place), drawn, None, found, 1)
+    assert not found[:, 0].any()
+    found = found[:, 1]
     assert found.tolist() == wanted
 
 

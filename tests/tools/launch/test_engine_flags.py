@@ -12,14 +12,16 @@ import pytest
 
 from headstart import registry
 from headstart.tools.launch.detect import Installed, find_installed
-from headstart.tools.launch.launcher import Flag, Launcher
+from headstart.tools.launch.launcher import Flag, Launcher, Program
 from headstart.tools.launch.published import Published, published
+from headstart.tools.launch.routers import ROUTERS
 from headstart.tools.launch.versions import parse
 
 LAUNCHERS: dict[str, Launcher] = {
     name: registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")
 }
-ENTRIES = [(name, flag) for name, launcher in LAUNCHERS.items() for flag in launcher.flags]
+PROGRAMS: dict[str, Program] = {**LAUNCHERS, **ROUTERS}
+ENTRIES = [(name, flag) for name, program in PROGRAMS.items() for flag in program.flags]
 READER = Path(__file__).resolve().parents[3] / "benchmarks" / "engine_arguments.py"
 
 
@@ -40,7 +42,7 @@ def test_flag_is_in_the_versions_that_the_table_says(name: str, flag: Flag) -> N
 
 @pytest.mark.parametrize(("name", "flag"), ENTRIES, ids=lambda item: getattr(item, "name", item))
 def test_flag_is_not_in_versions_outside_its_range(name: str, flag: Flag) -> None:
-    known, launcher = snapshot(name), LAUNCHERS[name]
+    known, launcher = snapshot(name), PROGRAMS[name]
     same = [each for each in launcher.flags if each.name == flag.name]
     words = [f"{flag.name}={value}" for value in flag.values] if flag.values else [flag.name]
     for version in known.versions:
@@ -81,9 +83,9 @@ def test_settings_stand_for_flags_of_the_table(name: str) -> None:
     assert set(launcher.settings.values()) <= {flag.name for flag in launcher.flags}
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_newest_version_was_read(name: str) -> None:
-    assert LAUNCHERS[name].newest in snapshot(name).versions
+    assert PROGRAMS[name].newest in snapshot(name).versions
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

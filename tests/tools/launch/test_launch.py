@@ -18,6 +18,7 @@ from headstart.tools.launch.depth import choose_depth
 from headstart.tools.launch.detect import find_installed
 from headstart.tools.launch.facts import Facts, drafter_of, read_facts
 from headstart.tools.launch.launcher import Parallelism, Plan, Wanted
+from headstart.tools.launch.report import check_lines
 from headstart.tools.launch.versions import at_least, parse
 from headstart.tools.tiny import write_tiny
 
@@ -111,8 +112,8 @@ def test_an_index_without_its_shards_is_not_taken_for_a_bare_config(tmp_path: Pa
 def test_drafts_by_the_users_own_flags_are_told() -> None:
     found = {"alive": True, "acceptance_length": 3.9}
     data = {"depth": 0, "why_depth": "the model has no MTP head", "check": found, "log": "l", "started_s": 1}
-    assert launch._check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
-    assert "plain decoding" in launch._check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
+    assert check_lines(data)[1] == "# drafting is alive: acceptance length 3.90"
+    assert "plain decoding" in check_lines({**data, "check": {"alive": False, "acceptance_length": None}})[1]
 
 
 def test_our_own_heads_must_be_exported_first() -> None:
@@ -211,8 +212,23 @@ def test_vllm_on_a_cpu() -> None:
     assert after(made, "--dtype") == "bfloat16"
 
 
-def test_vllm_nodes_are_joined_by_ray() -> None:
+def test_vllm_joins_nodes_itself() -> None:
     made = plan("vllm", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
+    first, second = (step.words for step in made.serve)
+    assert first[-8:] == ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29501")
+    assert second[-1] == "--headless" and "--headless" not in first
+    assert not made.before and [step.port for step in made.serve] == [8000, None]
+
+
+@pytest.mark.parametrize(
+    ("version", "extra"), [("0.11.0", ()), ("0.32.0", ("--distributed-executor-backend", "ray"))]
+)  # older ones cannot do it themselves
+def test_vllm_nodes_are_joined_by_ray(version: str, extra: tuple[str, ...]) -> None:
+    two = Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1")
+    made = plan("vllm", version, parallel=two, extra=extra)
+    assert "--nnodes" not in words(made)
+    assert words(made).count("--distributed-executor-backend") == 1
+    assert any("no Ray" in note for note in made.notes) is (version == "0.32.0")
     assert [step.words[:2] for step in made.before] == [("ray", "start")] * 2
     assert "--address=10.0.0.1:6379" in made.before[1].words
     assert after(made, "--distributed-executor-backend") == "ray"
@@ -288,10 +304,34 @@ def test_llamacpp() -> None:
     assert "--metrics" in words(made)
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"), [("eagle3", "draft-eagle3"), ("draft_model", "draft-simple"), ("dspark", "draft-dspark")]
+)
+def test_llamacpp_is_told_the_kind_of_a_drafter(method: str, kind: str) -> None:
+    """It tells some kinds by the file; of others it loads the weights, and drafts nothing."""
+    drafter = DrafterKind(kind=method, method=method, title=method, container="gguf")
+    made = plan("llamacpp", head="/h.gguf", drafter=drafter)
+    assert (after(made, "--spec-draft-model"), after(made, "--spec-type")) == ("/h.gguf", kind)
+    with pytest.raises(UsageError, match="cannot draft with a head of kind medusa"):
+        plan("llamacpp", head="/h.gguf", drafter=replace(drafter, method="medusa"))
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_prefill_nodes_draft_nothing(engine: str) -> None:
-    assert not any("speculative" in word for word in words(plan(engine, role="prefill")))
-    assert any("speculative" in word for word in words(plan(engine, role="decode")))
+def test_prefill_nodes_draft_nothing_but_have_the_heads(engine: str) -> None:
+    """vLLM refuses to hand caches over between servers with and without MTP, and SGLang goes on from hidden states."""
+    prefill, decode = (plan(engine, role=role) for role in ("prefill", "decode"))
+    for made in (prefill, decode):
+        assert any("speculative" in word for word in words(made))
+    assert any("drafts nothing" in note for note in prefill.notes)
+    assert not any("drafts nothing" in note for note in decode.notes)
+
+
+def test_sglang_hands_caches_over_between_devices() -> None:
+    made = plan("sglang", role="prefill")
+    assert (after(made, "--disaggregation-mode"), after(made, "--disaggregation-bootstrap-port")) == ("prefill", "8998")
+    assert "--disaggregation-bootstrap-port" not in words(plan("sglang", role="decode"))
+    with pytest.raises(UsageError, match="between GPUs only"):
+        plan("sglang", role="decode", parallel=Parallelism())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -325,7 +365,7 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
         ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
         ("xllm", "0.11.0", {"kv_offload_gb": 8}, "sizes its host cache by blocks"),
         ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
-        ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, data=2)}, "one copy of a model"),
+        ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, nodes=2)}, "runs on one machine"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: dict[str, Any], message: str) -> None:
@@ -532,7 +572,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vllm"], "which engine and which model"),
         (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "divide GPUs"),
+        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "there are none"),
         (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
         (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
         (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
@@ -667,7 +707,8 @@ def test_a_relative_head_inside_json_is_mounted(
 
 def test_nodes_of_ray_run_in_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4)
-    assert main(["launch", "vllm", str(model), "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8"]) == 0
+    old = ["--engine-version", "0.11.0"]
+    assert main(["launch", "vllm", str(model), "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", *old]) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docker")]
     assert "ray start --head --port=6379 && exec vllm serve" in found[0]
     assert "--entrypoint ray" in found[1] and "start --block" in found[1]

@@ -140,7 +140,7 @@ REFUSED = (
     "does not know",
     "has nothing for",
     "need a GPU",
-    "one copy of a model on one machine",
+    "runs on one machine",
 )
 """Why a combination may have no command: what the engine cannot do."""
 

@@ -10,7 +10,7 @@ import pytest
 from headstart.cli.main import main
 from headstart.errors import UsageError
 from headstart.tools.plan.load import Load, parse_load
-from headstart.tools.plan.simulate import Arrivals, arrivals, simulate
+from headstart.tools.plan.simulate import Arrivals, Read, arrivals, simulate
 
 Capture = pytest.CaptureFixture[str]
 TEXT = "100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"
@@ -20,7 +20,7 @@ def test_one_engine_with_one_slot_waits_as_a_queue_does() -> None:
     """M/G/1: mean waiting time = rate * E[S^2] / (2 (1 - rate * E[S])) (Pollaczek-Khinchine)."""
     asked = arrivals(0.6, 1000, 1, 12_000, seed=3)
     asked = Arrivals(times=asked.times, prompts=asked.prompts, outputs=np.ones(12_000))
-    served = simulate(lambda decoding, rows, context: (rows / 1000, 1.0), asked, engines=1, slots=1, rows=10**6)
+    served = simulate(lambda decoding, context, read: (read.rows / 1000, 1.0), asked, engines=1, slots=1, rows=10**6)
     spans = asked.prompts / 1000
     waits = 0.6 * np.mean(spans**2) / (2 * (1 - 0.6 * np.mean(spans)))
     assert np.mean(served.ttft_s) == pytest.approx(waits + np.mean(spans), rel=0.05)
@@ -30,15 +30,16 @@ def test_one_engine_with_one_slot_waits_as_a_queue_does() -> None:
 def test_steps_are_shared_and_every_token_counts_once() -> None:
     """Steps of one second and 16 rows, two tokens a step: the second prompt needs two steps beside the first answer."""
     asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([10.0, 20.0]), outputs=np.array([5.0, 9.0]))
-    seen: list[tuple[int, float, float]] = []
+    seen: list[tuple[int, float, Read]] = []
 
-    def step(decoding: int, rows: float, context: float) -> tuple[float, float]:
-        seen.append((decoding, rows, context))
+    def step(decoding: int, context: float, read: Read) -> tuple[float, float]:
+        seen.append((decoding, context, read))
         return 1.0, 2.0
 
     served = simulate(step, asked, engines=1, slots=4, rows=16)
-    assert [each[:2] for each in seen] == [(0, 10), (1, 15), (1, 5), *[(1, 0)] * 4]
-    assert seen[2][2] == (10 + 2 + 15 + 2.5) / 2  # the first has got two tokens; 15 were read, these in the middle
+    assert [(decoding, read.rows) for decoding, _, read in seen] == [(0, 10), (1, 15), (1, 5), *[(1, 0)] * 4]
+    assert seen[0][2] == Read(1, 10, 5, 1)  # rows see half of what is read with them
+    assert seen[2][1:] == (10 + 2, Read(1, 5, 15 + 2.5, 1))  # the first has got two tokens; 15 were read
     assert list(served.ttft_s) == [1.0, 3.0]
     assert list(served.tpot_s) == [0.5, 0.5]
     assert served.busy == 1.0 and served.tokens_per_s == 2.0
@@ -48,12 +49,21 @@ def test_more_engines_wait_less_and_fewer_slots_more() -> None:
     asked = arrivals(5, 100, 50, 1000)
 
     def mean_wait(engines: int, slots: int) -> float:
-        served = simulate(lambda n, rows, _: (0.01 + n * 1e-3 + rows * 1e-4, 1.0), asked, engines=engines, slots=slots,
-                          rows=512)  # fmt: skip
+        served = simulate(step, asked, engines=engines, slots=slots, rows=512)
         return float(np.mean(served.ttft_s))
+
+    def step(decoding: int, context: float, read: Read) -> tuple[float, float]:
+        return 0.01 + decoding * 1e-3 + read.rows * 1e-4, 1.0
 
     assert mean_wait(1, 64) > mean_wait(2, 64) > 0
     assert mean_wait(2, 2) > mean_wait(2, 64)
+
+
+def test_engines_on_one_machine_slow_each_other_down() -> None:
+    """Two requests at once on two engines: each step begins while the other engine steps, but for the very first."""
+    asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([1.0, 1.0]), outputs=np.array([3.0, 3.0]))
+    served = simulate(lambda *_: (1.0, 1.0), asked, engines=2, slots=4, rows=16, beside=[lambda *_: (1.5, 1.0)])
+    assert sorted(served.ttft_s) == [1.0, 1.5] and list(served.tpot_s) == [1.5, 1.5]
 
 
 def test_a_load_in_words() -> None:

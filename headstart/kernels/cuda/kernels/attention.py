@@ -67,7 +67,7 @@ def scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUN
         else:
             scores += tl.dot(left, right)
     scores = scores * scale
-    if SOFTCAP:
+    if SOFTCAP > 0:
         scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
     return scores
 
@@ -101,7 +101,7 @@ def added(scores, visible, right, most, total, summed, ROUND: tl.constexpr, WIDE
     return higher, total, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "list_width", "num_splits", "first_split"])
 def attend(
     q, keys, values, parts, maxima, totals,
     positions, sees, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots, chosen, counts,
@@ -179,7 +179,7 @@ def joined(most, total, summed, parts, maxima, totals, row, head, v, is_head, in
     return most, total, summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "first_split"])
 def join(
     parts, maxima, totals, sinks, out, positions, sees, counts, first_position, num_splits, first_split,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr,

@@ -9,7 +9,7 @@ LEAST = tl.constexpr(-3.4028234663852886e38)
 """What NaN, and all that is less, counts as: they come last."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "context"])
 def score(
     q, weights, keys, out, positions, sees, row_sequences, tables, path_starts, path_slots, first_position, table_width,
     block_size, context,
@@ -59,7 +59,7 @@ def ranked(scores, row, begin, last, first_position, context, EVERY: tl.constexp
     return p, tl.where(can, ordered, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["context", "list_width", "top"])
 def choose(scores, chosen, counts, positions, sees, first_position, context, list_width, top,
            EVERY: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """chosen [R, list_width], counts [R]: the `top` positions of the highest scores, of equal ones the lowest.
@@ -72,7 +72,7 @@ def choose(scores, chosen, counts, positions, sees, first_position, context, lis
         bounds = rank + way.to(tl.int64) * step
         reached = tl.zeros((16,), tl.int32)
         for begin in range(0, last + 1, TILE):
-            _, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
+            _p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
             reached += tl.sum((ranks[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
         most = tl.max(tl.where(reached >= top, way, 0), axis=0)
         above = tl.where(most < 15, tl.sum(tl.where(way == most + 1, reached, 0), axis=0), above)

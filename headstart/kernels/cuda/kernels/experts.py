@@ -101,7 +101,7 @@ def route(
     tl.store(ids + row * TOP + slot, -1, mask=(slot < TOP) & (slot >= tl.sum(taken.to(tl.int32), axis=0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def count(ids, counts, size, TILE: tl.constexpr):
     """counts [E]: pairs of each expert. A program per expert."""
     expert = tl.program_id(0)
@@ -112,7 +112,7 @@ def count(ids, counts, size, TILE: tl.constexpr):
     tl.store(counts + expert, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def deal(ids, counts, pairs, owners, size, num_experts, TILE: tl.constexpr, EXPERT_TILE: tl.constexpr):
     """pairs [tiles, ROWS]: each expert's, in tiles of its own; owners [tiles]: whose they are. A program per expert;
     what nobody writes stays -1."""

@@ -66,7 +66,7 @@ def walked(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def product(
     x, matrix, scales, offsets, sums, levels, bias, out, num_rows, num_out, num_in, num_units, part_length,
     KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
@@ -85,7 +85,7 @@ def product(
     tl.store(out + at, total, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def join_parts(parts, bias, out, size, num_out, num_parts, BIAS: tl.constexpr, COUNT: tl.constexpr):
     """The sum of parts [P, size], first to last, and bias [N]."""
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)

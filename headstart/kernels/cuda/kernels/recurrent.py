@@ -40,7 +40,7 @@ def input_of(at, x, states, kept, first, replayed, own, read, num_kept, channel,
     return tl.where(at < 0, tl.load(states + before, mask=inside & (at < 0) & (read >= 0), other=0.0), value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def conv(
     x, weight, bias, states, kept, out, positions, sequences, row_starts, owns, reads, starts, num_kept,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr,
@@ -63,7 +63,7 @@ def conv(
     tl.store(out + row.to(tl.int64) * CHANNELS + channel, total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def conv_states(
     x, states, kept, out, positions, row_starts, owns, reads, starts, store_sequences, store_positions, num_kept,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -81,7 +81,7 @@ def conv_states(
     tl.store(out + (store.to(tl.int64) * (WIDTH - 1) + m) * CHANNELS + channel, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def keep(x, owns, places, kept, num_kept, num_columns, offset, row_width, TILE: tl.constexpr):
     """Columns offset .. of the rows that are kept: row r goes to places[r] of slot owns[r], or nowhere (-1)."""
     row = tl.program_id(0)
@@ -120,7 +120,7 @@ def delta_step(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def gated_delta(
     qkv, log_decay, strength, states, kept, out, positions, row_starts, owns, reads, starts, store_starts,
     store_positions, store_slots, num_kept,
@@ -177,7 +177,7 @@ def scan_step(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kept"])
 def selective_scan(
     xbc, steps, rates, skips, states, kept, out, positions, row_starts, owns, reads, starts, store_starts,
     store_positions, store_slots, num_kept,

@@ -116,7 +116,7 @@ def activated(x, KIND: tl.constexpr):
         return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def activate(x, out, size, KIND: tl.constexpr, COUNT: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
@@ -144,7 +144,7 @@ def gated(g, u, KIND: tl.constexpr):
         return activated(g, KIND) * u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def activate_mul(gate, up, out, size, KIND: tl.constexpr, COUNT: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
@@ -152,7 +152,7 @@ def activate_mul(gate, up, out, size, KIND: tl.constexpr, COUNT: tl.constexpr):
     tl.store(out + at, gated(g, u, KIND), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def sigmoid_mul(gate, x, out, size, repeat, COUNT: tl.constexpr):
     """sigmoid(gate) * x; each gate serves `repeat` features side by side."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
@@ -161,7 +161,7 @@ def sigmoid_mul(gate, x, out, size, repeat, COUNT: tl.constexpr):
     tl.store(out + at, factor * tl.load(x + at, mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def softcap(x, out, size, cap, COUNT: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
@@ -178,7 +178,7 @@ def softplus_of(value):
     return tl.maximum(value, 0.0) + log1p
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def softplus(x, rate, bias, out, size, num_columns, RATE: tl.constexpr, COUNT: tl.constexpr):
     """rate * ln(1 + e^(x + bias)), by column."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)

@@ -124,7 +124,7 @@ def penalized(value, count, reals, row, num_rows):
     return value - (tl.load(reals + FREQUENCY * num_rows + row) * count + presence)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_drafted", "stride"])
 def penalize(
     scores, indptr, ids, counts, reals, drafted, token_ids, width, num_rows, num_drafted, stride,
     MAPPED: tl.constexpr, TILE: tl.constexpr,
@@ -274,7 +274,7 @@ def last_tie(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def limit(scores, peaks, reals, ints, cuts, lasts, width, stride, num_rows, num_tiles, TILES: tl.constexpr,
           TILE: tl.constexpr):  # fmt: skip
     """cuts [3, L] and lasts [2, L] of rows: min-p's least key; the cut of top-k and of top-p, and the last column that
@@ -310,7 +310,7 @@ def limit(scores, peaks, reals, ints, cuts, lasts, width, stride, num_rows, num_
     tl.store(lasts + num_rows + row, last_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "before"])
 def noisy(
     scores, peaks, reals, ints, cuts, lasts, token_ids, values, columns, width, stride, num_rows, num_tiles, before,
     LIMITED: tl.constexpr, MAPPED: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
@@ -343,9 +343,11 @@ def noisy(
     tl.store(columns + row * num_tiles + tile, tl.min(tl.where(alive & (value == top), column, NO_COLUMN), axis=0))
 
 
-@triton.jit
-def pick(values, columns, peaks, token_ids, tokens, num_tiles, stride, MAPPED: tl.constexpr, TILES: tl.constexpr):
-    """tokens [L]: of the lowest column with the largest value, or why there is none."""
+@triton.jit(do_not_specialize=["stride", "number"])
+def pick(
+    values, columns, peaks, token_ids, drawn, num_tiles, stride, number, MAPPED: tl.constexpr, TILES: tl.constexpr
+):
+    """Column `number` of drawn [L, stride]: the lowest column with the largest value, or why there is none."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles
@@ -358,14 +360,15 @@ def pick(values, columns, peaks, token_ids, tokens, num_tiles, stride, MAPPED: t
     if MAPPED:
         token = tl.load(token_ids + at, mask=is_token, other=0)
     token = tl.where(best == NOTHING, NOTHING_LEFT, tl.where(is_token, token, NOT_FINITE))
-    tl.store(tokens + row * stride, token)
+    tl.store(drawn + row * stride + number, token)
 
 
-@triton.jit
-def logprob(logits, tokens, token_ids, out, width, stride, token_stride, MAPPED: tl.constexpr, TILE: tl.constexpr):
-    """out [L]: the raw log-softmax of a token of each row; 0 where there is none. A program per row."""
+@triton.jit(do_not_specialize=["num_drawn", "number"])
+def logprob(logits, drawn, token_ids, out, width, stride, num_drawn, number, MAPPED: tl.constexpr, TILE: tl.constexpr):
+    """Column `number` of out [L, num_drawn]: the raw log-softmax of that column of `drawn`; 0 where there is no token.
+    A program per row."""
     row = tl.program_id(0).to(tl.int64)
-    token = tl.load(tokens + row * token_stride)
+    token = tl.load(drawn + row * num_drawn + number)
     lane = tl.arange(0, TILE)
     most = tl.full((TILE,), NOTHING, tl.float32)
     for begin in range(0, width, TILE):
@@ -383,4 +386,4 @@ def logprob(logits, tokens, token_ids, out, width, stride, token_stride, MAPPED:
     column = columns_of(ids, token_ids, width, (lane == 0) & (token >= 0), MAPPED)
     chosen = tl.load(logits + row * stride + column, mask=(lane == 0) & (column >= 0), other=0.0).to(tl.float64)
     value = tl.sum(tl.where(lane == 0, chosen, 0.0), axis=0) - best - exact_log(whole)
-    tl.store(out + row, tl.where(token >= 0, value, 0.0).to(tl.float32))
+    tl.store(out + row * num_drawn + number, tl.where(token >= 0, value, 0.0).to(tl.float32))

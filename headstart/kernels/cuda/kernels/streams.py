@@ -89,7 +89,7 @@ def keep_gated(values, gates, bias, positions, slots, pool, EVERY: tl.constexpr,
     tl.store(pool + slot * (2 * WIDTH) + WIDTH + column, told, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def compress(
     pool, out, positions, sees, row_sequences, tables, path_starts, path_slots, first_position, table_width, block_size,
     EVERY: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr, PATHS: tl.constexpr, TILE: tl.constexpr,

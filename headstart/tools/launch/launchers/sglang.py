@@ -8,7 +8,17 @@ from typing import ClassVar
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
+from headstart.tools.launch.launcher import (
+    BOTH_SIDES,
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    flags_of,
+)  # fmt: skip
 from headstart.tools.launch.versions import Version, at_least
 
 FIELDS = "sglang/srt/arg_groups/fields"
@@ -36,7 +46,7 @@ SOURCES = {
                  "--dtype", "--load-format", "--revision"),
     "memory.py": ("--enable-hierarchical-cache", "--disable-radix-cache", "--hicache-size"),
     "schedule.py": ("--mem-fraction-static", "--max-running-requests", "--chunked-prefill-size"),
-    "disagg.py": ("--disaggregation-mode",),
+    "disagg.py": ("--disaggregation-mode", "--disaggregation-bootstrap-port"),
     "observability.py": ("--enable-metrics",),
 }  # fmt: skip
 
@@ -65,6 +75,8 @@ class Sglang(Launcher):
     modules = ("sglang.launch_server",)
     serves_by_name = True
     distributions = ("sglang",)
+    divided = "sglang_router"
+    bootstrap = 8998
     newest = "0.5.23"
     images: ClassVar = {
         "cuda": "lmsysorg/sglang:v{version}",
@@ -105,13 +117,13 @@ class Sglang(Launcher):
             raise UsageError(f"{facts.source} is a GGUF file, whose heads SGLang cannot draft with", "give safetensors")
         plan, arguments = Plan(), Arguments(self, version)
         parallel = wanted.parallel
+        if wanted.role and wanted.platform == "cpu":
+            raise UsageError("SGLang hands caches over between GPUs only", "vllm does it on a CPU too")
         self._place(facts, wanted, arguments)
-        if wanted.depth_drafted:
+        if wanted.depth:
             self._speculation(facts, wanted, arguments, plan)
-        elif wanted.role == "prefill" and wanted.depth:
-            plan.notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
         if wanted.role:
-            arguments.add("--disaggregation-mode", wanted.role)
+            self._divided(wanted, arguments, plan)
         if wanted.kv_offload_gb:
             arguments.add("--enable-hierarchical-cache")
             arguments.add("--hicache-size", wanted.kv_offload_gb)
@@ -121,15 +133,24 @@ class Sglang(Launcher):
         words = ("python", "-m", "sglang.launch_server", *arguments.words)
         if parallel.nodes > 1 and parallel.data > 1:
             raise UsageError("SGLang's copies side by side do not span nodes", "--dp 1, or one server for each node")
-        if parallel.nodes == 1:
-            plan.serve = [Step((*words, *wanted.extra))]
-        for rank in range(parallel.nodes if parallel.nodes > 1 else 0):
+        for rank in range(parallel.nodes):
             node = Arguments(self, version)
-            node.add("--nnodes", parallel.nodes)
-            node.add("--node-rank", rank)
-            node.add("--dist-init-addr", f"{parallel.head_node}:20000")
-            plan.serve.append(Step((*words, *node.words, *wanted.extra), f"node {rank}"))
+            if parallel.nodes > 1:
+                node.add("--nnodes", parallel.nodes)
+                node.add("--node-rank", rank)
+                node.add("--dist-init-addr", f"{parallel.head_node}:20000")
+            where, port = f"node {rank}" if parallel.nodes > 1 else "", None if rank else wanted.port
+            step = Step((*words, *node.words, *wanted.extra), where, environment=wanted.visible, node=rank, port=port)
+            plan.serve.append(step)
         return plan
+
+    def _divided(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
+        """Prefill and decode apart. The decode side goes on from hidden states that the prefill side's drafter made."""
+        arguments.add("--disaggregation-mode", wanted.role)
+        if wanted.role == "prefill":
+            arguments.add("--disaggregation-bootstrap-port", self.bootstrap + wanted.place.number)
+            if wanted.depth:
+                plan.notes.append(BOTH_SIDES)
 
     def _place(self, facts: Facts, wanted: Wanted, arguments: Arguments) -> None:
         parallel = wanted.parallel

@@ -59,6 +59,7 @@ class TrtLlm(Launcher):
         "tool_call_parser": "--tool_parser",
     }
     joint = "_"
+    copies = True
     model_first = True
     methods: ClassVar = {
         "mtp": "MTP", "eagle3": "Eagle3", "draft_model": "Draft_Target", "dflash": "DFlash", "dspark": "DSpark",
@@ -78,8 +79,6 @@ class TrtLlm(Launcher):
         arguments.add("--port", wanted.port)
         arguments.add("--extra_llm_api_options", "extra.yaml")
         arguments.add_sizes({"--tp_size": parallel.tensor, "--ep_size": parallel.expert})
-        if parallel.data > 1:
-            raise UsageError("one trtllm-serve runs one copy of a model", "--dp 1, and one server for each copy")
         top: dict[str, Any] = {"return_perf_metrics": True, "enable_iter_perf_stats": True}
         if speculation := self._speculation(wanted, arguments, plan.notes):
             top["speculative_config"] = plan.facts["speculative_config"] = arguments.config(
@@ -91,7 +90,7 @@ class TrtLlm(Launcher):
         if parallel.nodes > 1:
             words = ("mpirun", "-n", str(parallel.tensor), "trtllm-llmapi-launch", *words)
             plan.notes.append("across nodes it runs under MPI or Slurm: give mpirun the host list")
-        plan.serve = [Step(words)]
+        plan.serve = [Step(words, environment=wanted.visible, port=wanted.port)]
         return plan
 
     def _speculation(self, wanted: Wanted, arguments: Arguments, notes: list[str]) -> dict[str, Any]:

@@ -8,7 +8,17 @@ from typing import Any, ClassVar
 from headstart.errors import UsageError
 from headstart.tools.launch.commands import CommandLine
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import OFFLOAD, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
+from headstart.tools.launch.launcher import (
+    BOTH_SIDES,
+    OFFLOAD,
+    Arguments,
+    Flag,
+    Launcher,
+    Plan,
+    Step,
+    Wanted,
+    flags_of,
+)  # fmt: skip
 from headstart.tools.launch.launchers._vllm_json import modernize
 from headstart.tools.launch.versions import Version, at_least
 from headstart.tools.plan.memory import Split, cache_bytes
@@ -25,6 +35,8 @@ FLAGS = (
         "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--load-format", "--tokenizer",
         "--revision", "--pipeline-parallel-size",
     ),
+    *(Flag(name, ENGINE, since="0.19") for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")),
+    Flag("--headless", FRONTEND, since="0.11"),
     *flags_of(
         FRONTEND, "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template",
         "--tool-call-parser", "--enable-auto-tool-choice",
@@ -48,6 +60,11 @@ FLAGS = (
     Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
 )  # fmt: skip
 CPU_CACHE_GB = 2
+RAY_PORT, GROUP_PORT, SIDE_PORT = 6379, 29501, 5600
+"""Where Ray's head listens, the first of several nodes, and the first server that hands caches over."""
+RAY = ("--distributed-executor-backend", "ray")
+WITHOUT_RAY = "0.19"
+"""From here on vLLM's image has no Ray, and nodes are joined by vLLM itself."""
 REMOVED = {
     "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
     "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
@@ -98,6 +115,8 @@ class Vllm(Launcher):
         "npu": "quay.io/ascend/vllm-ascend:v{version}",
     }
     instead: ClassVar = {"metal": "use llamacpp, or MTPLX; vllm-metal is a project of its own"}
+    divided = "vllm_router"
+    on_cpus = True
     start_module = "vllm.entrypoints.openai.api_server"
     flags = FLAGS
     removed = REMOVED
@@ -118,20 +137,22 @@ class Vllm(Launcher):
         if wanted.settings.get("tool_call_parser"):
             arguments.add("--enable-auto-tool-choice")
         parallel = wanted.parallel
-        environment = {} if parallel.gpus else {"VLLM_CPU_KVCACHE_SPACE": str(_cpu_cache(facts, wanted))}
-        if not parallel.gpus and "dtype" not in wanted.settings:
+        environment = {**wanted.visible, **self._environment(facts, wanted)}
+        if wanted.platform == "cpu" and "dtype" not in wanted.settings:
             arguments.add("--dtype", "bfloat16")
-        words = ("vllm", "serve", facts.source, *arguments.words, *wanted.extra)
-        if parallel.nodes > 1:
+        if parallel.nodes > 1 and self._by_ray(wanted, arguments, plan):
+            head = f"--address={parallel.head_node}:{RAY_PORT}"
+            rest = f"each of nodes 1 to {parallel.nodes - 1}"
             plan.before = [
-                Step(("ray", "start", "--head", "--port=6379"), "node 0", inside=True),
-                Step(
-                    ("ray", "start", "--block", f"--address={parallel.head_node}:6379"),
-                    f"each of nodes 1 to {parallel.nodes - 1}",
-                    inside=True,
-                ),
+                Step(("ray", "start", "--head", f"--port={RAY_PORT}"), "node 0", inside=True),
+                Step(("ray", "start", "--block", head), rest, inside=True, node=1),
             ]
-        plan.serve = [Step(words, "node 0" if plan.before else "", environment=environment)]
+        for node in range(1 if plan.before else parallel.nodes):
+            words = ("vllm", "serve", facts.source, *arguments.words, *self._node(node, wanted, arguments))
+            where = f"node {node}" if parallel.nodes > 1 else ""
+            port = wanted.port if node == 0 else None
+            step = Step((*words, *wanted.extra), where, environment=environment, node=node, port=port)
+            plan.serve.append(step)
         return plan
 
     def _place(self, wanted: Wanted, arguments: Arguments) -> None:
@@ -141,16 +162,52 @@ class Vllm(Launcher):
         arguments.add_sizes({"--tensor-parallel-size": parallel.tensor, "--data-parallel-size": parallel.data})
         if parallel.expert > 1:
             arguments.add("--enable-expert-parallel")
-        if parallel.nodes > 1:
-            arguments.add("--distributed-executor-backend", "ray")
+
+    @staticmethod
+    def _by_ray(wanted: Wanted, arguments: Arguments, plan: Plan) -> bool:
+        """Are nodes joined by Ray? In versions that cannot do it themselves, or if it is asked for after --."""
+        asked = any(pair == RAY for pair in zip(wanted.extra, wanted.extra[1:], strict=False))
+        if asked or not arguments.has("--nnodes"):
+            if not asked:
+                arguments.add(*RAY)
+            if at_least(arguments.version, WITHOUT_RAY):
+                plan.notes.append("vLLM's image has no Ray since 0.19: it must be in yours")
+            return True
+        return False
+
+    def _node(self, node: int, wanted: Wanted, arguments: Arguments) -> list[str]:
+        """What one of several nodes says of itself: only the first answers requests."""
+        parallel, own = wanted.parallel, Arguments(self, arguments.version)
+        if parallel.nodes == 1 or not own.has("--nnodes") or RAY[0] in (*wanted.extra, *arguments.words):
+            return []
+        own.add("--nnodes", parallel.nodes)
+        own.add("--node-rank", node)
+        own.add("--master-addr", parallel.head_node)
+        own.add("--master-port", GROUP_PORT)
+        if node:
+            own.add("--headless")
+        return own.words
+
+    def _environment(self, facts: Facts, wanted: Wanted) -> dict[str, str]:
+        """On a CPU: its cache, and the cores of each worker, for which vLLM takes a node of memory unless it is told.
+        Where prefill and decode run apart: where this server tells others of its caches."""
+        found, place = {}, wanted.place
+        if wanted.platform == "cpu":
+            found["VLLM_CPU_KVCACHE_SPACE"] = str(_cpu_cache(facts, wanted))
+            if place.cpus:
+                found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cpus)) for cpus in place.cpus)
+        if wanted.role:
+            found["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.address
+            found["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(SIDE_PORT + place.number * wanted.parallel.data)
+        return found
 
     def _speculation(self, facts: Facts, wanted: Wanted, version: Version, notes: list[str]) -> dict[str, Any]:
         """The JSON of --speculative-config; empty without drafts."""
-        depth = wanted.depth_drafted
+        depth = wanted.depth
         if not depth:
-            if wanted.role == "prefill" and wanted.depth:
-                notes.append("a prefill node drafts nothing: MTP belongs on the decode side")
             return {}
+        if wanted.role == "prefill":
+            notes.append(BOTH_SIDES)
         method = wanted.method
         if wanted.drafter and wanted.drafter.container == "gguf":
             raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from headstart.errors import UsageError
 from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
+from headstart.tools.launch.launcher import VISIBLE, Arguments, Flag, Launcher, Plan, Step, Wanted, flags_of
 from headstart.tools.launch.versions import Version
 
 FOLDER = "xllm/core/framework/config"
@@ -25,10 +25,6 @@ FLAGS = (
     *(flag for file, names in SOURCES.items() for flag in flags_of(f"{FOLDER}/{file}", *names)),
     Flag("--speculative_algorithm", f"{FOLDER}/speculative_config.cpp", values=("MTP", "Eagle3", "DFlash", "DSpark")),
 )
-
-
-VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-"""What chooses the devices of a process."""
 
 
 class Xllm(Launcher):
@@ -94,7 +90,8 @@ class Xllm(Launcher):
         place = f"device {rank % here}" if ranks > 1 else ""
         place = f"node {rank // here}, {place}" if parallel.nodes > 1 else place
         visible = {VISIBLE[wanted.platform]: ",".join(map(str, range(here)))}
-        return Step((self.program, *arguments.words, *node.words, *wanted.extra), place, environment=visible)
+        words = (self.program, *arguments.words, *node.words, *wanted.extra)
+        return Step(words, place, environment=visible, node=rank // here, port=None if rank else wanted.port)
 
     def _speculation(self, model: str, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
         algorithm, head = self.method_of(wanted), wanted.head

@@ -1,0 +1,159 @@
+"""A GPU that is not here: every launch of a kernel is compiled for it, to the binary, and nothing runs.
+
+Triton's own way from the arguments of a launch to a binary is taken, so what is compiled is what the GPU would get:
+types, alignments, sizes that are ones or multiples of sixteen. Must be imported before Triton is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from headstart.kernels.cuda import backend as cuda_backend, kernels
+from headstart.kernels.cuda.device import Device
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""Bytes of shared memory that a program may have."""
+LIKE_A_GPU = Device(torch.device("cpu"), columns=64, elements=1024, wide=False)
+"""As open_device makes it for a GPU, but that tensors lie here."""
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass
+class Compiled:
+    """One binary: the constants it was compiled for; bytes of shared memory; registers of a thread and bytes that it
+    keeps outside of them (stack and spills; -1: not known)."""
+
+    kernel: str
+    about: str
+    shared: int
+    registers: int = -1
+    local: int = -1
+    assembly: str = ""
+
+
+@dataclass
+class Pass:
+    """Launches of one pass of a program, in order: (kernel, hash of its binary)."""
+
+    program: Any
+    rows: int
+    launches: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Compiler:
+    """`found`: all binaries by their hash; `failed`: kernels that do not compile, and why; `passes`: what ran."""
+
+    def __init__(self, target: str) -> None:
+        self.name, self.target = target, TARGETS[target]
+        self.found: dict[str, Compiled] = {}
+        self.failed: dict[str, str] = {}
+        self.passes: list[Pass] = []
+        self._before: dict[int, Any] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While this is so, models that are loaded on `cuda` are this compiler's."""
+        run, opened, known = JITFunction.run, cuda_backend.open_device, driver._active
+        fake = SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: self.target
+        )
+
+        def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **about: Any) -> None:
+            name = kernel.fn.__name__
+            try:
+                made = run(kernel, *args, grid=grid, warmup=True, **about)
+            except Exception as error:  # noqa: BLE001  it is reported, and the next kernel has its turn
+                self.failed.setdefault(name, _told(error))
+                return
+            self._take(name, made)
+            if name == "pick":
+                args[4].zero_()  # what is drawn must be a token
+
+        JITFunction.run, cuda_backend.open_device = compiled, lambda: LIKE_A_GPU
+        driver.set_active(fake)
+        for function in _kernels():
+            self._before[id(function)] = function.device_caches
+            function.device_caches = type(function.device_caches)(function.create_binder)
+        try:
+            yield
+        finally:
+            JITFunction.run, cuda_backend.open_device = run, opened
+            driver._active = known
+            for function in _kernels():
+                function.device_caches = self._before[id(function)]
+
+    def _take(self, name: str, made: Any) -> None:
+        if made.hash not in self.found:
+            assembly = made.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
+            names, constants = made.src.fn.arg_names, made.src.constants
+            about = " ".join(f"{names[at[0]]}={value}" for at, value in constants.items() if names[at[0]].isupper())
+            told = Compiled(name, about, made.metadata.shared, assembly=assembly)
+            if self.target.backend == "cuda":
+                told.registers, told.local = _used(made.asm["cubin"])
+            self.found[made.hash] = told
+        if self.passes:
+            self.passes[-1].launches.append((name, made.hash))
+
+    def watch(self, backend: Any) -> None:
+        """Passes of this backend's programs are told apart from now on; what lies between them belongs to none."""
+        recorder = backend.recorder
+        compute = recorder.compute
+
+        def computed(program: Any, rows: Any, hidden: Any) -> Any:
+            self.passes.append(Pass(program, rows.shape.rows))
+            made = compute(program, rows, hidden)
+            self.passes.append(Pass(None, 0))
+            return made
+
+        recorder.compute = computed
+
+
+def _told(error: BaseException) -> str:
+    """An error and those that brought it about: what is wrong stands in the innermost one."""
+    lines = []
+    at: BaseException | None = error
+    while at is not None:
+        lines.append(f"{type(at).__name__}: {at}")
+        at = at.__cause__
+    return "\n  because of ".join(lines)
+
+
+def _kernels() -> list[Any]:
+    modules = [import_module(f"{kernels.__name__}.{each.name}") for each in iter_modules(kernels.__path__)]
+    return [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
+
+
+def _used(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack and local memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (
+        max(map(int, re.findall(rf"{word}:(\d+)", said)), default=-1) for word in ("REG", "STACK", "LOCAL")
+    )
+    return registers, stack + local

@@ -1,0 +1,155 @@
+"""The kernels of the cuda backend without a GPU: compiled for one, and counted in Triton's interpreter.
+
+    python benchmarks/kernels.py compile                               # for sm_90: all families and weight formats
+    python benchmarks/kernels.py compile --targets sm_80,gfx942 --rows llama,qwen3_5,mimo+awq
+    python benchmarks/kernels.py interpret                             # pytest tests/kernels/cuda, kernel by kernel
+
+compile    Engines on small random models of the rows of verify_families.py, on sizes of large models and on the
+           default model (where it is) run as on a GPU, but every launch is compiled to the binary, by Triton's
+           compiler and ptxas (or LLVM for AMD), and nothing runs. Per kernel: binaries, the most shared memory,
+           registers of a thread, and bytes that did not fit into those. Red: what does not compile or has more shared
+           memory than the GPU; passes of one program that use other binaries with other numbers of rows, as then bits
+           could differ; fused multiply-adds or inexact divisions in the sampler.
+interpret  Launches, programs and seconds of each kernel while the tests run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/kernels", "tests/kernels/cuda")]
+SPILLED = 16
+"""Bytes of a thread outside of its registers that are worth a word."""
+ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "deal", "choose"}
+"""Kernels that copy or count: what they give has no rounding, and their tiles may follow the number of rows."""
+
+
+def parser() -> argparse.ArgumentParser:
+    main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    main.add_argument("command", choices=("compile", "interpret"))
+    main.add_argument("--targets", default="sm_90", help="compile: of sm_80, sm_90, sm_100, gfx942")
+    main.add_argument("--rows", help="compile: names, see verify_families.py; default: all, and large sizes")
+    main.add_argument("--keep", type=Path, help="compile: a folder for the assembly")
+    return main
+
+
+def compile_all(args: argparse.Namespace) -> int:
+    from device.compiling import SHARED, Compiler
+    from device.exercise import exercise, names
+
+    bad: list[str] = []
+    for target in args.targets.split(","):
+        compiler, begun = Compiler(target), time.perf_counter()
+        for row in args.rows.split(",") if args.rows else names():
+            exercise(row, compiler)
+            print(f"{row}: {len(compiler.found)} binaries", file=sys.stderr, flush=True)
+        print(f"\n{target}: {len(compiler.found)} binaries in {time.perf_counter() - begun:.0f} s\n")
+        print("| kernel | binaries | shared memory | registers | outside of them |\n|---|---|---|---|---|")
+        by_name = defaultdict(list)
+        for made in compiler.found.values():
+            by_name[made.kernel].append(made)
+        for name, all_made in sorted(by_name.items()):
+            most = [max(getattr(each, what) for each in all_made) for what in ("shared", "registers", "local")]
+            print(f"| {name} | {len(all_made)} | " + " | ".join(map(str, most)) + " |")
+            if most[0] > SHARED[target]:
+                bad.append(f"{target}, {name}: {most[0]} bytes of shared memory")
+        for made in compiler.found.values():
+            if made.local > SPILLED:
+                where = f"{made.local} bytes of a thread outside of {made.registers} registers"
+                print(f"\n{made.kernel} keeps {where}: {made.about}")
+        bad += [f"{target}, {name}: {why}" for name, why in compiler.failed.items()]
+        bad += [f"{target}, {line}" for line in [*fused(compiler), *unlike(compiler)]]
+        if args.keep:
+            keep(args.keep / target, compiler)
+    print(f"\n{len(bad)} red")
+    print("\n".join(bad))
+    return int(bool(bad))
+
+
+def fused(compiler: Any) -> Iterator[str]:
+    """Instructions in the sampler's binaries that the host does not have."""
+    from headstart.kernels.cuda.kernels import sampling
+
+    for made in compiler.found.values():
+        if hasattr(sampling, made.kernel) and compiler.target.backend == "cuda":
+            for word in ("fma.rn", "div.full", "div.approx", "sqrt.approx", "ex2.approx", "lg2.approx"):
+                if word in made.assembly:
+                    yield f"{made.kernel}: {word}"
+
+
+def unlike(compiler: Any) -> Iterator[str]:
+    """Kernels that are other binaries in other passes of the same program."""
+    known: dict[tuple[int, str], tuple[int, list[str]]] = {}
+    said = set()
+    for each in compiler.passes:
+        if each.program is None:
+            continue
+        launches = defaultdict(list)
+        for name, binary in each.launches:
+            launches[name].append(binary)
+        for name in launches.keys() - ONE_BY_ONE:
+            rows, first = known.setdefault((id(each.program), name), (each.rows, launches[name]))
+            if first != launches[name] and name not in said:
+                said.add(name)
+                yield f"{name}: not the same binaries for {rows} and {each.rows} rows"
+
+
+def keep(folder: Path, compiler: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    count: Counter[str] = Counter()
+    for made in compiler.found.values():
+        (folder / f"{made.kernel}.{count[made.kernel]}.s").write_text(made.assembly, "utf-8")
+        count[made.kernel] += 1
+
+
+class Times:
+    """Of each kernel: launches, programs, seconds. A plug-in of pytest."""
+
+    def __init__(self) -> None:
+        self.launches: Counter[str] = Counter()
+        self.programs: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_configure(self, config: Any) -> None:
+        from triton.runtime.interpreter import GridExecutor
+
+        call = GridExecutor.__call__
+
+        def timed(executor: Any, *args: Any, **about: Any) -> Any:
+            name, begun = executor.fn.__name__, time.perf_counter()
+            try:
+                return call(executor, *args, **about)
+            finally:
+                self.seconds[name] += time.perf_counter() - begun
+                self.launches[name] += 1
+                grid = executor.grid({}) if callable(executor.grid) else executor.grid
+                self.programs[name] += prod(grid)
+
+        GridExecutor.__call__ = timed
+
+
+def interpret(args: argparse.Namespace) -> int:
+    import pytest
+
+    times, begun = Times(), time.perf_counter()
+    failed = pytest.main([str(ROOT / "tests" / "kernels" / "cuda"), "-q", "-p", "no:cacheprovider"], plugins=[times])
+    print("\n| kernel | launches | programs | seconds |\n|---|---|---|---|")
+    for name, seconds in sorted(times.seconds.items(), key=lambda item: -item[1]):
+        print(f"| {name} | {times.launches[name]} | {times.programs[name]} | {seconds:.1f} |")
+    whole = times.launches.total(), times.programs.total(), sum(times.seconds.values())
+    print("| all {} | {} | {} | {:.1f} |".format(len(times.seconds), *whole))
+    print(f"\n{time.perf_counter() - begun:.0f} s in all")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    asked = parser().parse_args()
+    sys.exit({"compile": compile_all, "interpret": interpret}[asked.command](asked))

@@ -1,0 +1,23 @@
+"""Triton's compiler on the kernels, for a GPU that is not here: types, shapes and memory, and one binary for any number
+of rows. All families: `python benchmarks/kernels.py compile`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+def test_they_compile_and_bits_do_not_hang_on_company() -> None:
+    """In a process of its own: this one may interpret them."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "compile", "--rows", "qwen3_5"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
+    assert done.returncode == 0 and "\n0 red" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    kernels = {line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")}
+    assert {"product", "attend", "join", "gated_delta", "noisy", "limit", "judge", "advance"} <= kernels

@@ -1,0 +1,138 @@
+"""Drafts that are begun behind a pass before the host knows what it has drawn: the same drafts and texts, and no work
+of the device waits for the host in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+import torch
+from test_cuda_recording import Replaying, drafts_of, engine_of, model_of, recorded
+
+from headstart.config import AUTO
+from headstart.engine.engine import Engine
+from headstart.engine.runner import Early
+from headstart.kernels.cuda.device import open_device
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def agreeing() -> Any:
+    model = model_of()
+    return replace(model, head=support.make_head(model, agreeing=True))
+
+
+@contextmanager
+def taken() -> Iterator[list[int]]:
+    """How many drafts begun early were taken by `propose`, call by call."""
+    counts, fitting = list[int](), Early.fitting
+
+    def counted(early: Early, *args: Any) -> dict[int, int]:
+        found = fitting(early, *args)
+        counts.append(len(found))
+        return found
+
+    Early.fitting = counted  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        Early.fitting = fitting  # type: ignore[method-assign]
+
+
+def texts(engine: Engine, depth: int | None, count: int = 2, **fields: Any) -> list[list[int]]:
+    about = {"max_tokens": 6, "temperature": 0.5, "depth": depth, **fields}
+    asked = [support.request(support.prompt_of(4 + 6 * i, i), name=str(i), **about) for i in range(count)]
+    return [each.tokens for each in support.run(engine, asked).values()]
+
+
+def late(engine: Engine) -> Engine:
+    engine.drafting.begin = lambda *args: None  # type: ignore[method-assign]
+    return engine
+
+
+@cache
+def made_later() -> list[Any]:
+    return drafts_of(late(engine_of(agreeing())), 5)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_and_texts_are_those_of_drafts_made_later(graphs: bool) -> None:
+    """Step by step; two sequences, of which one has penalties: that one waits for the host."""
+    model, made = agreeing(), Replaying([])
+    with taken() as counts, recorded(model, made.device() if graphs else open_device()):
+        engine = engine_of(model)
+        assert drafts_of(engine, 5) == made_later()
+    assert sum(counts) >= 1 and engine.stats.accepted > 0
+    assert bool(made.made) == graphs
+
+
+def test_texts_are_those_of_plain_decoding() -> None:
+    """With depths chosen by themselves, and where sequences are preempted."""
+    model = agreeing()
+    wanted = texts(engine_of(model), 0, max_tokens=9)
+    assert texts(engine_of(model, depth=AUTO), None, max_tokens=9) == wanted
+    engine = engine_of(model, kv_blocks=3, max_model_len=24)
+    assert texts(engine, None, max_tokens=9) == wanted and engine.scheduler.num_preemptions > 0
+
+
+def test_synthetic_acceptance_is_known_before() -> None:
+    """Accepted whatever was drawn: the device is told how many."""
+    model, found = agreeing(), list[list[list[int]]]()
+    for made in (late, lambda engine: engine):
+        engine = made(engine_of(model, synthetic_acceptance="0.9,0.5"))
+        with taken() as counts:
+            found.append(texts(engine, None, 1))
+        assert bool(sum(counts)) == (made is not late)
+    assert found[0] == found[1] and engine.stats.accepted > 0
+
+
+def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a step's work is launched before the host reads anything."""
+    from headstart.kernels.cuda.arrival import Arrival
+    from headstart.kernels.cuda.recording import Recorder
+
+    log: list[str] = []
+    read, compute = Arrival.numpy, Recorder.compute
+    monkeypatch.setattr(Arrival, "numpy", lambda self: (log.append("read"), read(self))[1])
+    monkeypatch.setattr(Recorder, "compute", lambda self, *args: (log.append("work"), compute(self, *args))[1])
+    engine = engine_of(agreeing())
+    engine.submit(support.request(support.prompt_of(12, 0), max_tokens=6, stops=()))
+    steps = []
+    while engine.has_work:
+        log.clear()
+        engine.step(lambda deltas: None)
+        steps.append(list(log))
+    first = steps[0]
+    assert first.index("read") < len(first) - first[::-1].index("work"), "behind a prompt the host waits twice"
+    assert all(step == sorted(step, reverse=True) and "work" in step for step in steps[1:]), steps
+
+
+def test_what_is_judged_on_the_device(cuda: Any) -> None:
+    """Prefixes that match, rows that drop out, a draw that failed, and a sequence that is not judged."""
+    from headstart.kernels.cuda import loop
+    from headstart.kernels.cuda.kernels.drafting import judge
+
+    drafted = [[4, 5, 6], [4, 5, 6], [7], [9, 9]]
+    draws = [4, 5, 8, 0, 4, 5, 6, 3, -1, 0, 9, 1, 1]
+    told, padded = np.zeros((7, 5), np.int32), np.zeros((5, loop.MOST_JUDGED), np.int32)
+    told[loop.JUDGED], told[loop.ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
+    told[loop.DRAW], told[loop.FIRST], told[loop.ROWS] = [0, 4, 8, 10, 0], [0, 5, 9, 11, 14], [1, 0, 0, 0, 0]
+    told[loop.BASE] = [20, 30, 40, 50, 60]
+    for i, draft in enumerate(drafted):
+        padded[i, : len(draft)] = draft
+    put: Any = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(cuda.place)  # noqa: E731
+    tokens, slots, sees = (put(each.astype(np.int32)) for each in (np.full(15, 99), np.arange(15), np.arange(15)))
+    rows, ints, taken_ = put(np.full(5, 77, np.int32)), put(np.zeros((4, 5), np.int64)), put(np.full(5, -7, np.int32))
+    judge[(5,)](put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, sees, rows, ints, taken_, 5,
+                MOST=loop.MOST_JUDGED)  # fmt: skip
+    assert taken_.tolist() == [2, 3, 0, 2, 0] and ints[1].tolist() == [22, 33, 40, 52, 60]
+    assert tokens.tolist() == [99, 4, 5, 8, 99, 4, 5, 6, 3, 0, 99, 9, 9, 1, 99]
+    assert rows.tolist() == [3, 8, 9, 13, 77]
+    assert slots.tolist() == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, -1, 11, 12, 13, 14] == sees.tolist()

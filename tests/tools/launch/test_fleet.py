@@ -1,0 +1,196 @@
+"""Several servers behind a router: who gets which devices, ports and roles, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from headstart import machine
+from headstart.cli.main import main
+from headstart.errors import CapacityError, UsageError
+from headstart.tools.launch import fleet, run as launch
+from headstart.tools.launch.fleet import Roles, parse_roles
+from headstart.tools.launch.launcher import Plan, Step
+from headstart.tools.launch.parallelism import cores_of_workers
+from headstart.tools.tiny import write_tiny
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4))
+
+
+def small_gguf(folder: Path) -> str:
+    """As much of a file as `launch` reads."""
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
+    writer.add_head_count(8)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(folder / "m.gguf")
+
+
+def planned(model: str, engine: str = "vllm", **options: Any) -> Plan:
+    return launch.prepare(launch.LaunchOptions(engine=engine, model=model, **options)).plan
+
+
+def after(step: Step, flag: str) -> str:
+    return step.words[step.words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:", "0:1", "1:0", "2:1:1", "a:b", "1,1", "-1:2"])
+def test_roles_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="says how many prefill and decode"):
+        parse_roles(text)
+
+
+def test_roles() -> None:
+    assert parse_roles(" 2:1 ") == Roles(prefill=2, decode=1)
+    assert Roles(prefill=2, decode=1).names == ("prefill", "prefill", "decode")
+    assert Roles(copies=2).names == ("", "")
+
+
+def test_prefill_and_decode_of_vllm(model: str) -> None:
+    """Each with its own device, port and side channel; the same heads; the router where one server would be."""
+    prefill, decode, router = planned(model, gpus="h100x2", disaggregate="1:1", port=9000).serve
+    for number, (step, role) in enumerate([(prefill, "kv_producer"), (decode, "kv_consumer")]):
+        assert step.environment == {
+            "CUDA_VISIBLE_DEVICES": str(number),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + number),
+        }
+        assert after(step, "--port") == str(9001 + number) == str(step.port)
+        transfer = json.loads(after(step, "--kv-transfer-config"))
+        assert transfer == {"kv_connector": "NixlConnector", "kv_role": role}
+    assert after(prefill, "--speculative-config") == after(decode, "--speculative-config")
+    assert router.words[:6] == ("vllm-router", "--host", "127.0.0.1", "--port", "9000", "--vllm-pd-disaggregation")
+    assert after(router, "--decode-policy") == "round_robin"  # one server is no choice, and the router says so
+    assert (after(router, "--prefill"), after(router, "--decode")) == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
+
+
+def test_ranks_of_data_parallel_servers_have_side_channels_of_their_own(model: str) -> None:
+    first, second, _ = planned(model, gpus="h100x4", disaggregate="1:1", tp=1, dp=2).serve
+    ports = [int(step.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for step in (first, second)]
+    assert ports == [5600, 5602]
+    assert [step.environment["CUDA_VISIBLE_DEVICES"] for step in (first, second)] == ["0,1", "2,3"]
+
+
+def test_prefill_and_decode_of_sglang(model: str) -> None:
+    """The router has to know where each prefill server tells of its caches."""
+    *servers, router = planned(model, "sglang", gpus="h100x4", disaggregate="2:1", tp=1).serve
+    assert [step.role for step in servers] == ["prefill", "prefill", "decode"]
+    assert [after(step, "--disaggregation-mode") for step in servers] == ["prefill", "prefill", "decode"]
+    assert [after(step, "--disaggregation-bootstrap-port") for step in servers[:2]] == ["8998", "8999"]
+    line = " ".join(router.words)
+    assert line.startswith("sglang-router launch --host 127.0.0.1 --port 8000 --pd-disaggregation")
+    assert "--prefill http://127.0.0.1:8001 8998 --prefill http://127.0.0.1:8002 8999" in line
+
+
+def test_servers_fill_one_machine_after_another(model: str) -> None:
+    *servers, router = planned(model, gpus="h100x2", nodes=2, disaggregate="2:2", tp=1, head_node="10.0.0.1").serve
+    assert [(step.node, step.environment["CUDA_VISIBLE_DEVICES"]) for step in servers] == [
+        (0, "0"), (0, "1"), (1, "0"), (1, "1"),
+    ]  # fmt: skip
+    assert all(after(step, "--host") == "0.0.0.0" for step in servers)
+    assert after(router, "--prefill") == "http://10.0.0.1:8001"
+    assert after(router, "--decode") == "http://NODE_1:8003"
+    assert servers[3].where == "decode-1 on node 1"
+    assert after(router, "--decode-policy") == "power_of_two"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": "h100x1", "disaggregate": "1:1"}, "2 servers of 1 GPUs do not fit on 1 x 1"),
+        ({"gpus": "h100x2", "disaggregate": "1:1", "tp": 2}, "2 servers of 2 GPUs do not fit"),
+        ({"gpus": "h100x2", "disaggregate": "1:1", "role": "decode"}, "two ways to say it"),
+        ({"gpus": "h100x2", "disaggregate": "1:1", "settings": {"ssl_certfile": "x"}}, "go with several servers"),
+        ({"gpus": "ascend-910bx2", "engine": "xllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
+        ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
+        ({"gpus": "h100x4", "engine": "trtllm", "disaggregate": "1:1", "dp": 2}, "takes --disaggregate or --dp"),
+        ({"gpus": "none", "engine": "sglang", "tp": 2}, "is not given --tp on a CPU"),
+        ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(model: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, CapacityError), match=message):
+        planned(model, **options)
+
+
+# A CPU.
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: [0, 1, 4, 5])
+    monkeypatch.setattr(machine, "nodes", lambda: (machine.Node(0, ((0, 1, 4, 5),)),))
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(
+    ("sizes", "bound"), [({"tp": 2}, "0,1|4,5"), ({"dp": 2}, "0,1|4,5"), ({"tp": 2, "dp": 2}, "0|1|4|5")]
+)
+def test_workers_on_a_cpu_have_cores_of_their_own(model: str, sizes: dict[str, int], bound: str) -> None:
+    (step,) = planned(model, gpus="none", **sizes).serve
+    assert step.environment["VLLM_CPU_OMP_THREADS_BIND"] == bound
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_prefill_and_decode_on_a_cpu(model: str) -> None:
+    prefill, decode, _ = planned(model, gpus="none", disaggregate="1:1").serve
+    bound = [step.environment["VLLM_CPU_OMP_THREADS_BIND"] for step in (prefill, decode)]
+    assert bound == ["0,1", "4,5"] and "CUDA_VISIBLE_DEVICES" not in prefill.environment
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_more_workers_than_cores(model: str) -> None:
+    with pytest.raises(UsageError, match="takes 8 cores, one for each worker, but there are 4"):
+        planned(model, gpus="none", tp=8)
+    (step,) = planned(model, gpus="none").serve
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in step.environment
+
+
+def test_cores_of_workers() -> None:
+    assert cores_of_workers(1, 1, range(8)) == ()
+    assert cores_of_workers(2, 2, range(8)) == ()  # a node of memory each: engines find them
+    assert cores_of_workers(3, 1, range(8)) == ((0, 1), (2, 3, 4), (5, 6, 7))
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_copies_of_llama_cpp_stand_behind_a_router(tmp_path: Path) -> None:
+    *servers, router = planned(small_gguf(tmp_path), "llamacpp", gpus="none", dp=2).serve
+    assert [after(step, "--cpu-mask") for step in servers] == ["3", "30"]
+    assert [after(step, "--threads") for step in servers] == ["2", "2"]
+    line = " ".join(router.words)
+    assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in line
+
+
+def test_copies_on_gpus_see_one_each(tmp_path: Path) -> None:
+    *servers, _ = planned(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
+    assert [step.environment for step in servers] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+
+
+def test_what_is_printed_says_which_server_is_which(model: str, capsys: Capture) -> None:
+    assert main(["launch", "vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"# {name}:" in shown for name in ("prefill-0", "decode-0", "router"))
+    assert "both sides must have the same caches" in shown
+    assert main(["launch", "vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--docker"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docker")]
+    assert len(lines) == 3 and all("--network=host" in line for line in lines)
+    assert "python:3.12-slim" in lines[2] and "pip install -q vllm-router==0.1.17" in lines[2]
+
+
+def test_places_of_servers_elsewhere() -> None:
+    assert fleet.Site("slurm").address(1, 2) == "${NODES[1]}"
+    assert fleet.Site("k8s").address(1, 2) == "$(POD_IP)" and fleet.Site("k8s").first() == "$(LWS_LEADER_ADDRESS)"
+    assert fleet.Site("", "10.0.0.1").address(0, 2) == "10.0.0.1"
