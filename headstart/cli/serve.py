@@ -211,6 +211,7 @@ def _serve_one(
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM
+    from headstart.kernels.backend import KeepsWeights
     from headstart.server.app import shelf_of_one
     from headstart.server.records import prepare_folder
     from headstart.server.run import serve
@@ -223,8 +224,12 @@ def _serve_one(
     with listening(serve_config.host, serve_config.port) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:
             llm = LLM(model, config, report_progress, room=room)
-            if replicas.member is not None and llm.model.backend.could_map:  # weights that the others share
-                llm.close()
+            if (
+                replicas.member is not None
+                and isinstance(llm.model.backend, KeepsWeights)
+                and llm.model.backend.could_map
+            ):
+                llm.close()  # what the others map is shared with them
                 llm = LLM(model, config, report_progress, room=room)
         if template is not None:
             known = llm.chat_template or ChatTemplate("")

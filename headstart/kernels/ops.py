@@ -305,10 +305,6 @@ class Backend(Protocol):
     def loaded(self) -> None:
         """All weights have been taken."""
 
-    @property
-    def could_map(self) -> bool:
-        """Would another load map what this one has made, and share its pages with other processes?"""
-
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Handle:
         """What `run` takes, which owns the program's pools: whoever drops it frees them. `hidden_width` > 0: the
         program reads hidden states of that width. Raises ModelError for what this backend cannot run."""

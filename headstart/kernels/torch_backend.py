@@ -56,8 +56,6 @@ class TorchBackend:
     def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    could_map = False
-
     def loaded(self) -> None:
         """Nothing is left to do."""
 
