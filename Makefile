@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-arm lint sanitize wheel docs clean
+.PHONY: help demo test test-fast test-arm lint sanitize wheel wheel-arm docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -65,6 +65,9 @@ wheel: $(STAMP) ## sdist and wheel into dist/, and the wheel in a bare environme
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
 	@if [ "$$(uname)" = Linux ]; then $(REPAIR); else mv build/dist/*.whl dist; fi
 	@$(BIN)/python tests/wheel.py dist/*.whl
+
+wheel-arm: $(STAMP) ## the wheel for ARM into dist/arm, cross-compiled, and a text from it under qemu
+	@$(BIN)/python -m tests.arm --wheel
 
 docs: $(STAMP) ## the docs site into build/site
 	@$(BIN)/python docs/site/make.py

@@ -4,9 +4,9 @@
     python benchmarks/exact_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out exact.json
 
 headstart serves its default model and leaves out drafting where a request says so. llama.cpp serves the same GGUF
-file, vLLM what `headstart export --to vllm-mimo` wrote: both draft by n-grams, and are compared with a second server
-that does not. Servers of one engine run beside each other, and are asked one after the other. Cells: differences of
-trials, of greedy answers and of sampled ones.
+file, vLLM what `headstart export --to vllm-mimo` wrote: they draft by n-grams, vLLM by its MTP head, too, and are
+compared with a second server that does not. Servers of one engine run beside each other, and are asked one after the
+other. Cells: differences of trials, of greedy answers and of sampled ones.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.process import EngineFailed, Server
+from engines.process import in_turn, served
 
 from headstart import hub
 from headstart.tools.probe import exact
@@ -29,6 +27,7 @@ from headstart.tools.probe.tally import CONDITIONS, Condition
 
 START_SECONDS, MINUTES = 1800, 600.0
 SHOWN: tuple[Condition, ...] = ("again", "warm", "streamed", "drafting", "company")
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
@@ -60,24 +59,17 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         size = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
         size += ("--enable-prompt-tokens-details",)
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
-        drafting = ("--speculative-config", json.dumps(NGRAMS))
-        yield Setting("vLLM, n-grams", (*serve, *size, *drafting), (*serve, *size), environment)
+        for name, drafts in (("vLLM, MTP head", MTP), ("vLLM, n-grams", NGRAMS)):
+            drafting = ("--speculative-config", json.dumps(drafts))
+            yield Setting(name, (*serve, *size, *drafting), (*serve, *size), environment)
 
 
-def trial(setting: Setting, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def trial(setting: Setting, options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """The document of one run. Raises EngineFailed."""
-    with ExitStack() as stack:
-        servers = []
-        for number, command in enumerate([setting.command, setting.plain]):
-            if command is not None:
-                server = Server(setting.name, command, folder / f"log{number}", setting.environment)
-                stack.callback(server.group.end)
-                servers.append(server)
-        for server in servers:
-            server.wait(START_SECONDS)
-        against = servers[1].url if len(servers) > 1 else None
+    commands = [command for command in (setting.command, setting.plain) if command is not None]
+    with served(setting.name, commands, log, setting.environment, START_SECONDS) as (url, *others):
         asked = exact.ExactOptions(
-            url=servers[0].url, against=against, minutes=MINUTES, rounds=options.rounds,
+            url=url, against=next(iter(others), None), minutes=MINUTES, rounds=options.rounds,
             max_tokens=options.max_tokens, seed=options.seed,
         )  # fmt: skip
         return exact.run(asked).data
@@ -111,20 +103,10 @@ def main() -> None:
     parser.add_argument("--only", help="part of the names of the settings that run")
     parser.add_argument("--out", type=Path, help="JSON with every document")
     options = parser.parse_args()
-    record: dict[str, Any] = {}
     print(f"| server | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")
     print("|---|" + "---|" * len(SHOWN))
-    with tempfile.TemporaryDirectory(prefix="exact-trials-") as folder:
-        for setting in settings(options):
-            if options.only and options.only not in setting.name:
-                continue
-            try:
-                record[setting.name] = trial(setting, options, Path(folder))
-            except EngineFailed as error:
-                sys.exit(str(error))
-            print(row(setting, record[setting.name]), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(record, indent=1))
+    chosen = [each for each in settings(options) if (options.only or "") in each.name]
+    in_turn(chosen, lambda setting, log: trial(setting, options, log), row, options.out)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,16 @@ counts only with an acceptance length of 1.3 and more.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.process import EngineFailed, Server
+from engines.process import in_turn, served
 
 from headstart import hub
 from headstart.tools.client import Server as Address
@@ -73,17 +70,6 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
             yield Setting("vllm", depth, placed, {**step.environment, "HF_HUB_OFFLINE": "1"})
 
 
-@contextmanager
-def served(setting: Setting, log: Path) -> Iterator[str]:
-    """Its address, once it is healthy. Raises EngineFailed."""
-    server = Server(setting.name, setting.command, log, setting.environment)
-    try:
-        server.wait(START_SECONDS)
-        yield server.url
-    finally:
-        server.group.end()
-
-
 def trial(url: str, seed: int) -> dict[str, Any]:
     """The probe's answer by times, and what the metrics counted while it ran."""
     endpoint = Endpoint(Address.at(url))
@@ -101,6 +87,12 @@ def trial(url: str, seed: int) -> dict[str, Any]:
         "seconds": seconds,
         "timing": found["timing"],
     }
+
+
+def trials(setting: Setting, log: Path, count: int) -> list[dict[str, Any]]:
+    """All of one server. Raises EngineFailed."""
+    with served(setting.name, [setting.command], log, setting.environment, START_SECONDS) as (url,):
+        return [trial(url, seed) for seed in range(count)]
 
 
 def row(setting: Setting, trials: list[dict[str, Any]]) -> str:
@@ -126,19 +118,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON with every trial")
     options = parser.parse_args()
     servers = list(settings(options))  # a wrong path shows before anything is measured
-    record: dict[str, list[dict[str, Any]]] = {}
     print(f"| server | acceptance length | {' | '.join(ANSWERS)} | confidence | seconds |")
     print("|---|---|" + "---|" * (len(ANSWERS) + 2))
-    with tempfile.TemporaryDirectory(prefix="probe-trials-") as folder:
-        for setting in servers:
-            try:
-                with served(setting, Path(folder) / "log") as url:
-                    record[setting.name] = [trial(url, seed) for seed in range(options.trials)]
-            except EngineFailed as error:
-                sys.exit(str(error))
-            print(row(setting, record[setting.name]), flush=True)
-            if options.out:
-                options.out.write_text(json.dumps(record, indent=1))
+    in_turn(servers, lambda setting, log: trials(setting, log, options.trials), row, options.out)
 
 
 if __name__ == "__main__":

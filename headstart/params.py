@@ -14,6 +14,8 @@ MOST = 1e18
 """No parameter means anything above this."""
 LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3
 """Of repetition: what multiplies logits beyond these leaves no numbers to choose by."""
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that a model's generation_config.json may say; one that is not given has that value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,21 @@ class SamplingParams:
         value = getattr(self, name)
         _check_whole(name, value)
         _in_range(name, value, low, high, hint)
+
+
+def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's generation_config.json says of sampling, as fields of SamplingParams; nothing where it is silent.
+    Raises UsageError for values that mean nothing.
+
+    As vLLM reads it: `do_sample` need not be there. Where it is false, decoding is greedy (transformers)."""
+    found = {name: generation_config[name] for name in RECOMMENDED if generation_config.get(name) is not None}
+    sampled = generation_config.get("do_sample")
+    if sampled is False:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    elif sampled or found.keys() - {"repetition_penalty"}:
+        found = {"temperature": 1.0} | found
+    SamplingParams(**found)
+    return found
 
 
 def _check_whole(name: str, value: Any) -> None:

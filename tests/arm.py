@@ -3,14 +3,19 @@
 Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors,
 each with one instruction-set path more than the one before: a path that uses what its processor lacks ends there.
 The oracle is torch, as everywhere, in its build for arm64. All is kept in build/arm; nothing is installed.
+
+`make wheel-arm`, or `python -m tests.arm --wheel`: the wheel for ARM into dist/arm, and a text from it as each of them,
+by wheels of the package index only.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,7 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "arm"
-SYSTEM, SITE, SOURCE, CMAKE = (HOME / name for name in ("system", "site", "source", "cmake"))
+SYSTEM, SITE, SOURCE, CMAKE, BARE = (HOME / name for name in ("system", "site", "source", "cmake", "bare"))
+DIST = ROOT / "dist" / "arm"
+PLATFORMS = ("linux", *(f"manylinux{age}" for age in ("_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014")))
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 QEMU = "qemu-aarch64-static" if shutil.which("qemu-aarch64-static") else "qemu-aarch64"
 NEEDED = {
@@ -73,19 +80,23 @@ def fetch_system() -> None:
     SYSTEM.with_suffix(".new").rename(SYSTEM)
 
 
+def install(target: Path, *wanted: str | Path) -> None:
+    """Wheels for arm64."""
+    platforms = [f"--platform={age}_aarch64" for age in PLATFORMS]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary=:all:", *platforms]
+    run(*command, f"--python-version={PYTHON}", "--target", target.with_suffix(".new"), *wanted)
+    target.with_suffix(".new").rename(target)
+
+
 def fetch_site() -> None:
-    """Wheels for arm64. pip would take the requirements of this machine's processor, so all are named."""
-    platforms = [f"--platform=manylinux{age}_aarch64" for age in ("_2_28", "_2_27", "_2_17", "2014")]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", *platforms]
-    wanted = [*(f"{name}=={version(name)}" for name in SAME), *OTHERS]
-    run(*command, f"--python-version={PYTHON}", "--target", SITE.with_suffix(".new"), *wanted)
-    SITE.with_suffix(".new").rename(SITE)
+    """pip would take the requirements of this machine's processor, so all are named."""
+    install(SITE, "--no-deps", *(f"{name}=={version(name)}" for name in SAME), *OTHERS)
 
 
-def build() -> None:
-    """The extension, and the package around it."""
+def settings() -> dict[str, str | Path]:
+    """CMake's, for another processor's module."""
     include = SYSTEM / "usr" / "include"
-    settings = {
+    return {
         "CMAKE_BUILD_TYPE": "Release",
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "aarch64",
@@ -93,9 +104,13 @@ def build() -> None:
         "CMAKE_CXX_FLAGS": f"-idirafter {include}",
         "Python_EXECUTABLE": sys.executable,
         "Python_INCLUDE_DIR": include / f"python{PYTHON}",
-        "SKBUILD_SOABI": f"cpython-{PYTHON.replace('.', '')}-aarch64-linux-gnu",
     }
-    defined = [f"-D{key}={value}" for key, value in settings.items()]
+
+
+def build() -> None:
+    """The extension, and the package around it."""
+    soabi = f"cpython-{PYTHON.replace('.', '')}-aarch64-linux-gnu"
+    defined = [f"-D{key}={value}" for key, value in (settings() | {"SKBUILD_SOABI": soabi}).items()]
     run("cmake", "-S", ROOT, "-B", CMAKE, *defined, stdout=subprocess.DEVNULL)
     run("cmake", "--build", CMAKE, "--parallel", str(os.cpu_count()), stdout=subprocess.DEVNULL)
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -104,10 +119,40 @@ def build() -> None:
         shutil.copy(module, SOURCE / "headstart" / "kernels" / "native")
 
 
-def python(processor: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def build_wheel() -> Path:
+    """For every CPython from 3.11 on, as `make wheel` makes it."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    words = [word for key, value in settings().items() for word in ("-C", f"cmake.define.{key}={value}")]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", *words]
+    host = os.environ | {"_PYTHON_HOST_PLATFORM": "linux-aarch64"}
+    run(*command, "-C", f"build-dir={HOME / 'wheel'}", "--wheel-dir", DIST, ROOT, env=host)
+    (wheel,) = DIST.glob("*.whl")
+    return wheel
+
+
+def try_wheel(wheel: Path) -> int:
+    """A text by it, as each processor: the same ones."""
+    print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+    shutil.rmtree(BARE, ignore_errors=True)
+    install(BARE, wheel)
+    asked = ("generate", "qwen3_5-tiny", "--prompt", "Once upon a time", "--max-tokens", "16", "--json")
+    texts = set()
+    for processor in PROCESSORS:
+        begun = time.monotonic()
+        done = python(processor.name, "-m", "headstart", *asked, path=BARE)
+        if done.returncode:
+            print(done.stdout)
+            return 1
+        text = json.loads(done.stdout[done.stdout.index("{") :])["text"]
+        print(f"  as {processor.name}: {time.monotonic() - begun:.0f} s: {text!r}", flush=True)
+        texts.add(text)
+    return len(texts) > 1
+
+
+def python(processor: str, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Debian's Python as this processor; -P, for the package beside the tests has no module for ARM."""
     command = [QEMU, "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
-    env = os.environ | {"PYTHONPATH": f"{SOURCE}:{SITE}", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": str(path or f"{SOURCE}:{SITE}"), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -136,6 +181,8 @@ def main(arguments: list[str]) -> int:
         return 2
     if not SYSTEM.exists():
         fetch_system()
+    if arguments == ["--wheel"]:
+        return try_wheel(build_wheel())
     if not SITE.exists():
         fetch_site()
     build()

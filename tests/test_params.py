@@ -17,6 +17,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
+from headstart.params import recommended
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a text for a number": ({"temperature": "0.5"}, "temperature is '0.5', but must be a number"),
@@ -131,3 +132,26 @@ def test_bad_words_do_not_come(drafter: str) -> None:
     assert done.token_ids != tokens
     assert {*banned[1]} & {*done.token_ids}, "parts of a word may come"
     assert done.token_ids == llm(drafter="none", max_num_seqs=1).generate([prompt], params)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({}, {}),
+        ({"eos_token_id": 2, "max_new_tokens": 20}, {}),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": None}, {"temperature": 0.6, "top_p": 0.95}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
+        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"do_sample": False, "repetition_penalty": 1.05}, {"temperature": 0.0, "repetition_penalty": 1.05}),
+    ],
+)
+def test_what_a_model_recommends(said: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert recommended(said) == meant
+
+
+@pytest.mark.parametrize("said", [{"temperature": -1}, {"top_p": "0.9"}, {"top_k": 1.5}, {"repetition_penalty": [1]}])
+def test_a_recommendation_that_means_nothing_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(said))):
+        recommended(said)

@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 BENCHMARKS = Path(__file__).parents[1]
 END_SECONDS = 10
@@ -56,6 +58,10 @@ class Engine(Protocol):
 
     def stop(self) -> None:
         """End the process."""
+
+
+N = TypeVar("N", bound="Named")
+R = TypeVar("R")
 
 
 class Group:
@@ -136,6 +142,44 @@ class Server:
             except OSError:  # not listening yet, or 503 while it loads
                 time.sleep(pause)
         raise self.group.failed(f"{self.name} did not start")
+
+
+@contextmanager
+def served(
+    name: str, commands: Sequence[Sequence[str | Path]], log: Path, environment: Mapping[str, str], seconds: float
+) -> Iterator[list[str]]:
+    """The addresses of servers, all started at once, when all of them are healthy. Logs are `log` and a number.
+    Raises EngineFailed."""
+    with ExitStack() as stack:
+        servers = []
+        for number, command in enumerate(commands):
+            server = Server(name, command, log.with_name(f"{log.name}{number}"), environment)
+            stack.callback(server.group.end)
+            servers.append(server)
+        for server in servers:
+            server.wait(seconds)
+        yield [server.url for server in servers]
+
+
+class Named(Protocol):
+    """A setting of a server."""
+
+    name: str
+
+
+def in_turn(settings: Iterable[N], trial: Callable[[N, Path], R], row: Callable[[N, R], str], out: Path | None) -> None:
+    """Try one setting after the other, with a place for logs: its row on stdout, all that was found in `out`, as JSON.
+    Exits with what an engine said when it failed."""
+    record: dict[str, R] = {}
+    with tempfile.TemporaryDirectory(prefix="trials-") as folder:
+        for setting in settings:
+            try:
+                record[setting.name] = trial(setting, Path(folder) / "log")
+            except EngineFailed as error:
+                sys.exit(str(error))
+            print(row(setting, record[setting.name]), flush=True)
+            if out:
+                out.write_text(json.dumps(record, indent=1))
 
 
 class WorkerEngine:

@@ -24,7 +24,8 @@ from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.make import change_head, identity, make_engine
 from headstart.engine.sampling import token_mask
 from headstart.engine.shared import SharedEngine
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
+from headstart.params import recommended
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec
@@ -66,6 +67,13 @@ def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
     )
 
 
+def _recommended(model: Model) -> dict[str, Any]:
+    try:
+        return recommended(model.checkpoint.generation_config)
+    except UsageError as error:
+        raise ModelError(f"generation_config.json of {model.name}: {error.message}", "mend it, or remove it") from error
+
+
 class LLM:
     """A model with its engine. Raises ModelError or UsageError when the model cannot be loaded as asked.
 
@@ -96,6 +104,7 @@ class LLM:
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
+        self.recommended = _recommended(self.model)
         self._ids = count()
 
     def __enter__(self) -> Self:
@@ -103,6 +112,11 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Of requests that bring none: greedy, or what the model's generation_config.json recommends."""
+        return SamplingParams(**self.recommended)
 
     @property
     def closed(self) -> bool:
@@ -249,7 +263,7 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, Seq):
             raise UsageError(f"prompts is {type(prompts).__name__}", "give a text or a list: generate([prompt])")
-        chosen = [params or SamplingParams()] * len(prompts) if not isinstance(params, Seq) else list(params)
+        chosen = [params or self.default_params] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
         requests = [
@@ -294,7 +308,7 @@ class LLM:
         constraint: Constraint | None = None,
     ) -> Iterator[TextDelta]:
         """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request. Raises as `generate`."""
-        params = params or SamplingParams()
+        params = params or self.default_params
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
         request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from headstart.cli.chat_commands import Talk
 from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
 from headstart.cli.render import print_error, progress, stderr
+from headstart.cli.wrap import Wrap
 from headstart.errors import CapacityError, UsageError
 from headstart.hub import cache_dir
 from headstart.system import edited_lines, input_follows
@@ -32,6 +34,8 @@ QUOTES = '"""'
 """Around a text of several lines."""
 MOST_LINES = 1000
 """Of what was typed, for the arrow keys of the next conversation."""
+COLUMNS = 80
+"""Of a terminal that does not tell."""
 PASTE_S = 0.05
 """Nobody types a second line so soon after the first: it was pasted with it."""
 
@@ -44,15 +48,14 @@ def run(
     engine: EngineOptions,
 ) -> int:
     """Talk with a model, turn by turn; reads lines from a terminal or a pipe."""
-    params = sampling.params(engine.config.seed)
-    if params.n > 1:
+    if sampling.params(engine.config.seed).n > 1:
         raise UsageError("chat gives one answer per turn", "leave out --n")
 
     from headstart.api import LLM
 
     with progress("loading") as report_progress:
         llm = LLM(model, with_adapted(model, engine.config), report_progress)
-    talk = Talk(params, system)
+    talk = Talk(sampling.params(engine.config.seed, llm.recommended), system)
     for text in _turns():
         if text == "/exit":
             break
@@ -70,9 +73,14 @@ def _turn(llm: LLM, talk: Talk, text: str) -> None:
     """Answer one text; the conversation stays as it was if it does not fit the context."""
     try:
         with _one_ctrl_c() as pressed:
-            talk.answered(text, print_stream(llm.stream(talk.asking(text), talk.params), pressed))
+            wrap = Wrap(_columns) if sys.stdout.isatty() else None
+            talk.answered(text, print_stream(llm.stream(talk.asking(text), talk.params), pressed, wrap))
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
+
+
+def _columns() -> int:
+    return os.get_terminal_size(sys.stdout.fileno()).columns or COLUMNS
 
 
 @contextmanager

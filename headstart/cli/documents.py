@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.render import stderr
+from headstart.cli.wrap import Wrap
 from headstart.stats import synthetic_note
 
 if TYPE_CHECKING:
@@ -34,17 +35,20 @@ def completion_document(completion: Completion) -> dict[str, Any]:
     return document
 
 
-def print_stream(deltas: Iterator[TextDelta], stopped: Callable[[], bool] = lambda: False) -> str:
-    """Text on stdout as it comes, until `stopped`; its summary on stderr. Returns the text."""
+def print_stream(
+    deltas: Iterator[TextDelta], stopped: Callable[[], bool] = lambda: False, wrap: Wrap | None = None
+) -> str:
+    """Text on stdout as it comes, until `stopped`, its lines broken by `wrap`; its summary on stderr. Returns the
+    text."""
     text = ""
     for delta in deltas:
-        print(delta.text, end="", flush=True)
+        print(wrap.push(delta.text) if wrap else delta.text, end="", flush=True)
         text += delta.text
         if delta.completion is not None:
-            print()
+            print(wrap.finish() if wrap else "")
             stderr().print(summary(delta.completion), style="dim")
         elif stopped():
-            print(flush=True)
+            print(wrap.finish() if wrap else "", flush=True)
             stderr().print("stopped", style="dim")
             break
     if isinstance(deltas, Generator):

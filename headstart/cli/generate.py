@@ -36,13 +36,14 @@ def run(
         hint = f"headstart generate --prompt {shlex.quote(model)}"
         raise UsageError(f"{model!r} stands where the model does, and is none", f"for a prompt: {hint}")
     prompt = prompts.text()
-    params = sampling.params(engine.config.seed)
+    sampling.params(engine.config.seed)  # what is wrong is said before a model is loaded
 
     from headstart.api import LLM
 
     config = with_adapted(model, engine.config)
     with progress("loading", quiet=output.as_json) as report_progress:
         llm = LLM(model, config, report_progress)
+    params = sampling.params(engine.config.seed, llm.recommended)
     if output.as_json:
         print_json(completion_document(llm.generate([prompt], params, raw=prompts.raw)[0]))
     elif params.n > 1:

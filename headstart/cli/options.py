@@ -185,20 +185,25 @@ def comma_list(flag: str, text: str | None, parse: Callable[[str], T]) -> tuple[
         raise UsageError(f"{flag} is {text!r}, which is not a list of such values", f"see {flag} in --help") from None
 
 
+def _recommended(doc: str, *flags: str, else_: float) -> Any:
+    """An option whose default the model may say."""
+    return option(f"{doc} Default: what the model recommends, else {else_:g}.", *flags, show_default=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(OptionGroup):
-    """How tokens are picked; defaults are SamplingParams'. `--seed` belongs to EngineOptions."""
+    """How tokens are picked; defaults are SamplingParams', or the model's own. `--seed` belongs to EngineOptions."""
 
     panel = "Sampling"
 
     max_tokens: int = option("Longest output, in tokens.", default=DEFAULTS.max_tokens)
     min_tokens: int = option("Shortest output.", default=DEFAULTS.min_tokens)
-    temperature: float = option("0 is greedy.", "--temperature", "-t", default=DEFAULTS.temperature)
-    top_k: int = option("Keep the k likeliest tokens; 0 is off.", default=DEFAULTS.top_k)
-    top_p: float = option("Keep the likeliest tokens of this mass.", default=DEFAULTS.top_p)
-    min_p: float = option("Drop tokens below this share of the best.", default=DEFAULTS.min_p)
-    repetition_penalty: float = option(
-        "Divides logits of tokens seen before; 1 is off.", default=DEFAULTS.repetition_penalty
+    temperature: float | None = _recommended("0 is greedy.", "--temperature", "-t", else_=DEFAULTS.temperature)
+    top_k: int | None = _recommended("Keep the k likeliest tokens; 0 is off.", else_=DEFAULTS.top_k)
+    top_p: float | None = _recommended("Keep the likeliest tokens of this mass.", else_=DEFAULTS.top_p)
+    min_p: float | None = _recommended("Drop tokens below this share of the best.", else_=DEFAULTS.min_p)
+    repetition_penalty: float | None = _recommended(
+        "Divides logits of tokens seen before; 1 is off.", else_=DEFAULTS.repetition_penalty
     )
     presence_penalty: float = option("Subtracted once from tokens already put out.", default=DEFAULTS.presence_penalty)
     frequency_penalty: float = option("Subtracted per earlier occurrence.", default=DEFAULTS.frequency_penalty)
@@ -209,9 +214,10 @@ class SamplingOptions(OptionGroup):
     logprobs: int | None = option("Report so many likeliest tokens per position.", default=DEFAULTS.logprobs)
     n: int = option("Number of outputs.", "--n", "-n", default=DEFAULTS.n)
 
-    def params(self, seed: int | None) -> SamplingParams:
-        """Checked SamplingParams; raises UsageError for a value outside its range."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+    def params(self, seed: int | None, recommended: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Checked SamplingParams, with what the model recommends where nothing was said; raises UsageError for a value
+        outside its range."""
+        values = {**(recommended or {}), **self.chosen()}
         values["logit_bias"] = dict(_bias(text) for text in self.logit_bias or ())
         values["stop"] = tuple(self.stop or ())
         values["stop_token_ids"] = tuple(self.stop_token_ids or ())

@@ -14,7 +14,7 @@ from headstart.errors import UsageError
 
 if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
-    from headstart.server.entries import Offer
+    from headstart.server.entries import KeepAlive, Offer
     from headstart.server.shelf import Shelf
 
 OF_ONE = ("served_model_name", "chat_template", "tool_call_parser", "reasoning_parser", "record", "role", "prefill")
@@ -39,6 +39,16 @@ class ModelsOptions(OptionGroup):
             raise UsageError(f"--memory is {self.memory:g}, but must be above 0 and at most a million")
         if self.models is not None and not self.models.is_dir():
             raise UsageError(f"--models: {self.models} is no folder", "name the folder that holds the models")
+        self.kept()
+
+    def kept(self) -> KeepAlive:
+        """Raises UsageError."""
+        from headstart.server.entries import KeepAlive
+
+        try:
+            return KeepAlive.of(self.keep_alive)
+        except UsageError as error:
+            raise UsageError(f"--{error.message}", error.hint) from None
 
 
 def wants_several(models: Sequence[str], options: ModelsOptions, settings: Settings) -> bool:
@@ -56,7 +66,6 @@ def shelf(
     """All models; the first that the command line names is loaded. `prepare`: what is known of a model here, asked when
     it is loaded. Raises UsageError or ModelError."""
     from headstart.server.app import shelf_of
-    from headstart.server.entries import KeepAlive
 
     for name in OF_ONE:
         if getattr(serving, name, None):
@@ -64,13 +73,9 @@ def shelf(
             raise UsageError(f"{flag} is for one model, but this server has several", "leave it out")
     if config.head is not None:
         raise UsageError("--head is for one model, but this server has several", "[models.NAME] takes head")
-    try:
-        keep_alive = KeepAlive.of(options.keep_alive)
-    except UsageError as error:
-        raise UsageError(f"--{error.message}", error.hint) from None
     memory = None if options.memory is None else int(options.memory * GB)
     offers = _offers(models, options.models, settings, config, prepare)
-    found = shelf_of(offers, replace(serving, keep_alive=keep_alive, memory=memory))
+    found = shelf_of(offers, replace(serving, keep_alive=options.kept(), memory=memory))
     if models:
         found.load_first()
     return found

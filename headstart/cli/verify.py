@@ -17,7 +17,7 @@ from headstart.cli.options import (
     option,
     read_text,
 )
-from headstart.config import flag_of
+from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
 EXAMPLES = (
@@ -66,13 +66,19 @@ class LevelOptions(OptionGroup):
     def chosen(self) -> dict[str, Any]:
         """The lists that were given, by the names that VerifyOptions has for them."""
         values = self.parsed(
-            temperatures=float, depths=as_depth, drafters=str, batch_sizes=int, chunk_sizes=int,
+            temperatures=float, depths=_depth, drafters=str, batch_sizes=int, chunk_sizes=int,
             prefix_caching=SWITCH, preemption=SWITCH, thread_counts=int, seeds=int,
         )  # fmt: skip
         if any(seed < 0 for seed in values["seeds"]):
             raise UsageError(f"--seeds is {self.seeds}, but a seed must be at least 0")
         del values["full"]
         return {name: levels for name, levels in values.items() if levels}
+
+
+def _depth(text: str) -> Any:
+    if (depth := as_depth(text)) != AUTO and not isinstance(depth, int):
+        raise ValueError(text)
+    return depth
 
 
 @dataclass(frozen=True, kw_only=True)

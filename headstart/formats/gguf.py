@@ -7,6 +7,7 @@ Rows of q_proj and k_proj stay in the file's order: a family whose converter per
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from headstart.errors import ModelError
 from headstart.formats._gguf_rope import rope_config
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.formats.gguf_file import MAGIC, GgufFile, read
-from headstart.formats.gguf_names import HARMLESS, IMPLIED, KEYS, SCALING, canonical_names
+from headstart.formats.gguf_names import HARMLESS, IMPLIED, KEYS, SAMPLING, SCALING, canonical_names
 from headstart.formats.safetensors_file import join
 
 if TYPE_CHECKING:
@@ -59,10 +60,17 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
         tensors=tensors,
         canonical_names=True,
         files=tuple(file.path for file in files),
-        generation_config={key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config},
+        generation_config=_generation(config, first.metadata),
         load_tokenizer=lambda: _tokenizer(first, path),
         chat_template=lambda: _template(first, path),
     )
+
+
+def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """In the words of generation_config.json, from which llama.cpp's converter has it."""
+    said = {name: metadata[key] for name, key in SAMPLING.items() if key in metadata}
+    rounded = {name: float(str(np.float32(each))) if isinstance(each, float) else each for name, each in said.items()}
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
 
 
 def _tokenizer(file: GgufFile, path: Path) -> Tokenizer:

@@ -257,6 +257,14 @@ ROPE_KEYS: Mapping[str, str] = {
 SCALING_NEUTRAL: Mapping[str, tuple[float, ...]] = {"attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0)}
 """Keys there that are served at these values."""
 SCALING = ("type", "yarn_log_multiplier", *ROPE_KEYS, *SCALING_NEUTRAL)
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""What generation_config.json recommends, and where a file says it."""
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:

@@ -103,6 +103,22 @@ def mlp(config: Reading, index: int) -> MLPConfig:
     return keys.mlp(config)
 
 
+def attention(config: Reading, window: int, shares: int | None, keys_are_values: bool = False) -> AttentionConfig:
+    """Of Gemma 3n and 4: scores are not scaled, q, k and v are normed. `window`: 0 in full layers."""
+    bias = keys.flag(config, "attention_bias")
+    return keys.attention(
+        config,
+        scale=1.0,
+        window=window,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        v_norm=True,
+        keys_are_values=keys_are_values,
+        shares=shares,
+    )
+
+
 def own_keys(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """Without keys and values of layers that read those of others."""
     mixers = [each.mixer for each in config.layers]

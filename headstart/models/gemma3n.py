@@ -97,17 +97,8 @@ def _check(values: object, count: int, key: str, end: float) -> None:
 
 
 def _attention(config: Reading, kind: str, shares: int | None) -> AttentionConfig:
-    bias, window = flag(config, "attention_bias"), number(config, "sliding_window", default=512, least=0)
-    return keys.attention(
-        config,
-        scale=1.0,
-        window=window if kind == SLIDING else 0,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        v_norm=True,
-        shares=shares,
-    )
+    window = number(config, "sliding_window", default=512, least=0)
+    return _gemma.attention(config, window if kind == SLIDING else 0, shares)
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:

@@ -88,18 +88,8 @@ def _own(config: Reading, kind: str, index: int) -> Mapping[str, Any]:
 
 
 def _attention(config: Reading, kind: str, window: int, shares: int | None) -> AttentionConfig:
-    bias = flag(config, "attention_bias")
-    return keys.attention(
-        config,
-        scale=1.0,
-        window=window if kind == SLIDING else 0,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        v_norm=True,
-        keys_are_values=flag(config, "attention_k_eq_v") and kind == FULL,
-        shares=shares,
-    )
+    same = flag(config, "attention_k_eq_v") and kind == FULL
+    return _gemma.attention(config, window if kind == SLIDING else 0, shares, keys_are_values=same)
 
 
 def _mlp(config: Reading, index: int, shared: bool) -> MLPConfig:

@@ -4,8 +4,11 @@ They hold no secrets, so they need no key; what they then ask the server for doe
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
+import re
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -26,8 +29,12 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 """Nothing from elsewhere, nothing inline, and no string becomes markup or code."""
+FIRST = (
+    ("script-src", "script", re.compile(r'<script src="web/(theme\.js)"></script>')),
+    ("style-src", "style", re.compile(r'<link rel="stylesheet" href="web/(style\.css)">')),
+)
+"""What a page waits for before it can paint: it comes inside the page, whose policy then names its hash."""
 HEADERS = {
-    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -42,7 +49,9 @@ class Pages:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._pages = {path: _Page(name, data) for path, name, data in _found()}
+        found = _found()
+        files = {name: data.decode() for _, name, data in found if name.endswith((".css", ".js"))}
+        self._pages = {path: _Page(name, data, files) for path, name, data in found}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         page = self._pages.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None
@@ -50,20 +59,35 @@ class Pages:
 
 
 class _Page:
-    """One file in memory."""
+    """One file in memory. `files`: what may become part of a page, by name."""
 
-    def __init__(self, name: str, data: bytes) -> None:
+    def __init__(self, name: str, data: bytes, files: Mapping[str, str]) -> None:
+        self._policy = POLICY
+        if name.endswith(".html"):
+            data, self._policy = _complete(data.decode(), files)
         self._data, self._packed = data, gzip.compress(data, mtime=0)
         self._kind = KINDS[name.rpartition(".")[2]]
         self._tag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
 
     def answer(self, asked: Headers) -> Response:
-        headers = {**HEADERS, "ETag": self._tag}
+        headers = {**HEADERS, "Content-Security-Policy": self._policy, "ETag": self._tag}
         if asked.get("if-none-match") == self._tag:
             return Response(status_code=304, headers=headers)
         if "gzip" not in asked.get("accept-encoding", ""):
             return Response(self._data, media_type=self._kind, headers=headers)
         return Response(self._packed, media_type=self._kind, headers={**headers, "Content-Encoding": "gzip"})
+
+
+def _complete(page: str, files: Mapping[str, str]) -> tuple[bytes, str]:
+    """A page with what it paints first, and its policy."""
+    policy = POLICY
+    for directive, tag, written in FIRST:
+        if found := written.search(page):
+            text = files[found[1]]
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            page = page.replace(found[0], f"<{tag}>{text}</{tag}>")
+            policy = policy.replace(f"{directive} 'self'", f"{directive} 'self' 'sha256-{digest}'")
+    return page.encode(), policy
 
 
 def _found() -> list[tuple[str, str, bytes]]:

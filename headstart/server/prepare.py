@@ -83,7 +83,7 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     logprobs = body.logprobs
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (logprobs if body.echo else None)
     limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params, constraint = _params(body, limit, logprobs, top), constraint_of(body)
+    params, constraint = _params(llm, body, limit, logprobs, top), constraint_of(body)
     requests: list[Request] = []
     texts: list[str] = []
     for prompt in _prompts(body.prompt):
@@ -129,7 +129,7 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
             f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}", "shorten the messages"
         )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = _params(body, room if limit is None else limit, logprobs, body.prompt_logprobs)
+    params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     requests = [_request(llm, ids, params, body, constraint)]
     _check_prompt_logprobs(requests)
     own = formats.tools or FORCED_FORMAT  # as the prompt asks for where the template has no place for tools
@@ -239,11 +239,11 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _params(body: Common, limit: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-    """Raises UsageError for values out of range. What is null has OpenAI's default."""
+def _params(llm: LLM, body: Common, limit: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    """Raises UsageError for values out of range. What is null is as the model recommends, or has OpenAI's default."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given: dict[str, Any] = {name: getattr(body, name) for name in AS_GIVEN} | {
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": body.temperature,
         "top_k": None if body.top_k is None else max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
         "logit_bias": _logit_bias(body.logit_bias),
         "max_tokens": limit,
@@ -252,7 +252,8 @@ def _params(body: Common, limit: int, logprobs: int | None, prompt_logprobs: int
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**{"temperature": 1.0, **llm.recommended, **chosen})
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from headstart.api import Choice
-from headstart.core import DraftStats
+from headstart.core import DraftStats, SamplingParams
 from headstart.server.bridge import Bridge, Stream
 from headstart.server.documents import Answer, Asked, Documents, Json, Step, dumped
 from headstart.server.intake import Lanes
@@ -56,6 +56,11 @@ class Reply:
     @property
     def answers(self) -> list[Answer]:
         return [answer for group in self._answers for answer in group]
+
+    @property
+    def params(self) -> SamplingParams:
+        """As they are for all of its prompts."""
+        return self._requests[0].params
 
     @property
     def num_prompt(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from support import EOS, SMALL, VOCAB, agreeing_model, assert_clean, headed_mode
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
-from headstart.errors import CapacityError, GenerationError, UsageError
+from headstart.errors import CapacityError, GenerationError, ModelError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.tiny import write_tiny
 
@@ -52,6 +53,23 @@ def test_from_a_directory(tmp_path) -> None:
         "depth": "auto", "context": 512, "draft_vocab": 131,
     }  # fmt: skip
     assert each.generate(["the"], SamplingParams(max_tokens=5))[0].method == "mtp"
+
+
+def test_what_the_model_recommends_counts_where_nothing_is_said(tmp_path) -> None:
+    folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=2)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, "temperature": 5, "top_k": 50}))
+    each = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40, seed=3))
+    assert each.default_params == SamplingParams(temperature=5, top_k=50)
+    greedy, warm, own = (
+        each.generate("the", params)[0].token_ids
+        for params in (SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=5, top_k=50), None)
+    )
+    assert own[:40] == warm != greedy
+    assert "".join(delta.text for delta in each.stream("the")) == each.generate("the")[0].text
+    file.write_text(json.dumps({"temperature": "warm"}))
+    with pytest.raises(ModelError, match=r"generation_config.json of .*temperature is 'warm'"):
+        LLM(str(folder), EngineConfig(threads=1, kv_blocks=40))
 
 
 @pytest.mark.parametrize("settings", [{"drafter": "none"}, {"depth": 0}])

@@ -19,6 +19,7 @@ class FakeLLM:
     """Records what it was asked; drafting never changes its text unless `differs`."""
 
     differs = False
+    recommended: dict[str, Any] = {}  # noqa: RUF012
     asked: list[Any] = []  # noqa: RUF012  # cleared by the fixture
     configs: list[EngineConfig] = []  # noqa: RUF012
 

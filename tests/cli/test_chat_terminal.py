@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,8 +46,9 @@ sys.exit(main(["chat"]))
 class Terminal:
     """A chat at a pseudo-terminal: what is typed, and what is shown."""
 
-    def __init__(self, cache: Path) -> None:
+    def __init__(self, cache: Path, columns: int = 80) -> None:
         self.main, side = pty.openpty()
+        fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         program = PROGRAM.format(here=str(Path(__file__).parent), cache=str(cache))
         environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
         command = [sys.executable, "-c", program]
@@ -80,20 +84,23 @@ class Terminal:
 
 def _own_terminal() -> None:
     """Ctrl-C comes from the terminal that controls the process."""
-    import fcntl
-    import termios
-
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    chat = Terminal(tmp_path)
+@contextmanager
+def talking(cache: Path, columns: int = 80) -> Iterator[Terminal]:
+    chat = Terminal(cache, columns)
     chat.wait_for("> ")
     yield chat
     chat.process.kill()
     chat.process.wait()
     os.close(chat.main)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    with talking(tmp_path) as chat:
+        yield chat
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
@@ -133,3 +140,30 @@ def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path
     assert terminal.process.wait(10) == 0
     history = tmp_path / "chat_history"
     assert "two" in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_lines_end_between_words(tmp_path: Path) -> None:
+    with talking(tmp_path, columns=24) as terminal:
+        terminal.type("slowly, please\r")
+        terminal.wait_for("please'>")
+        lines = terminal.wait_for("blue.").split("\r\n")[1:-1]
+    assert len(lines) > 50
+    assert {len(line) for line in lines} <= {18, 21, 22, 24}  # as many whole words as there is room for
+    assert {word for line in lines for word in line.split(" ")} == {"The", "sky", "is"}
+
+
+def test_another_answer_and_the_lines_of_an_earlier_conversation(tmp_path: Path) -> None:
+    with talking(tmp_path) as terminal:
+        terminal.type("/set temperature 0.7\r")
+        terminal.wait_for("> ")
+        for line in ("Why, then?", "/regenerate"):
+            terminal.type(f"{line}\r")
+            assert "<'Why, then?'>" in terminal.wait_for("blue.")
+            terminal.wait_for("> ")
+        terminal.type("/exit\r")
+        assert terminal.process.wait(10) == 0
+    with talking(tmp_path) as terminal:
+        terminal.type("\x1b[A" * 3)  # up, beyond the two commands
+        terminal.wait_for("Why, then?")
+        terminal.type("\r")
+        assert "<'Why, then?'>" in terminal.wait_for("blue.")

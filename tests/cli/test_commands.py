@@ -29,6 +29,25 @@ def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(fake_llm: Any, 
     assert (prompt, params.temperature, params.seed, raw) == ("Why?", 0.7, 5, True)
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["serve", "--keep-alive", "soon"], "--keep-alive is 'soon'"),
+        (["verify", "--depths", "1,x"], "--depths is '1,x'"),
+    ],
+)
+def test_a_wrong_value_is_said_under_its_own_name(command: list[str], message: str, capsys: Capture) -> None:
+    assert main(command) == 2
+    assert message in error_lines(capsys)[0]
+
+
+def test_generate_takes_what_the_model_recommends(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_llm, "recommended", {"temperature": 0.6, "top_p": 0.9}, raising=False)
+    assert main(["generate", "--prompt", "Why?", "--top-p", "1"]) == 0
+    ((_, params, *_),) = fake_llm.asked
+    assert (params.temperature, params.top_p) == (0.6, 1.0)
+
+
 def test_generate_json_is_one_document_of_the_promised_shape(fake_llm: Any, capsys: Capture) -> None:
     assert main(["generate", "--prompt", "Why?", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

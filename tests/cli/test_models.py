@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,11 +68,13 @@ def test_models_are_listed_and_removed(cache: Path, tmp_path: Path, capsys: Capt
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one repo; the first answers with its weights break off after `cut` bytes each."""
+    """Serves one repo; the first answers with its weights break off after `cut` bytes each, or `hang` there until the
+    server ends."""
 
     def __init__(self, folder: Path, cut: int, breaks: int) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.folder, self.cut, self.breaks = folder, cut, breaks
+        self.hang: threading.Event | None = None
         self.asked: list[tuple[str, str]] = []
 
     @property
@@ -124,6 +127,8 @@ class Answers(BaseHTTPRequestHandler):
         if name == "model.safetensors" and self.server.breaks:
             self.server.breaks -= 1
             self.wfile.write(data[begin : begin + self.server.cut])
+            if self.server.hang:
+                self.server.hang.wait(60)
             self.close_connection = True
             return
         self.wfile.write(data[begin:])
@@ -141,12 +146,17 @@ def hub_here(tmp_path: Path) -> Iterator[Hub]:
         thread.join()
 
 
-def pull(hub: Hub, home: Path) -> Path:
-    """In a process of its own: the Hub's client looks at the environment once."""
+PULL = [sys.executable, "-m", "headstart", "pull", REPO, "--json"]
+"""In a process of its own: the Hub's client looks at the environment once."""
+
+
+def environment(hub: Hub, home: Path) -> dict[str, str]:
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "")
-    place = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "headstart", "pull", REPO, "--json"]
-    done = subprocess.run(command, env=os.environ | proxies | place, capture_output=True, text=True, timeout=60)
+    return {**os.environ, **proxies, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+
+
+def pull(hub: Hub, home: Path) -> Path:
+    done = subprocess.run(PULL, env=environment(hub, home), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return Path(json.loads(done.stdout)["path"])
 
@@ -159,3 +169,18 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub_here: Hub, tmp_path
     hub_here.asked.clear()
     assert pull(hub_here, tmp_path / "home") == found
     assert hub_here.asked == []  # everything is there
+
+
+@pytest.mark.slow
+def test_a_download_that_is_killed_goes_on_where_it_was(hub_here: Hub, tmp_path: Path) -> None:
+    hub_here.hang = threading.Event()
+    with subprocess.Popen(PULL, env=environment(hub_here, tmp_path / "home"), stderr=subprocess.DEVNULL) as first:
+        while not any(path.stat().st_size == PIECE for path in (tmp_path / "home").rglob("*.incomplete")):
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.kill()
+    hub_here.hang.set()
+    found = pull(hub_here, tmp_path / "home")
+    assert (found / "model.safetensors").read_bytes() == (hub_here.folder / "model.safetensors").read_bytes()
+    assert [asked for name, asked in hub_here.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
+    assert not list((tmp_path / "home").rglob("*.incomplete"))

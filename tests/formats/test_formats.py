@@ -220,6 +220,8 @@ def write_gguf(path: Path, **extra: Any) -> Path:
     writer.add_rope_scaling_orig_ctx_len(32)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(5)
+    for name, value in extra.get("sampling", {}).items():
+        writer.add_key_value(f"general.sampling.{name}", value, gguf.GGUFValueType.get_type(value))
     writer.add_array("llama.some.list", [1, 2, 3])
     if "nextn" in extra:
         writer.add_uint32("llama.nextn_predict_layers", extra["nextn"])
@@ -255,6 +257,13 @@ def test_gguf(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
         checkpoint.load_tokenizer()
     assert checkpoint.chat_template() is None
+
+
+def test_what_a_gguf_file_recommends(tmp_path: Path) -> None:
+    said = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", sampling=said)).generation_config == {
+        "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": [2, 5],
+    }  # fmt: skip
 
 
 def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:

@@ -12,7 +12,21 @@ from source import PACKAGE, imported_modules, trees
 from headstart import registry
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("core", "params", "stats", "config", "errors", "registry", "files", "system", "hub", "machine", "svg", "_wheel"),
+    (
+        "core",
+        "params",
+        "stats",
+        "config",
+        "errors",
+        "registry",
+        "files",
+        "system",
+        "hub",
+        "machine",
+        "svg",
+        "_resume",
+        "_wheel",
+    ),
     ("text", "formats", "kernels"),
     ("layers", "cache"),
     ("heads", "models", "drafters"),

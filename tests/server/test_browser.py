@@ -26,6 +26,13 @@ WAIT_MS = 60_000
 HISTORY = 1000
 MOST_DRAWN = 250  # messages of a long history that are in the page at once
 FRAME_MS = 500  # for drawing one answer of a long history; a machine may be busy
+PAINT_MS, PAGE_BYTES, TRIES = 200, 300_000, 15
+PAINTED = """() => {
+  const [paint] = performance.getEntriesByName("first-contentful-paint");
+  const entries = [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")];
+  return paint && document.querySelector("nav")
+    && [paint.startTime, entries.reduce((total, each) => total + each.decodedBodySize, 0)];
+}"""
 LONG = "Tell a long story about a river, a bridge and a clock."
 REMEMBERED = """
 async (count) => {
@@ -120,6 +127,40 @@ def test_the_key_is_asked_for_and_not_kept(browser: Any, served: Server) -> None
     page.get_by_text("smollm2-135m-mtp").wait_for()
     assert KEY not in page.evaluate("JSON.stringify({...localStorage})")
     context.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+def test_the_first_paint_is_soon_and_the_page_small(browser: Any, served: Server, path: str) -> None:
+    """Nothing is in the browser's cache. The best of some, as a machine may be busy."""
+    paints = []
+    while len(paints) < TRIES and min(paints, default=PAINT_MS) >= PAINT_MS:
+        context = browser.new_context(base_url=served.url)
+        context.set_default_timeout(WAIT_MS)
+        page = context.new_page()
+        page.goto(path)
+        paint, size = page.wait_for_function(PAINTED).json_value()
+        paints.append(paint)
+        assert 20_000 < size < PAGE_BYTES
+        context.close()
+    assert min(paints) < PAINT_MS, paints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_is_in_the_way_of_anybody(page: Any, scheme: str) -> None:
+    """By axe-core's rules, on both pages, with an answer of each kind."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    page.emulate_media(color_scheme=scheme)
+    page.get_by_label("Log probabilities").check()
+    page.get_by_label("Both").check()
+    say(page, "Write a Markdown list, a table and some `code`.")
+    found = axe.Axe().run(page).response["violations"]
+    page.set_viewport_size({"width": 360, "height": 700})
+    page.get_by_role("button", name="Settings").click()
+    found += axe.Axe().run(page).response["violations"]
+    page.goto("/dashboard")
+    page.locator(".tile").first.wait_for()
+    found += axe.Axe().run(page).response["violations"]
+    assert not [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
 
 
 def test_an_answer_its_colours_and_the_counters(page: Any, served: Server) -> None:

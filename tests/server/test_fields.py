@@ -6,11 +6,14 @@ import json
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from process import Server, running
+
+from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -223,3 +226,15 @@ def test_a_taken_port_is_told_before_the_model_is_loaded() -> None:
         with pytest.raises(AssertionError, match="cannot listen"), running(port=taken.getsockname()[1]):
             pass
         assert time.monotonic() - begun < 20
+
+
+def test_what_the_model_recommends_counts_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = write_tiny("mimo", tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5, "top_p": 0.9}')
+    with running(str(folder), "--threads", "1", "--kv-blocks", "64") as own:
+        asked = {"prompt": "the thing", "max_tokens": 30, "seed": 5}
+        said = whole(own, TEXT, **asked)["choices"][0]["text"]
+        assert said == whole(own, TEXT, **asked, temperature=0.5, top_p=0.9)["choices"][0]["text"]
+        assert said != whole(own, TEXT, **asked, temperature=0)["choices"][0]["text"]
+        answer = whole(own, "/v1/responses", input="Hi", max_output_tokens=16, top_p=1)
+        assert (answer["temperature"], answer["top_p"]) == (0.5, 1.0)

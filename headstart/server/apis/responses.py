@@ -118,6 +118,8 @@ class ResponseTelling:
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
+            "temperature": self._reply.params.temperature,
+            "top_p": self._reply.params.top_p,
             "usage": None,
             **self._echo,
         }

@@ -151,11 +151,9 @@ def echo_of(body: ResponsesRequest) -> Json:
         "max_output_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {"effort": None, "summary": None, **document.get("reasoning", {})},
-        "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {**format_, **document.get("text", {})},
         "tool_choice": document.get("tool_choice", "auto"),
         "tools": document.get("tools", []),
-        "top_p": 1.0 if body.top_p is None else body.top_p,
         "metadata": (body.model_extra or {}).get("metadata") or {},
     }
 

@@ -25,6 +25,7 @@ from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import settings_of
 from headstart.formats.symbols import MOST, lookup, text_config
 from headstart.models.base import with_sizes
+from headstart.params import RECOMMENDED
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
@@ -48,7 +49,6 @@ SPECULATION_KEYS = (
     "speculative_decoding", "speculation_type", "use_mtp", "num_assistant_tokens", "assistant_confidence_threshold",
     "assistant_early_exit", "prompt_lookup_num_tokens",
 )  # fmt: skip
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ def _document(
         "family": {"key": family.key, "title": family.title} if family else None,
         "sizes": {key: text[key] for key in SIZE_KEYS if text.get(key) is not None},
         "context_length": next((text[key] for key in LENGTH_KEYS if text.get(key)), None),
-        "sampling": {key: generation[key] for key in SAMPLING_KEYS if key in generation},
+        "sampling": {key: generation[key] for key in RECOMMENDED if key in generation},
         "speculation": {key: generation[key] for key in SPECULATION_KEYS if generation.get(key) is not None},
         "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
         "tied_embeddings": heads is not None and "lm_head" not in parts,

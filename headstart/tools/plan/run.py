@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class PlanOptions:
         if self.load and self.context is not None:
             raise UsageError("--fleet says how long sequences are", "leave --context out")
 
-    @property
+    @cached_property
     def load(self) -> Load | None:
         return parse_load(self.fleet) if self.fleet is not None else None
 

@@ -1,0 +1,46 @@
+"""Lines broken between words, whatever pieces the text comes in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from headstart.cli.wrap import Wrap
+
+CODE = "```python\nprint('a line of code is as long as it is')\n```"
+
+
+def wrapped(text: str, width: int, size: int = 1) -> str:
+    wrap = Wrap(lambda: width)
+    return "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.finish()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("The sky is blue because of scattering.", "The sky is blue\nbecause of\nscattering."),
+        ("exactly16letters and", "exactly16letters\nand"),
+        ("- one two three four\n  - deeper", "- one two three\nfour\n  - deeper"),
+        ("https://example.org/a/long/address ends", "https://example.org/a/long/address ends"),
+        (f"Look:\n{CODE}\nand so on, as before", f"Look:\n{CODE}\nand so on, as\nbefore"),
+        ("天空是蓝色的因为瑞利散射", "天空是蓝色的因为\n瑞利散射"),
+        ("one\ttwo three four", "one\ttwo\nthree four"),
+        ("", ""),
+    ],
+)
+def test_lines_end_between_words(text: str, shown: str) -> None:
+    assert wrapped(text, 16) == shown
+
+
+@given(st.text("ab \n`天\u0301", max_size=80), st.integers(4, 12), st.integers(1, 7))
+def test_pieces_do_not_matter_and_nothing_is_lost(text: str, width: int, size: int) -> None:
+    shown = wrapped(text, width, size)
+    assert shown == wrapped(text, width)
+    assert shown.split() == text.split() or "天" in text
+    assert "".join(shown.split()) == "".join(text.split())
+
+
+def test_a_word_comes_when_it_is_whole() -> None:
+    wrap = Wrap(lambda: 80)
+    assert [wrap.push(piece) for piece in ("The", " sky", " is", ".")] == ["", "The", " sky", ""]
+    assert wrap.finish() == " is."
