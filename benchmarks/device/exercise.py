@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import support
+import torch
 from families.rows import all_rows
 
 from device.compiling import Compiler
@@ -21,7 +23,6 @@ from headstart.errors import ModelError
 from headstart.models.small import TINY
 from headstart.tools.tiny import write_model
 
-LARGE = {"hidden": {"num_hidden_layers": 4, "vocab_size": 8192}}
 MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
@@ -59,6 +60,8 @@ def exercise(name: str, compiler: Compiler) -> None:
                     engine.submit(support.request(prompt, name=str(i), stops=(), **params))
                 while engine.has_work:
                     engine.step(lambda deltas: None)
+            drawn = torch.zeros(2, 3, dtype=torch.int64)  # what gates ask for
+            model.backend.sampler.logprobs(torch.zeros(2, vocab), drawn, None, torch.zeros(2, 3), 1)
 
 
 def _written(name: str, folder: Path) -> tuple[str, bool, int]:
@@ -78,8 +81,6 @@ def write_empty(folder: Path, family: str, keys: Mapping[str, Any]) -> Path:
     declared = registry.find("models", family).FAMILY
     sizes = {**TINY, **declared.small, **keys, "torch_dtype": "bfloat16"}
     shapes = declared.shapes(declared.read(sizes))
-    import numpy as np
-
     empty = {at: np.zeros(shape, np.float32) for at, shape in shapes.items()}
     written = declared.as_written(empty, declared.read(sizes))
     write_model(folder, sizes, {})
