@@ -234,7 +234,8 @@ def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
     entry.wait_for()  # it is listed once it is kept
     page.reload()
     entry.click()
-    assert page.locator(".reply .text:not(:empty)").inner_text() == text  # it is painted once it is there
+    shown = page.locator(".reply .text:not(:empty)")
+    playwright.expect(shown).to_have_text(text, use_inner_text=True)  # which is there a frame after it is drawn
     with page.expect_download() as download:
         page.get_by_role("button", name="JSON", exact=True).click()
     kept = json.loads(Path(download.value.path()).read_text("utf-8"))
