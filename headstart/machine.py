@@ -92,6 +92,12 @@ def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Nod
     return tuple(Node(number, _caches(root, cpus)) for number, cpus in found)
 
 
+def siblings(cpu: int, root: Path = ROOT) -> frozenset[int]:
+    """The CPUs of its core, itself among them; it alone where the system does not tell."""
+    found = _numbers(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    return frozenset(found | {cpu})
+
+
 def cores(root: Path = ROOT, usable: Collection[int] | None = None) -> list[int]:
     """A CPU of each core that this process may run on, node by node: threads of one core share its arithmetic."""
     first: dict[tuple[int, ...], int] = {}

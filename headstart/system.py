@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -48,6 +48,21 @@ def lock(handle: int) -> bool:
     return False
 
 
+@contextmanager
+def alone(handle: int) -> Iterator[None]:
+    """While no other process has an open file so; where there are no locks, with whoever else comes."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
 def open_folder(path: Path) -> int | None:
     """A handle to lock a folder by; None on Windows, which opens none."""
     return None if WINDOWS else os.open(path, os.O_RDONLY)
@@ -64,6 +79,23 @@ def cpus() -> frozenset[int]:
     if sys.platform == "linux":
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
+
+
+def keep_to(cpus: Iterable[int]) -> None:
+    """Run on these CPUs alone, and so what is started from here; where a system knows no such thing, anywhere."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, cpus)
+
+
+def end_with_parent() -> None:
+    """Have SIGTERM come when the process that has started this one is gone, however it ended. Linux alone."""
+    if sys.platform == "linux":
+        import ctypes
+
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # gone meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def has_terminal() -> bool:

@@ -34,6 +34,7 @@ NAV: dict[str, dict[str, str]] = {
         "How it works": "docs/how-it-works.md",
         "From Python": "docs/python.ipynb",
         "Deploy": "docs/deploy.md",
+        "Several engines": "docs/scale.md",
     },
     "Cookbook": {
         "Agents": "docs/cookbook/agents.md",

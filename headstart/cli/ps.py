@@ -20,7 +20,7 @@ class ServerOptions(OptionGroup):
 
 
 def run(*, server: ServerOptions, output: OutputOptions) -> int:
-    """List the models in the memory of a server that runs, and when they leave it."""
+    """List the models in the memory of a server that runs, when they leave it, and its replicas."""
     from headstart.tools import loaded
 
     return finish(loaded.ps(server.url, server.api_key), output.as_json, _print)
@@ -37,3 +37,15 @@ def _print(data: dict[str, Any]) -> None:
         for each in data["models"]
     ]
     print_table(("model", "weights", "context", "leaves"), rows)
+    if data["replicas"]:
+        print()
+        print_table(
+            ("replica", "state", "runs", "waits", "starts", "cpus", "process", "address"),
+            [_replica(each) for each in data["replicas"]],
+        )
+
+
+def _replica(each: dict[str, Any]) -> tuple[Any, ...]:
+    runs, waits = ("" if each[name] is None else f"{each[name]:.0f}" for name in ("running", "waiting"))
+    cpus = ",".join(map(str, each["cpus"])) or "any"
+    return (each["number"], each["state"], runs, waits, each["starts"], cpus, each["pid"], each["url"])

@@ -15,6 +15,7 @@ from headstart.cli.adapt import with_adapted
 from headstart.cli.options import OptionGroup, ServingOptions, model_names, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
+from headstart.cli.serve_replicas import ReplicaOptions, begin, check_alone, supervised
 from headstart.cli.serve_several import ModelsOptions, shelf, wants_several
 from headstart.cli.settings import of_context
 from headstart.cli.vllm_flags import VllmFlags
@@ -36,6 +37,8 @@ EXAMPLES = (
     "headstart serve --port 8001 --role prefill --kv-spill kv",
     "headstart serve --role decode --prefill http://localhost:8001 --kv-spill kv",
     "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
+    "headstart serve --replicas 2 --threads 1",
+    "headstart serve --host 0.0.0.0 --join http://router:8000",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
@@ -148,12 +151,18 @@ def run(
     engine: ServingOptions,
     vllm: VllmFlags,
     other: OtherEngine,
+    replicas: ReplicaOptions,
 ) -> int:
     """Serve a model over HTTP, with OpenAI's and vLLM's request fields; or several, loaded as requests name them."""
     serving.check()
     several.check()
     check_keys(serving.api_key, serving.api_key_file)
     other.check()
+    member = replicas.member
+    if replicas.replicas is not None and member is None:
+        config, settings = vllm.apply(engine.config), of_context(context)
+        check_alone(wants_several(model or (), several, settings), other.engine_name is not None)
+        return supervised(replicas, config, serving.chosen())
     if other.engine_name is not None:
         from headstart.cli import launch
         from headstart.tools.launch.run import run as dry_run
@@ -166,9 +175,10 @@ def run(
         return launch.started(options, stay=True, as_json=False)
     config, settings = vllm.apply(engine.config), of_context(context)
     tunes = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
-    if wants_several(model or (), several, settings):
-        return _serve_several(model or (), several, settings, config, serving, tunes=tunes)
-    return _serve_one(model[0] if model else None, config, check_role(serving, config), tunes=tunes)
+    if member is None and wants_several(model or (), several, settings):
+        serve_config = _server_config(serving, replicas)
+        return _serve_several(model or (), several, settings, config, serve_config, tunes=tunes)
+    return _serve_one(model[0] if model else None, config, check_role(serving, config), replicas, tunes=tunes)
 
 
 def _serve_several(
@@ -176,39 +186,51 @@ def _serve_several(
     several: ModelsOptions,
     settings: Settings,
     config: EngineConfig,
-    serving: ServeOptions,
+    serve_config: ServerConfig,
     *,
     tunes: bool,
 ) -> int:
-    from headstart.server.run import listening, serve
+    from headstart.server.run import serve
+    from headstart.server.sockets import listening
 
     def known(model: str | None, config: EngineConfig) -> EngineConfig:
         return with_adapted(model, with_tuned(model, config) if tunes else config)
 
-    serve_config = _server_config(serving)
-    with listening(serve_config) as sockets:
+    with listening(serve_config.host, serve_config.port) as sockets:
         serve(shelf(models, several, settings, config, serve_config, known), serve_config, sockets)
     return 0
 
 
-def _serve_one(model: str | None, config: EngineConfig, serving: ServeOptions, *, tunes: bool) -> int:
+def _serve_one(
+    model: str | None, config: EngineConfig, serving: ServeOptions, replicas: ReplicaOptions, *, tunes: bool
+) -> int:
+    room = begin(replicas.member) if replicas.member is not None else None
     if tunes:
         config = with_tuned(model, config)
     plain, config = config, with_adapted(model, config)
     template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
 
     from headstart.api import LLM
+    from headstart.kernels.backend import KeepsWeights
     from headstart.server.app import shelf_of_one
     from headstart.server.records import prepare_folder
-    from headstart.server.run import listening, serve
+    from headstart.server.run import serve
+    from headstart.server.sockets import listening
     from headstart.text.chat import ChatTemplate
 
     if serving.record is not None:
         prepare_folder(serving.record)
-    serve_config = _server_config(serving)
-    with listening(serve_config) as sockets:  # before a model is loaded for nothing
+    serve_config = _server_config(serving, replicas)
+    with listening(serve_config.host, serve_config.port) as sockets:  # before a model is loaded for nothing
         with progress("loading") as report_progress:
-            llm = LLM(model, config, report_progress)
+            llm = LLM(model, config, report_progress, room=room)
+            if (
+                replicas.member is not None
+                and isinstance(llm.model.backend, KeepsWeights)
+                and llm.model.backend.could_map
+            ):
+                llm.close()  # what the others map is shared with them
+                llm = LLM(model, config, report_progress, room=room)
         if template is not None:
             known = llm.chat_template or ChatTemplate("")
             llm.chat_template = known.replaced(template, str(serving.chat_template))
@@ -216,10 +238,16 @@ def _serve_one(model: str | None, config: EngineConfig, serving: ServeOptions, *
     return 0
 
 
-def _server_config(serving: ServeOptions) -> ServerConfig:
+def _server_config(serving: ServeOptions, replicas: ReplicaOptions) -> ServerConfig:
+    """Raises UsageError."""
     from headstart.server.app import ServerConfig
 
-    settings = serving.chosen()
+    settings = serving.chosen() | {"member": replicas.member}
+    if replicas.join is not None and replicas.member is None:
+        from headstart.server.replicas.join import check
+
+        check(replicas.join, serving.host)
+        settings["join"] = replicas.join
     settings.pop("chat_template", None)
     settings["web"] = not settings.pop("no_web")
     return ServerConfig(**settings)

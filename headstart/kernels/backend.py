@@ -48,6 +48,14 @@ class TakesTurns(Protocol):
         many. Before anything is loaded."""
 
 
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """A backend that keeps packed weights in a file. `could_map`: another load would map what this one has made, and
+    share its pages with other processes."""
+
+    could_map: bool
+
+
 class Chosen(NamedTuple):
     """A backend's name, what it says of itself, and why it is that one."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from headstart.errors import CapacityError, LimitError, UsageError
 from headstart.server.limits import PRIORITY
+from headstart.server.replicas.ledger import Ledger
 
 MINUTE, DAY = 60.0, 86400.0
 SHOWN = 8
@@ -56,20 +57,28 @@ class Limits:
 
 
 class Bucket:
-    """`capacity` units, given back over `seconds`. May be overdrawn."""
+    """`capacity` units, given back over `seconds`. May be overdrawn. `shared`: where its level lies, if several
+    processes draw on it."""
 
     def __init__(self, capacity: float, seconds: float) -> None:
-        self.capacity, self._rate = capacity, capacity / seconds
+        self.capacity, self.seconds, self._rate = capacity, seconds, capacity / seconds
         self._level, self._then = capacity, time.monotonic()
+        self.shared: Ledger | None = None
 
     @property
     def level(self) -> float:
+        return self.take(0.0)
+
+    def take(self, count: float) -> float:
+        """What is left then."""
+        if self.shared is not None:
+            return self.shared.change(self.capacity, lambda level, passed: self._filled(level, passed) - count)
         now = time.monotonic()
-        self._level, self._then = min(self.capacity, self._level + (now - self._then) * self._rate), now
+        self._level, self._then = self._filled(self._level, now - self._then) - count, now
         return self._level
 
-    def take(self, count: float) -> None:
-        self._level = self.level - count
+    def _filled(self, level: float, passed: float) -> float:
+        return min(self.capacity, level + passed * self._rate)
 
     def wait(self, count: float) -> float:
         """Seconds until so much is there."""
@@ -94,6 +103,11 @@ class Account:
         self._requests = [Bucket(limits.requests_per_minute, MINUTE)] if limits.requests_per_minute else []
         times = ((limits.tokens_per_minute, MINUTE), (limits.tokens_per_day, DAY))
         self._tokens = [Bucket(count, seconds) for count, seconds in times if count]
+
+    @property
+    def buckets(self) -> list[tuple[str, Bucket]]:
+        """Each with what it is of."""
+        return [*(("requests", each) for each in self._requests), *(("tokens", each) for each in self._tokens)]
 
     def check(self) -> None:
         """May there be another request? Raises LimitError."""
@@ -178,6 +192,12 @@ class Accounts:
         if len({account.name for account in found}) < len(found):
             raise UsageError("an API key is given twice", "look at --api-key and --api-key-file")
         return cls(found)
+
+    def share(self, folder: Path) -> None:
+        """Draw on the same budgets as other processes with the same keys, which lie in a folder."""
+        for account in self._keyed:
+            for what, bucket in account.buckets:
+                bucket.shared = Ledger(folder / f"budget-{account.name}-{what}-{bucket.seconds:.0f}")
 
     def __bool__(self) -> bool:
         """Does one need a key?"""

@@ -24,6 +24,7 @@ from headstart.server.errors import BodyError, error_of
 from headstart.server.guards import OWNER
 from headstart.server.intake import Incoming, Intake, lane_of
 from headstart.server.prepare import Job, chat_job, completion_job, is_constrained, num_choices
+from headstart.server.replicas.state import Member
 from headstart.server.replies import Reply
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
 from headstart.server.shelf import Shelf
@@ -58,11 +59,12 @@ ERRORS = errors_in(answers.ErrorBody)
 
 @dataclass(frozen=True)
 class State:
-    """What the endpoints of one server share. `started`: Unix time."""
+    """What the endpoints of one server share. `started`: Unix time; `member`: of several replicas behind a router."""
 
     shelf: Shelf
     started: int
     request_timeout: float | None
+    member: Member | None = None
     intake: Intake = field(default_factory=Intake)
 
     @asynccontextmanager

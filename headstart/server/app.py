@@ -21,7 +21,7 @@ from headstart.errors import UsageError
 from headstart.server import errors, handed_over
 from headstart.server.accounts import Accounts
 from headstart.server.answering import State
-from headstart.server.apis import embeddings, messages, ollama, responses
+from headstart.server.apis import embeddings, messages, ollama, render, responses
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.entries import KeepAlive, Offer, Served
@@ -31,6 +31,7 @@ from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
 from headstart.server.recorder import Recorder
 from headstart.server.records import RecordedModel, RecordFiles, claim_folder
+from headstart.server.replicas.state import Member
 from headstart.server.routes import router
 from headstart.server.shelf import Shelf
 from headstart.server.watch import Watch
@@ -44,7 +45,8 @@ class ServerConfig:
     may call (CORS); `api_key_file`: more keys, with what each may have (accounts.py); `web`: our own at `/` and
     `/dashboard`; `parse_special_tokens`: names of special tokens in messages become those tokens. `record`: a folder
     that keeps token ids of what is asked and written, within `record_limit` megabytes. Of several models: `keep_alive`,
-    how long one stays without requests, and `memory`, the bytes that all may take. `role`: prefill hands computed
+    how long one stays without requests, and `memory`, the bytes that all may take. `join`: a router elsewhere that this
+    server takes part in; `member`: which of several replicas behind one router it is. `role`: prefill hands computed
     prompts to other servers; `prefill`: the URL of one that does."""
 
     host: str = "127.0.0.1"
@@ -71,6 +73,13 @@ class ServerConfig:
     memory: int | None = None
     role: str | None = None
     prefill: str | None = None
+    join: str | None = None
+    member: Member | None = None
+
+    @property
+    def said(self) -> str:
+        """Begins its lines in a log of several."""
+        return "" if self.member is None else f"replica {self.member.number}"
 
 
 def make_app(llm: LLM, config: ServerConfig) -> tuple[ASGIApp, Bridge]:
@@ -84,6 +93,8 @@ def shelf_of_one(llm: LLM, config: ServerConfig) -> Shelf:
     names = config.served_model_name or (llm.model.name,)
     recorder = _recorder(llm, config)
     accounts = Accounts.of(config.api_key, config.api_key_file)
+    if config.member is not None:
+        accounts.share(config.member.folder)
     offer = Offer(names=names, path=llm.model.name, config=llm.config)
     shelf = Shelf([offer], partial(_served, config, accounts, recorder, ""), accounts, stays=True)
     shelf.put(llm)
@@ -143,14 +154,14 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
         docs_url=None,  # FastAPI's own pages are blank without the network
         redoc_url=None,
     )
-    app.state.headstart = State(shelf, int(time.time()), config.request_timeout)
-    for each in (router, messages.router, responses.router, ollama.router, embeddings.router):
+    app.state.headstart = State(shelf, int(time.time()), config.request_timeout, config.member)
+    for each in (router, messages.router, responses.router, ollama.router, embeddings.router, render.router):
         app.include_router(each)
     if config.role == "prefill":
         app.include_router(handed_over.router)
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
-    guarded: ASGIApp = ApiKeys(app, shelf.accounts) if shelf.accounts else app
+    guarded: ASGIApp = ApiKeys(app, shelf.accounts, config.member) if shelf.accounts else app
     guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}

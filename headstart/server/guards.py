@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import re
 import time
@@ -15,10 +16,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server import errors
 from headstart.server.accounts import Accounts
+from headstart.server.replicas.siblings import OWN
+from headstart.server.replicas.state import Member
 
 log = logging.getLogger("headstart.access")
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
-"""What needs no API key: whoever restarts a server has none."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
+"""What needs no API key: whoever restarts a server has none, and a router passes none on."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"
 """Of a scope: the account of the API key that a request came with."""
@@ -77,13 +80,15 @@ class HeadAsGet:
 
 
 class ApiKeys:
-    """401 without one of the keys, as a bearer token or, as Anthropic's clients send it, in `x-api-key`."""
+    """401 without one of the keys, as a bearer token or, as Anthropic's clients send it, in `x-api-key`. `member`: its
+    siblings have none."""
 
-    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts, member: Member | None = None) -> None:
         self.app, self.accounts = app, accounts
+        self._token = member.token.encode() if member is not None else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_sibling(scope):
             account = self.accounts.find(_key_of(dict(scope["headers"])))
             if account is None:
                 body = errors.document("the API key is missing or wrong", 401, path=scope["path"])
@@ -91,6 +96,10 @@ class ApiKeys:
                 return
             scope[OWNER] = account.name
         await self.app(scope, receive, send)
+
+    def _is_sibling(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(OWN.encode(), b"")
+        return bool(self._token) and scope["path"] == "/metrics" and hmac.compare_digest(given, self._token)
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:

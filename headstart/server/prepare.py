@@ -119,10 +119,8 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         if constraint is not None:
             raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    chat = Chat.of(body, tools if body.tool_choice != "none" else [], formats.parse_special)
-    ids, prompt = chat.encoded(llm)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ids = _truncated(llm, body, ids, limit or 1)
+    ids, prompt = _chat_prompt(llm, formats, body, tools, limit)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
         raise CapacityError(
@@ -146,6 +144,28 @@ def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
         keeps_stop=body.include_stop_str_in_output,
         continues=body.continue_final_message,
     )
+
+
+def _chat_prompt(
+    llm: LLM, formats: Formats, body: ChatRequest, tools: list[dict[str, Any]], limit: int | None
+) -> tuple[list[int], str]:
+    chat = Chat.of(body, tools if body.tool_choice != "none" else [], formats.parse_special)
+    ids, prompt = chat.encoded(llm)
+    return _truncated(llm, body, ids, limit or 1), prompt
+
+
+def prompt_ids(llm: LLM, formats: Formats, body: Common) -> list[list[int]]:
+    """What a body's prompts come to, without the rest of the work. Raises UsageError, CapacityError or ModelError."""
+    if isinstance(body, ChatRequest):
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        return [_chat_prompt(llm, formats, body, tools, limit)[0]]
+    assert isinstance(body, CompletionRequest)
+    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    given = (
+        encoded(llm, each, body.add_special_tokens) if isinstance(each, str) else each for each in _prompts(body.prompt)
+    )
+    return [_truncated(llm, body, ids, limit) for ids in given]
 
 
 def encoded(llm: LLM, text: str, add_special: bool) -> list[int]:

@@ -21,6 +21,7 @@ from headstart.server.entries import Entry, Served, context_of
 from headstart.server.errors import document
 from headstart.server.intake import CheckedRoute
 from headstart.server.prepare import encoded
+from headstart.server.replicas import siblings
 from headstart.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headstart.server.shelf import Shelf
 from headstart.server.watch import exposition
@@ -156,7 +157,24 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus, under vLLM's names."""
-    shelf = state_of(request).shelf
-    text = exposition([each.bridge.watch for each in shelf.loaded], shelf.metrics())
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    """For Prometheus, under vLLM's names; of replicas behind one router those of all."""
+    return Response(await exposed(request), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/replicas")
+async def replicas(request: Request) -> dict[str, Any]:
+    """The replicas behind the router of this server; none where there is but this process."""
+    member = state_of(request).member
+    found = []
+    if member is not None:
+        found = await siblings.listed(member, (await exposed(request, own=True)).decode())
+    return {"replicas": found}
+
+
+async def exposed(request: Request, *, own: bool = False) -> bytes:
+    """Metrics, of this process alone where they are asked for so."""
+    state = state_of(request)
+    text = exposition([each.bridge.watch for each in state.shelf.loaded], state.shelf.metrics())
+    if own or state.member is None or request.headers.get(siblings.OWN) == state.member.token:
+        return text
+    return exposition([], await siblings.metrics(state.member, text.decode()))

@@ -1,4 +1,4 @@
-"""A server process: sockets, signals, logs."""
+"""A server process: its loop and its signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
 import signal
 import socket
@@ -17,7 +16,9 @@ import uvicorn
 
 from headstart.errors import UsageError
 from headstart.server.app import ServerConfig, app_over
+from headstart.server.logs import set_up_logs
 from headstart.server.protocol import Protocol
+from headstart.server.replicas.join import Joined
 from headstart.server.shelf import Shelf
 from headstart.stats import synthetic_note
 from headstart.system import HANG_UP, has_terminal, on_signal
@@ -31,58 +32,19 @@ LAST_SECONDS = 5
 """After --shutdown-timeout, for telling so."""
 
 
-@contextlib.contextmanager
-def listening(config: ServerConfig) -> Iterator[list[socket.socket]]:
-    """All addresses of the host (localhost has two), taken but not answered yet: before a model is loaded for nothing.
-    Raises UsageError."""
-    port, sockets = config.port, list[socket.socket]()
-    try:
-        found = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"cannot listen on {config.host}: {error}", "is --host right?") from error
-    try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
-            try:
-                sockets.append(_bound(socket.socket(family, kind, protocol), (address[0], port, *address[2:])))
-            except OSError as error:
-                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
-                    continue  # a machine without IPv6 has a name for it nevertheless
-                raise UsageError(
-                    f"cannot listen on {config.host}:{port}: {error.strerror}", "is the port taken? --port"
-                ) from error
-            port = sockets[0].getsockname()[1]
-        if not sockets:
-            raise UsageError(f"cannot listen on {config.host}: no such address here", "is --host right?")
-        yield sockets
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _bound(made: socket.socket, address: tuple[str | int, ...]) -> socket.socket:
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if made.family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
 def serve(
     shelf: Shelf, config: ServerConfig, sockets: list[socket.socket], head: Callable[[], str | None] = lambda: None
 ) -> None:
     """Serve until SIGINT or SIGTERM; SIGHUP has the head of a model that stays read anew. `sockets`: from
-    `listening`; `head`: where it lies by now. Raises UsageError where somebody else has begun to listen there
+    `sockets.listening`; `head`: where it lies by now. Raises UsageError where somebody else has begun to listen there
     meanwhile."""
-    set_up_logs(config.log_format, config.access_log)
+    set_up_logs(config.log_format, config.access_log, config.said)
     app = app_over(shelf, config)
     sys.setswitchinterval(SWITCH_SECONDS)
     if shelf.stays:
         gc.freeze()  # what the model is made of needs no looking through
     server = _Server(
+        config.member is None,
         uvicorn.Config(
             app,
             host=config.host,
@@ -93,13 +55,16 @@ def serve(
             timeout_graceful_shutdown=config.shutdown_timeout + LAST_SECONDS,
             ssl_certfile=config.ssl_certfile,
             ssl_keyfile=config.ssl_keyfile,
-        )
+        ),
     )
 
     _tell(shelf)
 
     async def main() -> None:
-        _handle_signals(server, shelf, config.shutdown_timeout, head)
+        joined = _joined(config, sockets)
+        _handle_signals(server, shelf, config.shutdown_timeout, head, joined)
+        if joined is not None:
+            joined.start()
         await server.serve(sockets=sockets)
 
     try:
@@ -123,16 +88,34 @@ def _tell(shelf: Shelf) -> None:
         log.info("models, loaded as they are asked for: %s", ", ".join(shelf.names))
 
 
-def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[[], str | None]) -> None:
+def _joined(config: ServerConfig, sockets: list[socket.socket]) -> Joined | None:
+    """Membership in a router elsewhere."""
+    if config.join is None:
+        return None
+    return Joined(config.join, config.host, sockets[0].getsockname()[1], tls=config.ssl_certfile is not None)
+
+
+def _handle_signals(
+    server: _Server, shelf: Shelf, timeout: int, head: Callable[[], str | None], joined: Joined | None
+) -> None:
     """Of this process, on the running event loop."""
     loop = asyncio.get_running_loop()
     attached = HANG_UP is not None and has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
 
+    leaving: list[asyncio.Task[None]] = []
+
     def drain() -> None:
-        if shelf.draining:
-            server.force_exit = True
+        if shelf.draining or leaving:
+            server.should_exit = server.force_exit = True
             return
         log.info("shutting down: %d s for what runs", timeout)
+        if joined is None:
+            end()
+        else:  # while it still takes what the router has sent
+            leaving.append(loop.create_task(joined.leave()))
+            leaving[-1].add_done_callback(lambda _: end())
+
+    def end() -> None:
         server.should_exit = True
         shelf.drain()
         loop.call_later(timeout, shelf.expire)
@@ -152,9 +135,15 @@ def _handle_signals(server: _Server, shelf: Shelf, timeout: int, head: Callable[
 class _Server(uvicorn.Server):
     """Leaves signals to us: uvicorn raises them again at its end, so that the exit code would not be 0."""
 
+    def __init__(self, says_where: bool, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._says_where = says_where
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says where it listens."""
+        """Says where it listens, unless that is a router's business."""
         await super().startup(sockets)
+        if not self._says_where:
+            return
         scheme = "https" if self.config.is_ssl else "http"
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         for each in (sockets or ())[:1]:
@@ -163,29 +152,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def set_up_logs(log_format: str, access_log: bool = False) -> None:
-    """Text for people or a JSON object per line, on stderr. Prompts are in neither."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _Json() if log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    for name in ("headstart.server", "uvicorn.error", *(["headstart.access"] if access_log else [])):
-        logging.getLogger(name).setLevel(logging.INFO)
-
-
-class _Json(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        document = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            document["exception"] = self.formatException(record.exc_info)
-        return json.dumps(document, ensure_ascii=False)

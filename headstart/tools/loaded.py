@@ -29,7 +29,15 @@ def ps(url: str, api_key: str | None) -> Report:
         }
         for each in found
     ]
-    return Report(True, {"url": str(server), "models": models})
+    return Report(True, {"url": str(server), "models": models, "replicas": _replicas(server)})
+
+
+def _replicas(server: Server) -> list[dict[str, Any]]:
+    """Of a server that has several behind its router; none of any other."""
+    answer = asyncio.run(get(server, "/replicas"))
+    document = json.loads(answer.body) if answer.status == 200 else {}
+    found: list[dict[str, Any]] = document.get("replicas", []) if isinstance(document, dict) else []
+    return found
 
 
 def stop(name: str, url: str, api_key: str | None) -> Report:

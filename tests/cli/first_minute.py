@@ -235,6 +235,7 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
     try:
         with (
             mock.patch("headstart.server.run.serve", lambda *arguments: None),
+            mock.patch("headstart.server.replicas.supervisor.supervise", lambda *arguments: 0),
             mock.patch.dict(os.environ, place),
         ):
             yield paths

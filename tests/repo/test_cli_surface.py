@@ -39,7 +39,8 @@ COMMANDS: dict[str, set[str]] = {
     | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
     | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"}
-    | {"--models", "--keep-alive", "--memory", "--role", "--prefill"},
+    | {"--models", "--keep-alive", "--memory", "--role", "--prefill"}
+    | {"--replicas", "--join", "--replica"},
     "verify": ENGINE
     | JSON
     | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}

@@ -25,7 +25,7 @@ def script(path: str) -> Any:
 
 
 site = script("docs/site/make.py")
-HIDDEN = {"--synthetic-acceptance", "--vllm"}
+HIDDEN = {"--replica", "--synthetic-acceptance", "--vllm"}
 
 
 def test_every_document_is_a_page() -> None:

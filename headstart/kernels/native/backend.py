@@ -89,6 +89,7 @@ class NativeBackend:
         self._cache = cache or PackedCache.open(None)
         self.arena = Arena()
         self.weight_bytes = 0
+        self.could_map = False
 
     def take_turns(self, other: object) -> None:
         """See kernels.backend.TakesTurns."""
@@ -114,12 +115,12 @@ class NativeBackend:
         own, self._cache = self._cache, PackedCache.open(key_of(files, self.quantization) if self._cache.key else None)
         try:
             yield
-            self._cache.save()
+            self.could_map |= self._cache.save()
         finally:
             self._cache = own
 
     def loaded(self) -> None:
-        self._cache.save()
+        self.could_map |= self._cache.save()
 
     def prepare(self, program: Code, *, hidden_width: int = 0) -> Program:
         try:

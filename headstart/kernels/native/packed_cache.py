@@ -118,11 +118,12 @@ class PackedCache:
             self._new[_identity(tensor)] = matrix
         return matrix
 
-    def save(self) -> None:
-        """Write the file anew if anything was put: what it had, and what is new. Done by the end of a load."""
+    def save(self) -> bool:
+        """Write the file anew if anything was put: what it had, and what is new. Done by the end of a load. Has it been
+        written?"""
         new, self._new = self._new, {}
         if not new or not self.path or not self.key:
-            return
+            return False
         old = {name: entry.matrix(self._mapped) for name, entry in self._entries.items() if self._mapped is not None}
         matrices = {name: matrix for name, matrix in (old | new).items() if matrix}
         with suppress(OSError):
@@ -130,6 +131,8 @@ class PackedCache:
             if sum(matrix.num_bytes + _PAGE for matrix in matrices.values()) <= _budget(self.path.parent):
                 _write(self.path, self.key, matrices)
                 _prune(self.path.parent)
+                return self.path.exists()
+        return False
 
 
 def _identity(tensor: RawTensor) -> str:

@@ -1,0 +1,364 @@
+"""Replicas behind a router on this machine: what they are worth, which prefixes they find, and what a death costs.
+
+    python benchmarks/replicas.py speed
+    python benchmarks/replicas.py prefixes
+    python benchmarks/replicas.py kill
+    python benchmarks/replicas.py soak --minutes 60
+
+speed     Tokens/s of `--clients` at once: one engine of one thread, one behind the router, two behind it, and one
+          engine of two threads, in turns.
+prefixes  Conversations as agents have them, all of one system prompt, each growing by `--turns`: which share of the
+          prompts' tokens was in the prefix cache, and the time to the first token, by the router's policy.
+kill      A storm of `--clients`; a third of the way through it kill -9 of a replica: what failed, when the replica
+          answered again, and whether every text that was finished is that of a single engine.
+soak      `--requests` short ones through the router within `--minutes`: memory over time, requests that hang, and
+          `--replays` of them again, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from headstart.server.replicas.router import Policy, Router
+from headstart.tools.client import Response, Server, get, post
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+POLICIES: tuple[Policy, ...] = ("round_robin", "cache_aware")
+Body = dict[str, Any]
+TOPICS = (
+    "gardens",
+    "rivers",
+    "bridges",
+    "bread",
+    "maps",
+    "clocks",
+    "wool",
+    "glass",
+    "ships",
+    "letters",
+    "apples",
+    "snow",
+)
+PROGRAM = [sys.executable, "-m", "headstart", "serve", "--port", "0"]
+
+
+@contextmanager
+def serving(*words: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """`headstart serve WORDS`, until it listens; ended as a user would."""
+    log = Path(tempfile.mkdtemp()) / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen([*PROGRAM, *words], stdout=file, stderr=file)
+    try:
+        while not (found := re.search(r"running on (\S+)", log.read_text("utf-8"))):
+            if process.poll() is not None:
+                sys.exit(log.read_text("utf-8"))
+            time.sleep(0.1)
+        yield Server.at(found[1]), process
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+async def metric(server: Server, *names: str) -> list[float]:
+    text = (await get(server, "/metrics")).body
+    values = (re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names)
+    return [sum(map(float, each)) for each in values]
+
+
+def words_of(number: int, count: int) -> str:
+    """So many words that look like those of a document."""
+    chance = random.Random(number)
+    return " ".join(chance.choice(TOPICS) for _ in range(count))
+
+
+def question(number: int, tokens: int, *, stream: bool = True) -> Body:
+    """One of many, with a seed: its text is decided."""
+    text = f"Write about {TOPICS[number % len(TOPICS)]} and the number {number}."
+    body: Body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "seed": number}
+    body |= {"temperature": (0, 0.5, 1.0)[number % 3], "stream": stream}
+    return body | ({"stream_options": {"include_usage": True}} if stream else {})
+
+
+async def closed_loop(
+    server: Server, bodies: list[Body], clients: int, seconds: float | None = None
+) -> tuple[list[tuple[Body, Response, float]], float]:
+    """All bodies, or those that fit into the time, `clients` at a time; each with its answer and when it began."""
+    left, done, begun = iter(bodies), list[tuple[Body, Response, float]](), time.perf_counter()
+
+    async def client() -> None:
+        for body in left:
+            now = time.perf_counter() - begun
+            if seconds is not None and now > seconds:
+                return
+            try:
+                answer = await post(server, CHAT, body)
+            except OSError as error:
+                answer = Response(body=str(error))
+            done.append((body, answer, now))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return done, time.perf_counter() - begun
+
+
+SETTINGS = {
+    "one engine, 1 thread": ("--threads", "1"),
+    "router, one engine, 1 thread": ("--replicas", "1", "--threads", "1"),
+    "router, two engines, 1 thread each": ("--replicas", "2", "--threads", "1"),
+    "one engine, 2 threads": ("--threads", "2"),
+}
+
+
+def speed(args: argparse.Namespace) -> Body:
+    rows: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for turn in range(args.rounds):
+        for name, words in SETTINGS.items():
+            bodies = [question(1000 * turn + each, args.max_tokens) for each in range(args.count)]
+            with serving(*words, "--no-shared-lookup") as (server, _):
+                asyncio.run(closed_loop(server, bodies[: 2 * args.clients], args.clients))  # warm
+                answers, seconds = asyncio.run(closed_loop(server, bodies, args.clients))
+            failed = [answer for _, answer, _ in answers if answer.status != 200 or answer.broken]
+            if failed:
+                sys.exit(f"{name}: {failed[0].status} {failed[0].body[:300]}")
+            rows[name].append(sum(answer.usage["completion_tokens"] for _, answer, _ in answers) / seconds)
+            tell({"setting": name, "tokens_per_s": rows[name][-1]})
+    return {"clients": args.clients, "tokens_per_s": {name: statistics.median(each) for name, each in rows.items()}}
+
+
+@asynccontextmanager
+async def routed(engines: list[Server], policy: Policy, port: int) -> AsyncIterator[Server]:
+    """A router alone in front of engines."""
+    router = Router("127.0.0.1", port, port + 1, policy=policy)
+    await router.start([str(each) for each in engines])
+    try:
+        yield Server.at(router.url)
+    finally:
+        assert router.process is not None
+        router.process.terminate()
+        await router.process.wait()
+
+
+async def conversation(args: argparse.Namespace, server: Server, number: int, tag: str) -> list[float]:
+    """Times to the first token, turn by turn."""
+    system = f"{tag}. You are an agent with tools. {words_of(0, args.system)}"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Task {number}: begin."}]
+    first = []
+    for turn in range(args.turns):
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0, "stream": True, "ignore_eos": True}
+        answer = await post(server, CHAT, body)
+        if answer.status != 200 or answer.broken:
+            sys.exit(f"turn {turn}: {answer.status} {answer.body[:300]}")
+        first.append(answer.first)
+        messages += [
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": f"Result {turn}: {words_of(100 * number + turn, args.result)}"},
+        ]
+    return first
+
+
+def prefixes(args: argparse.Namespace) -> Body:
+    """Each policy with fresh engines, in turns; one engine alone is what could be found."""
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+
+    async def measured(engines: list[Server], server: Server, tag: str) -> tuple[float, float, float]:
+        begun = time.perf_counter()
+        each = (conversation(args, server, number, tag) for number in range(args.conversations))
+        first = [seconds for times in await asyncio.gather(*each) for seconds in times]
+        passed = time.perf_counter() - begun
+        asked, hit = map(sum, zip(*[await metric(engine, *names) for engine in engines], strict=True))
+        return hit / asked, statistics.median(first), passed
+
+    async def behind(policy: Policy, engines: list[Server], tag: str) -> tuple[float, float, float]:
+        async with routed(engines, policy, args.port) as server:
+            return await measured(engines, server, tag)
+
+    for turn in range(args.rounds):
+        for policy in POLICIES:
+            with serving("--threads", "1") as (one, _), serving("--threads", "1") as (two, _):
+                rows.setdefault(policy, []).append(asyncio.run(behind(policy, [one, two], f"{policy} {turn}")))
+            tell({"policy": policy, "found": rows[policy][-1]})
+        with serving("--threads", "1") as (one, _):
+            rows.setdefault("one engine", []).append(asyncio.run(measured([one], one, f"one {turn}")))
+        tell({"policy": "one engine", "found": rows["one engine"][-1]})
+    keys = ("prefix_hit_share", "ttft_s", "seconds")
+    middle = {
+        name: dict(zip(keys, map(statistics.median, zip(*each, strict=True)), strict=True))
+        for name, each in rows.items()
+    }
+    return {"conversations": args.conversations, "turns": args.turns, "policies": middle}
+
+
+def outcome(answer: Response) -> str:
+    """In one word."""
+    if answer.status == 200:
+        return "cut" if answer.broken or not answer.finish_reason else "finished"
+    return str(answer.status) if answer.status > 0 else "no answer"
+
+
+async def replicas_of(server: Server) -> list[Body]:
+    try:
+        found: list[Body] = json.loads((await get(server, "/replicas")).body)["replicas"]
+    except (OSError, ValueError, KeyError):
+        return []
+    return found
+
+
+def kill(args: argparse.Namespace) -> Body:
+    async def storm(server: Server) -> Body:
+        bodies = [question(number, 8 + number % 56, stream=number % 2 == 0) for number in range(10**6)]
+        killed: Body = {}
+
+        async def killer() -> None:
+            await asyncio.sleep(args.seconds / 3)
+            victim = (await replicas_of(server))[0]
+            os.kill(victim["pid"], signal.SIGKILL)
+            killed["at"] = time.perf_counter() - begun
+            while not any(each["starts"] > 1 and each["state"] == "ready" for each in await replicas_of(server)):
+                await asyncio.sleep(0.1)
+            killed["again"] = time.perf_counter() - begun
+
+        begun = time.perf_counter()
+        (answers, _), _ = await asyncio.gather(closed_loop(server, bodies, args.clients, args.seconds), killer())
+        ended = Counter(outcome(answer) for _, answer, _ in answers)
+        lost = [(when, answer) for body, answer, when in answers if outcome(answer) != "finished"]
+        streams = [answer for body, answer, _ in answers if body["stream"] and outcome(answer) != "finished"]
+        after = [when + answer.seconds for _, answer, when in answers if outcome(answer) == "finished"]
+        return {
+            "answers": answers, "ended": dict(ended), "failed_streams": len(streams),
+            "failed_that_began_after_the_kill": sum(when > killed["at"] for when, _ in lost),
+            "next_answer_s": min(each for each in after if each > killed["at"]) - killed["at"],
+            "recovery_s": killed["again"] - killed["at"],
+        }  # fmt: skip
+
+    with serving("--replicas", "2", "--threads", "1", "--no-shared-lookup") as (server, _):
+        found = asyncio.run(storm(server))
+    finished = [(body, answer.text) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"]
+    with serving("--threads", "2") as (server, _):
+        again, _ = asyncio.run(closed_loop(server, [body for body, _ in finished], args.clients))
+    expected = {body["seed"]: answer.text for body, answer, _ in again if outcome(answer) == "finished"}
+    wrong = [body["seed"] for body, text in finished if expected.get(body["seed"]) != text]
+    return {"clients": args.clients, **found, "compared": len(finished), "wrong": len(wrong), "seeds": wrong[:10]}
+
+
+def resident(pid: int) -> float:
+    """Megabytes of a process, shared pages by their share; nan where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return float("nan")
+    return int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0]) / 1024
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def short(number: int) -> tuple[str, Body]:
+    """A request of a few tokens: chats and completions, greedy and not."""
+    common = {"max_tokens": 1 + number % 4, "seed": number, "temperature": (0, 1.0)[number % 2]}
+    text = f"{TOPICS[number % len(TOPICS)]} {number % 997}"
+    if number % 4:
+        return TEXT, {"prompt": text, **common}
+    return CHAT, {"messages": [{"role": "user", "content": text}], **common}
+
+
+def soak(args: argparse.Namespace) -> Body:
+    async def run(server: Server, pids: list[int]) -> Body:
+        numbers, begun = iter(range(args.requests)), time.perf_counter()
+        ended: Counter[str] = Counter()
+        kept: dict[int, str] = {}
+        slowest, memory = 0.0, list[list[float]]()
+
+        async def ask(number: int) -> Response:
+            path, body = short(number)
+            return await post(server, path, body)
+
+        async def client() -> None:
+            nonlocal slowest
+            for number in numbers:
+                if time.perf_counter() - begun > 60 * args.minutes:
+                    return
+                answer = await ask(number)
+                ended[outcome(answer)] += 1
+                slowest = max(slowest, answer.seconds)
+                if number % max(args.requests // args.replays, 1) == 0 and outcome(answer) == "finished":
+                    kept[number] = answer.text
+
+        async def watch() -> None:
+            while True:
+                memory.append([round(time.perf_counter() - begun), *(round(resident(pid), 1) for pid in pids)])
+                tell({"done": sum(ended.values()), "memory_mb": memory[-1]})
+                await asyncio.sleep(60 * args.minutes / 20)
+
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(client() for _ in range(args.clients)))
+        seconds = time.perf_counter() - begun
+        watching.cancel()
+        await asyncio.sleep(2)
+        hanging = await metric(
+            server, "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm_router_running_requests"
+        )
+        wrong = [number for number, text in kept.items() if (await ask(number)).text != text]
+        memory.append([round(time.perf_counter() - begun), *(round(resident(pid), 1) for pid in pids)])
+        return {
+            "requests": sum(ended.values()), "seconds": seconds, "ended": dict(ended), "slowest_s": slowest,
+            "hanging": sum(hanging), "replays": len(kept), "wrong": len(wrong), "memory_mb": memory,
+        }  # fmt: skip
+
+    with serving("--replicas", "2", "--threads", "1") as (server, process):
+        pids = [process.pid, *children_of(process.pid)]
+        return asyncio.run(run(server, pids))
+
+
+def tell(row: Body) -> None:
+    print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], Body]] = {
+    "speed": speed, "prefixes": prefixes, "kill": kill, "soak": soak,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("--rounds", type=int, default=3, help="speed, prefixes")
+    parser.add_argument("--clients", type=int, help="default: 8 for speed, 64 for kill, 16 for soak")
+    parser.add_argument("--count", type=int, default=96, help="speed: requests of a round")
+    parser.add_argument("--max-tokens", type=int, default=64, help="speed")
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--system", type=int, default=200, help="prefixes: words of the common system prompt")
+    parser.add_argument("--result", type=int, default=100, help="prefixes: words that each turn adds")
+    parser.add_argument("--port", type=int, default=18600, help="prefixes: of the router; its metrics: the next")
+    parser.add_argument("--seconds", type=float, default=60, help="kill: of the storm")
+    parser.add_argument("--requests", type=int, default=100_000, help="soak")
+    parser.add_argument("--minutes", type=float, default=60, help="soak: at most")
+    parser.add_argument("--replays", type=int, default=1000, help="soak")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    args = parser.parse_args()
+    args.clients = args.clients or {"speed": 8, "kill": 64, "soak": 16}.get(args.way, 0)
+    result = WAYS[args.way](args)
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several engines on one machine, behind a router that exists."""

@@ -1,0 +1,165 @@
+"""What replicas are made of, without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.errors import LimitError, UsageError
+from headstart.machine import Node
+from headstart.server.accounts import Accounts
+from headstart.server.replicas import join, router, siblings
+from headstart.server.replicas.child import command, how
+from headstart.server.replicas.router import Router
+from headstart.server.replicas.shares import divide
+from headstart.server.replicas.state import Fleet, Known, Member
+
+TWO_NODES = (Node(0, ((0, 1, 2, 3),)), Node(1, ((4, 5, 6, 7),)))
+
+
+def known(number: int, url: str = "http://127.0.0.1:1") -> Known:
+    return Known(number=number, url=url, pid=1, state="ready", starts=2, since=0.0, cpus=(number,))
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Member:
+    Fleet(room=5, router="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))).write(tmp_path)
+    return Member(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "quota", "parts"),
+    [
+        ("1", None, [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        ("2", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("3", None, [(0, 1), (2, 3, 4), (5, 6, 7)]),
+        ("numa", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("2", 4.0, [(), ()]),
+    ],
+)
+def test_cores_are_dealt_out(tmp_path: Path, wanted: str, quota: float | None, parts: list[tuple[int, ...]]) -> None:
+    shares = divide(wanted, None, TWO_NODES, quota, tmp_path)
+    assert [share.cpus for share in shares] == parts
+    assert sum(share.threads for share in shares) == (quota or 8)
+
+
+def test_what_shares_a_core_stays_together(tmp_path: Path) -> None:
+    for cpu in range(4):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    shares = divide("2", None, (Node(0, ((0, 1, 2, 3),)),), None, tmp_path)
+    assert [share.cpus for share in shares] == [(0, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [("0", None), ("9", None), ("two", None), ("-1", None), ("2", 5)])
+def test_more_than_there_is_is_refused(tmp_path: Path, wanted: str, threads: int | None) -> None:
+    with pytest.raises(UsageError, match="--replicas"):
+        divide(wanted, threads, TWO_NODES, None, tmp_path)
+
+
+def test_a_replica_gets_the_same_line_and_its_own_address(member: Member) -> None:
+    line = command(["serve", "a-model", "--port", "8000", "--", "x"], member, 9000, 2)
+    assert line[:5] == [sys.executable, "-m", "headstart", "serve", "a-model"]
+    assert line[-2:] == ["--", "x"]
+    assert line.index("9000") > line.index("8000")
+    assert Member.of(line[line.index("--replica") + 1]) == member
+
+
+def test_the_router_gets_flags_that_it_has() -> None:
+    made = Router("0.0.0.0", 8000, 9000)
+    assert made.url == "http://127.0.0.1:8000"
+    words = made.command(["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    assert words[words.index("--worker-urls") + 1 :] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert words[words.index("--cors-allowed-origins") + 1] == made.url
+    args = pytest.importorskip("vllm_router.launch_router").parse_router_args(words[3:])
+    assert (args.policy, args.port, args.disable_circuit_breaker) == ("cache_aware", 8000, True)
+
+
+def test_replicas_that_do_not_answer_count_as_down(member: Member) -> None:
+    own = 'vllm:num_requests_running{model_name="m"} 3.0\nvllm:num_requests_waiting{model_name="m"} 0.0\n'
+    found = asyncio.run(siblings.metrics(member, own))
+    values = {(each.name, each.labels["engine"]): each.value for metric in found for each in metric.samples}
+    assert values["vllm:num_requests_running", "1"] == 3.0
+    assert (values["headstart:replica_up", "0"], values["headstart:replica_up", "1"]) == (0.0, 1.0)
+    assert values["headstart:replica_starts_total", "0"] == 2.0
+    listed = asyncio.run(siblings.listed(member, own))
+    assert [each["running"] for each in listed] == [None, 3.0]
+
+
+def test_replicas_draw_on_one_budget(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[a]\nkey = 'a'\ntokens_per_day = 1000\n[b]\nkey = 'b'\nrequests_per_minute = 2\n")
+    one, two = (Accounts.of((), keys) for _ in range(2))
+    for each in (one, two):
+        each.share(tmp_path)
+    (first, second), (first_there, second_there) = list(one), list(two)
+    first.begin(400)
+    first_there.begin(400)
+    assert int(first.headers()["x-ratelimit-remaining-tokens"]) in (200, 201)
+    with pytest.raises(LimitError, match="tokens"):
+        first_there.begin(400)
+    second.begin(1)
+    second_there.begin(1)
+    with pytest.raises(LimitError, match="requests"):
+        second.begin(1)
+
+
+@pytest.mark.parametrize("text", ["", "x", "nowhere:1", "/tmp:one"])
+def test_replica_is_not_for_users(text: str) -> None:
+    with pytest.raises(UsageError, match="--replica"):
+        Member.of(text)
+
+
+@pytest.mark.parametrize("url", ["router:8000", "ftp://router", "http://", "http://x:notaport"])
+def test_join_wants_an_address(url: str) -> None:
+    with pytest.raises(UsageError, match="--join"):
+        join.check(url, "127.0.0.1")
+
+
+def test_join_tells_when_the_router_could_not_reach_this_server() -> None:
+    with pytest.raises(UsageError, match="cannot reach"):
+        join.check("http://192.0.2.1:8000", "127.0.0.1")
+    assert join.own_url("http://127.0.0.1:8000", "127.0.0.1", 9000, tls=False) == "http://127.0.0.1:9000"
+    assert join.own_url("http://127.0.0.1:8000", "0.0.0.0", 9000, tls=True) == "https://127.0.0.1:9000"
+
+
+def test_nobody_answers_at_a_router_that_is_gone() -> None:
+    assert asyncio.run(router.registered("http://127.0.0.1:1")) is None
+    assert asyncio.run(router.register("http://127.0.0.1:1", "http://127.0.0.1:2")) is False
+
+
+def test_exit_codes_are_told() -> None:
+    assert (how(2), how(-9)) == ("with code 2", "by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replicas", "0"], "--replicas is 0"),
+        (["--replicas", "9999"], "the cores of this process"),
+        (["--replicas", "some"], "--replicas is 'some'"),
+        (["--replicas", "1", "--threads", "1024"], "need 1024 cores"),
+        (["one", "two", "--replicas", "2"], "serve one model"),
+        (["--replicas", "1", "--record", "somewhere"], "--record does not go with --replicas"),
+        (["--replicas", "1", "--engine", "vllm"], "headstart's own engines"),
+        (["--join", "nowhere"], "--join is 'nowhere'"),
+        (["--replica", "x"], "--replica is 'x'"),
+    ],
+)
+def test_wrong_options_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and said in lines[0]
+
+
+def test_without_a_router_it_is_said_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(router, "MODULE", "no_such_router")
+    assert main(["serve", "--replicas", "1"]) == 2
+    assert "pip install 'headstart[router]'" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""Replicas as a user has them: processes, vllm-router in front of them, signals."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from process import Server, running
+
+from headstart.machine import threads
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm_router") is None, reason="pip install vllm-router"),
+    pytest.mark.skipif(threads().usable < 2, reason="two replicas need two cores"),
+]
+CHAT = "/v1/chat/completions"
+PATIENCE = 90.0
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Server]:
+    with running("--replicas", "2", "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret") as found:
+        found.client.headers["authorization"] = "Bearer secret"
+        found.client.timeout = httpx.Timeout(PATIENCE)
+        yield found
+
+
+@contextmanager
+def direct(server: Server, number: int) -> Iterator[Server]:
+    """One engine, without the router, which passes API keys to completions only."""
+    url = listed(server)[number]["url"]
+    with httpx.Client(base_url=url, headers=server.client.headers, timeout=PATIENCE) as client:
+        yield Server(server.process, server.log, url, client)
+
+
+def listed(server: Server) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.client.get("/replicas").json()["replicas"]
+    return found
+
+
+def wait_for(server: Server, right: Callable[[list[dict[str, Any]]], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            found = listed(server)
+        except httpx.TransportError:
+            found = []
+        if found and right(found):
+            return
+        assert time.monotonic() < deadline, (found, server.log.read_text("utf-8"))
+        time.sleep(0.1)
+
+
+def ask(server: Server, seed: int, tokens: int = 16) -> str:
+    body = {"messages": [{"role": "user", "content": f"Say {seed % 5}."}], "seed": seed % 5, "max_tokens": tokens}
+    answer = server.post(CHAT, **body, temperature=0.8)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def test_both_answer_with_the_same_text_and_tell_for_each_other(replicas: Server) -> None:
+    texts = {}
+    for number in (0, 1):
+        with direct(replicas, number) as engine:
+            texts[number] = [ask(engine, seed) for seed in range(5)]
+            shown = engine.client.get("/metrics").text
+    assert texts[0] == texts[1] == [ask(replicas, seed) for seed in range(5)]
+    assert all(each["running"] is not None for each in listed(replicas))
+    for number in (0, 1):
+        assert f'headstart:replica_up{{engine="{number}"}} 1.0' in shown
+        assert f'vllm:request_success_total{{engine="{number}"' in shown
+    assert "vllm_router_active_workers 2.0" in shown
+
+
+def test_the_router_asks_for_token_ids_and_finds_prefixes(replicas: Server) -> None:
+    for turns in range(1, 5):
+        ask_with = [{"role": "user", "content": "An apple. " * 60 * turns}]
+        assert replicas.post(CHAT, messages=ask_with, max_tokens=1).status_code == 200
+    with direct(replicas, 0) as engine:
+        assert 'outcome="prefix_hit"' in engine.client.get("/metrics").text
+
+
+def test_pages_of_other_origins_may_not_call(replicas: Server) -> None:
+    answer = replicas.client.get("/v1/models", headers={"origin": "http://elsewhere.example"})
+    assert answer.headers.get("access-control-allow-origin") not in ("*", "http://elsewhere.example")
+
+
+def test_keys_are_checked(replicas: Server) -> None:
+    answer = replicas.client.post(CHAT, json={"messages": []}, headers={"authorization": "Bearer wrong"})
+    assert answer.status_code == 401
+    with direct(replicas, 0) as engine:
+        assert engine.client.get("/metrics", headers={"authorization": "", "x-headstart-own": "1"}).status_code == 401
+
+
+def test_a_rolling_restart_loses_no_request(replicas: Server) -> None:
+    before = {each["pid"] for each in listed(replicas)}
+    with ThreadPoolExecutor(4) as pool:
+        replicas.process.send_signal(signal.SIGHUP)
+        texts = []
+        while not before.isdisjoint(each["pid"] for each in listed(replicas)):
+            texts += list(pool.map(lambda seed: ask(replicas, seed), range(5)))
+    assert texts and all(texts[:5] == texts[start : start + 5] for start in range(0, len(texts), 5))
+    wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
+
+
+def test_who_dies_is_started_again_and_the_others_answer(replicas: Server) -> None:
+    victim, expected = listed(replicas)[0], [ask(replicas, seed) for seed in range(5)]
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert [ask(replicas, seed) for seed in range(5)] == expected
+    wait_for(replicas, lambda found: found[0]["state"] == "ready" and found[0]["starts"] == victim["starts"] + 1)
+
+
+def test_a_server_joins_and_leaves(replicas: Server) -> None:
+    with running("--join", replicas.url, "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret") as joining:
+        deadline = time.monotonic() + PATIENCE
+        while joining.url not in replicas.client.get("/list_workers").json()["urls"]:
+            assert time.monotonic() < deadline, joining.log.read_text("utf-8")
+            time.sleep(0.1)
+        assert joining.stop() == 0
+    assert joining.url not in replicas.client.get("/list_workers").json()["urls"]
+
+
+def test_what_runs_ends_before_the_server(replicas: Server) -> None:
+    """The last one: it ends the server."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, replicas, 1, 64)
+        time.sleep(0.3)
+        pids = [each["pid"] for each in listed(replicas)]
+        assert replicas.stop() == 0
+        assert answer.result()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
