@@ -128,8 +128,8 @@ class Sampler:
             cuts = torch.empty(3, count, dtype=torch.int64, device=self._place)
             lasts = torch.empty(2, count, dtype=torch.int32, device=self._place)
             kernels.limit[(count,)](
-                scores, peaks, rows.reals, rows.ints, cuts, lasts, width, stride, count, tiles, TILES=most,
-                TILE=min(tile_of(width), 4 * self._launch.device.elements), **EXACT,
+                scores, peaks, rows.reals, rows.ints, cuts, lasts, width, stride, count, tiles, TILES=most, TILE=tile,
+                num_warps=8, **EXACT,
             )  # fmt: skip
         kernels.noisy[grid](
             scores, peaks, rows.reals, rows.ints, cuts, lasts, token_ids, values, columns, width, stride, count, tiles,
