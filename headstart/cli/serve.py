@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headstart.cli.adapt import with_adapted
+from headstart.cli.help import MORE
 from headstart.cli.options import OptionGroup, ServingOptions, model_names, option, read_text
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_elsewhere import OtherEngine, launch_options
@@ -28,17 +29,15 @@ if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
 
 COMMAND = ServeCommand
+RARE = f"{MORE}Server, more"
 EXAMPLES = (
     "headstart serve --port 8000",
     "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
-    "headstart serve --record my-records",
     "headstart serve ./my-model org/model --keep-alive 10m",
     "headstart serve --models models --memory 8",
-    "headstart serve --port 8001 --role prefill --kv-spill kv",
     "headstart serve --role decode --prefill http://localhost:8001 --kv-spill kv",
     "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
     "headstart serve --replicas 2 --threads 1",
-    "headstart serve --host 0.0.0.0 --join http://router:8000",
     "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
     "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
     """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
@@ -67,20 +66,24 @@ class ServeOptions(OptionGroup):
     api_key: list[str] | None = option("Bearer token that requests must bring; may be repeated. Or $HEADSTART_API_KEY.")
     api_key_file: Path | None = option("TOML file of more keys, with what each may have (docs/server.md).")
     allowed_origins: list[str] | None = option("Origin of web pages that may call (CORS), or *; may be repeated.")
-    parse_special_tokens: bool = option("Names of special tokens in messages become those tokens.", default=False)
+    parse_special_tokens: bool = option(
+        "Names of special tokens in messages become those tokens.", default=False, panel=RARE
+    )
     ssl_certfile: Path | None = option("TLS certificate (PEM).")
     ssl_keyfile: Path | None = option("TLS key (PEM).")
     chat_template: Path | None = option("Jinja file that replaces the model's template.")
     tool_call_parser: str | None = option("Format of tool calls. Default: by the chat template.")
     reasoning_parser: str | None = option("Format of thoughts. Default: by the chat template.")
     price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
-    log_format: str = option("text or json.", default="text")
+    log_format: str = option("text or json.", default="text", panel=RARE)
     access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
     no_web: bool = option("No pages for browsers at / and /dashboard.", default=False)
-    role: str | None = option("prefill: compute prompts for decode servers; decode: have --prefill compute them.")
-    prefill: str | None = option("URL of the server that computes prompts for this one.", metavar="URL")
+    role: str | None = option(
+        "prefill: compute prompts for decode servers; decode: have --prefill compute them.", panel=RARE
+    )
+    prefill: str | None = option("URL of the server that computes prompts for this one.", metavar="URL", panel=RARE)
     record: Path | None = option("Keep token ids of prompts and answers in this folder, for headstart adapt.")
-    record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256)
+    record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256, panel=RARE)
 
     def check(self) -> None:
         """Raises UsageError for values out of range and files that are not there."""

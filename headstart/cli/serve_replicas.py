@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headstart.cli.help import MORE
 from headstart.cli.options import OptionGroup, option
 from headstart.errors import UsageError
 
@@ -27,7 +28,9 @@ class ReplicaOptions(OptionGroup):
     panel = "Several engines"
 
     replicas: str | None = option("Engines behind a router on this machine: a number, or numa.", metavar="N|numa")
-    join: str | None = option("Address of a router elsewhere that shall send requests here.", metavar="URL")
+    join: str | None = option(
+        "Address of a router elsewhere that shall send requests here.", metavar="URL", panel=f"{MORE}{panel}, more"
+    )
     replica: str | None = option("What --replicas tells its engines.", hidden=True)
 
     @property

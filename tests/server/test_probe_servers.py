@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from headstart.cli.main import main
 from headstart.errors import UsageError
 from headstart.tools import client
 from headstart.tools.launch import run as launch
-from headstart.tools.launch.launcher import Wanted
-from headstart.tools.launch.start import Running, check
+from headstart.tools.launch.alive import check
+from headstart.tools.launch.launcher import Step, Wanted
+from headstart.tools.launch.start import Part, Running
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-blocks", "128")
 
@@ -132,7 +134,9 @@ def test_launch_refuses_a_port_that_is_in_use(itself: str, plain: Server) -> Non
 
 
 def checked(server: Server) -> dict[str, Any]:
-    running = Running(server.process, server.log, client.Server.at(server.url), "/health")
+    there = client.Server.at(server.url)
+    part = Part(Step(()), [], {}, server.log, there, "/health", server.process, [time.monotonic()])
+    running = Running([part], server.log.parent)
     running.wait(lambda done, total, text: None)
     return check(running, Wanted(depth=3), lambda done, total, text: None)
 

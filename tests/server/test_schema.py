@@ -18,11 +18,12 @@ schemathesis = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.slow  # a server process
 PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}", "/tokenize", "/detokenize",
-    "/health", "/ping", "/ready", "/version", "/metrics", "/api/tags", "/api/ps", "/api/version",
+    "/health", "/ping", "/ready", "/version", "/metrics", "/api/tags", "/api/ps", "/api/version", "/replicas",
 }  # fmt: skip
 TRANSLATED = {
     "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/api/chat", "/api/generate", "/api/show",
-    "/v1/embeddings", "/api/embed", "/api/embeddings",
+    "/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/completions/render", "/v1/chat/completions/render",
+    "/v1/responses/render",
 }  # fmt: skip
 POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", *TRANSLATED}
 EXAMPLES, FEW = 40, 4

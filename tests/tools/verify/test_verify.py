@@ -136,7 +136,8 @@ def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Blocks named by their own tokens only, without what came before them."""
     from headstart.cache.blocks import block_key
 
-    monkeypatch.setattr("headstart.cache.memory.block_key", lambda parent, tokens: block_key(b"", tokens))
+    for module in ("memory", "blocks"):
+        monkeypatch.setattr(f"headstart.cache.{module}.block_key", lambda parent, tokens: block_key(b"", tokens))
     common = prompt_of(16, 0)
     prompts = tuple([*prompt_of(16, seed), *common, *common, 5] for seed in range(1, 4))
     assert not verify.run(options(folder, prompts=prompts, prefix_caching=(True,))).ok
