@@ -97,7 +97,7 @@ class Itself(Launcher):
     def plan(self, facts, wanted, version):
         arguments = Arguments(self, version)
         arguments.add("--port", wanted.port)
-        return Plan(serve=[Step((self.program, "serve", *arguments.words, *wanted.extra))])
+        return Plan(serve=[Step((self.program, "serve", *arguments.words, *wanted.extra), port=wanted.port)])
 
 
 LAUNCHER = Itself()
@@ -121,9 +121,9 @@ def test_launch_starts_waits_warms_up_and_ends(itself: str, tmp_path: Path) -> N
     )
     with launch.started(options) as engine:
         report = engine.check(lambda done, total, text: None)
-        process = engine.running.process
+        process = engine.running.front.process
     assert report.ok and report.data["check"]["tokens"] > 100
-    assert process.poll() is not None
+    assert process is not None and process.poll() is not None
 
 
 def test_launch_refuses_a_port_that_is_in_use(itself: str, plain: Server) -> None:
