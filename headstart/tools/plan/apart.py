@@ -30,6 +30,7 @@ from headstart.tools.plan.sizing import (
     least,
     meets,
     rows_of,
+    served,
     slots_of,
     steps_of,
     wanted,
@@ -39,6 +40,8 @@ SMALLER = 4
 """Machines that do both are also tried with steps of so many times fewer rows, as engines may be told."""
 MORE_FOR_PROMPTS = 3
 """So many machines more are tried where the fewest for prompts alone leave too little time for the rest."""
+REQUESTS = 4000
+"""At most, of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ def prompt_bytes(drafting: Drafting, tokens: float) -> float:
 
 def fewest(load: Load, drafting: Drafting, machine: Machine, steps: Steps, most: int) -> Apart | None:
     """The fewest machines for prompts, then the fewest for tokens, up to `most` of each; None: these do not suffice."""
-    asked, rows = asked_of(load, load.rate), rows_of(machine)
+    asked, rows = asked_of(load, load.rate, REQUESTS), rows_of(machine)
     lengths, of = np.unique(asked.prompts, return_inverse=True)
     seconds = np.array([_network_s(load, prompt_bytes(drafting, tokens)) for tokens in lengths])[of]
     first = Side(step=steps, slots=slots_of(drafting.model, machine, load.prompt), rows=rows)
@@ -139,13 +142,20 @@ def compare(load: Load, drafting: Drafting, machine: Machine, whole: Wanted, *, 
     slots = slots_of(drafting.model, machine, load.prompt + load.output)
     if impossible(load, drafting.model, machine, steps, slots):
         return None
-    smaller = wanted(load, drafting, machine, plain=plain, rows=rows // SMALLER, most=whole.machines or MOST_MACHINES)
-    if smaller.machines is not None and smaller.machines < (whole.machines or MOST_MACHINES + 1):
-        whole, rows = smaller, rows // SMALLER
+    if whole.machines is None or _enough(load, steps, machine, slots, whole.machines - 1):
+        most = whole.machines or MOST_MACHINES
+        smaller = wanted(load, drafting, machine, plain=plain, rows=rows // SMALLER, most=most)
+        whole, rows = (whole, rows) if smaller.machines is None else (smaller, rows // SMALLER)
     apart = fewest(load, drafting, machine, steps, 2 * whole.machines if whole.machines else MOST_MACHINES)
     if whole.machines is None and apart is None:
         return None
     return _document(load, drafting, steps, rows, whole, apart)
+
+
+def _enough(load: Load, steps: Steps, machine: Machine, slots: int, machines: int) -> bool:
+    """Would so many do with smaller steps?"""
+    rows = rows_of(machine) // SMALLER
+    return machines > 0 and meets(load, served(load, steps, machines, slots, rows))
 
 
 def _document(

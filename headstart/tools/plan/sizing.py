@@ -102,13 +102,13 @@ def wanted(
         return Wanted(drafter=name, machines=None, why=why)
 
     @cache
-    def served(machines: int) -> Served:
-        return _served(load, steps, machines, slots, rows)
+    def found(machines: int) -> Served:
+        return served(load, steps, machines, slots, rows)
 
-    fewest = least(lambda machines: meets(load, served(machines)), most)
+    fewest = least(lambda machines: meets(load, found(machines)), most)
     if fewest is None:
         return Wanted(drafter=name, machines=None, why=f"more than {most:,} machines")
-    return Wanted(drafter=name, machines=fewest, served=served(fewest))
+    return Wanted(drafter=name, machines=fewest, served=found(fewest))
 
 
 def least(enough: Callable[[int], bool], most: int) -> int | None:
@@ -138,16 +138,16 @@ def impossible(load: Load, model: SizedModel, machine: Machine, steps: Step, slo
     return ""
 
 
-def _served(load: Load, steps: Step, machines: int, slots: int, rows: int) -> Served:
+def served(load: Load, steps: Step, machines: int, slots: int, rows: int) -> Served:
     engines = min(machines, MOST_ENGINES)
     asked = asked_of(load, load.rate * engines / machines)
     return simulate(steps, asked, engines=engines, slots=slots, rows=rows)
 
 
-def asked_of(load: Load, rate: float) -> Arrivals:
+def asked_of(load: Load, rate: float, most: int = MOST_REQUESTS) -> Arrivals:
     """Requests of a run."""
     stay = load.ttft_s + load.output * load.tpot_s
-    count = int(min(max(rate * STAYS * stay, LEAST_REQUESTS), MOST_REQUESTS))
+    count = int(min(max(rate * STAYS * stay, LEAST_REQUESTS), most))
     return arrivals(rate, load.prompt, load.output, count)
 
 
