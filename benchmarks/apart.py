@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=shlex.split, default=[], help="more options of headstart serve, in quotes")
     args = parser.parse_args()
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[Row]] = {way: [] for way in args.ways}
     for turn in range(args.rounds):
         texts: dict[str, str] = {}

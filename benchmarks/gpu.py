@@ -1,14 +1,15 @@
 """Everything that a machine with a GPU is for, in one command of some minutes at a time.
 
-    python benchmarks/gpu.py pack --prompts gpteacher.jsonl          # here: what to take along, in scratch/gpu
+    python benchmarks/gpu.py pack --prompts gpteacher.jsonl          # here: what to take along, scratch/gpu/1, 2, ...
     python benchmarks/gpu.py all --carried scratch/gpu --minutes 9   # there, again and again
     python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: the heads that came back
 
 The machine needs no network: Python with torch, numpy, tokenizers, jinja2, rich and typer (triton and transformers for
 some parts, pytest and hypothesis for the tests), this repository's files, and the default model. `pack` cuts that into
-parts of `--part-mb`, for transfers that take only so much at a time, and adds packages that such machines often lack; a
-call finds those in `--carried`, keeps them in `--work`, and joins them once all are there. Prompt files (JSONL with
-`prompt`) are optional and never part of the repository.
+parts and deals them out to folders of `--call-mb`, for machines that take only so much in a call, and adds packages
+that these often lack. Each call takes along one folder more, and keeps in `--work` what it finds below `--carried`;
+until all parts are there it says that the model is not and ends with 2. Any other model is named by `--model DIR`.
+Prompt files (JSONL with `prompt`) are optional and never part of the repository.
 
 Parts, in this order; one that fails never stops the others, and what an earlier call has done is not done again:
 
@@ -43,6 +44,7 @@ from headstart import hub, registry
 PARTS = ("bits", "checks", "speed", "train")
 SHARES = {"bits": 0.15, "checks": 0.6, "speed": 0.9, "train": 1.0}
 """Of the time that is left when a part has its turn, where several do."""
+LEAST_CALL = 4e6
 HERE = Path(__file__).resolve().parents[1] / "scratch" / "gpu"
 
 
@@ -57,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--backend", help="default: cuda where there is one and a GPU, else reference")
     main.add_argument("--model", default=hub.DEFAULT_MODEL)
     main.add_argument("--seed", type=int, default=0)
-    main.add_argument("--part-mb", type=float, default=20, help="pack: megabytes of a part")
+    main.add_argument("--call-mb", type=float, help="pack: of a call; default: 66, less this repository's files")
     main.add_argument("--prompts", type=Path, action="append", default=[], help="pack, train: JSONL prompts")
     main.add_argument("--to", type=Path, help="heads: a new folder")
     train = main.add_argument_group("train")
@@ -102,9 +104,13 @@ def main() -> int:
 
 
 def pack(args: argparse.Namespace) -> int:
-    made = parts.pack(args.carried, args.prompts, int(args.part_mb * 1e6))
-    for path in made:
-        print(f"{path.stat().st_size / 1e6:8.1f} MB  {path}")
+    most = args.call_mb * 1e6 if args.call_mb else parts.CALL_BYTES - parts.repository_bytes()
+    if most < LEAST_CALL:
+        say(f"this repository's files leave {most / 1e6:.1f} MB of a call: name more with --call-mb")
+        return 2
+    for paths in parts.pack(args.carried, args.prompts, int(most)):
+        megabytes = sum(path.stat().st_size for path in paths) / 1e6
+        print(f"{megabytes:8.1f} MB  {paths[0].parent}: {', '.join(path.name for path in paths)}")
     return 0
 
 

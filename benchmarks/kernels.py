@@ -9,17 +9,20 @@ compile    Engines on small random models of the rows of verify_families.py, on 
            compiler and ptxas (or LLVM for AMD), and nothing runs. Per kernel: binaries, the most shared memory,
            registers of a thread, and bytes that did not fit into those. Red: what does not compile or has more shared
            memory than the GPU; passes of one program that use other binaries with other numbers of rows, as then bits
-           could differ; fused multiply-adds or inexact divisions in the sampler.
+           could differ; fused multiply-adds or inexact divisions in the sampler. A row is written to --out when it is
+           done and not compiled again while the backend's files and Triton stay as they are: a stopped run goes on.
 interpret  Launches, programs and seconds of each kernel while the tests run.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,48 +40,93 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("command", choices=("compile", "interpret"))
     main.add_argument("--targets", default="sm_90", help="compile: of sm_80, sm_90, sm_100, gfx942")
     main.add_argument("--rows", help="compile: names, see verify_families.py; default: all, and large sizes")
+    kept = ROOT / "scratch" / "kernels.jsonl"
+    main.add_argument("--out", type=Path, default=kept, help="compile: a line for each row")
     main.add_argument("--keep", type=Path, help="compile: a folder for the assembly")
     return main
 
 
 def compile_all(args: argparse.Namespace) -> int:
-    from device.compiling import SHARED, Compiler
-    from device.exercise import exercise, names
+    from device.compiling import Compiler
+    from device.exercise import names
 
-    bad: list[str] = []
+    known = [json.loads(line) for line in args.out.read_text("utf-8").splitlines()] if args.out.is_file() else []
+    wanted = args.rows.split(",") if args.rows else list(names())
+    bad = 0
     for target in args.targets.split(","):
-        compiler, begun = Compiler(target), time.perf_counter()
-        for row in args.rows.split(",") if args.rows else names():
-            exercise(row, compiler)
-            print(f"{row}: {len(compiler.found)} binaries", file=sys.stderr, flush=True)
-        print(f"\n{target}: {len(compiler.found)} binaries in {time.perf_counter() - begun:.0f} s\n")
-        print("| kernel | binaries | shared memory | registers | outside of them |\n|---|---|---|---|---|")
-        by_name = defaultdict(list)
-        for made in compiler.found.values():
-            by_name[made.kernel].append(made)
-        for name, all_made in sorted(by_name.items()):
-            most = [max(getattr(each, what) for each in all_made) for what in ("shared", "registers", "local")]
-            print(f"| {name} | {len(all_made)} | " + " | ".join(map(str, most)) + " |")
-            if most[0] > SHARED[target]:
-                bad.append(f"{target}, {name}: {most[0]} bytes of shared memory")
-        for made in compiler.found.values():
-            if made.local > SPILLED:
-                where = f"{made.local} bytes of a thread outside of {made.registers} registers"
-                print(f"\n{made.kernel} keeps {where}: {made.about}")
-        bad += [f"{target}, {name}: {why}" for name, why in compiler.failed.items()]
-        bad += [f"{target}, {line}" for line in [*fused(compiler), *unlike(compiler)]]
+        compiler = Compiler(target)
+        done = {told["row"]: told for told in known if (told["target"], told["of"]) == (target, digest())}
+        for row in wanted:
+            if row not in done:
+                done[row] = compile_row(row, compiler)
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                with args.out.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(done[row]) + "\n")
+                red = "".join(f"\n  {line}" for line in done[row]["red"])
+                print(f"{target}, {row}: {len(done[row]['binaries'])} binaries{red}", file=sys.stderr, flush=True)
+        bad += summarize(target, [done[row] for row in wanted])
         if args.keep:
             keep(args.keep / target, compiler)
-    print(f"\n{len(bad)} red")
-    print("\n".join(bad))
+    print(f"\n{bad} red")
     return int(bool(bad))
 
 
-def fused(compiler: Any) -> Iterator[str]:
+def compile_row(row: str, compiler: Any) -> dict[str, Any]:
+    """What --out keeps of a row: its binaries by hash, and what is red."""
+    from device.compiling import SHARED
+    from device.exercise import exercise
+
+    begun = time.perf_counter()
+    compiler.begin()
+    refused = exercise(row, compiler)
+    made = {name: compiler.found[name] for name in sorted(compiler.used)}
+    red = [f"{name}: {why}" for name, why in compiler.failed.items()]
+    red += [*fused(compiler, made.values()), *unlike(compiler)]
+    most = SHARED[compiler.name]
+    red += [f"{each.kernel}: {each.shared} bytes of shared memory" for each in made.values() if each.shared > most]
+    binaries = {name: {k: v for k, v in vars(each).items() if k != "assembly"} for name, each in made.items()}
+    seconds = round(time.perf_counter() - begun, 1)
+    told = {"target": compiler.name, "of": digest(), "row": row, "binaries": binaries, "red": red, "seconds": seconds}
+    return told | ({"refused": refused} if refused else {})
+
+
+def digest() -> str:
+    """Of what decides which binaries there are: the backend's files, and Triton."""
+    import triton
+
+    files = sorted((ROOT / "headstart" / "kernels" / "cuda").rglob("*.py"))
+    content = b"".join(path.read_bytes() for path in files) + triton.__version__.encode()
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def summarize(target: str, rows: Sequence[dict[str, Any]]) -> int:
+    """How much is red."""
+    found = {name: each for told in rows for name, each in told["binaries"].items()}
+    red = [f"{target}, {told['row']}, {line}" for told in rows for line in told["red"]]
+    by_name = defaultdict(list)
+    for made in found.values():
+        by_name[made["kernel"]].append(made)
+    seconds = sum(told["seconds"] for told in rows)
+    whole = f"{len(rows)} rows, {len(by_name)} kernels, {len(found)} binaries in {seconds:.0f} s, {len(red)} red"
+    print(f"\n{target}: {whole}")
+    print("\n| kernel | binaries | shared memory | registers | outside of them |\n|---|---|---|---|---|")
+    for name, all_made in sorted(by_name.items()):
+        most = [max(each[what] for each in all_made) for what in ("shared", "registers", "local")]
+        print(f"| {name} | {len(all_made)} | " + " | ".join(map(str, most)) + " |")
+    for made in found.values():
+        if made["local"] > SPILLED:
+            where = f"{made['local']} bytes of a thread outside of {made['registers']} registers"
+            print(f"\n{made['kernel']} keeps {where}: {made['about']}")
+    print("".join(f"\n{told['row']}: {told['refused']}" for told in rows if "refused" in told))
+    print("\n".join(red))
+    return len(red)
+
+
+def fused(compiler: Any, binaries: Iterable[Any]) -> Iterator[str]:
     """Instructions in the sampler's binaries that the host does not have."""
     from headstart.kernels.cuda.kernels import sampling
 
-    for made in compiler.found.values():
+    for made in binaries:
         if hasattr(sampling, made.kernel) and compiler.target.backend == "cuda":
             for word in ("fma.rn", "div.full", "div.approx", "sqrt.approx", "ex2.approx", "lg2.approx"):
                 if word in made.assembly:

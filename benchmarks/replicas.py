@@ -11,8 +11,8 @@ prefixes  Conversations as agents have them, all of one system prompt, each grow
           prompts' tokens was in the prefix cache, and the time to the first token, by the router's policy.
 kill      A storm of `--clients`; a third of the way through it kill -9 of a replica: what failed, when the replica
           answered again, and whether every text that was finished is that of a single engine.
-soak      `--requests` short ones through the router within `--minutes`: memory over time, requests that hang, and
-          `--replays` of them again, byte for byte.
+soak      `--requests` short ones through the router, spread over `--minutes`: memory of each process, requests that
+          hang, and `--replays` of them again, byte for byte.
 """
 
 from __future__ import annotations
@@ -278,52 +278,73 @@ def short(number: int) -> tuple[str, Body]:
     return CHAT, {"messages": [{"role": "user", "content": text}], **common}
 
 
-def soak(args: argparse.Namespace) -> Body:
-    async def run(server: Server, pids: list[int]) -> Body:
-        numbers, begun = iter(range(args.requests)), time.perf_counter()
-        ended: Counter[str] = Counter()
-        kept: dict[int, str] = {}
-        slowest, memory = 0.0, list[list[float]]()
+async def paced(server: Server, args: argparse.Namespace, ask: Callable[[int], Any]) -> Body:
+    """Each request at its share of the time, or as soon after that as one of the clients is free; all of them."""
+    numbers, begun, pause = iter(range(args.requests)), time.perf_counter(), 60 * args.minutes / args.requests
+    ended, kept, times, behind = Counter[str](), dict[int, str](), list[float](), 0.0
 
+    async def client() -> None:
+        nonlocal behind
+        for number in numbers:
+            early = number * pause - (time.perf_counter() - begun)
+            await asyncio.sleep(max(early, 0.0))
+            behind = max(behind, -early)
+            try:
+                answer = await ask(number)
+            except OSError as error:
+                answer = Response(body=str(error))
+            ended[outcome(answer)] += 1
+            times.append(answer.seconds)
+            if number % max(args.requests // args.replays, 1) == 0 and outcome(answer) == "finished":
+                kept[number] = answer.text
+
+    async def watch() -> None:
+        while True:
+            row = {"seconds": round(time.perf_counter() - begun), "ended": dict(ended), "behind_s": round(behind, 2)}
+            memory.append(await memory_of(server, args.supervisor))
+            tell(row | {"memory_mb": memory[-1]})
+            await asyncio.sleep(60 * args.minutes / 20)
+
+    memory: list[dict[str, float]] = []
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*(client() for _ in range(args.clients)))
+    seconds = time.perf_counter() - begun
+    watching.cancel()
+    memory.append(await memory_of(server, args.supervisor))
+    times.sort()
+    return {
+        "requests": sum(ended.values()), "seconds": round(seconds, 1), "behind_s": round(behind, 2),
+        "ended": dict(ended), "slowest_s": round(times[-1], 2), "p99_s": round(times[int(0.99 * len(times))], 3),
+        "memory_mb": {"start": memory[0], "middle": memory[len(memory) // 2], "end": memory[-1]}, "kept": kept,
+    }  # fmt: skip
+
+
+async def memory_of(server: Server, supervisor: int) -> dict[str, float]:
+    """By name of the process; what is no engine and not the supervisor itself is the router."""
+    engines = {each["pid"]: f"engine {each['number']}" for each in await replicas_of(server)}
+    pids = [supervisor, *children_of(supervisor)]
+    names = {pid: "supervisor" if pid == supervisor else engines.get(pid, f"router {pid}") for pid in pids}
+    return {names[pid]: round(resident(pid), 1) for pid in pids}
+
+
+def soak(args: argparse.Namespace) -> Body:
+    busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm_router_running_requests")
+
+    async def run(server: Server) -> Body:
         async def ask(number: int) -> Response:
             path, body = short(number)
             return await post(server, path, body)
 
-        async def client() -> None:
-            nonlocal slowest
-            for number in numbers:
-                if time.perf_counter() - begun > 60 * args.minutes:
-                    return
-                answer = await ask(number)
-                ended[outcome(answer)] += 1
-                slowest = max(slowest, answer.seconds)
-                if number % max(args.requests // args.replays, 1) == 0 and outcome(answer) == "finished":
-                    kept[number] = answer.text
-
-        async def watch() -> None:
-            while True:
-                memory.append([round(time.perf_counter() - begun), *(round(resident(pid), 1) for pid in pids)])
-                tell({"done": sum(ended.values()), "memory_mb": memory[-1]})
-                await asyncio.sleep(60 * args.minutes / 20)
-
-        watching = asyncio.create_task(watch())
-        await asyncio.gather(*(client() for _ in range(args.clients)))
-        seconds = time.perf_counter() - begun
-        watching.cancel()
+        found = await paced(server, args, ask)
         await asyncio.sleep(2)
-        hanging = await metric(
-            server, "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm_router_running_requests"
-        )
+        engine = Server.at((await replicas_of(server))[0]["url"])  # else the router counts this question, too
+        hanging, kept = sum(await metric(engine, *busy)), found.pop("kept")
         wrong = [number for number, text in kept.items() if (await ask(number)).text != text]
-        memory.append([round(time.perf_counter() - begun), *(round(resident(pid), 1) for pid in pids)])
-        return {
-            "requests": sum(ended.values()), "seconds": seconds, "ended": dict(ended), "slowest_s": slowest,
-            "hanging": sum(hanging), "replays": len(kept), "wrong": len(wrong), "memory_mb": memory,
-        }  # fmt: skip
+        return found | {"hanging": hanging, "replays": len(kept), "wrong": len(wrong), "numbers": wrong[:10]}
 
     with serving("--replicas", "2", "--threads", "1") as (server, process):
-        pids = [process.pid, *children_of(process.pid)]
-        return asyncio.run(run(server, pids))
+        args.supervisor = process.pid
+        return asyncio.run(run(server))
 
 
 def tell(row: Body) -> None:
@@ -349,7 +370,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=18600, help="prefixes: of the router; its metrics: the next")
     parser.add_argument("--seconds", type=float, default=60, help="kill: of the storm")
     parser.add_argument("--requests", type=int, default=100_000, help="soak")
-    parser.add_argument("--minutes", type=float, default=60, help="soak: at most")
+    parser.add_argument("--minutes", type=float, default=60, help="soak: over which the requests are spread")
     parser.add_argument("--replays", type=int, default=1000, help="soak")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()

@@ -201,6 +201,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=shlex.split, default=[], help="more options of headstart serve, in quotes")
     args = parser.parse_args()
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="spill-", dir=args.folder))
     try:
         found = globals()[args.what](args, folder)

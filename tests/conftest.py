@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture
-def quick_collections() -> Iterator[None]:
-    """gc.collect() does not look through what other tests left on the heap, a second each time in a long run."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    settle()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:
+        settle()
+
+
+def settle() -> None:
+    """What is alive between two files stays: later collections, which `LLM.close` makes, need not look through it,
+    seconds each time in a long run."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

@@ -65,14 +65,20 @@ class Pass:
 
 
 class Compiler:
-    """`found`: all binaries by their hash; `failed`: kernels that do not compile, and why; `passes`: what ran."""
+    """Each kernel is compiled once for the same types and constants. `found`: all binaries by their hash; `used`,
+    `failed`, `passes`: since `begin`, hashes of what was launched, kernels that do not compile, and why, what ran."""
 
     def __init__(self, target: str) -> None:
         self.name, self.target = target, TARGETS[target]
         self.found: dict[str, Compiled] = {}
+        self._caches: dict[int, Any] = {}
+        self._before: dict[int, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.used: set[str] = set()
         self.failed: dict[str, str] = {}
         self.passes: list[Pass] = []
-        self._before: dict[int, Any] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -97,7 +103,9 @@ class Compiler:
         driver.set_active(fake)
         for function in _kernels():
             self._before[id(function)] = function.device_caches
-            function.device_caches = type(function.device_caches)(function.create_binder)
+            if id(function) not in self._caches:
+                self._caches[id(function)] = type(function.device_caches)(function.create_binder)
+            function.device_caches = self._caches[id(function)]
         try:
             yield
         finally:
@@ -107,6 +115,7 @@ class Compiler:
                 function.device_caches = self._before[id(function)]
 
     def _take(self, name: str, made: Any) -> None:
+        self.used.add(made.hash)
         if made.hash not in self.found:
             assembly = made.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
             names, constants = made.src.fn.arg_names, made.src.constants

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -18,6 +19,9 @@ from headstart import hub
 from headstart.files import write_pieces, write_whole
 
 PIECE, PART_BYTES = 1 << 22, 15 << 20
+CALL_BYTES = 63 << 20
+"""Of a call that takes only so much along, this repository's files counted."""
+ROOT = Path(__file__).parents[2]
 
 
 def split(source: Path, folder: Path, name: str, part_bytes: int) -> list[Path]:
@@ -73,27 +77,51 @@ TAKEN = ("gguf",)
 """Packages of Python alone that machines with torch often lack."""
 
 
-def pack(folder: Path, prompts: list[Path], part_bytes: int) -> list[Path]:
-    """The default model in parts, packages, and prompt files, in a folder to take along."""
-    made = [*split(hub.resolve(hub.DEFAULT_MODEL), folder, TRUNK, part_bytes), folder / PACKAGES]
-    with zipfile.ZipFile(made[-1], "w", zipfile.ZIP_DEFLATED) as packages:
+def pack(folder: Path, prompts: list[Path], call_bytes: int) -> list[list[Path]]:
+    """The default model in parts, packages and prompt files, in folders 1, 2, ... for as many calls to take along."""
+    for old in folder.glob("[0-9]*"):
+        shutil.rmtree(old)
+    folder.mkdir(parents=True, exist_ok=True)
+    packages = folder / PACKAGES
+    with zipfile.ZipFile(packages, "w", zipfile.ZIP_DEFLATED) as file:
         for name in TAKEN:
             found = find_spec(name)
             assert found and found.origin
             whole = Path(found.origin).parent
             for path in sorted(whole.rglob("*.py")):
-                packages.write(path, path.relative_to(whole.parent))
-    for path in prompts:
-        made.append(folder / path.name)
-        shutil.copyfile(path, made[-1])
-    return made
+                file.write(path, path.relative_to(whole.parent))
+    small = [packages, *(Path(shutil.copyfile(path, folder / path.name)) for path in prompts)]
+    beside = sum(path.stat().st_size for path in small) + (1 << 16)
+    part_bytes = max(call_bytes - beside, call_bytes // 2)
+    return by_call([*small, *split(hub.resolve(hub.DEFAULT_MODEL), folder, TRUNK, part_bytes)], folder, call_bytes)
+
+
+def by_call(paths: list[Path], folder: Path, call_bytes: int) -> list[list[Path]]:
+    """These files, moved into folders 1, 2, ... of at most so many bytes each, in their order."""
+    calls: list[list[Path]] = []
+    left = 0
+    for path in paths:
+        if not calls or path.stat().st_size > left:
+            calls.append([])
+            left = call_bytes
+        left -= path.stat().st_size
+        (folder / str(len(calls))).mkdir(exist_ok=True)
+        calls[-1].append(path.rename(folder / str(len(calls)) / path.name))
+    return calls
+
+
+def repository_bytes() -> int:
+    """What of a call this repository's own files take."""
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
+                            capture_output=True, text=True, check=True).stdout  # fmt: skip
+    return sum((ROOT / name).stat().st_size for name in listed.split("\0") if name and (ROOT / name).is_file())
 
 
 def unpack(carried: Path, store: Path) -> Path | None:
-    """Keep what a call brought in `store`, where later calls find it, and put the default model into the cache once
-    all its parts are there. The model's path, or None."""
+    """Keep what a call brought, in such folders or not, in `store`, where later calls find it, and put the default
+    model into the cache once all its parts are there. The model's path, or None."""
     store.mkdir(parents=True, exist_ok=True)
-    for path in sorted(carried.glob("*")) if carried.is_dir() else []:
+    for path in sorted([*carried.glob("*"), *carried.glob("[0-9]*/*")]):
         if path.is_file():
             write_whole(store / path.name, path.read_bytes())
     if (trunk := hub.cached_trunk()) is None:

@@ -90,7 +90,6 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
-@pytest.mark.usefixtures("quick_collections")
 def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path) -> None:
     """Each fills 4 MB of keys and values; those of an engine that is gone are free."""
     if backend == "native":

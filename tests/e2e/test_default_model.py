@@ -34,10 +34,6 @@ MORE_PROMPTS = [
     "Write a Python function that adds two numbers.",
     "What is 17 + 25? Show your work.",
     "Give me a short recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
-    "Write an email asking for a day off.",
-    "What causes rain?",
-    "Name two differences between cats and dogs.",
 ]
 
 
@@ -77,9 +73,9 @@ def test_logits_equal_transformers(llm: LLM, oracle: Any) -> None:
 def test_greedy_text_equals_transformers(llm: LLM, oracle: Any) -> None:
     import torch
 
-    prompts = [prompt for _, prompt in builtin_prompts()] + MORE_PROMPTS
-    ours = llm.generate(prompts[:20], SamplingParams(max_tokens=16))
-    assert len(ours) == 20
+    prompts = [prompt for _, prompt in builtin_prompts()][:4] + MORE_PROMPTS
+    ours = llm.generate(prompts, SamplingParams(max_tokens=16))
+    assert len(ours) == 12
     for completion in ours:  # one pass over our text: its greedy text is the same if each token is its first choice
         ids, written = completion.prompt_token_ids, completion.token_ids
         with torch.inference_mode():

@@ -78,10 +78,10 @@ def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str
 
 
 @pytest.mark.slow
-def test_the_new_drafter_runs_on_every_family(folders: None) -> None:
-    for family in registry.available("models"):
-        named = {"layer_types", "num_hidden_layers"} & family_of(family).small.keys()  # its layers one by one
-        model = tiny_model(family, **({} if named else {"num_hidden_layers": 2}))
+def test_the_new_drafter_runs_on_other_families(folders: None) -> None:
+    """What a sequence keeps is all that they differ in: keys and values, latents, states, compressed blocks."""
+    for family in ("llama", "deepseek_v3", "qwen3_next", "deepseek_v4"):
+        model = tiny_model(family)
         assert texts(model, 0.9, drafter="repeat_last")[0] == texts(model, 0.9, drafter="none")[0]
 
 

@@ -117,7 +117,6 @@ def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
         pass
 
 
-@pytest.mark.usefixtures("quick_collections")
 def test_a_stream_that_is_dropped_frees_its_sequence_wherever_it_dies() -> None:
     """Also where the collector finds it in the middle of a step."""
     llm = small_llm()

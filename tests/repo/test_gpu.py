@@ -39,6 +39,21 @@ def test_files_come_back_together_from_parts(tmp_path: Path) -> None:
         parts.join([folder, tmp_path], "trunk", tmp_path / "again")
 
 
+def test_calls_take_as_much_as_they_may(tmp_path: Path) -> None:
+    """And what they took is found again, in folders or not."""
+    from device import parts
+
+    sizes = {"a": 30, "b": 50, "c": 25, "d": 60, "e": 5}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    calls = parts.by_call([tmp_path / name for name in sizes], tmp_path, 80)
+    assert [[path.name for path in paths] for paths in calls] == [["a", "b"], ["c"], ["d", "e"]]
+    (tmp_path / "f").write_bytes(b"x")
+    parts.unpack(tmp_path, tmp_path / "kept")
+    parts.unpack(tmp_path / "2", tmp_path / "later")
+    assert [{path.name for path in (tmp_path / name).iterdir()} for name in ("kept", "later")] == [{*sizes, "f"}, {"c"}]
+
+
 def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
     """Six prompts of several lengths through three slots: old keys, masks and places are right."""
     from device.writer import Job, Writer

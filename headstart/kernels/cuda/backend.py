@@ -115,8 +115,10 @@ class CudaBackend(TorchBackend):
     def _draw(self, logits: Tensor, rows: SamplingRows, vocab_size: int, token_ids: Tensor | None) -> CudaDrawn:
         if token_ids is None:
             logits = logits[:, :vocab_size]
-        drawn = torch.empty((len(rows), 1), dtype=torch.int64, device=self.place)
-        self.sampler.draw(logits, DrawRows.of(rows, self.place), token_ids, drawn)
+        drawn = self.recorder.drawn(self.sampler, logits, rows) if token_ids is None else None
+        if drawn is None:
+            drawn = torch.empty((len(rows), 1), dtype=torch.int64, device=self.place)
+            self.sampler.draw(logits, DrawRows.of(rows, self.place), token_ids, drawn)
         return CudaDrawn(drawn, Arrival(drawn), logits, rows, token_ids)
 
     def prepare_chain(

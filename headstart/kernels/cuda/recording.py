@@ -1,7 +1,8 @@
 """Programs as the device runs them again and again: one recording for each shape of plans, over buffers of its own.
 
 A recording is made with a plan that does nothing, as making it runs it. Where the device has no graphs a program runs
-at once. What a recording gives is valid until it runs again.
+at once. What a recording gives is valid until it runs again. Drawing from a recording's logits is a recording, too, of
+its own: what the draws depend on is put together while the pass runs, and need not be there before it is launched.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from headstart.core import StepPlan
+from headstart.core import SamplingRows, StepPlan
 from headstart.kernels.cuda.angles import Angles
 from headstart.kernels.cuda.device import Device, said
 from headstart.kernels.cuda.launch import Launcher
 from headstart.kernels.cuda.mixing import Mixer
 from headstart.kernels.cuda.ops import CudaOps
 from headstart.kernels.cuda.plan import DevicePlan, Shape
+from headstart.kernels.cuda.sampling import DrawRows, Sampler, is_edited, is_limited
 from headstart.kernels.ops import Ops, Program
 
 LOGIT_RESULTS = ("logits", "confidence")
@@ -29,15 +32,26 @@ MOST_ROWS, MOST_RECORDINGS = 256, 64
 when there are more."""
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Draws from all logits of a recording; `rows`: with these parameters."""
+
+    rows: DrawRows
+    tokens: Tensor  # [L, 1]
+    replay: Callable[[], None]
+
+
 @dataclass(eq=False)
 class Recording:
-    """`rows`: the plan on the device; `hidden`: what the program reads; `replay`: compute `made` from these."""
+    """`rows`: the plan on the device; `hidden`: what the program reads; `replay`: compute `made` from these; `draws`
+    from `made`: by their columns, and whether rows are limited."""
 
     rows: DevicePlan
     hidden: Tensor | None
     made: Mapping[str, Tensor]
     replay: Callable[[], None]
     version: int
+    draws: dict[tuple[int, bool], Draws] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -55,6 +69,7 @@ class Recorder:
     def __init__(self, device: Device, launcher: Launcher) -> None:
         self.device, self._launcher = device, launcher
         self.angles, self._mixer = Angles(device.place), Mixer(launcher)
+        self._of_logits: WeakValueDictionary[int, Recording] = WeakValueDictionary()
 
     @property
     def place(self) -> torch.device:
@@ -119,4 +134,33 @@ class Recorder:
 
         version = self.angles.version
         made, replay = self.device.record(work)
-        return Recording(rows, given, made, replay, version)
+        recording = Recording(rows, given, made, replay, version)
+        if "logits" in made:  # no other tensor lies there while the recording lives
+            self._of_logits[made["logits"].data_ptr()] = recording
+        return recording
+
+    def drawn(self, sampler: Sampler, logits: Tensor, rows: SamplingRows) -> Tensor | None:
+        """Tokens [L, 1], valid until the next draw, of logits [L, W] that a recording has just made; None where they
+        are no such, or rows are edited: then there are arrays of other sizes each time."""
+        recording = self._of_logits.get(logits.data_ptr())
+        if recording is None or is_edited(rows):
+            return None
+        key = logits.shape[1], is_limited(rows)
+        known = recording.draws.get(key)
+        if known is None:
+            known = recording.draws[key] = self._record_draws(sampler, recording, logits.shape[1], rows)
+        known.rows.update(rows)
+        known.replay()
+        return known.tokens[: len(rows)]
+
+    def _record_draws(self, sampler: Sampler, recording: Recording, width: int, rows: SamplingRows) -> Draws:
+        logits = recording.made["logits"][:, :width]
+        filled = DrawRows.of(rows, self.place, len(logits))
+
+        def work() -> Mapping[str, Tensor]:
+            tokens = torch.empty((filled.count, 1), dtype=torch.int64, device=self.place)
+            sampler.draw(logits, filled, None, tokens)
+            return {"tokens": tokens}
+
+        made, replay = self.device.record(work)
+        return Draws(filled, made["tokens"], replay)

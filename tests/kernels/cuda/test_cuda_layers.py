@@ -29,7 +29,7 @@ ROUTERS: dict[str, tuple[RouterSpec, dict[str, Any]]] = {
     "identity": (RouterSpec(6, 3, normalize=False, num_identity=2), {"bias": True}),
     "scaled inputs": (RouterSpec(4, 1, "sigmoid", normalize=False, scales_inputs=True), {}),
     "biases": (RouterSpec(4, 2), {"biases": True, "activation": "clamped"}),
-    "no gate": (RouterSpec(40, 6, "sigmoid"), {"gated": False, "activation": "relu2"}),
+    "no gate": (RouterSpec(18, 3, "sigmoid"), {"gated": False, "activation": "relu2"}),
 }  # fmt: skip
 
 

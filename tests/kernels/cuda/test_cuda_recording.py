@@ -1,8 +1,9 @@
-"""Recorded programs and whole drafts of the cuda backend, on a device whose graphs run their work again."""
+"""Recorded programs, draws and whole drafts of the cuda backend, on a device whose graphs run their work again. What
+must come out are the tokens and drafts of `reference`, which makes them step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,10 +23,9 @@ from headstart.tools.tiny import write_model
 
 pytestmark = pytest.mark.slow
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
-MIXED: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.3},
-    {"temperature": 1.2, "top_p": 0.7, "top_k": 20},
-)
+LIMITED: dict[str, Any] = {"temperature": 1.2, "top_p": 0.7, "top_k": 20}
+MIXED = {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.3}, LIMITED
+"""Of two sequences, one with penalties: they are edited by the host."""
 HEADS: dict[str, Callable[[Model], Head]] = {
     "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
     "mtp, two modules": lambda model: support.make_head(
@@ -41,67 +41,63 @@ HEADS: dict[str, Callable[[Model], Head]] = {
 
 
 @cache
-def model_of(family: str = "mimo") -> Model:
-    changes = {"layer_types": ["linear_attention"]} if family == "qwen3_next" else {}
+def model_of(family: str = "mimo", backend: Any = "cuda") -> Model:
+    changes = {"layer_types": ["linear_attention"]} if family == "qwen3_5" else {}
     config, arrays = support.family_of(family).tiny(num_hidden_layers=1, **changes)
     path = write_model(support.new_folder(), config, support.soften(arrays, 0.1))
-    return load_model(str(path), EngineConfig(backend="cuda", kv_cache_dtype="float32"))
+    kept = "float32" if backend == "cuda" else None
+    return load_model(str(path), EngineConfig(backend=backend, kv_cache_dtype=kept))
 
 
 def engine_of(model: Model, **settings: Any) -> Engine:
-    wanted = {**support.SMALL, "backend": "cuda", "kv_cache_dtype": "float32", "depth": 2, **settings}
+    kept = "float32" if model.backend.name == "cuda" else None
+    wanted = {**support.SMALL, "backend": model.backend.name, "kv_cache_dtype": kept, "depth": 2, **settings}
     return make_engine(model, EngineConfig(**wanted))
 
 
-def drafts_of(engine: Engine, max_tokens: int = 4) -> list[Any]:
+def drafts_of(engine: Engine, max_tokens: int = 4, asked: Iterable[dict[str, Any]] = MIXED) -> list[Any]:
     """Tokens and draft of every sequence after every step."""
     seen: list[Any] = []
-    for i, fields in enumerate(MIXED):
-        engine.submit(support.request(support.prompt_of(4 + 3 * i, i), name=str(i), max_tokens=max_tokens, **fields))
+    for i, fields in enumerate(asked):
+        engine.submit(support.request(support.prompt_of(2 + 3 * i, i), name=str(i), max_tokens=max_tokens, **fields))
     while engine.has_work:
         engine.step(lambda deltas: None)
         seen.append([(s.order, list(s.tokens), list(s.draft.tokens)) for s in engine.scheduler.running])
     return seen
 
 
-@contextmanager
-def step_by_step(engine: Engine) -> Iterator[None]:
-    """The backend makes no whole drafts meanwhile."""
-    runner: Any = engine.runner
-    known, runner._chain = runner._chain, lambda steps: None
-    try:
-        yield
-    finally:
-        runner._chain = known
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_whole_drafts_are_those_of_single_steps(head: str) -> None:
-    made = HEADS[head](model_of())
-    engines = [engine_of(replace(model_of(), head=made), drafter=made.spec.kind) for _ in range(2)]
-    whole = drafts_of(engines[0])
-    with step_by_step(engines[1]):
-        assert whole == drafts_of(engines[1])
-    assert any(len(draft) == 2 for step in whole for _, _, draft in step)
+    """A head again and again, over a part of the vocabulary; one module after the other; a block in turn, with a
+    confidence; a block at once."""
+    found = []
+    for backend in ("reference", "cuda"):
+        model = model_of(backend=backend)
+        made = HEADS[head](model)
+        found.append(drafts_of(engine_of(replace(model, head=made), drafter=made.spec.kind)))
+    assert found[0] == found[1]
+    assert any(len(draft) == 2 for step in found[1] for _, _, draft in step)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replaying:
     """Makes a device of the interpreter's record work: a recording runs it again, into the same places."""
 
-    made: list[int]
+    recorded: int = 0
+    replayed: int = 0
 
     def device(self) -> Any:
         from headstart.kernels.cuda.device import Device, open_device
 
-        recordings = self.made
+        counts = self
 
         class Graphs(Device):
             def record(self, work: Any) -> Any:
-                recordings.append(1)
+                counts.recorded += 1
                 kept = work()
 
                 def replay() -> None:
+                    counts.replayed += 1
                     for name, x in work().items():
                         kept[name].copy_(x)
 
@@ -121,37 +117,37 @@ def recorded(model: Model, device: Any) -> Iterator[None]:
         recorder.device = known
 
 
-@pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
-def test_recordings_serve_all_plans_of_a_shape(family: str) -> None:
-    """The same text, recurrent states included; a second round of the same shapes records nothing new."""
-    plain = model_of(family)
-    model = plain if plain.head else replace(plain, head=support.make_head(plain))
-    wanted, made = drafts_of(engine_of(model)), Replaying([])
+def with_head(backend: str) -> Model:
+    model = model_of("qwen3_5", backend)
+    return replace(model, head=support.make_head(model))
+
+
+def test_recordings_serve_all_plans_of_a_shape() -> None:
+    """Recurrent states and draws included; most passes have the shape of one before."""
+    model, made = with_head("cuda"), Replaying()
     with recorded(model, made.device()):
-        engine = engine_of(model)
-        assert drafts_of(engine) == wanted
-        count = len(made.made)
-        engine.memory.pool.check()
-        drafts_of(engine)
-    handles = [*engine.runner.trunk.handles.values(), *engine.runner.opened[0].handles.values()]
-    shapes = {shape.rows for handle in handles for shape, *_ in handle.recordings}
-    assert 0 < count <= 24 and len(shapes) > 2, shapes
-    assert len(made.made) <= count + 4, "chunks of prompts that the prefix cache has shortened, and nothing else"
+        engine = engine_of(model, depth=1)
+        found = drafts_of(engine, 6, [LIMITED])
+    assert found == drafts_of(engine_of(with_head("reference"), depth=1), 6, [LIMITED])
+    engine.memory.pool.check()
+    trunk = [each for handle in engine.runner.trunk.handles.values() for each in handle.recordings.values()]
+    assert len(trunk) > 1 and all(each.draws for each in trunk), "what is drawn is recorded, too"
+    assert made.replayed >= 2 * made.recorded
 
 
 def test_tables_that_grow_are_recorded_anew() -> None:
-    model, made = model_of(), Replaying([])
+    model, made = model_of(), Replaying()
     with recorded(model, made.device()):
         engine = engine_of(model, drafter="none")
         engine.submit(support.request([3, 4, 5], max_tokens=3))
         while engine.has_work:
             engine.step(lambda deltas: None)
-        before, recorder = len(made.made), model.backend.recorder  # type: ignore[attr-defined]
+        before, recorder = made.recorded, model.backend.recorder  # type: ignore[attr-defined]
         recorder.angles.cover(5000)
         engine.submit(support.request([3, 4, 6], max_tokens=3))
         while engine.has_work:
             engine.step(lambda deltas: None)
-    assert len(made.made) == 2 * before
+    assert made.recorded == 2 * before
 
 
 def test_memory_that_runs_out_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from headstart import registry
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
@@ -34,7 +33,6 @@ from headstart.tools.plan.shape import MLP
 from headstart.tools.plan.sources import card_names, cards, find_shape, from_checkpoint
 from headstart.tools.tiny import write_tiny
 
-FAMILIES = [name for name in registry.available("models") if not name.startswith("acme")]
 Capture = pytest.CaptureFixture[str]
 SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
 """A machine without fixed costs: only bytes and operations count."""
@@ -381,8 +379,8 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
     assert here.cache_path(tiny_here, EngineConfig()).exists()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek_v4", "gemma4", "nemotron_h", "qwen3_5_moe"])
+def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
     own = str(write_tiny(family, tmp_path / family))
     assert plan.run(plan.PlanOptions(model=own, batches=(1,))).data["batches"][0]["plain"]["tokens_per_s"] > 0
 
