@@ -37,11 +37,11 @@ from headstart.engine.load import load_model
 from headstart.formats import open_checkpoint
 from headstart.tools.client import Response, Server, post
 from headstart.tools.plan.acceptance import expected_tokens
-from headstart.tools.plan.fleet import Steps
 from headstart.tools.plan.here import calibrated, measure
 from headstart.tools.plan.measure import BATCHES, PASSES_BUDGET_S, WORKS, Passes
 from headstart.tools.plan.predict import Drafting
 from headstart.tools.plan.simulate import WARM_UP, Arrivals, Served, arrivals, simulate
+from headstart.tools.plan.sizing import Steps
 from headstart.tools.plan.sources import find_shape
 
 GOAL = 0.15

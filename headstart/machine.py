@@ -92,19 +92,14 @@ def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Nod
     return tuple(Node(number, _caches(root, cpus)) for number, cpus in found)
 
 
-def siblings(cpu: int, root: Path = ROOT) -> frozenset[int]:
-    """The CPUs of its core, itself among them; it alone where the system does not tell."""
-    found = _numbers(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
-    return frozenset(found | {cpu})
-
-
-def cores(root: Path = ROOT, usable: Collection[int] | None = None) -> list[int]:
-    """A CPU of each core that this process may run on, node by node: threads of one core share its arithmetic."""
-    first: dict[tuple[int, ...], int] = {}
-    for cpu in (cpu for node in nodes(root, usable) for cpu in node.cpus):
+def cores(of: Sequence[Node], root: Path = ROOT) -> list[tuple[int, ...]]:
+    """The CPUs of each core, which share its arithmetic: node by node, and there cache by cache. One CPU each where the
+    system does not tell."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for cpu in (cpu for node in of for cpu in node.cpus):
         shared = _numbers(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
-        first.setdefault(tuple(sorted(shared | {cpu})), cpu)
-    return list(first.values())
+        found.setdefault(tuple(sorted(shared | {cpu})), []).append(cpu)
+    return [tuple(each) for each in found.values()]
 
 
 def memory(root: Path = ROOT) -> Memory:

@@ -66,7 +66,10 @@ class OptionGroup:
         hints = get_type_hints(cls)
         return [
             parameter(
-                item.name, hints[item.name], item.default, *_flags(item),
+                item.name,
+                hints[item.name],
+                item.default,
+                *_flags(item),
                 **{"panel": cls.panel, **item.metadata["shown"]},
             )
             for item in fields(cls)  # type: ignore[arg-type]

@@ -48,7 +48,8 @@ class PlanFlags(OptionGroup):
     api_price: str | None = option("Dollars an API asks for a million tokens, or list: when is it beaten?")
     price_list: str | None = option("Your own prices, as a TOML file like the built-in one.")
     fleet: str | None = option(
-        "A load, such as '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms' (for p95, or say p99): how many machines?"
+        "A load, such as '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms' (for p95, or say p99): how many machines, "
+        "and does it pay to compute prompts on others than tokens (at 100 Gbit/s, or say 25 Gbit/s)?"
     )
     recalibrate: bool = option("Measure this machine again.", default=False)
     published: bool = option("Instead: what others have published beside what is predicted for it.", default=False)
@@ -89,6 +90,31 @@ def _print_fleet(data: dict[str, Any]) -> None:
         "sequences\nat a time", "$ an hour\n($/M tokens)",
     ]  # fmt: skip
     print_table(columns, rows)
+    if found["apart"] is not None:
+        print(_of_apart(found["apart"], asked))
+
+
+def _of_apart(found: dict[str, Any], asked: str) -> str:
+    """Whether machines for prompts and others for tokens are better, and why."""
+    whole, apart, step, sent = found["whole"], found["apart"], found["step_s"], found["handed_over"]
+    count = "no number" if whole["machines"] is None else f"{whole['machines']:,}"
+    does = f"{count} that do both (steps of {whole['rows']:,} rows{_times(whole, asked)})"
+    if apart is None:
+        said = f"does not pay: even {2 * whole['machines']:,} machines of each kind do not suffice, but {does}"
+    else:
+        split = f"{apart['prompts']:,} + {apart['tokens']:,} machines for prompts and tokens"
+        said = f"{'pays' if found['pays'] else 'does not pay'}: {split}{_times(apart, asked)} against {does}"
+        said += f"; busy {apart['prompts_busy']:.0%} and {apart['tokens_busy']:.0%}"
+    return (
+        f"apart    {said}\n         a step of {step['sequences']} sequences takes {step['alone'] * 1e3:.1f} ms, with a "
+        f"prompt in it {step['with_a_prompt'] * 1e3:.1f} ms; {sent['bytes'] / 1e6:,.0f} MB of a prompt take "
+        f"{sent['seconds'] * 1e3:,.0f} ms to another machine at {sent['gbit_per_s']:g} Gbit/s"
+    )
+
+
+def _times(of: dict[str, Any], asked: str) -> str:
+    """At the share that is asked for."""
+    return f", {asked} {of['ttft_s']:.2f} s and {of['tpot_s'] * 1e3:.1f} ms" if "ttft_s" in of else ""
 
 
 def _print_machine(data: dict[str, Any]) -> None:

@@ -165,6 +165,7 @@ def run(
     if replicas.replicas is not None and member is None:
         config, settings = vllm.apply(engine.config), of_context(context)
         check_alone(wants_several(model or (), several, settings), other.engine_name is not None)
+        check_role(serving, config)
         return supervised(replicas, config, serving.chosen())
     if other.engine_name is not None:
         from headstart.cli import launch

@@ -73,6 +73,11 @@ def supervised(replicas: ReplicaOptions, config: EngineConfig, serving: dict[str
     for name, why in OF_ONE_PROCESS.items():
         if serving.get(name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --replicas", why)
+    if serving.get("role") == "prefill":
+        raise UsageError(
+            "--role prefill does not go with --replicas: a decode server asks one server for a prompt and its blocks",
+            "start it by itself, and give the replicas its address: --prefill URL",
+        )
     if config.device == "cuda":
         raise UsageError("--replicas are for the CPU", "one engine per GPU: headstart serve on each, with --join")
     assert replicas.replicas is not None

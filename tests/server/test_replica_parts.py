@@ -147,6 +147,8 @@ def test_exit_codes_are_told() -> None:
         (["one", "two", "--replicas", "2"], "serve one model"),
         (["--replicas", "1", "--record", "somewhere"], "--record does not go with --replicas"),
         (["--replicas", "1", "--engine", "vllm"], "headstart's own engines"),
+        (["--replicas", "1", "--role", "decode"], "--role decode needs a server that computes prompts"),
+        (["--replicas", "1", "--role", "prefill", "--kv-spill", "kv"], "--role prefill does not go with --replicas"),
         (["--join", "nowhere"], "--join is 'nowhere'"),
         (["--replica", "x"], "--replica is 'x'"),
     ],

@@ -87,7 +87,8 @@ def placed(wanted: Wanted, site: Site) -> Wanted:
 def _cpus(workers: int, wanted: Wanted, site: Site) -> tuple[tuple[int, ...], ...]:
     if wanted.platform != "cpu" or site.kind:  # elsewhere other cores are there
         return ()
-    return cores_of_workers(workers, len(machine.nodes()), machine.cores())
+    nodes = machine.nodes()
+    return cores_of_workers(workers, len(nodes), [cpus[0] for cpus in machine.cores(nodes)])
 
 
 @dataclass(frozen=True, kw_only=True)

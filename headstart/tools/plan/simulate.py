@@ -34,11 +34,12 @@ WARM_UP = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """`times` in seconds, ascending; tokens of prompts and answers."""
+    """`times` in seconds, ascending; tokens of prompts and answers; `known`: of prompts, those computed elsewhere."""
 
     times: NDArray[np.float64]
     prompts: NDArray[np.float64]
     outputs: NDArray[np.float64]
+    known: NDArray[np.float64] | None = None
 
 
 def arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 0) -> Arrivals:
@@ -106,7 +107,8 @@ class _Fleet:
         engine, asked = self._engines[number], self._asked
         while engine.waiting and len(engine.reading) + len(engine.marks) < self._slots:
             request = engine.waiting.popleft()
-            engine.reading.append([request, asked.prompts[request]])
+            known = 0.0 if asked.known is None else asked.known[request]
+            engine.reading.append([request, asked.prompts[request] - known])
         decoding = len(engine.marks)
         read = self._read(engine, max(float(self._rows - decoding), 1.0))
         engine.stepping = decoding + read.prompts > 0
@@ -155,22 +157,52 @@ class _Fleet:
         self._begin(now, number)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Of every request the times of its first and its last token; of the engines what `Served` has."""
+
+    asked: Arrivals
+    first: NDArray[np.float64]
+    last: NDArray[np.float64]
+    busy: float
+    batch: float
+    tokens_per_s: float
+
+    @property
+    def waits(self) -> NDArray[np.float64]:
+        return self.first - self.asked.times
+
+    @property
+    def paces(self) -> NDArray[np.float64]:
+        return (self.last - self.first) / np.maximum(self.asked.outputs - 1, 1)
+
+
+def played(step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int, beside: Sequence[Step] = ()) -> Run:
+    """As `simulate`, request by request."""
+    fleet = _Fleet([step, *beside], engines, slots, rows, asked)
+    ended = fleet.run()
+    total = float(fleet.last.max())
+    return Run(
+        asked=asked,
+        first=fleet.first,
+        last=fleet.last,
+        busy=sum(engine.busy_s for engine in ended) / (engines * total),
+        batch=sum(engine.decoded for engine in ended) / max(sum(engine.steps for engine in ended), 1),
+        tokens_per_s=float(asked.outputs.sum()) / (engines * total),
+    )
+
+
 def simulate(
     step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int, beside: Sequence[Step] = ()
 ) -> Served:
     """`slots`: sequences that an engine has room for; `rows`: of a step, those of prompts among them. `beside`: steps
     of engines that share a machine and slow each other down, while one other steps too, two others, and so on."""
-    fleet = _Fleet([step, *beside], engines, slots, rows, asked)
-    ended = fleet.run()
+    run = played(step, asked, engines=engines, slots=slots, rows=rows, beside=beside)
     counted = slice(int(WARM_UP * len(asked.times)), None)
-    total = float(fleet.last.max())
-    ttft = fleet.first - asked.times
-    tpot = (fleet.last - fleet.first) / np.maximum(asked.outputs - 1, 1)
-    steps = sum(engine.steps for engine in ended)
     return Served(
-        ttft_s=ttft[counted],
-        tpot_s=tpot[counted][asked.outputs[counted] > 1],
-        busy=sum(engine.busy_s for engine in ended) / (engines * total),
-        batch=sum(engine.decoded for engine in ended) / max(steps, 1),
-        tokens_per_s=float(asked.outputs.sum()) / (engines * total),
+        ttft_s=run.waits[counted],
+        tpot_s=run.paces[counted][asked.outputs[counted] > 1],
+        busy=run.busy,
+        batch=run.batch,
+        tokens_per_s=run.tokens_per_s,
     )

@@ -131,7 +131,7 @@ def test_what_cannot_be(model: str, options: dict[str, Any], message: str) -> No
 
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: [0, 1, 4, 5])
+    monkeypatch.setattr(machine, "cores", lambda nodes: [(0,), (1,), (4,), (5,)])
     monkeypatch.setattr(machine, "nodes", lambda: (machine.Node(0, ((0, 1, 4, 5),)),))
 
 

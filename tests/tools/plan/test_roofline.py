@@ -379,9 +379,7 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
     assert here.cache_path(tiny_here, EngineConfig()).exists()
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "deepseek_v4", "gemma4", "nemotron_h", "qwen3_5_moe"]
-)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v4", "gemma4", "nemotron_h", "qwen3_5_moe"])
 def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
     own = str(write_tiny(family, tmp_path / family))
     assert plan.run(plan.PlanOptions(model=own, batches=(1,))).data["batches"][0]["plain"]["tokens_per_s"] > 0
