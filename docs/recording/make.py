@@ -7,9 +7,11 @@ the picture's own style, so it moves wherever pictures are shown. Needs pyte, wh
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pty
+import re
 import select
 import sys
 import time
@@ -24,24 +26,34 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 PLACES = {str(HERE.parents[1]): ".", str(Path.home()): "~"}
 """Folders of the machine that records, and what is shown for them."""
-COLUMNS, LINES = 92, 24
-KEY_S, THINK_S = 0.03, 0.3
+COLUMNS, LINES = 104, 24
+KEY_S, THINK_S = 0.02, 0.3
 READ_S = 1.5
 """How long what came stays before the next command."""
-LONGEST_S = 40
+LONGEST_S = 300
 FRAME_S = 0.2
 IDLE_S = 1.5
 """Longer waits, such as those for a program to start, are cut to this, as players do it."""
 PROMPT = "$ "
-PASTING = "\x1b[?2004h"
-"""What bash says to the terminal before its prompt."""
+WAITING = re.compile(r"\x1b\[\?2004h[$>] $")
+"""The end of what came when bash or `headstart chat` waits for a line: they say first how to paste."""
 QUESTION = "Write a Python function that reverses a list, with an example."
+COLOURED = r'.choices[].speculation[]?.tokens[] | if .accepted then "\u001b[32m\(.text)\u001b[0m" else .text end'
+"""Accepted drafts are green."""
+ASKED = '{"prompt": "1, 2, 3, 4,", "max_tokens": 40, "temperature": 0, "stream": true, "speculation": {"events": true}}'
 SCENES = (
     f'headstart generate --max-tokens 72 --prompt "{QUESTION}"',
     f'headstart generate --max-tokens 72 --no-mtp --prompt "{QUESTION}"   # without drafts: the same text',
-    "headstart serve --port 8123 2>/dev/null &",
+    "clear; headstart chat --system 'Answer in one sentence.'",
+    "What is the capital of France?",
+    "And of Italy?",
+    "/exit",
+    'headstart verify --prompts <(echo "Why?") --max-tokens 16 --depths 0,3,auto 2>/dev/null | tail -6   # always?',
+    "clear; headstart serve --port 8123 2>/dev/null &",
     "until curl -sf localhost:8123/ready >/dev/null; do sleep 0.2; done",
-    'curl -s localhost:8123/v1/completions --json \'{"prompt": "1, 2, 3, 4, 5, 6,", "max_tokens": 24}\'; echo',
+    f"curl -sN localhost:8123/v1/completions --json '{ASKED}' | sed -n 's/^data: {{/{{/p' |"
+    f" jq -rj '{COLOURED}'; echo   # drafts are green",
+    "headstart bench --url http://localhost:8123 --workload code --concurrency 1 --requests 4 2>/dev/null | head -7",
     "kill %1; clear; headstart inspect | head -18     # where the drafts come from",
 )
 FONT, WIDE, HIGH, EDGE = 14, 8.43, 19, 14
@@ -73,25 +85,25 @@ def record() -> Iterator[Event]:
     import termios
 
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-    begun = time.monotonic()
+    begun, letters = time.monotonic(), codecs.getincrementaldecoder("utf-8")("replace")
 
-    def read(seconds: float, until: str = "") -> Iterator[Event]:
-        """What comes for so long, or until the shell waits again."""
+    def read(seconds: float, *, answered: bool = False) -> Iterator[Event]:
+        """What comes for so long, or until somebody waits for a line."""
         text, end = "", time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0 and not (until and text.endswith(until)):
+        while (left := end - time.monotonic()) > 0 and not (answered and WAITING.search(text)):
             if select.select([terminal], [], [], left)[0]:
-                piece = os.read(terminal, 65536).decode("utf-8", "replace")
-                text = (text + piece.replace(PASTING, ""))[-200:]
+                piece = letters.decode(os.read(terminal, 65536))
+                text = (text + piece)[-200:]
                 yield Event(time.monotonic() - begun, piece)
 
-    yield from read(5, PROMPT)
+    yield from read(5, answered=True)
     for scene in SCENES:
         for key in scene:
             os.write(terminal, key.encode())
             yield from read(KEY_S)
         yield from read(THINK_S)
         os.write(terminal, b"\n")
-        yield from read(LONGEST_S, f"\n{PROMPT}")
+        yield from read(LONGEST_S, answered=True)
         yield from read(READ_S)
     os.write(terminal, b"exit\n")
     os.waitpid(child, 0)
@@ -184,7 +196,7 @@ def svg(events: list[Event]) -> str:
     )
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-size="{FONT}" '
             'font-family="ui-monospace,SFMono-Regular,Menlo,Consolas,\'DejaVu Sans Mono\',monospace">')  # fmt: skip
-    title = "<title>headstart in a terminal: a text with drafting and without, a server, a model</title>"
+    title = "<title>headstart in a terminal: with drafting and without, chat, verify, a server, bench, inspect</title>"
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#111827"/>'
     return "\n".join([head, title, f"<style>{style}</style>", ground, *parts, "</svg>", ""])
 
