@@ -50,6 +50,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
         for number, program in enumerate(found):
             tried.append(attempt(options.wheel, program, Path(folder) / str(number)))
+        if len({each.texts for each in tried}) > 1:
+            raise SystemExit(f"texts differ: { {each.name: each.texts for each in tried} }")
         old_processors(tried[0])
     absent = [
         f"3.{minor}" for minor in VERSIONS if minor < 15 and not any(f"3.{minor}." in each.name for each in tried)
