@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,6 +121,39 @@ def test_who_dies_is_started_again_and_the_others_answer(replicas: Server) -> No
     os.kill(victim["pid"], signal.SIGKILL)
     assert [ask(replicas, seed) for seed in range(5)] == expected
     wait_for(replicas, lambda found: found[0]["state"] == "ready" and found[0]["starts"] == victim["starts"] + 1)
+
+
+def children(server: Server) -> set[int]:
+    """Engines and router."""
+    pid = server.process.pid
+    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_router_dies_and_is_started_again(replicas: Server) -> None:
+    expected = ask(replicas, 1)
+    (router,) = children(replicas) - {each["pid"] for each in listed(replicas)}
+    os.kill(router, signal.SIGKILL)
+    with pytest.raises((httpx.TransportError, AssertionError)):
+        while True:
+            ask(replicas, 1)
+    wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
+    assert ask(replicas, 1) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells them")
+def test_the_supervisor_is_killed_and_all_end() -> None:
+    with running("--replicas", "1", "--threads", "1", "--kv-blocks", "512") as server:
+        left, port = children(server), int(server.url.rpartition(":")[2])
+        assert len(left) == 2
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + PATIENCE
+        while left := {pid for pid in left if Path(f"/proc/{pid}").exists()}:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 def test_a_server_joins_and_leaves(replicas: Server) -> None:

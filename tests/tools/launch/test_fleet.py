@@ -118,6 +118,7 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
         ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
         ({"gpus": "h100x4", "engine": "trtllm", "disaggregate": "1:1", "dp": 2}, "takes --disaggregate or --dp"),
         ({"gpus": "none", "engine": "sglang", "tp": 2}, "is not given --tp on a CPU"),
+        ({"gpus": "none", "extra": ("--distributed-executor-backend=ray",)}, "vLLM refuses Ray on a CPU"),
         ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import ceil
 from typing import Any, ClassVar
 
@@ -127,6 +128,9 @@ class Vllm(Launcher):
         if facts.format == "gguf":
             hint = "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY"
             raise UsageError(f"{facts.source} is a GGUF file, whose heads vLLM cannot draft with", hint)
+        if wanted.platform == "cpu" and _asks_for_ray(wanted):
+            hint = f"leave {RAY[0]} out: its workers on one machine are processes without Ray"
+            raise UsageError("vLLM refuses Ray on a CPU: its CPU platform has no device that Ray knows", hint)
         plan, arguments = Plan(), Arguments(self, version)
         self._place(wanted, arguments)
         if speculation := self._speculation(facts, wanted, version, plan.notes):
@@ -166,7 +170,7 @@ class Vllm(Launcher):
     @staticmethod
     def _by_ray(wanted: Wanted, arguments: Arguments, plan: Plan) -> bool:
         """Are nodes joined by Ray? In versions that cannot do it themselves, or if it is asked for after --."""
-        asked = any(pair == RAY for pair in zip(wanted.extra, wanted.extra[1:], strict=False))
+        asked = _asks_for_ray(wanted)
         if asked or not arguments.has("--nnodes"):
             if not asked:
                 arguments.add(*RAY)
@@ -261,3 +265,9 @@ def _cpu_cache(facts: Facts, wanted: Wanted) -> int:
 
 
 LAUNCHER = Vllm()
+
+
+def _asks_for_ray(wanted: Wanted) -> bool:
+    """After --, in one word or two."""
+    words = [part for word in wanted.extra for part in word.split("=", 1)]
+    return any(pair == RAY for pair in pairwise(words))
