@@ -316,6 +316,8 @@ def _preempted(results: list[CellResult], num_prompts: int) -> str:
         for result in results
         if result.cell["preemption"] and min(result.cell["batch"], result.cell["chunk"], num_prompts) > 1
     ]
+    if not able:
+        return "no cell in which sequences could preempt each other (two prompts or more, batches above 1)"
     hit = sum(result.preemptions > 0 for result in able)
     return f"{sum(result.preemptions for result in results)} preemptions, in {hit} of {len(able)} cells made for them"
 

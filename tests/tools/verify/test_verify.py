@@ -89,6 +89,11 @@ def test_a_second_model_drafts(folder: Path) -> None:
     assert report.ok and max(cell["acceptance_length"] for cell in report.data["cells"]) > 2
 
 
+def test_one_prompt_alone_is_in_nobodys_way(folder: Path) -> None:
+    report = verify.run(options(folder, prompts=PROMPTS[:1]))
+    assert report.ok and "no cell in which sequences could preempt each other" in report.lines[-3]
+
+
 def wrong_judge(draft: list[int], targets: list[int], *logprobs: Any) -> Verdict:
     """Believes the first drafted token, whatever the target says."""
     if draft and draft[0] != targets[0]:
