@@ -33,11 +33,14 @@ std::vector<Path> usable_paths() {
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
+#ifdef HEADSTART_AVX512BF16 // Cooper Lake alone has the first without the second
+    const bool has_bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+#endif
 #ifdef HEADSTART_AMX
     if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
 #endif
 #ifdef HEADSTART_AVX512BF16
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+    if (has_avx512 && has_bf16)
         found.push_back({"avx512bf16", &avx512bf16::kernels(), &avx512::kLoops});
 #endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});

@@ -143,6 +143,45 @@ template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint
         return Levels4{table, load(reinterpret_cast<const int32_t*>(p))};
 }
 
+#if HEADSTART_PAIRS
+// acc[r][b] += row r of x times block b of F8: pairs of a group times pairs of bfloat16, then the group's scale.
+template <int kRows>
+INLINE void multiply_e4m3(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
+                          f32 (&acc)[kRows][2]) {
+    const E4M3Pairs table = e4m3_pairs(kE4M3Halves.low, kE4M3Halves.high);
+    const int64_t panel_bytes = w.panel_bytes(), head = w.head_bytes(), num_panels = w.padded() / kPanel;
+    const int64_t units = w.group / kUnit<Kind::F8>; // of a group
+    const int64_t ahead = row == 0 ? 2 * num_panels * panel_bytes : 0;
+    const int8_t* in[kRows];
+    for (int r = 0; r < kRows; ++r)
+        in[r] = reinterpret_cast<const int8_t*>(x.halves + x.at(row + r) * w.padded());
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const uint8_t* const p[2] = {block[0] + panel * panel_bytes, block[1] + panel * panel_bytes};
+        for (int64_t line = 0; line < panel_bytes; line += 64)
+            for (int b = 0; b < 2; ++b) prefetch(p[b] + ahead + line);
+        for (int64_t group = 0, unit = 0; group < w.groups(); ++group) {
+            f32 sum[kRows][2];
+            for (auto& r : sum)
+                for (f32& lanes : r) lanes = splat(0.0f);
+            for (int64_t end = unit + units; unit < end; ++unit) {
+                i32 pairs[2][2]; // of each block
+                for (int b = 0; b < 2; ++b) widen_pairs(table, p[b] + head + unit * 64, pairs[b]);
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; ++i)
+                    for (int r = 0; r < kRows; ++r) {
+                        const i32 a = splat_bytes(in[r] + (panel * kPanel + unit * 4 + i * 2) * 2);
+                        for (int b = 0; b < 2; ++b) sum[r][b] = dot_pairs(sum[r][b], pairs[b][i], a);
+                    }
+            }
+            for (int b = 0; b < 2; ++b) {
+                const f32 scale = load_scale<Read::F32>(w, p[b], group, splat(1.0f));
+                for (int r = 0; r < kRows; ++r) acc[r][b] = fma(sum[r][b], scale, acc[r][b]);
+            }
+        }
+    }
+}
+#endif
+
 // acc[r][b] += row r of x times block kFirst + b: codes of a group times floats, then the group's scale.
 template <Kind kKind, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,

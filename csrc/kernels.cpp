@@ -122,6 +122,10 @@ void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, in
 template <Kind kKind, int kRows>
 void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
     from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
+#if HEADSTART_PAIRS
+        if constexpr (kKind == Kind::F8)
+            if (x.halves) return multiply_e4m3(w, block, x, row, sum);
+#endif
         multiply_coded<kKind, first.value>(w, block, x, row, sum);
     });
 }

@@ -19,6 +19,22 @@ alignas(64) constexpr float kFP4[16] = {
     0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f,
     -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f};
 
+// E4M3 without its sign as bfloat16, byte by byte: for each code the high and the low one. NaN is read as 480, as
+// everywhere here.
+struct E4M3Halves {
+    uint8_t low[128] = {}, high[128] = {};
+    constexpr E4M3Halves() {
+        for (int code = 0; code < 128; ++code) {
+            int exponent = code / 8, digits = code % 8; // of 2^(exponent - 7) * (1 + digits / 8)
+            if (exponent == 0 && digits > 0)            // subnormal: the highest digit becomes the 1
+                for (exponent = 1; digits < 8; --exponent) digits *= 2;
+            const int half = code == 0 ? 0 : (exponent + 120) * 128 + digits % 8 * 16;
+            low[code] = half % 256, high[code] = half / 256;
+        }
+    }
+};
+alignas(64) constexpr E4M3Halves kE4M3Halves;
+
 HEADSTART_INLINE const uint8_t* byte_levels(Levels levels) { return levels == Levels::IQ4 ? kIQ4 : kE2M1; }
 HEADSTART_INLINE const float* float_levels(Levels levels) { return levels == Levels::FP4 ? kFP4 : kNF4; }
 

@@ -176,7 +176,7 @@ void Program::want(int id, const Matrix& by) {
                 kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
-    if (by.kind == Kind::BF16 && kernels.halve && !buffer.halves) {
+    if ((by.kind == Kind::BF16 || by.kind == Kind::F8) && kernels.halve && !buffer.halves) {
         buffer.halves = true;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];

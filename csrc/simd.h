@@ -81,6 +81,23 @@ INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, 
 // Adds to each lane the products of its 2 bfloat16 of a with those of b. Subnormal numbers are zeros.
 INLINE f32 dot_pairs(f32 sum, i32 a, i32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 INLINE void store_bf16(uint16_t* p, f32 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+// Of 64 codes of E4M3, two columns beside each other in each lane, the pairs of columns 0 and 1, and of 2 and 3. Two
+// registers are a table of 128 bytes, which does not look at the sign.
+struct E4M3Pairs {
+    __m512i low[2], high[2], order[2];
+};
+INLINE E4M3Pairs e4m3_pairs(const uint8_t* low, const uint8_t* high) {
+    alignas(64) uint8_t order[128]; // a low byte, then the high one of the same code
+    for (int i = 0; i < 64; ++i) order[2 * i] = (uint8_t)i, order[2 * i + 1] = (uint8_t)(64 + i);
+    return {{_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)}, {_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)},
+            {_mm512_load_si512(order), _mm512_load_si512(order + 64)}};
+}
+INLINE void widen_pairs(const E4M3Pairs& by, const uint8_t* p, i32 (&pairs)[2]) {
+    const __m512i codes = _mm512_loadu_si512(p), low = _mm512_permutex2var_epi8(by.low[0], codes, by.low[1]);
+    const __m512i size = _mm512_permutex2var_epi8(by.high[0], codes, by.high[1]);
+    const __m512i high = _mm512_ternarylogic_epi64(size, codes, _mm512_set1_epi8(-128), 0xf8); // size | codes & sign
+    for (int i = 0; i < 2; ++i) pairs[i].v = _mm512_permutex2var_epi8(low, by.order[i], high);
+}
 #endif
 INLINE i32 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 // Sixteen bytes or floats to look up by the low 4 bits of each byte (which has no others), or of each lane.

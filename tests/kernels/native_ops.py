@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 PATHS = instruction_paths()
 PAIRED = ("amx", "avx512bf16")
-"""Paths on which bfloat16 meets bfloat16: rows are rounded, queries and weights over a cache that is not float32."""
+"""Paths on which bfloat16 (and FP8, which it holds) meets bfloat16: rows are rounded, queries and weights over a cache
+that is not float32."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
@@ -53,6 +54,10 @@ class Form:
     def quantized(self) -> bool:
         """Are rows taken in 8 bits?"""
         return self.kind in (3, 4, SIX_BITS)
+
+    def rounds_rows(self, path: str) -> bool:
+        """Are rows taken in bfloat16?"""
+        return self.kind in (2, FLOAT8) and path in PAIRED
 
     @property
     def has_min(self) -> bool:
@@ -188,7 +193,7 @@ def inputs_of(form: Form, path: str, x: Array) -> Array:
     """What a matrix of this form multiplies (float64)."""
     if form.quantized:
         return quantized_rows(x)[0]
-    return (rounded_rows(x) if form == FORMS["BF16"] and path in PAIRED else x).astype(np.float64)
+    return (rounded_rows(x) if form.rounds_rows(path) else x).astype(np.float64)
 
 
 def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:

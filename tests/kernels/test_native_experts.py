@@ -15,7 +15,6 @@ pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 from hypothesis import given, settings, strategies as st
 from native_ops import (
     FORMS,
-    PAIRED,
     PATHS,
     Array,
     Code,
@@ -119,7 +118,7 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
                 said = parts[i if reads else 0][f"{expert}"][row] if has else x[row]
                 expected[row] += said.astype(np.float64) * (1 if reads else weight)
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
-        rounded = reads and form == "BF16" and path in PAIRED  # before the factor, not behind it
+        rounded = reads and FORMS[form].rounds_rows(path)  # before the factor, not behind it
         tolerance = 2e-2 if rounded else 1e-4
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 

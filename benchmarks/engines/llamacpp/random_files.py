@@ -26,10 +26,16 @@ Kind = str
 Tensors = Iterator[tuple[str, tuple[int, ...], Kind]]
 TYPES = {
     "Q8_0": (32, 34, 127 / 3**0.5), "Q4_0": (32, 18, 4.61), "Q4_K": (256, 144, 258.3), "Q6_K": (256, 210, 1366.0),
-    "MXFP4": (32, 17, 2.97),
+    "MXFP4": (32, 17, 2.97), "Q4_1": (32, 20, 4.61), "Q5_0": (32, 22, 9.23), "Q5_1": (32, 24, 9.23),
+    "Q2_K": (256, 84, 13.91), "Q3_K": (256, 110, 43.33), "Q5_K": (256, 176, 524.1), "IQ4_NL": (32, 18, 67.13),
+    "IQ4_XS": (256, 136, 1254.0),
 }  # fmt: skip
 """Type -> weights and bytes of a block, and the standard deviation of its values where bytes are random and the block's
 own factor is 1."""
+FACTOR_AT = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}
+"""Where a block has its factor, if not at its beginning."""
+MEANS = {"Q4_1": (2, -7.5), "Q5_1": (2, -15.5), "Q2_K": (82, 1.5), "Q4_K": (2, 7.5), "Q5_K": (2, 15.5)}
+"""Where it has another one, and how many times the first that must be for a mean of 0."""
 MIXED = "Q4_K_M"
 EMBEDDING = "Q8_0"
 
@@ -197,12 +203,13 @@ def quantized(rng: np.random.Generator, shape: tuple[int, ...], kind: Kind) -> A
     factor = 1 / (deviation * shape[-1] ** 0.5)
     if kind == "MXFP4":  # a power of two, half of the factor of doubled values
         blocks[:, 0] = round(np.log2(factor)) + 127
-    elif kind == "Q6_K":
-        blocks[:, -2:] = np.array([factor], np.float16).view(np.uint8)
-    else:
-        blocks[:, :2] = np.array([factor], np.float16).view(np.uint8)
-    if kind == "Q4_K":  # what is taken off makes the mean 0
-        blocks[:, 2:4] = np.array([7.5 * factor], np.float16).view(np.uint8)
+        return blocks
+    factors = {FACTOR_AT.get(kind, 0): factor}
+    if kind in MEANS:
+        at, times = MEANS[kind]
+        factors[at] = times * factor
+    for at, value in factors.items():
+        blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
     return blocks
 
 

@@ -57,7 +57,7 @@ _STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 class NativeBackend:
     """Weights in the file's precision (or quantized), KV in bfloat16 or int8, activations float32 (on the paths
-    `amx` and `avx512bf16` rounded to bfloat16 where bfloat16 matrices or keys and values multiply them).
+    `amx` and `avx512bf16` rounded to bfloat16 where bfloat16 or FP8 matrices or keys and values multiply them).
 
     `path` is an instruction-set path of `paths()`, None the best one of this CPU. Bits are the same on one path.
     """
