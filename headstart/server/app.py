@@ -25,7 +25,7 @@ from headstart.server.apis import embeddings, messages, ollama, render, response
 from headstart.server.bridge import Bridge
 from headstart.server.docs_page import page
 from headstart.server.entries import KeepAlive, Offer, Served
-from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, Traced
+from headstart.server.guards import REQUEST_ID, ApiKeys, HeadAsGet, PlainPaths, Traced
 from headstart.server.handoff import Handoff
 from headstart.server.pages import Pages
 from headstart.server.prepare import Formats
@@ -162,6 +162,7 @@ def app_over(shelf: Shelf, config: ServerConfig) -> ASGIApp:
     app.add_route("/docs", lambda _: HTMLResponse(page(app.openapi())), include_in_schema=False)
     errors.install(app)
     guarded: ASGIApp = ApiKeys(app, shelf.accounts, config.member) if shelf.accounts else app
+    guarded = PlainPaths(guarded)
     guarded = HeadAsGet(Pages(guarded) if config.web else guarded)
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}

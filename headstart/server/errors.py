@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -82,8 +83,18 @@ def retry_headers(error: BusyError | LimitError) -> dict[str, str]:
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    body = document(str(error.detail), error.status_code, path=request.url.path)
+    body = document(_said(request, error), error.status_code, path=request.url.path)
     return JSONResponse(body, error.status_code, error.headers)
+
+
+def _said(request: Request, error: HTTPException) -> str:
+    """What is wrong; the framework itself says no more than the status."""
+    path = limits.shortened(request.url.path)
+    if error.detail == HTTPStatus.NOT_FOUND.phrase:
+        return f"there is nothing at {path} (hint: /docs lists what there is)"
+    if error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
+        return f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
+    return str(error.detail)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:

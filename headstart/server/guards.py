@@ -1,4 +1,5 @@
-"""What stands in front of every endpoint: request ids and the access log, HEAD, API keys, and the end of the server."""
+"""What stands in front of every endpoint: request ids and the access log, slashes of paths, HEAD, API keys, and the end
+of the server."""
 
 from __future__ import annotations
 
@@ -76,6 +77,18 @@ class HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
+
+
+class PlainPaths:
+    """//v1/models/ is /v1/models: base URLs are written with a slash at their end, or without."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": "/" + "/".join(filter(None, scope["path"].split("/")))}
         await self.app(scope, receive, send)
 
 

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from headstart.errors import BusyError, UsageError
@@ -35,6 +36,8 @@ CLOSE = {"Connection": "close"}
 OF_BROWSERS = ("origin", "sec-fetch-site", "referer")
 """At least one of these headers stands in whatever a web page sends to elsewhere."""
 _MARK = re.compile(rb'[",:\[{]')
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
+"""Pydantic's errors that speak of dictionaries and of our classes."""
 _STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
 """A part of a string; other threads run between two of them."""
 _COUNTED = (
@@ -202,6 +205,10 @@ def lane_of(incoming: Incoming) -> str:
 def _check_type(request: Request) -> None:
     """Other types than JSON are what a web page may send to any server without asking. Ollama's clients often name
     none, or curl's: there it is enough that no browser sends the request."""
+    if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise HTTPException(
+            415, f"the body is {limits.shortened(packed)}, which is not read here: send it plain", CLOSE
+        )
     if request.url.path.startswith("/api/") and not any(name in request.headers for name in OF_BROWSERS):
         return
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -219,24 +226,26 @@ def checked(document: Any, model: type[Model]) -> Model:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        # Unions complain once for every member: the deepest says most.
-        found = error.errors(include_url=False, include_input=False)
-        worst = max(found, key=lambda each: len(_place(each["loc"], document)))
-        place = limits.shortened(".".join(_place(worst["loc"], document)), 200)
-        said = worst["msg"].removeprefix("Value error, ")
+        # Unions complain once for every member: the deepest says most, and of those whose type it is.
+        found = [(_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
+        deepest, worst = max(found, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type")))
+        place = limits.shortened(".".join(deepest), 200)
+        said = (
+            "Input should be an object" if worst["type"] in _NO_OBJECT else worst["msg"].removeprefix("Value error, ")
+        )
         raise BodyError(f"{place or 'the body'}: {limits.shortened(said, 300)}", place or None) from None
 
 
-def _place(location: Seq[str | int], document: Any) -> list[str]:
+def _place(error: ErrorDetails, document: Any) -> list[str]:
     """A place in the document; pydantic names the members of unions, too."""
-    place = []
+    place, location = [], error["loc"]
     for number, part in enumerate(location, 1):
         inside = (isinstance(document, dict) and part in document) or (
             isinstance(document, list) and isinstance(part, int) and part < len(document)
         )
         if inside:
             document = document[part]
-        if inside or (number == len(location) and isinstance(document, dict)):  # the last one may be what is missing
+        if inside or (number == len(location) and error["type"] == "missing"):
             place.append(str(part))
     return place
 

@@ -13,7 +13,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 KINDS = {
@@ -54,8 +54,15 @@ class Pages:
         self._pages = {path: _Page(name, data, files) for path, name, data in found}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        page = self._pages.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "GET" else None
-        await (self.app if page is None else page.answer(Headers(scope=scope)))(scope, receive, send)
+        is_get = scope["type"] == "http" and scope["method"] == "GET"
+        path = scope["path"] if is_get else ""
+        page, other = self._pages.get(path), path.rstrip("/")
+        answer: ASGIApp = self.app
+        if page is not None:
+            answer = page.answer(Headers(scope=scope))
+        elif path.endswith("/") and other in PLACES:  # its links are relative
+            answer = RedirectResponse(f"../{other.lstrip('/')}")
+        await answer(scope, receive, send)
 
 
 class _Page:

@@ -17,7 +17,7 @@ class Protocol(HttpToolsProtocol):
 
     _num_header_bytes = 0
     _in_headers = True
-    _refusal = (400, "this is not HTTP/1")
+    _refusal = (400, "this is no valid HTTP/1.1: the request line, or a header, cannot be read")
     _patience: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -76,6 +76,9 @@ class Protocol(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Who asks for another protocol (curl --http2) is answered in this one, which is no fault."""
 
     def send_400_response(self, msg: str) -> None:
         """In OpenAI's shape; uvicorn calls it for whatever its parser does not take."""

@@ -18,6 +18,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     Tag,
+    model_validator,
 )
 
 from headstart.server import limits
@@ -38,9 +39,20 @@ Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
 
 
 class Body(BaseModel):
-    """Values of another type than the field's are refused, not converted."""
+    """Values of another type than the field's are refused, not converted. null is what was not said."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        fields = cls.model_fields.items()
+        defaults = {
+            field.alias or name for name, field in fields if not field.is_required() and field.default is not None
+        }
+        return {name: value for name, value in given.items() if value is not None or name not in defaults}
 
 
 class StreamOptions(Body):

@@ -50,7 +50,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
     (GENERATE, {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
     ("/api/show", {"model": "no-such"}, 404, "no-such"),
-    ("/api/pull", {"model": MODEL}, 404, "Not Found"),
+    ("/api/pull", {"model": MODEL}, 404, "nothing at /api/pull"),
 ]
 LONG: dict[str, dict[str, Any]] = {
     MESSAGES: MESSAGE | {"max_tokens": 400, "stream": True, "ignore_eos": True},

@@ -114,8 +114,9 @@ def test_unknown_fields_and_nulls_are_fine(server: Server) -> None:
 
 def test_paths_and_methods(server: Server) -> None:
     assert server.client.get("/v2/chat").status_code == 404
-    assert server.client.get(CHAT).status_code == 405
-    assert "error" in server.client.get("/nowhere").json()
+    assert f"{CHAT} takes POST, not GET" in server.client.get(CHAT).text
+    assert "nothing at /nowhere" in server.client.get("/nowhere").json()["error"]["message"]
+    assert server.client.get("/v1//models/").status_code == 200
     assert server.client.get("/health").json() == {"status": "ok"}
     assert server.client.get("/version").json()["version"]
 

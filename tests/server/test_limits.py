@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -213,6 +214,8 @@ def test_other_types_than_json(server: Inside) -> None:
     answer = server.client.post(TEXT, content=BODY, headers={"Content-Type": "text/plain"})
     assert answer.status_code == 415
     assert "Content-Type" in answer.json()["error"]["message"]
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert "gzip" in server.client.post(TEXT, content=gzip.compress(BODY), headers=packed).json()["error"]["message"]
     assert server.client.post(TEXT, content=BODY, headers={"Content-Type": "application/vnd.x+json"}).status_code == 200
 
 

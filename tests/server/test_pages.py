@@ -64,6 +64,7 @@ def test_the_rest_is_the_application_s(client: TestClient) -> None:
     paths = ("/v1/models", "/web/", "/web/../app.py", "/web/vendor/README.md", "/metrics")
     assert [client.get(path).status_code for path in paths] == [401] * len(paths)
     assert client.post("/", json={}).status_code == 401
+    assert client.get("/dashboard/").url.path == "/dashboard"
 
 
 def test_nothing_is_inline_or_from_elsewhere() -> None:

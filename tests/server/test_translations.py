@@ -93,6 +93,9 @@ def test_options_of_ollama() -> None:
     chat = ollama_body.chat_of(ollama_body.OllamaChatRequest.model_validate(body))
     assert (chat.seed, chat.max_tokens, chat.repetition_penalty, chat.stop) == (7, None, 1.1, ["x"])
     assert (chat.reasoning_effort, chat.chat_template_kwargs, chat.stream) == ("high", {"enable_thinking": True}, True)
+    endless = body | {"options": {"num_predict": 0}}  # as Ollama has it
+    assert ollama_body.chat_of(ollama_body.OllamaChatRequest.model_validate(endless)).max_tokens is None
+    assert ollama_body.ShowRequest.model_validate({"name": "m"}).model == "m"
     raw = ollama_body.GenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True, "system": "y"})
     with pytest.raises(BodyError, match="system"):
         ollama_body.prompt_of(raw)

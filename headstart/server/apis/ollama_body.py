@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AliasChoices, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from headstart.errors import UsageError
 from headstart.server import limits
@@ -110,9 +110,9 @@ class OllamaEmbeddingRequest(Named):
 
 
 class ShowRequest(Body):
-    """POST /api/show."""
+    """POST /api/show. Older clients say `name`."""
 
-    model: StrictStr
+    model: Annotated[StrictStr, Field(validation_alias=AliasChoices("model", "name"))]
     verbose: StrictBool | None = False
 
 
@@ -163,8 +163,8 @@ def _asked(body: Asking) -> Json:
 def _options(given: Mapping[str, Any]) -> Json:
     """What is not known here is looked at as members of chat completions are, and refused or told."""
     options = {RENAMED.get(name, name): value for name, value in given.items() if name not in SILENT}
-    for name in ("max_tokens", "seed"):  # below zero: no limit, any seed
-        if isinstance(options.get(name), int) and options[name] < 0:
+    for name, least in (("max_tokens", 1), ("seed", 0)):  # below: no limit, any seed
+        if type(value := options.get(name)) is int and value < least:
             del options[name]
     return options
 
