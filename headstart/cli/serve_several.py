@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,7 +89,8 @@ def _offers(
 
     named: list[tuple[str, str, EngineConfig]] = [(model, model, config) for model in models]
     named += [_of_table(name, table, config, settings) for name, table in settings.models.items()]
-    named += [(name, str(path), config) for name, path in (models_in(folder) if folder else {}).items()]
+    for name, path in (models_in(folder) if folder else {}).items():  # "./": a path, also when it is gone
+        named.append((name, os.path.join(os.curdir, path), config))
     if not named:
         raise UsageError(
             f"--models: there is no model in {folder}", "each is a folder with config.json, or a .gguf file"
