@@ -86,7 +86,10 @@ class BlockPool:
         self._index.setdefault(key, block.index)
 
     def forget(self) -> None:
-        """Nothing that was published before is found again."""
+        """Nothing that was published before is found again; free blocks of it are the first to be handed out."""
+        for index in self._index.values():
+            if index in self._free:
+                self._free.move_to_end(index, last=False)
         self._index.clear()
 
     def release(self, block: Block) -> None:

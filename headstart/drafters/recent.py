@@ -37,11 +37,11 @@ class _Chain:
         self._before[place % self._capacity] = min(place - self._latest[slot], self._capacity)
         self._latest[slot] = place
 
-    def places(self, end: int, owner: int, gram: tuple[int, ...]) -> list[int]:
-        """Where the gram may have been, among the places before `end` that the ring still holds."""
+    def places(self, oldest: int, owner: int, gram: tuple[int, ...]) -> list[int]:
+        """Where the gram may have been, among the places behind `oldest`."""
         found: list[int] = []
         place = self._latest[hash((owner, gram)) % self._capacity]
-        while place > max(end - self._capacity, 0) and len(found) < CANDIDATES:
+        while place > oldest and len(found) < CANDIDATES:
             found.append(place)
             place -= self._before[place % self._capacity]
         return found
@@ -52,6 +52,7 @@ class RecentTexts:
 
     def __init__(self, memory: int = MEMORY) -> None:
         self.capacity, self.end = max(memory // PER_TOKEN, LONGEST), 1
+        self._first = 0  # places before this one are forgotten
         self._tokens = np.zeros(0, np.int32).data  # the ring comes with the first text
         self._owners = np.zeros(0, np.int64).data
         self._chains: tuple[_Chain, ...] = ()
@@ -78,16 +79,21 @@ class RecentTexts:
         tail = list(tokens[-LONGEST:])
         best, longest = 0, SHORT - 1
         for chain in self._chains:
-            for place in chain.places(self.end, owner, tuple(tail[-chain.size :])):
+            for place in chain.places(self._oldest, owner, tuple(tail[-chain.size :])):
                 if (size := self._matched(place, owner, tail)) > longest:
                     best, longest = place, size
             if longest >= chain.size:
                 return self._following(best, limit), longest
         return [], 0
 
+    @property
+    def _oldest(self) -> int:
+        """The first place that the ring still holds."""
+        return max(self.end - self.capacity, self._first)
+
     def _matched(self, place: int, owner: int, tail: Seq[int]) -> int:
         """How many tokens before `place` are those at the end of `tail`."""
-        ring, capacity, oldest = self._tokens, self.capacity, self.end - self.capacity
+        ring, capacity, oldest = self._tokens, self.capacity, self._oldest
         size = 0
         if self._owners[place % capacity] != owner:
             return 0
@@ -107,5 +113,5 @@ class RecentTexts:
         return found
 
     def forget(self) -> None:
-        """All of it; the memory is given back."""
-        self.__init__(self.capacity * PER_TOKEN)  # type: ignore[misc]
+        """All of it. The ring stays: new memory would have to be cleared by the system first, page by page."""
+        self._first = self.end

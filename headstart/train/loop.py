@@ -40,6 +40,7 @@ class Recipe:
     floor: float = 0.02  # last learning rate, as a share of the highest
     clip: float = 1.0
     ema: float = 0.995
+    learned: float = 1.0  # share of what was learned in the head that is judged and written; the rest is the start
     weighting: Weighting = field(default_factory=Weighting)
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
@@ -94,6 +95,7 @@ class Trainer:
         self.spec, self.target, self.recipe = spec, target, recipe
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
         self.average = {name: tensor.clone() for name, tensor in masters.items()}
+        self._start = {name: tensor.clone() for name, tensor in masters.items()} if recipe.learned < 1 else {}
         self.optimizers = optimizers(self.masters, recipe)
         self.progress = TrainingProgress()
 
@@ -151,9 +153,16 @@ class Trainer:
         for name, weight in self.masters.items():
             self.average[name].lerp_(weight, 1 - decay)
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Of the head: the average, or a point on the way to it from the start."""
+        return {name: start.lerp(self.average[name], self.recipe.learned) for name, start in self._start.items()} or (
+            self.average
+        )
+
     def evaluate(self, examples: Sequence[Example], cache: States) -> dict[str, Acceptance]:
-        """Of the averaged weights, per kind and over "all"."""
-        modules = self._modules(self.average, self.recipe.rounded)
+        """Of the head as it would be written, per kind and over "all"."""
+        modules = self._modules(self.weights, self.recipe.rounded)
         return evaluate(modules, self.spec, self.target, examples, cache, self.recipe.weighting)
 
 

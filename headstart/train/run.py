@@ -65,6 +65,7 @@ class TrainOptions:
     resume: bool = True  # go on from a checkpoint beside `out`; False starts over
     device: Device = "cpu"
     measured: bool = True  # what it is worth on this machine
+    learned: float = 1.0  # see Recipe
 
     @property
     def work(self) -> Path:
@@ -258,6 +259,7 @@ class _Run:
             seed=options.seed,
             dtype=self.subject.trunk.dtype,
             rounded=self._rounded,
+            learned=options.learned,
         )
         trainer = self._trainer(recipe)
         with shown("training") as show:
@@ -330,7 +332,7 @@ class _Run:
             training=self._facts(trainer),
         )
         own = {"lm_head.weight": trainer.target.exact} if _training(self.options.kind).own_lm_head else {}
-        export_head(self.options.out, head, {**trainer.average, **own})
+        export_head(self.options.out, head, {**trainer.weights, **own})
         return False
 
     def _facts(self, trainer: Trainer) -> dict[str, Any]:

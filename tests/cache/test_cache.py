@@ -309,3 +309,13 @@ def test_blocks_that_nobody_can_find_are_taken_first() -> None:
     for block in (kept, twin, empty):
         pool.release(block)
     assert [pool.allocate().index for _ in range(4)] == [empty.index, twin.index, 3, kept.index]
+
+
+def test_forgotten_blocks_are_taken_before_those_never_written() -> None:
+    memory = KVMemory(NUM_BLOCKS, SIZE)
+    sequence = computed(memory, list(range(9)), 8)
+    written = set(sequence.block_table)
+    memory.release(sequence)
+    memory.pool.forget()
+    assert {memory.pool.allocate().index for _ in written} == written
+    memory.pool.check()

@@ -334,6 +334,19 @@ def test_short_runs_take_smaller_batches() -> None:
     assert sizes == [512, 1320, 2048, 1000]
 
 
+def test_a_share_of_what_was_learned_lies_between_the_start_and_the_end(tmp_path: Path) -> None:
+    subject, corpus = objects(tmp_path)
+    whole, part = new_trainer(subject, corpus, tokens=600), new_trainer(subject, corpus, tokens=600, learned=0.25)
+    start = {name: weight.clone() for name, weight in whole.average.items()}
+    for trainer in (whole, part):
+        for _ in range(2):
+            trainer.step(corpus.training[:4], corpus.cache)
+    assert any(not torch.equal(start[name], weight) for name, weight in whole.weights.items())
+    for name, weight in part.weights.items():
+        torch.testing.assert_close(weight, start[name].lerp(whole.average[name], 0.25))
+    assert part.evaluate(corpus.held_out, corpus.cache)["all"].tried
+
+
 @pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     subject, corpus = objects(tmp_path)

@@ -48,6 +48,9 @@ CONTEXT = MAX_TOKENS // 4
 """Tokens before each piece of a long text."""
 MOST_HELD_OUT, GENERAL_PROMPTS, GENERAL_SEED = 256, 24, 77
 GENERAL_ANSWER = 64
+LEARNED = 0.6
+"""How far the weights go from the head in use to the one that has learned: between them lies one that drafts your texts
+as well and others better (Wortsman 2022; docs/LOG.md)."""
 MORE_TOKENS = 1024
 """That a draft vocabulary may take up beside those that it has."""
 
@@ -227,6 +230,7 @@ class _Run:
             threads=self.options.threads,
             seed=self.options.seed,
             measured=False,
+            learned=LEARNED,
         )
         train(training)
 
