@@ -23,7 +23,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.files import write_whole
+from headstart.files import alone_in, write_whole
 from headstart.hub import DEFAULT_MODEL
 from headstart.train.generate import ANSWER_TOKENS, Ending, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
@@ -100,6 +100,11 @@ def run(options: DataOptions, progress: Progress = no_progress) -> Report:
     """Write data up to the bound. Raises UsageError for bad input, CapacityError when the disk is full; what has been
     written stays good."""
     check(options)
+    with alone_in(options.out):
+        return _written(options, progress)
+
+
+def _written(options: DataOptions, progress: Progress) -> Report:
     given = read_prompts(options.prompts)
     pieces = [piece for folder in options.text for piece in read_tree(folder)]
     progress(0, 1, "loading the model")
