@@ -102,12 +102,13 @@ def cost(args: argparse.Namespace) -> Body:
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
 
-    texts, rows = in_turns(args.questions, args.per_category), list[Body]()
+    # Each round asks what neither engine has seen: a warm prefix cache would be a fresh server's or ours alone.
+    texts, rows = cycle(in_turns(args.questions, args.per_category)), list[Body]()
     params = SamplingParams(max_tokens=args.max_tokens)
     for clients in args.concurrency:
         llm, count = LLM(None, EngineConfig(max_num_seqs=clients, shared_lookup=False)), max(2 * clients, args.requests)
         for turn in range(args.rounds):
-            chosen = list(islice(cycle(texts), turn * count, (turn + 1) * count))
+            chosen = list(islice(texts, count))
             for mode in ("off", "auto"):
                 row: Body = {"clients": clients, "mode": mode}
                 for way in ("http", "inside") if turn % 2 else ("inside", "http"):

@@ -30,7 +30,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinsBeforeYield = 4000;
 constexpr auto kSpinBeforeSleep = std::chrono::microseconds(300); // spans the host's work inside one step
-constexpr int64_t kLateAtLeast = 1000000;                         // nanoseconds: less is no lost core
 
 // Spins, then yields, until `done`; returns the nanoseconds after it began to yield.
 template <class Done> int64_t wait_until(Done&& done) {
@@ -103,6 +102,22 @@ void Barrier::wait(int group) {
     own.open(seen);
 }
 
+void Company::ran(int64_t nanoseconds, int64_t late) {
+    if (solo_ > 0) {
+        --solo_;
+        return;
+    }
+    lost_ += late - lost_ / kRunsRemembered;
+    spent_ += nanoseconds - spent_ / kRunsRemembered;
+    if (lost_ > spent_ / 2 * (2 * threads_ - 3)) { // one would have been faster
+        solo_ = next_solo_;
+        next_solo_ = std::min(2 * next_solo_, kMostSolo);
+        lost_ = 0, spent_ = kGrace, together_ = 0;
+    } else if (++together_ % kRunsRemembered == 0) {
+        next_solo_ = std::max(next_solo_ / 2, kFewestSolo);
+    }
+}
+
 ThreadPool::Turn::Turn(ThreadPool& pool) : pool_(pool) {
     {
         std::unique_lock lock(pool.turns_);
@@ -133,24 +148,11 @@ int ThreadPool::Turn::helped(int thread, int i) const {
     return i < own ? begin + (thread - begin + i) % own : (begin + i) % pool_.size_;
 }
 
-void ThreadPool::Turn::settle(int64_t nanoseconds) {
-    const int64_t late = pool_.barrier_.take_late();
-    int &solo = pool_.solo_, &next = pool_.next_solo_;
-    if (solo > 0) {
-        --solo;
-    } else if (late > kLateAtLeast && late > nanoseconds / 2 * (2 * pool_.size_ - 3)) { // one would have been faster
-        solo = next;
-        next = std::min(2 * next, kMostSolo);
-    } else {
-        next = std::max(next / 2, kFewestSolo);
-    }
-}
-
 int ThreadPool::own_node() { return node_of_thread; }
 
 ThreadPool::ThreadPool(int threads, std::vector<Group> groups)
     : size_(threads < 1 ? 1 : threads), groups_(checked(size_, std::move(groups))), num_nodes_(count_nodes(groups_)),
-      barrier_(groups_) {
+      barrier_(groups_), company_(size_) {
     for (size_t group = 0; group < groups_.size(); ++group)
         group_of_.insert(group_of_.end(), groups_[group].threads, (int)group);
     try {
@@ -226,6 +228,10 @@ void bind_pool(nanobind::module_& m) {
              },
              nanobind::arg("threads"), nanobind::arg("groups") = Given{})
         .def_prop_ro("size", &ThreadPool::size);
+    nanobind::class_<Company>(m, "Company")
+        .def(nanobind::init<int>(), nanobind::arg("threads"))
+        .def_prop_ro("alone", &Company::alone)
+        .def("ran", &Company::ran, nanobind::arg("nanoseconds"), nanobind::arg("late"));
 }
 
 } // namespace headstart

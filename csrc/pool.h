@@ -41,6 +41,26 @@ class Barrier {
     alignas(64) std::atomic<int64_t> late_{0};
 };
 
+// Whether a pool's threads work together or one of them alone. A thread that has lost its core to somebody else keeps all
+// others at a barrier: where most of the last runs together was waiting, one works alone for a while, then all try again,
+// ever more seldom as long as that goes on. A late run among many (a server's event loop, a client) is cheaper than being
+// alone behind it.
+class Company {
+  public:
+    explicit Company(int threads) : threads_(threads) {}
+    bool alone() const { return solo_ > 0; } // in the next run
+    void ran(int64_t nanoseconds, int64_t late); // one more run, and what all threads together waited in it
+
+  private:
+    static constexpr int kFewestSolo = 16, kMostSolo = 1024, kRunsRemembered = 16;
+    static constexpr int64_t kGrace = 50000000; // nanoseconds without a loss that a new trial begins with
+
+    const int threads_;
+    int solo_ = 0, next_solo_ = kFewestSolo; // runs left alone, and how many the next time
+    int together_ = 0;                       // runs since then
+    int64_t lost_ = 0, spent_ = kGrace;      // of the last runs together, nanoseconds waited, and all; older ones fade
+};
+
 class ThreadPool {
   public:
     class Turn;
@@ -60,8 +80,7 @@ class ThreadPool {
 
   private:
     using Raw = void (*)(void*, int);
-    static constexpr int kFewestSolo = 16, kMostSolo = 1024;
-    int active() const { return solo_ > 0 ? 1 : size_; }
+    int active() const { return company_.alone() ? 1 : size_; }
     void run_raw(Raw work, void* context);
     void serve(int thread);
     void end();
@@ -71,7 +90,7 @@ class ThreadPool {
     const int num_nodes_;
     std::vector<int> group_of_; // each thread
     Barrier barrier_;
-    int solo_ = 0, next_solo_ = kFewestSolo; // runs left without the others, and how many the next time
+    Company company_;
     Raw work_ = nullptr;
     void* context_ = nullptr;
     alignas(64) std::atomic<uint32_t> ticket_{0};
@@ -105,9 +124,8 @@ class ThreadPool::Turn {
     // The thread that `thread` helps as the i-th: itself, those of its group, then the others.
     int helped(int thread, int i) const;
 
-    // After a run() with barriers that took so long: where most of it was waiting for a thread that had lost its core to
-    // somebody else, the caller works alone for a while, then tries again, ever more seldom as long as that goes on.
-    void settle(int64_t nanoseconds);
+    // After a run() with barriers that took so long.
+    void settle(int64_t nanoseconds) { pool_.company_.ran(nanoseconds, pool_.barrier_.take_late()); }
 
     // Calls work(thread) once on each of active() threads, and returns when all have. `work` must not throw.
     template <class Work> void run(Work&& work) {

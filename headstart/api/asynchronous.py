@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Model | None = None,
+        model: str | os.PathLike[str] | Model | None = None,
         config: EngineConfig | None = None,
         progress: Progress = no_progress,
         **options: Any,

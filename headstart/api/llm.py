@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import os
 import secrets
 import threading
 import time
@@ -87,7 +88,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Model | None = None,
+        model: str | os.PathLike[str] | Model | None = None,
         config: EngineConfig | None = None,
         progress: Progress = no_progress,
         *,
@@ -96,7 +97,10 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         self.config = make_config(config, options)
-        self.model = model if isinstance(model, Model) else load_model(model, self.config, progress)
+        if not isinstance(model, str | os.PathLike | Model | None):
+            raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
         self.engine = make_engine(self.model, self.config, room)
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
@@ -137,9 +141,13 @@ class LLM:
         if self.closed:
             raise UsageError("this LLM is closed", "make another one")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("an LLM cannot be copied, pickled or sent to another process", "make one there")
+
     def change_head(self, path: str | None) -> None:
         """Draft with the head at `path` (None: the model's own) from the next step on; the texts stay the same. For
         whoever steps the engine. Raises UsageError or ModelError; the old one then goes on."""
+        self._check_open()
         config = replace(self.config, head=path)
         model = with_head(self.model, config)
         change_head(self.engine, model, config)
@@ -148,6 +156,7 @@ class LLM:
     @property
     def method(self) -> str:
         """The drafter's name, or none."""
+        self._check_open()
         return self.engine.drafting.drafter.method if self.engine.drafting.drafter else "none"
 
     @property
@@ -157,6 +166,7 @@ class LLM:
     @property
     def info(self) -> dict[str, Any]:
         """Names and sizes worth printing."""
+        self._check_open()
         head = self.model.head
         return {
             "model": self.model.name,
@@ -176,14 +186,16 @@ class LLM:
                 return self.tokenizer.encode(prompt, add_special=True)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
-            raise UsageError(f"a prompt is {prompt!r}", "give a text, token ids or messages: generate([prompt, ...])")
+            hint = "give a text, token ids or messages, in a list: generate([[1, 2, 3]]); or chat(messages)"
+            raise UsageError(f"a prompt is {prompt!r}", hint)
         parts = list(prompt)
         ids = [int(part) for part in parts if isinstance(part, int | np.integer)]
         if len(ids) == len(parts):
             return ids
         messages = [part for part in parts if isinstance(part, Mapping)]
         if len(messages) < len(parts):
-            raise UsageError("a prompt is neither token ids nor messages", "give only ids, or only role and content")
+            hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
+            raise UsageError("a prompt is neither token ids nor messages", hint)
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
         return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
@@ -207,6 +219,8 @@ class LLM:
         """A request as the engine takes it; an unset seed is drawn here. With a constraint the text ends where the
         constraint says: ignore_eos has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
         self._check_open()
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
         spec = as_grammar(constraint)
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
@@ -309,15 +323,16 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request. Raises as `generate`."""
         params = params or self.default_params
+        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
-        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         for _, delta in self._run([request], continues=raw):
             yield delta
 
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
         """The unit of every comparison with plain decoding: one prompt, by whether drafting was on. Which one is first
         alternates with `number`, so that what slows the machine down for a while hits both alike."""
+        self._check_open()
         completions = {}
         for drafting in (False, True) if number % 2 == 0 else (True, False):
             self.engine.drafting.forget()  # the other's answer

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.completion import completion_init
 
-from headstart.cli import settings, streams
+from headstart.cli import habits, settings, streams
 from headstart.cli.app import app
 from headstart.cli.completion import COMPLETION_VARIABLE
 from headstart.cli.render import print_error
@@ -106,8 +106,11 @@ def _interruptible() -> Iterator[None]:
 def _wrong_usage(error: typer.TyperException, arguments: list[str], places: dict[str, str]) -> int:
     """An option or argument that typer itself refused."""
     context: Any = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else " ".join(["headstart", *arguments[:1]])
-    print_error(settings.told(_refused_value(error) or error.format_message(), places), f"see {command} --help")
+    if context is None:
+        message, hint, command = error.format_message(), "", " ".join(["headstart", *arguments[:1]])
+    else:
+        (message, hint), command = habits.told(error, arguments), context.command_path
+    print_error(settings.told(_refused_value(error) or message, places), hint or f"see {command} --help")
     return WRONG
 
 

@@ -202,7 +202,7 @@ class SamplingOptions(OptionGroup):
 
     max_tokens: int = option("Longest output, in tokens.", default=DEFAULTS.max_tokens)
     min_tokens: int = option("Shortest output.", default=DEFAULTS.min_tokens)
-    temperature: float | None = _recommended("0 is greedy.", "--temperature", "-t", else_=DEFAULTS.temperature)
+    temperature: float | None = _recommended("0 is greedy.", else_=DEFAULTS.temperature)
     top_k: int | None = _recommended("Keep the k likeliest tokens; 0 is off.", else_=DEFAULTS.top_k)
     top_p: float | None = _recommended("Keep the likeliest tokens of this mass.", else_=DEFAULTS.top_p)
     min_p: float | None = _recommended("Drop tokens below this share of the best.", else_=DEFAULTS.min_p)
@@ -216,7 +216,7 @@ class SamplingOptions(OptionGroup):
     stop_token_ids: list[int] | None = option("Stop at this token; may be repeated.", "--stop-token-id")
     ignore_eos: bool = option("Go on past the model's end of text.", default=DEFAULTS.ignore_eos)
     logprobs: int | None = option("Report so many likeliest tokens per position.", default=DEFAULTS.logprobs)
-    n: int = option("Number of outputs.", "--n", "-n", default=DEFAULTS.n)
+    n: int = option("Number of outputs.", default=DEFAULTS.n)
 
     def params(self, seed: int | None, recommended: Mapping[str, Any] | None = None) -> SamplingParams:
         """Checked SamplingParams, with what the model recommends where nothing was said; raises UsageError for a value

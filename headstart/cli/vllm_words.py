@@ -81,7 +81,7 @@ class _Words:
             self._fold(flag, self._value(flag, value))
         elif flag.startswith(f"{SPECULATIVE}."):
             self.speculative[flag.partition(".")[2].replace("-", "_")] = _plain(self._value(flag, value))
-        elif name := _vllm_name(flag):
+        elif name := vllm_name(flag):
             self._theirs(flag, name, value)
         else:
             self.found.append(word)
@@ -100,6 +100,9 @@ class _Words:
 
     def _theirs(self, flag: str, name: str, value: str | None) -> None:
         """A flag of vLLM's: another spelling of an option here, or one that is none."""
+        if name == "--model":
+            self.found.append(self._value(flag, value))
+            return
         takes = _takes_value(name)
         if takes and value is None:
             value = self._value(flag, None)
@@ -130,7 +133,7 @@ def plain_size(text: str) -> str:
     return str(int(float(size[1]) * SIZES[size[2]])) if size else text
 
 
-def _vllm_name(flag: str) -> str:
+def vllm_name(flag: str) -> str:
     """The first name of a flag of vLLM's (with its --no-), or of one that it has had; empty for other words."""
     from headstart.tools.launch.definitions import definitions
     from headstart.tools.launch.launchers.vllm import REMOVED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -45,7 +47,7 @@ def text_of(each: LLM, completion: Completion) -> str:
 
 def test_from_a_directory(tmp_path) -> None:
     folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=2)
-    each = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40))
+    each = LLM(folder, EngineConfig(threads=1, kv_blocks=40))
     assert each.method == "mtp"
     assert each.load_s > 0
     assert each.info == {
@@ -467,6 +469,14 @@ def test_bad_arguments() -> None:
         next(each.stream("a", SamplingParams(n=2)))
     with pytest.raises(UsageError, match="depth is 17, but the drafter's limit is 16"):
         each.generate(["a"], depth=17)
+    for call in (each.generate, each.stream):
+        with pytest.raises(UsageError, match=r"params is dict.*SamplingParams\(max_tokens"):
+            next(iter(call("a", {"max_tokens": 3})))  # type: ignore[arg-type]
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(UsageError, match="an LLM cannot be copied, pickled"):
+            copied(each)
+    with pytest.raises(UsageError, match="model is 5"):
+        LLM(5)  # type: ignore[arg-type]
     assert_clean(each.engine)
 
 
@@ -508,8 +518,9 @@ def test_closing_gives_everything_back() -> None:
     del stream
     gc.collect()
     assert engine() is None
-    with pytest.raises(UsageError, match="this LLM is closed"):
-        each.generate("the")
+    for asked in (lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.change_head(None)):
+        with pytest.raises(UsageError, match="this LLM is closed"):
+            asked()
 
 
 def test_no_chat_template(tmp_path) -> None:

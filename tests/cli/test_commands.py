@@ -73,7 +73,7 @@ def test_generate_json_is_one_document_of_the_promised_shape(fake_llm: Any, caps
 
 
 def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture) -> None:
-    assert main(["generate", "-p", "Why?", "--json", "-n", "2", "--logprobs", "1"]) == 0
+    assert main(["generate", "-p", "Why?", "--json", "--n", "2", "--logprobs", "1"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [choice["index"] for choice in document["choices"]] == [0, 1]
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}

@@ -28,6 +28,8 @@ def problem_of(flag: str) -> str:
     assert KNOWN is not None
     name = KNOWN.aliases.get(flag, flag)
     words = rewritten([flag, *([SAMPLES[KNOWN.kinds[name]]] if KNOWN.kinds[name] in SAMPLES else [])], OWN)
+    if flag == "--model":
+        return "" if words == [SAMPLES["text"]] else "it is the argument"
     if words[:1] != [OTHER]:
         return "" if not words or words[0] in OWN else f"{words[0]} is no option"
     given, equals, value = words[1].partition("=")
@@ -51,6 +53,7 @@ def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
         (["--max-model-len", "32k"], ["--max-model-len", "32000"]),
         (["--max-model-len=32K"], ["--max-model-len", "32768"]),
         (["--max-model-len", "auto", "--kv-cache-dtype", "auto"], []),
+        (["--model", "m", "--port", "1"], ["m", "--port", "1"]),
         (["-tp", "1"], ["--tensor-parallel-size", "1"]),
         (["-sc", '{"method": "mtp"}'], ["--speculative-config", '{"method": "mtp"}']),
         (["--num-speculative-tokens", "4"], ["--speculative-config", '{"num_speculative_tokens": 4}']),

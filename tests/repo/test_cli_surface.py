@@ -15,9 +15,9 @@ from headstart.cli.main import main
 from headstart.cli.vllm_flags import FLAGS
 
 SAMPLING = {
-    "--max-tokens", "--min-tokens", "--temperature", "-t", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
+    "--max-tokens", "--min-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
     "--presence-penalty", "--frequency-penalty", "--logit-bias", "--stop", "--stop-token-id", "--ignore-eos",
-    "--logprobs", "--n", "-n",
+    "--logprobs", "--n",
 }  # fmt: skip
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--numa", "--drafter",
