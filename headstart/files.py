@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headstart import system
-from headstart.errors import CapacityError
+from headstart.errors import CapacityError, UsageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OLD = ".old"
@@ -87,6 +87,25 @@ def written_aside(out: Path, *, keep: bool = False) -> Iterator[Path]:
             for folder in made:
                 if folder.exists() and not any(folder.iterdir()):
                     folder.rmdir()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A folder, made if need be, that no other process works in so; one that stays empty goes again. Raises UsageError,
+    or OSError where it cannot be made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = system.open_folder(folder)
+    try:
+        if handle is not None and system.taken(handle):
+            raise UsageError(f"another process writes into {folder}", "wait until it has ended, or give another name")
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                folder.rmdir()
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def remove_leftovers(path: Path) -> None:

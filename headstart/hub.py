@@ -34,6 +34,8 @@ from headstart.files import write_whole
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
+_ELSEWHERE = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
+"""A repo id with the Hub's address before it, or a quantization behind it."""
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
 HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 """Files that heads of few tensors are published in."""
@@ -220,6 +222,8 @@ def _trunk_path(builtin: Builtin) -> Path:
 def _unknown(name: str) -> UsageError:
     close = difflib.get_close_matches(name, builtin_names(), n=1)
     known = f"built-in: {', '.join(builtin_names())}; else a path, a .gguf file or a repo id such as org/model"
+    if found := _ELSEWHERE.match(name):  # as llama.cpp, Ollama and browsers have it
+        close = [f"{found[1]}/FILE.gguf" if ":" in found[2] or name.endswith(".gguf") else found[1]]
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 

@@ -48,6 +48,21 @@ def lock(handle: int) -> bool:
     return False
 
 
+def taken(handle: int) -> bool:
+    """Has another process locked an open file? If not, it is ours from now on, where there are locks."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without them
+        return False
+    return False
+
+
 @contextmanager
 def alone(handle: int) -> Iterator[None]:
     """While no other process has an open file so; where there are no locks, with whoever else comes."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headstart import files
-from headstart.errors import CapacityError
+from headstart.errors import CapacityError, UsageError
+from headstart.files import alone_in
 
 WRITER = """
 import sys, time
@@ -97,3 +98,15 @@ def test_what_cannot_be_written_is_said() -> None:
         files.written_aside(Path("/proc/headstart/x")),
     ):
         pass
+
+
+def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    with alone_in(folder):
+        with pytest.raises(UsageError, match="another process writes into"), alone_in(folder):
+            pass
+        assert folder.exists()
+        (folder / "made").touch()
+    with alone_in(folder):
+        (folder / "made").unlink()
+    assert not folder.exists()

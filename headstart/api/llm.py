@@ -332,7 +332,6 @@ class LLM:
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
         """The unit of every comparison with plain decoding: one prompt, by whether drafting was on. Which one is first
         alternates with `number`, so that what slows the machine down for a while hits both alike."""
-        self._check_open()
         completions = {}
         for drafting in (False, True) if number % 2 == 0 else (True, False):
             self.engine.drafting.forget()  # the other's answer

@@ -98,11 +98,27 @@ class ServeOptions(OptionGroup):
             raise UsageError(f"--price-per-hour is {self.price_per_hour}, but must be at least 0")
         if self.log_format not in ("text", "json"):
             raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
-        for flag, path in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
-            if path is not None and not path.is_file():
-                raise UsageError(f"{flag}: {path} is not a file")
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
+
+
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    """Before a model is loaded. Raises UsageError. A key with a password is asked for later, once."""
+    if (certificate is None) != (key is None):
+        raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
+    if certificate is None or key is None:
+        return
+    for flag, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
+        if not path.is_file():
+            raise UsageError(f"{flag}: {path} is not a file", "is the path right?")
+    import ssl
+
+    try:
+        if b"ENCRYPTED" not in key.read_bytes():
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # SSLError is one
+        reason = getattr(error, "reason", "") or (error.strerror or "").partition(" (_ssl")[0]
+        hint = "both are PEM files: a certificate, and the key that belongs to it"
+        raise UsageError(f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {reason}", hint) from None
 
 
 def check_role(serving: ServeOptions, config: EngineConfig) -> ServeOptions:

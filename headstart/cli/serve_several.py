@@ -88,7 +88,9 @@ def _offers(
 
     named: list[tuple[str, str, EngineConfig]] = [(model, model, config) for model in models]
     named += [_of_table(name, table, config, settings) for name, table in settings.models.items()]
-    named += [(name, str(path), config) for name, path in (models_in(folder) if folder else {}).items()]
+    for name, path in (models_in(folder) if folder else {}).items():
+        place = str(path) if path.is_absolute() else f"./{path}"  # a path, no repo id, also when it is gone
+        named.append((name, place, config))
     if not named:
         raise UsageError(
             f"--models: there is no model in {folder}", "each is a folder with config.json, or a .gguf file"

@@ -236,7 +236,7 @@ def read_file(path: Path) -> list[Account]:
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UsageError(f"--api-key-file: cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"--api-key-file: cannot read {path}: {error.strerror}", "is the path right?") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--api-key-file: {path} is no TOML: {error}") from None
     if not tables:

@@ -112,10 +112,17 @@ def models_in(folder: Path) -> dict[str, Path]:
     """Model directories and .gguf files of a folder, by name; heads and further parts of files are none."""
     found = {}
     for path in sorted(folder.iterdir()):
-        whole = _LATER_PART.search(path.name) is None and not (path.is_dir() and is_head(path))
+        whole = _LATER_PART.search(path.name) is None and not _is_surely_head(path)
         if whole and is_checkpoint(path):
             found[_OF_PARTS.sub("", path.stem) if path.is_file() else path.name] = path
     return found
+
+
+def _is_surely_head(path: Path) -> bool:
+    """What is damaged counts as a model: who asks for it hears why it cannot be read, and the others are served."""
+    with suppress(HeadstartError, OSError):
+        return path.is_dir() and is_head(path)
+    return False
 
 
 def headers_of(entry: Entry) -> Checkpoint | None:

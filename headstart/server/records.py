@@ -103,7 +103,8 @@ def read_manifest(folder: Path) -> RecordedModel:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "is it yours?") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is damaged: {error}", "move the folder away and record anew") from None
+        hint += "; one that is damaged: move it away and record anew"
+        raise UsageError(f"{path} is damaged, or no manifest of records: {error}", hint) from None
 
 
 _TYPES: dict[str, Any] = {"name": str, "vocab_size": int, "hidden_size": int, "num_layers": int, "fingerprint": str}

@@ -27,7 +27,7 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
                     continue  # a machine without IPv6 has a name for it nevertheless
                 raise UsageError(
-                    f"cannot listen on {host}:{port}: {error.strerror}", "is the port taken? --port"
+                    f"cannot listen on {host}:{port}: {error.strerror}", "is the port taken? --port 0 takes a free one"
                 ) from error
             port = sockets[0].getsockname()[1]
         if not sockets:

@@ -23,7 +23,8 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.files import write_whole
+from headstart.files import alone_in, write_whole
+from headstart.hub import DEFAULT_MODEL
 from headstart.train.generate import ANSWER_TOKENS, Ending, Prompt, answer, read_prompts
 from headstart.train.own_prompts import Language, fingerprint, write_prompts
 from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
@@ -82,12 +83,28 @@ def check(options: DataOptions) -> None:
         raise UsageError(f"--out: {options.out} is a file", "give a folder")
     if options.out.is_dir() and (entries := {each.name for each in options.out.iterdir()}) and not entries & OWN_FILES:
         raise UsageError(f"--out: {options.out.resolve()} holds other files", "give a folder of its own, or a new name")
+    before, asked = _writer(options.out / "manifest.json"), options.model or DEFAULT_MODEL
+    if before and Path(before).name != Path(asked).name:  # wherever they lie
+        raise UsageError(f"--out: {options.out} holds text of {before}, not of {asked}", "give another folder")
+
+
+def _writer(manifest: Path) -> str:
+    """The model that has written the text so far; empty where that is not known."""
+    try:
+        return str(json.loads(manifest.read_text("utf-8"))["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def run(options: DataOptions, progress: Progress = no_progress) -> Report:
     """Write data up to the bound. Raises UsageError for bad input, CapacityError when the disk is full; what has been
     written stays good."""
     check(options)
+    with alone_in(options.out):
+        return _written(options, progress)
+
+
+def _written(options: DataOptions, progress: Progress) -> Report:
     given = read_prompts(options.prompts)
     pieces = [piece for folder in options.text for piece in read_tree(folder)]
     progress(0, 1, "loading the model")

@@ -23,6 +23,7 @@ from torch import Tensor
 from headstart.config import MAX_DEPTH, Device
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.files import alone_in
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint, Training, head_kind, trained_kinds
 from headstart.layers.fingerprint import trunk_fingerprint
@@ -130,12 +131,11 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _told_where_disks_are_full(options):
+    with _told_where_disks_are_full(options), alone_in(options.work):
         started = time.monotonic()
         subject = load_subject(
             options.model, options.threads, options.device, options.kind, options.steps, options.modules
         )
-        options.work.mkdir(parents=True, exist_ok=True)
         answers = options.work / "answers"
         if options.prompts:
             write_answers(subject, options.prompts, answers, options.seed)

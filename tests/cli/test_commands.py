@@ -239,3 +239,10 @@ def test_doctor(capsys: Capture) -> None:
     assert document["threads"]["usable"] >= 1
     assert main(["doctor"]) == 0
     assert "backend    " in capsys.readouterr().out
+
+
+def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.touch()
+    assert main(["serve", "no-model", "--ssl-certfile", str(empty), "--ssl-keyfile", str(empty)]) == 2
+    assert f"--ssl-keyfile {empty}: " in error_lines(capsys)[0]

@@ -215,6 +215,21 @@ def test_stop_and_retry(page: Any, served: Server) -> None:
     assert numbers(page)["tokens"] == 8
 
 
+def test_a_question_outlives_a_reload(page: Any) -> None:
+    page.get_by_label("Max tokens").fill("2000")
+    box = page.get_by_label("Message", exact=True)
+    box.fill(LONG)
+    box.press("Enter")
+    page.locator("span.t").nth(5).wait_for()
+    page.reload()
+    page.get_by_role("button", name=LONG, exact=True).click()
+    page.get_by_text("was left before").wait_for()
+    page.get_by_label("Max tokens").fill("8")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("cut at max tokens").wait_for()
+    assert page.locator(".message.user").inner_text() == LONG
+
+
 def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
     page.locator("textarea:focus").wait_for()
     page.keyboard.type("Name a fruit.")

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from process import PROGRAM, Server, refused, running
 
 from headstart import hub
+from headstart.cli.app import app
+from headstart.cli.serve_several import _offers as offers_of
+from headstart.cli.settings import Settings
+from headstart.config import EngineConfig
+from headstart.errors import UsageError
 from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # server processes
@@ -71,6 +77,16 @@ def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Ser
         alone = {DEFAULT: server, "small": small, "mine": own, None: server}
         assert together == {(model, number): answer(alone[model], None, number) for model, number in asked}
     assert len(set(together.values())) == 9
+
+
+def test_a_model_that_has_gone_is_not_asked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny("llama", tmp_path / "models" / "one")
+    settings = Settings(typer.main.get_command(app), {})
+    (offer,) = offers_of((), Path("models"), settings, EngineConfig(), lambda path, config: config)
+    shutil.rmtree("models")
+    with pytest.raises(UsageError, match="models/one does not exist"):
+        hub.resolve(offer.path)
 
 
 def test_lists_tell_what_there_is_and_what_is_in_memory(several: Server) -> None:

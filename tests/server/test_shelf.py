@@ -210,4 +210,6 @@ def test_models_of_a_folder(folder: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"GGUF")
     (tmp_path / "notes.txt").write_text("a note")
     (tmp_path / "empty").mkdir()
-    assert list(models_in(tmp_path)) == ["a", "x", "y"]
+    shutil.copytree(folder / "a", tmp_path / "damaged")
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    assert list(models_in(tmp_path)) == ["a", "damaged", "x", "y"]

@@ -136,6 +136,12 @@ def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeyp
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["letter.txt"]
 
 
+def test_text_of_another_model_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"model": "models/other"}')
+    with pytest.raises(UsageError, match="holds text of models/other, not of my-model"):
+        run(DataOptions(out=tmp_path, tokens=10, model="my-model"))
+
+
 def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no"):
         run(DataOptions(out=tmp_path / "out", tokens=10, text=(tmp_path / "nowhere",)))

@@ -16,6 +16,7 @@ const STARTERS = [
   "Write a Python function that checks whether a word is a palindrome.",
   "Make a table of the planets with their order from the sun.",
 ];
+const LEFT = "This page was left before the answer had come.";
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
 function App() {
@@ -93,6 +94,9 @@ function App() {
     setTalk(next);
     const abort = new AbortController();
     setRunning({ place, abort });
+    const left = Object.entries(answers).map(([name, answer]) => [name, { ...answer, error: LEFT }]);
+    const sofar = { ...next, messages: [...messages, { ...next.messages[place], ...Object.fromEntries(left) }] };
+    kept.save(sofar, Math.max(0, from)).then(setIndex, () => {}); // what was asked outlives a reload
     const draw = drawer(next, place);
     for (const answer of Object.values(answers)) {
       const body = { messages: asked, ...fields(settings, answer.drafting), seed };

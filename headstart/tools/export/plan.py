@@ -208,4 +208,4 @@ def check_room(out: Path, nbytes: int) -> None:
     """Raises CapacityError when the file system has less free."""
     total, _, free = shutil.disk_usage(_existing(out))
     if total and free < nbytes:
-        raise CapacityError(f"{out} needs {nbytes / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free", "make room")
+        raise CapacityError(f"{out} needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free", "make room")

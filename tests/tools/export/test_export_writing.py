@@ -71,7 +71,7 @@ def test_a_target_that_cannot_be_written(command: str, model: Path, capsys: pyte
 
 
 def test_too_little_room_is_said_before(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="GB are free"):
+    with pytest.raises(Exception, match="MB are free"):
         check_room(tmp_path / "out", 1 << 60)
 
 
