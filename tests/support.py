@@ -118,9 +118,11 @@ def head_of(
     weights = Weights(as_tensors(arrays), backend or model.backend, "made head")
     ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
     rows = model.config.vocab_size if ids is None else len(ids)
-    lm_head = Linear(weights.get("lm_head.weight", rows, hidden)) if weights.has("lm_head.weight") else None
+    has_one = weights.has("lm_head.weight")
+    lm_head = Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None
+    raw = weights.raw("lm_head.weight", (rows, hidden)) if has_one else None
     spec = kind.fit(spec, model.config)
-    return Head(spec, kind.modules(weights, spec, hidden), "made", ids, lm_head)
+    return Head(spec, kind.modules(weights, spec, hidden), "made", ids, lm_head, lm_rows=raw)
 
 
 def make_head(

@@ -12,7 +12,7 @@ import typer
 
 from headstart.cli.options import OptionGroup, OutputOptions, option
 from headstart.cli.render import finish
-from headstart.config import EngineConfig
+from headstart.config import AUTO, EngineConfig
 from headstart.core import Report
 from headstart.errors import UsageError
 
@@ -76,4 +76,6 @@ def with_adapted(model: str | None, config: EngineConfig) -> EngineConfig:
         return config
     path, adapted = found
     print(f"headstart: adapted head: {adapted}", file=sys.stderr)
-    return replace(config, head=str(path))
+    # it has a draft vocabulary of its own: what the head before it needed would be refused
+    vocabulary = AUTO if isinstance(config.draft_vocab, int) else config.draft_vocab
+    return replace(config, head=str(path), draft_vocab=vocabulary)

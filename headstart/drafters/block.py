@@ -84,12 +84,14 @@ class BlockDrafter(Drafter):
         assert head.spec.block
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec.block, head.draft_token_ids
+        if ids is None:
+            ids = target.vocabulary.token_ids
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         self._module: BlockModule = head.modules[0]
         embedding = target.model.embedding if head.embedding is None else head.embedding
         hidden_size, num_logits = target.config.hidden_size, target.config.vocab_size if ids is None else len(ids)
-        width, lm_head = tap_width(head.spec.tap, hidden_size), head.lm_head or lm_head_of(target, ids)
+        width, lm_head = tap_width(head.spec.tap, hidden_size), lm_head_of(target, head, ids)
         self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
         between = [(MARKOV, -1)] if self._module.markov else []
         self._steps = Steps(self._network, BLOCK, between, self._token_ids, rows_given=True)

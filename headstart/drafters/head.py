@@ -40,7 +40,7 @@ class HeadDrafter(Drafter):
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         embedding = target.model.embedding if head.embedding is None else head.embedding
-        lm_heads = head.lm_heads or (sketch or head.lm_head or lm_head_of(target, ids),)
+        lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_heads))
         self._keeps = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
@@ -139,13 +139,18 @@ class HeadDrafter(Drafter):
             each.take(sampled, row)
 
 
-def lm_head_of(target: Target, token_ids: NDArray[np.int64] | None) -> Linear:
-    """The trunk's LM head, or only its rows of the draft vocabulary (ascending target ids)."""
+def lm_head_of(target: Target, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
+    """The head's own LM head, or the trunk's; of a full one only the rows of the draft vocabulary (ascending target
+    ids)."""
     weights, config = target.weights, target.config
+    if head.lm_head is not None and (token_ids is None or head.draft_token_ids is not None):
+        return head.lm_head
     if token_ids is None:
         return target.model.lm_head
-    rows = weights.raw(lm_head_name(weights, config), (config.vocab_size, config.hidden_size)).take_rows(token_ids)
-    return Linear(target.backend.weight(rows, drafts=True))
+    rows = head.lm_rows
+    if rows is None:
+        rows = weights.raw(lm_head_name(weights, config), (config.vocab_size, config.hidden_size))
+    return Linear(target.backend.weight(rows.take_rows(token_ids), drafts=True))
 
 
 DRAFTER = HeadDrafter

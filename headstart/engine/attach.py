@@ -92,6 +92,7 @@ def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
         lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None,
         embedding=weights.get("embed_tokens.weight", vocab, hidden) if weights.has("embed_tokens.weight") else None,
         lm_heads=lm_heads,
+        lm_rows=weights.raw("lm_head.weight", (rows, hidden)) if has_one and rows == vocab else None,
     )
 
 

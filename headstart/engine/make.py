@@ -79,15 +79,17 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     drafter_type = drafter_of(model, config)[0]
     if model.head is None or drafter_type is None or not drafting.has_head:
         raise UsageError("no head drafts here", "start the server without --no-mtp or another --drafter")
+    # a head with tokens of its own, as `adapt` makes them, has no use for --draft-vocab N
+    vocabulary = DraftVocabulary() if model.head.draft_token_ids is not None else listed(model, config.draft_vocab)
     with runner.replacing():
-        new = drafter_type.attach(_target(model, config, runner, DraftVocabulary()))
+        new = drafter_type.attach(_target(model, config, runner, vocabulary))
         for name in ("method", "tap", "max_depth"):
             if (theirs := getattr(new, name)) != (ours := getattr(drafting.drafter, name)):
                 raise ModelError(f"its {name} is {theirs}, that of the head in use is {ours}", "start the server again")
     engine.change_drafter(new)
     if engine.memory.spill:
         engine.memory.spill.change(named_parts(runner, model, config))
-    drafting.num_vocab = num_exact(model, DraftVocabulary())
+    drafting.num_vocab = num_exact(model, vocabulary)
 
 
 def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: DraftVocabulary) -> Target:

@@ -29,7 +29,8 @@ from headstart.engine.sample_text import TEXT
 from headstart.errors import UsageError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.rows import Deferred
-from headstart.heads.base import STATES, HeadNetwork
+from headstart.heads.base import STATES, Head, HeadNetwork
+from headstart.heads.kind import head_kind
 from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
 from headstart.layers.linear import Linear
 from headstart.layers.network import Opened
@@ -45,6 +46,8 @@ HELD_OUT = 4
 """The last quarter of the text is what the sketch is judged by."""
 SAMPLED_ROWS, ROWS_AT_ONCE = 4096, 4096
 NAME, FEWEST_STATES = "vocabulary", 16
+LISTS = ("head", "block")
+"""Drafters that take a list of tokens."""
 JUDGED_AT_ONCE, TIMED = 16, 7
 BATCH = 16
 """So many sequences at a time, if so many may run, must not draft more slowly than by the full LM head."""
@@ -64,17 +67,29 @@ class Found:
 
 def listed(model: Model, wanted: int | str) -> DraftVocabulary:
     """The `wanted` tokens that are likely the most frequent, if it is a number: tokenizers number tokens in the order
-    of their merges, most frequent first; and those that end a text. Raises UsageError for a head that has its own."""
+    of their merges, most frequent first; and those that end a text. Raises UsageError for a head that has its own, or
+    cannot draft a part of its tokens."""
     if not isinstance(wanted, int) or model.head is None:
         return DraftVocabulary()
-    own, vocab = model.head.draft_token_ids, model.config.vocab_size
-    if own is not None or model.head.lm_head is not None or model.head.lm_heads:
-        has = "an LM head" if own is None else f"a draft vocabulary of {len(own)} tokens"
-        raise UsageError(f"--draft-vocab is {wanted}, but the head has {has} of its own", "leave --draft-vocab out")
+    vocab = model.config.vocab_size
+    if why := _why_all(model.head):
+        raise UsageError(f"--draft-vocab is {wanted}, but {why}", "leave --draft-vocab out")
     if wanted > vocab:
         raise UsageError(f"--draft-vocab is {wanted}, but the model has {vocab} tokens", "full drafts all of them")
     ends = sorted(token for token in model.tokenizer.eos_ids if wanted <= token < vocab)[:wanted]
     return DraftVocabulary(np.array([*range(wanted - len(ends)), *ends], np.int64))
+
+
+def _why_all(head: Head) -> str:
+    """Why it drafts the tokens that it drafts, and no others; nothing where it could."""
+    kind = head_kind(head.spec.kind)
+    if kind.drafter not in LISTS:
+        return f"a {kind.title} drafts all tokens that it has"
+    if head.draft_token_ids is not None:
+        return f"the head has a draft vocabulary of {len(head.draft_token_ids)} tokens of its own"
+    if head.lm_heads:
+        return "each module of the head has an LM head of its own"
+    return "its Markov head is one of all tokens" if head.spec.block and head.spec.block.markov_rank else ""
 
 
 def can_sketch(model: Model, wanted: int | str) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
 from headstart.layers.linear import Linear
@@ -193,7 +193,8 @@ class Module(Protocol):
 class Head:
     """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), where they came from,
     its draft vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's.
-    `lm_heads`: one of each module, where they have their own."""
+    `lm_heads`: one of each module, where they have their own. `lm_rows`: its LM head as its file has it, of which some
+    rows may be wanted."""
 
     spec: HeadSpec
     modules: Sequence[Any]
@@ -202,6 +203,7 @@ class Head:
     lm_head: Linear | None = None
     embedding: Weight | None = None
     lm_heads: Sequence[LMHead] = ()
+    lm_rows: RawTensor | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,15 @@
 
 g = fc [a_1 ; a_2 ; a_3]; one block reads [norm_e(e(t_{p+1})) ; norm_h(g)] in its attention, g as its residual stream;
 logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in place of g. vLLM 0.32,
-`model_executor/models/llama_eagle3.py`. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head.
+`model_executor/models/llama_eagle3.py`. EAGLE-3.1 norms what fc reads, as a whole or each stream by itself; its next
+step reads what the LM head reads. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head; `input_norm.weight`
+or `tap_norms.weight` [taps x H] of EAGLE-3.1.
 
 Its directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names too):
 `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
-d2t[draft id]; `t2d`: a mask over the target's ids. config.json is that of a Llama model with one layer.
+d2t[draft id]; `t2d`: a mask over the target's ids; with `norm_before_fc` an `input_norm`, with `fc_norm` one each,
+`fc_norm.0` and so on. config.json is that of a Llama model with one layer. Any other tensor would change what the head
+says, so it is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError, UsageError
-from headstart.formats.base import Tensor
+from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.drafters import classify
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import (
@@ -37,7 +41,8 @@ from headstart.heads.kind import (
     plain_parts,
 )
 from headstart.heads.layouts.llama_block import plain_block
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
+from headstart.heads.layouts.names import MAPS, NOT_DRAFTING
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
@@ -50,16 +55,25 @@ OURS = "headstart"
 FEWEST_LAYERS = 7
 OTHER_STREAMS = 0.02
 """Weight of the lower streams in a new head: not zero, so that they get gradients of their own."""
+WHOLE, EACH = "input_norm.weight", "tap_norms.weight"
+"""Norms of EAGLE-3.1: of all streams together, of each by itself."""
+STREAM = re.compile(r"fc_norm\.\d+\.weight")
+"""Of one of them, as files have it."""
+COPIES = ("lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
 class Eagle3Module:
-    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns."""
+    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns. `whole`, `each`: norms of what
+    `fuse` reads, of `num_taps` streams."""
 
     fuse: Linear
     hidden_norm: RMSNorm
     block: DecoderLayer
     norm: RMSNorm
+    whole: Weight | None
+    each: Weight | None
+    num_taps: int
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -69,7 +83,7 @@ class Eagle3Module:
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """As heads.base.Module; stored states [R, taps x H] are fused, recycled vectors read as they are."""
-        g = step.hidden if recycled else self.fuse(ops, step.hidden)
+        g = step.hidden if recycled else self.fuse(ops, self._normed(ops, step.hidden))
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
         attended = self.block.mixer(ops, x, step.positions, pool)
@@ -77,16 +91,26 @@ class Eagle3Module:
         y, stream = self.norm.add(ops, self.block.mlp(ops, x), residual)
         return y, y if spec.recycle == "post_norm" else stream
 
+    def _normed(self, ops: Ops, streams: Buffer) -> Buffer:
+        if self.whole is not None:
+            streams = ops.rms_norm(streams, self.whole, self.norm.eps)
+        return streams if self.each is None else ops.rms_norm(streams, self.each, self.norm.eps, self.num_taps)
+
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
     assert spec.layer is not None
-    eps = spec.layer.eps
+    eps, num_taps = spec.layer.eps, len(tapped_layers(spec.tap))
+    width = num_taps * hidden
+    whole, each = (weights.get(name, width) if weights.has(name) else None for name in (WHOLE, EACH))
     return [
         Eagle3Module(
-            fuse=weights.linear("fuse", hidden, len(tapped_layers(spec.tap)) * hidden),
+            fuse=weights.linear("fuse", hidden, width),
             hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
             block=spec.layer.build(weights, "block", hidden, reads=2 * hidden),
             norm=weights.norm("norm", hidden, eps),
+            whole=whole,
+            each=each,
+            num_taps=num_taps,
         )
     ]
 
@@ -130,7 +154,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         raise ModelError(
             f"{path} is a P-EAGLE head: it drafts tokens side by side, which is not run here", "EAGLE-3 is"
         )
-    named = {new: tensors[name] for name in tensors if (new := canonical(name))}
+    named = _normed({new: tensors[name] for name in tensors if (new := canonical(name))}, document, path)
     layer, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
     if "fuse.weight" not in named:
         raise ModelError(f"{path} holds no fc.weight", "is this an EAGLE-3 head?")
@@ -141,11 +165,14 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         recycle="post_norm" if document.get("norm_output") else "pre_norm",
         norm_before_residual=bool(document.get("norm_before_residual", False)),
     )
+    if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {WHOLE, EACH, *COPIES}):
+        what = f"{path}: {theirs(unknown[0])} is not known of an EAGLE-3 head"
+        raise ModelError(what, "it changes what the head says: such a variant is not run here")
     return HeadCheckpoint(
         spec=spec,
         hidden_size=hidden,
         vocab_size=vocab_size,
-        draft_token_ids=_draft_ids(tensors.get("d2t"), vocab_size, path),
+        draft_token_ids=_draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path),
         tensors=named,
         trunk=str(ours.get("trunk", "")),
         trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
@@ -159,12 +186,34 @@ def _taps(document: Document) -> list[int]:
     return [int(each) for each in ids]
 
 
+def _normed(named: Mapping[str, Tensor], document: Document, path: Path) -> dict[str, Tensor]:
+    """With the norms of EAGLE-3.1 under our names. As in vLLM 0.32, a norm of all streams counts where config.json says
+    so only. Raises ModelError where it says so of one that is not there."""
+    eagle = document.get("eagle_config") or {}
+    parts = [named[name] for name in sorted((n for n in named if STREAM.fullmatch(n)), key=_number)]
+    found = {name: tensor for name, tensor in named.items() if not STREAM.fullmatch(name)}
+    if parts:
+        values = np.concatenate([part.float32() for part in parts])
+        found[EACH] = make_tensor(EACH, values.shape, "F32", values.view(np.uint8))
+    told = {WHOLE: eagle.get("norm_before_fc", document.get("norm_before_fc")), EACH: document.get("fc_norm")}
+    for name, key in ((WHOLE, "norm_before_fc"), (EACH, "fc_norm")):
+        if told[name] and name not in found:
+            raise ModelError(f"{path}: config.json says {key}, but its tensors are missing", "download the head again")
+    if not told[WHOLE]:
+        found.pop(WHOLE, None)
+    return found
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[1])
+
+
 def canonical(name: str) -> str | None:
-    """Their tensor name to ours; None for what only maps vocabularies."""
-    if name in ("d2t", "t2d"):
+    """Their tensor name to ours; None for what only maps vocabularies, or served training."""
+    name = name.removeprefix("model.")
+    if name in MAPS or NOT_DRAFTING.match(name) or name.endswith("rotary_emb.inv_freq"):
         return None
-    name = re.sub(r"^(?:model\.)?(?:midlayer|layers\.0)\.", "block.", name)
-    return re.sub(r"^(?:model\.)?fc\.", "fuse.", name).removeprefix("model.")
+    return re.sub(r"^fc\.", "fuse.", re.sub(r"^(?:midlayer|layers\.0)\.", "block.", name))
 
 
 def theirs(name: str) -> str:
@@ -184,12 +233,22 @@ def _draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.in
 
 def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
     named = {theirs(name): array for name, array in arrays.items()}
+    if EACH in named:
+        named |= _parts(named.pop(EACH), head.hidden_size)
     ids = head.draft_token_ids
     if ids is not None:
         mask = np.zeros(head.vocab_size, np.bool_)
         mask[ids] = True
         named |= {"d2t": ids - np.arange(len(ids)), "t2d": mask}
-    return _document(head, head.vocab_size if ids is None else len(ids)), named
+    norms = {key: True for key, name in (("norm_before_fc", WHOLE), ("fc_norm", EACH)) if name in arrays}
+    return _document(head, head.vocab_size if ids is None else len(ids)) | norms, named
+
+
+def _parts(norms: Any, hidden: int) -> dict[str, Any]:
+    """Norms of all streams, values or (bits, dtype name), as files have them."""
+    values, *dtype = norms if isinstance(norms, tuple) else (norms,)
+    parts = enumerate(np.split(values, len(values) // hidden))
+    return {f"fc_norm.{i}.weight": (part, *dtype) if dtype else part for i, part in parts}
 
 
 def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
@@ -216,9 +275,10 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
         "draft_vocab_size": num_draft,
         "target_hidden_size": head.hidden_size,
         "tie_word_embeddings": False,
-        "attention_bias": False,
+        "attention_bias": attention.qkv_bias,
         "mlp_bias": False,
         "norm_before_residual": head.spec.norm_before_residual,
+        **({"norm_output": True} if head.spec.recycle == "post_norm" else {}),
         "eagle_aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
         "torch_dtype": "bfloat16",
         OURS: {

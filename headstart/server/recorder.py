@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from pathlib import Path
 from queue import Full, Queue
 
 from headstart.core import Request
@@ -37,6 +38,11 @@ class Recorder:
         self._queue: Queue[Record | None] = Queue(size)
         self._told = -math.inf
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where they go."""
+        return self._files.folder
 
     def start(self) -> None:
         self._thread.start()
@@ -68,5 +74,5 @@ class Recorder:
 
     def _tell(self, error: OSError) -> None:
         if time.monotonic() - self._told > TOLD_EVERY:
-            log.error("cannot record to %s: %s; serving goes on", self._files.folder, error.strerror or error)
+            log.error("cannot record to %s: %s; serving goes on", self.folder, error.strerror or error)
             self._told = time.monotonic()

@@ -84,6 +84,9 @@ def _tell(shelf: Shelf) -> None:
             log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
         if rates := info.get("synthetic_acceptance"):
             log.warning(synthetic_note(rates))
+    for recorder in [served.bridge.watch.recorder for served in shelf.loaded]:
+        if recorder is not None:
+            log.info("token ids of prompts and answers are kept in %s", recorder.folder)
     if not shelf.stays:
         log.info("models, loaded as they are asked for: %s", ", ".join(shelf.names))
 

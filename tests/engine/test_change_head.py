@@ -92,3 +92,13 @@ def test_where_no_head_drafts_there_is_none_to_change(settings: dict[str, Any]) 
     model, settings = support.headed_model("llama"), CONFIG | settings
     with pytest.raises(UsageError, match="no head drafts here"):
         change_head(support.make(model, **settings), model, EngineConfig(**settings))
+
+
+def test_a_list_of_tokens_stays() -> None:
+    """--draft-vocab N is asked of the new head, too, unless it has tokens of its own."""
+    model = support.headed_model("llama")
+    engine, config = support.make(model, **CONFIG, draft_vocab=40), EngineConfig(**CONFIG, draft_vocab=40)
+    change_head(engine, replace(model, head=support.make_head(model, seed=5)), config)
+    assert engine.drafting.num_vocab == 40
+    change_head(engine, replace(model, head=support.make_head(model, draft_ids=range(20))), config)
+    assert engine.drafting.num_vocab == 20

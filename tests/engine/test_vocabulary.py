@@ -56,8 +56,36 @@ def test_heads_with_an_lm_head_and_without_ids(sketches: Path) -> None:
     for one, other in zip(found, plain, strict=True):
         support.assert_same(one, other)
     assert engine.drafting.num_vocab == 32
-    with pytest.raises(UsageError, match="--draft-vocab is 40, but the head has an LM head of its own"):
-        support.make(model, depth=3, draft_vocab=40)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
+    """What is drafted is what a head with that draft vocabulary of its own drafts."""
+    model = support.tiny_model("qwen3", num_hidden_layers=2)
+    free = support.make_eagle3(model) if kind == "eagle3" else support.make_block(model)
+    ids = vocabulary.listed(replace(model, head=free), 40).token_ids
+    assert ids is not None
+    if kind == "eagle3":
+        spec = support.eagle3_spec(model, (0, 1))
+        arrays = support.eagle3_arrays(model, spec)
+        some = {**arrays, "lm_head.weight": arrays["lm_head.weight"][ids]}
+        own = support.head_of(model, spec, some, ids.tolist())
+    else:
+        own = support.make_block(model, ids.tolist())
+    pairs = ((own, "full"), (free, 40))
+    found = [texts(replace(model, head=head), draft_vocab=wanted, drafter=kind) for head, wanted in pairs]
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        support.assert_same(one, other)
+    engines = [engine for _, engine in found]
+    assert [engine.drafting.num_vocab for engine in engines] == [40, 40]
+    assert engines[0].stats.per_position == engines[1].stats.per_position
+
+
+def test_who_drafts_all_tokens_says_so() -> None:
+    cases = {"block": "its Markov head is one of all tokens", "draft_model": "a draft model drafts all tokens"}
+    for kind, said in cases.items():
+        with pytest.raises(UsageError, match=f"--draft-vocab is 40, but {said}"):
+            support.make(support.headed_model("qwen3", kind), depth=3, draft_vocab=40)
 
 
 def test_what_was_measured_is_kept(sketches: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import support
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
 
@@ -22,16 +24,18 @@ from headstart.engine.attach import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.safetensors_file import read_file  # noqa: E402
 from headstart.heads.base import HeadNetwork  # noqa: E402
-from headstart.heads.files import read_head  # noqa: E402
+from headstart.heads.files import read_head, write_head  # noqa: E402
 from headstart.layers.network import Pools  # noqa: E402
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 
 
-def written(model: Any, path: Path, **changes: Any) -> Path:
+def written(model: Any, path: Path, norms: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A head; `norms`: those of EAGLE-3.1, by our names."""
     spec = support.eagle3_spec(model)
-    arrays = support.eagle3_arrays(model, spec, DRAFT_IDS)
+    arrays, width = support.eagle3_arrays(model, spec, DRAFT_IDS), 3 * model.config.hidden_size
+    arrays |= {name: np.random.default_rng(len(name)).uniform(0.5, 2, width).astype(np.float32) for name in norms}
     return support.write_head(path, model.config, replace(spec, **changes), arrays, DRAFT_IDS)
 
 
@@ -48,6 +52,10 @@ def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_
         half = x.shape[-1] // 2
         return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
+    if "input_norm.weight" in t:
+        streams = norm(streams, t["input_norm.weight"])
+    if "fc_norm.0.weight" in t:
+        streams = torch.cat([norm(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(streams.chunk(3, -1))], -1)
     g = streams @ t["fc.weight"].T
     x = torch.cat((norm(embedded, t["midlayer.input_layernorm.weight"]), norm(g, t["midlayer.hidden_norm.weight"])), -1)
     q, k, v = (x @ t[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
@@ -64,9 +72,13 @@ def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_
     return norm(out, t["norm.weight"]) @ t["lm_head.weight"].T, out
 
 
-def test_the_formula(tmp_path: Path) -> None:
+NORMS = ((), ("input_norm.weight",), ("tap_norms.weight",), ("input_norm.weight", "tap_norms.weight"))
+
+
+@pytest.mark.parametrize("norms", NORMS, ids=lambda norms: "+".join(norms) or "none")
+def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head")
+    path = written(model, tmp_path / "head", norms)
     attached = attach_head(model, path)
     files = read_file(path / "model.safetensors")
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
@@ -158,7 +170,7 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
 
     config, arrays = support.family_of("llama").tiny()
     folder = support.write_model(tmp_path / "model", config, arrays)
-    path = written(support.tiny_model("llama"), tmp_path / "head")
+    path = written(support.tiny_model("llama"), tmp_path / "head", NORMS[-1])
     common: dict[str, Any] = {"backend": backend, "threads": 1, "max_model_len": 96, "max_num_batched_tokens": 16}
     if backend == "reference":
         common["dtype"] = "float64"
@@ -183,3 +195,50 @@ def test_wrong_heads(tmp_path: Path) -> None:
         read_head(path)
     with pytest.raises(UsageError, match="its head is of kind eagle3"):
         support.make(replace(model, head=attach_head(model, written(model, tmp_path / "c"))), drafter="mtp")
+
+
+def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
+    """With other tensors and keys."""
+    document = {**json.loads((path / "config.json").read_text()), **keys}
+    (path / "config.json").write_text(json.dumps(document))
+    save_file({**load_file(path / "model.safetensors"), **more}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layers.1.input_layernorm.weight", "layers.1.input_layernorm.weight is not known of an EAGLE-3 head"),
+        ("midlayer.self_attn.q_norm.weight", "midlayer.self_attn.q_norm.weight is not known"),
+        ("fc.bias", "fc.bias is not known"),
+    ],
+)
+def test_what_would_change_the_drafts_is_refused(name: str, said: str, tmp_path: Path) -> None:
+    path = changed(written(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
+    with pytest.raises(ModelError, match=re.escape(said)):
+        read_head(path)
+
+
+def test_norms_count_where_they_are_asked_for(tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    width, unused = 3 * model.config.hidden_size, {"input_norm.weight", "verifier_norm.weight", "rotary_emb.inv_freq"}
+    path = changed(written(model, tmp_path / "a"), {name: torch.ones(width) for name in unused})
+    assert not unused & read_head(path).tensors.keys()
+    path = changed(path, {}, eagle_config={"norm_before_fc": True})
+    assert "input_norm.weight" in read_head(path).tensors
+    for key in ("norm_before_fc", "fc_norm"):
+        with pytest.raises(ModelError, match=f"config.json says {key}, but its tensors are missing"):
+            read_head(changed(written(model, tmp_path / key), {}, **{key: True}))
+
+
+def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    path = written(model, tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
+    document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
+    assert document["fc_norm"]
+    assert document["norm_output"]
+    assert {f"fc_norm.{i}.weight" for i in range(3)} <= names
+    head = read_head(path)
+    write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
+    assert json.loads((tmp_path / "b" / "config.json").read_text()) == document
+    assert load_file(tmp_path / "b" / "model.safetensors").keys() == names

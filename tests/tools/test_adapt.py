@@ -140,6 +140,7 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     head = write(tmp_path / "head", model, agreeing=True)
     keep(folder_of(model) / "mtp", head, FACTS)
     assert with_adapted(model, CONFIG).head == str(folder_of(model) / "mtp")
+    assert with_adapted(model, replace(CONFIG, draft_vocab=9)).draft_vocab == "auto", "it has tokens of its own"
     assert "adapted head: acceptance length 1.50 -> 2.00 on your records" in capfd.readouterr().err
     for named in ({"head": "other"}, {"depth": 0}, {"drafter": "ngram"}, {"drafter": "none"}, {"drafter": "eagle3"}):
         config = replace(CONFIG, **named)
@@ -224,11 +225,14 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     claim_folder(tmp_path / "damaged", RecordedModel.of(loaded(model)))
     (tmp_path / "damaged" / "records-1.jsonl").write_text('{"prompt_ids": [1, 999], "response_ids": [1]}\n\x00\n')
     recorded(tmp_path / "few", model, texts(10))
+    same = [replace(texts(1, seed)[0], response_ids=(5, 6, i + 3)) for seed in range(9) for i in range(30)]
+    once = next(part for i in range(9) if split(part := same[30 * i : 30 * i + 30]).training)
+    recorded(tmp_path / "same", model, once)
     (tmp_path / "file").touch()
     cases = {
         "empty": "holds no records: it has no manifest.json", "none": "holds no text yet", "file": "is a file",
         "damaged": "holds 2 damaged lines", "other": "its fingerprint is x, that of", "few": "texts to learn from",
-        "missing": "is not there",
+        "missing": "is not there", "same": "30 texts to learn from, and 0 to be judged by; 16 and 4 are needed",
     }  # fmt: skip
     for name, message in cases.items():
         assert main(["adapt", str(tmp_path / name), "--model", model, "--head", str(head)]) == 2

@@ -25,7 +25,7 @@ from headstart.heads.base import HeadSpec
 from headstart.heads.kind import head_kind, trained_kinds
 from headstart.server.records import Record, RecordedModel, read_manifest, read_records
 from headstart.tools.adapt.kept import WORK, Adapted, digest_of, folder_of, keep, kept_head
-from headstart.tools.adapt.measure import Asked, Comparison, Pair
+from headstart.tools.adapt.measure import FEWEST, Asked, Comparison, Pair
 from headstart.tools.adapt.split import Split, seed_of, split
 from headstart.tools.prompts import builtin_prompts
 from headstart.train import own_data
@@ -77,11 +77,11 @@ def run(options: AdaptOptions) -> Report:
     RecordedModel.of(start.model).check(options.records)
     found = read_records(options.records, start.model.config.vocab_size)
     parts = split(_newest(found.records, int(options.minutes * TOKENS_PER_MINUTE)))
-    if len(parts.training) < FEWEST_TEXTS:
+    if len(parts.training) < FEWEST_TEXTS or len(parts.held_out) < FEWEST:
         raise UsageError(
             f"{options.records} holds {len(parts.training)} texts to learn from, and {len(parts.held_out)} to be "
-            f"judged by; {FEWEST_TEXTS} are needed",
-            "let headstart serve --record run for longer",
+            f"judged by; {FEWEST_TEXTS} and {FEWEST} are needed",
+            "let headstart serve --record run for longer, with prompts of more kinds",
         )
     lines = _what(parts, found.damaged)
     for line in lines:
@@ -175,10 +175,10 @@ class _Run:
         self._train([self.work / "records.jsonl", *general])
         own, others = self._compare()
         better = own.is_better
-        adapted = Adapted(kind=self.start.kind, date=time.strftime("%Y-%m-%d"), base=self.start.base,
-                          before=own.lengths[0], after=own.lengths[1])  # fmt: skip
         if better:
-            keep(self.kept, self.head, adapted)
+            (before, after), date = own.lengths, time.strftime("%Y-%m-%d")
+            facts = Adapted(kind=self.start.kind, date=date, base=self.start.base, before=before, after=after)
+            keep(self.kept, self.head, facts)
         shutil.rmtree(self.work, ignore_errors=True)
         minutes = (time.monotonic() - self._begun) / 60
         data = {

@@ -43,8 +43,8 @@ def split(records: Seq[Record]) -> Split:
     rests = np.array([int(each.min()) % HELD_OUT_EVERY for each in shingles])
     most = next((rest for rest in range(MOST_RESTS) if (rests <= rest).sum() >= FEWEST), MOST_RESTS - 1)
     held = (rests <= most).tolist()
-    if not records:
-        return Split([], [], 0)
+    if not any(held):
+        return Split(records, [], 0)
     out = [each for each, is_held in zip(shingles, held, strict=True) if is_held]
     place = {number: index for index, number in enumerate(np.flatnonzero(held).tolist())}
     training = [number for number in range(len(records)) if number not in place]

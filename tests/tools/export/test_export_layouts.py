@@ -152,6 +152,32 @@ def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: P
     assert written["transformer_layer_config"]["model_type"] == "llama"
 
 
+def test_norms_of_eagle_3_1_go_along(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    """Also from a file that nests them, and says neither taps nor the size of its draft vocabulary."""
+    torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    path = eagle3 / "model.safetensors"
+    files.save_file({**files.load_file(path), "input_norm.weight": torch.ones(3 * 48)}, path)
+    document = json.loads((eagle3 / "config.json").read_text())
+    for key in ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids"):
+        del document[key]
+    nested = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_fc": True,
+              "norm_output": True, "transformer_layer_config": document}  # fmt: skip
+    (eagle3 / "config.json").write_text(json.dumps(nested))
+    run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["norm_before_fc"], written["norm_output"], written["draft_vocab_size"]) == (True, True, 65)
+    assert "transformer_layer_config" not in written["transformer_layer_config"]
+    (eagle3 / "config.json").write_text(json.dumps(nested | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+    with pytest.raises(ModelError, match="norm_output"):
+        run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "gguf"))
+    listed = {**nested, "norm_output": False, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (eagle3 / "config.json").write_text(json.dumps(listed))
+    run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "gguf"))
+    reader = GGUFReader(tmp_path / "gguf" / "eagle3-trunk.gguf")
+    assert reader.fields["eagle3.norm_before_fc"].contents() is True
+    assert "enc.output_norm.weight" in {each.name for each in reader.tensors}
+
+
 def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
     monkeypatch.chdir(tmp_path)

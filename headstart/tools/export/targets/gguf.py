@@ -41,6 +41,7 @@ EAGLE3 = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-eagle3"
 NUM_TAPS = 3
 NAMES = {
     "fuse.weight": "fc.weight",
+    "input_norm.weight": "enc.output_norm.weight",
     "block.input_layernorm.weight": "blk.0.attn_norm.weight",
     "block.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     "block.self_attn.q_proj.weight": "blk.0.attn_q.weight",
@@ -207,6 +208,8 @@ def _eagle3(source: Source) -> Plan:
         raise ModelError(f"{source.name} is no GGUF file, but its tokenizer is taken from one", hint)
     if unknown := [name for name in source.head.tensors if name not in NAMES]:
         raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
+    if head.spec.recycle == "post_norm":
+        raise ModelError("the head's next step reads what its LM head reads (norm_output), which llama.cpp's does not")
     made = f"eagle3-{trunk.path.name}"
     plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head.tensors)})
     plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head.tensors.values())
@@ -273,7 +276,7 @@ def _describe(source: Source, writer: Any) -> None:
     writer.add_array("eagle3.target_layers", list(head.spec.tap) if isinstance(head.spec.tap, tuple) else [])
     writer.add_uint32("eagle3.target_hidden_size", source.sizes.hidden_size)
     writer.add_bool("eagle3.norm_before_residual", head.spec.norm_before_residual)
-    writer.add_bool("eagle3.norm_before_fc", False)
+    writer.add_bool("eagle3.norm_before_fc", "input_norm.weight" in head.tensors)
 
 
 EXPORT = plan

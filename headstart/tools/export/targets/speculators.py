@@ -19,6 +19,7 @@ from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import read_file
 from headstart.formats.symbols import text_config
 from headstart.heads.layouts.writing import as_speculators
+from headstart.layers.decoder import tapped_layers
 from headstart.models.base import family_named
 from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.detect import architectures
@@ -35,7 +36,12 @@ LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
 FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
-OUTSIDE = ("architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")
+"""Keys of EAGLE-3.1."""
+OUTSIDE = (
+    "architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size",
+    "eagle_config", "transformer_layer_config", "speculators_model_type", "speculators_config", *NORMS,
+)  # fmt: skip
 
 
 def plan(request: Request) -> Plan:
@@ -66,17 +72,20 @@ def _eagle3(source: Source) -> Plan:
             "with norms of q and k, so it has no class for this one",
             "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
         )
-    document = read_object(source.head_path / "config.json")
-    trunk = source.checkpoint.path
+    document, head = read_object(source.head_path / "config.json"), source.head
+    trunk, ids = source.checkpoint.path, head.draft_token_ids
     verifier = str(trunk.resolve()) if trunk.is_dir() else source.name
-    inner = {key: value for key, value in document.items() if key not in OUTSIDE}
+    flat = {**document, **(document.get("eagle_config") or {}), **(document.get("transformer_layer_config") or {})}
+    inner = {key: value for key, value in flat.items() if key not in OUTSIDE}
+    taps = list(tapped_layers(head.spec.tap))
     config = {
         "architectures": ["Eagle3Speculator"],
         **_container("eagle3", verifier, architectures(source.checkpoint.config)),
-        "draft_vocab_size": document["draft_vocab_size"],
+        "draft_vocab_size": head.vocab_size if ids is None else len(ids),
         "target_hidden_size": source.sizes.hidden_size,
-        "norm_before_residual": source.head.spec.norm_before_residual,
-        "eagle_aux_hidden_state_layer_ids": document["eagle_aux_hidden_state_layer_ids"],
+        "norm_before_residual": head.spec.norm_before_residual,
+        **{key: flat[key] for key in NORMS if key in flat},
+        **({"eagle_aux_hidden_state_layer_ids": taps} if taps else {}),
         "transformer_layer_config": {**inner, "model_type": "llama"},
     }
     planned = []
