@@ -2,6 +2,7 @@
 
     python benchmarks/paths.py --llama avx2=LLAMA/build/bin --llama portable=LLAMA/build-plain/bin
     python benchmarks/paths.py shape-Q4_0.gguf shape-Q4_K.gguf --paths avx2 --llama avx2=LLAMA/build/bin
+    python benchmarks/paths.py --verify 500
 
 Prints, per file and path, ms of a pass over one row and over four (verification of three drafts) and the tokens/s of
 512 rows of a prompt, all behind `--context` positions; medians of `--rounds` rounds, in each of which every engine has
@@ -10,6 +11,8 @@ the last row alone). Ratios are taken within a round: above 1 headstart is faste
 one that the backend finds; a processor cannot run those that it lacks. llama.cpp for an instruction set: cmake
 -DGGML_NATIVE=OFF with GGML_AVX2, GGML_AVX_VNNI, GGML_AVX512, GGML_AVX512_VNNI, GGML_AVX512_BF16, GGML_FMA, GGML_F16C,
 GGML_BMI2 and GGML_SSE42 ON or OFF.
+
+With --verify no times, but `headstart verify --full` on each path, over so many texts: exit code 1 where one differs.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from headstart import hub
 from headstart.config import EngineConfig
 from headstart.kernels.native import backend
 from headstart.tools.bench.step import StepOptions, run
+from headstart.tools.verify import run as verify
+from headstart.tools.verify.options import FULL, VerifyOptions
 
 ROWS = (1, 4, 512)
 GENERATED = 32
@@ -105,6 +110,23 @@ def table(found: dict[tuple[str, str], dict[str, Milliseconds]]) -> list[str]:
     return lines
 
 
+def verified(args: argparse.Namespace) -> bool:
+    """Is every text that of plain decoding, on each path?"""
+    print("| file | path | texts | tokens | differences |\n" + "|---" * 5 + "|")
+    good = True
+    for model in args.models:
+        for path in args.paths:
+            backend.paths = lambda path=path: [path]
+            grid = {**FULL, "min_texts": args.verify}
+            name = None if args.default else str(model)  # the default one has heads
+            options = VerifyOptions(model=name, config=EngineConfig(backend="native"), **grid)
+            found = verify.run(options).data
+            cells = (model.stem, path, f"{found['identical']}/{found['texts']}", found["tokens"], found["differences"])
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+            good &= not found["differences"]
+    return good
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, help="GGUF files; none: the default model")
@@ -116,8 +138,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=5, help="passes of each kind in a round")
+    parser.add_argument("--verify", type=int, metavar="TEXTS", help="instead: compare so many texts on each path")
     parser.add_argument("--json", type=Path, help="also write every number here")
     args = parser.parse_args()
+    args.default = not args.models
     args.models = args.models or [Path(hub.resolve_alias(None).trunk)]
     args.paths = args.paths.split(",") if args.paths else backend.instruction_paths()
     args.llama = {path: Path(place) for path, _, place in (each.partition("=") for each in args.llama)}
@@ -126,6 +150,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    if args.verify:
+        return int(not verified(args))
     found = measure(args)
     print("\n".join(table(found)))
     if args.json:

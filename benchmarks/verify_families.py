@@ -4,6 +4,7 @@ on `native`, as one table.
     python benchmarks/verify_families.py --llama-source LLAMA --json verify.json      # all columns, 500 cells each
     python benchmarks/verify_families.py --rows qwen3_5 --cells 100 --columns cells
     python benchmarks/verify_families.py --columns cuda --json cuda.json               # kernels of cuda, without a GPU
+    python benchmarks/verify_families.py --columns cells --path avx2 --json avx2.json  # other instructions
 
 Rows are the families, variants of some, and `mimo+FORMAT`: a trunk in a weight format, its MTP module in floats.
 
@@ -22,9 +23,9 @@ cuda          On `cuda` beside `reference`, float32 (where there is no GPU in Tr
               difference of a log-probability (limit 2e-4), whether drafts, chunks and company change no bit, and how
               many drafted tokens were accepted (families/in_cuda.py). Not among the default columns.
 
-With --json results are kept as they come: the same command goes on where one was stopped, and measures again what was
-red or had other settings. Exit code 1 on a red cell; nothing is excused. `-`: there is none (no MTP module; no
-architecture of llama.cpp's; values of weight formats are the tests').
+`native` runs the best path of this processor, or --path. With --json results are kept as they come: the same command
+goes on where one was stopped, and measures again what was red or had other settings. Exit code 1 on a red cell; nothing
+is excused. `-`: there is none (no MTP module; no architecture of llama.cpp's; values of weight formats are the tests').
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from families.rows import Row, all_rows
 
 from headstart.config import AUTO, EngineConfig
 from headstart.errors import ModelError
+from headstart.kernels.native import backend
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import VerifyOptions
 
@@ -178,12 +180,18 @@ def parsed(rows: dict[str, Row]) -> argparse.Namespace:
     add("--cells", type=int, default=500, help="of each row, at least")
     add("--limit", type=float, default=600, help="processor seconds that the cells of a row may take")
     add("--max-tokens", type=int, default=24)
+    add("--path", help="of instructions: " + ", ".join(backend.instruction_paths()))
     add("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
     add("--json", type=Path, help="file that keeps the results")
     args = parser.parse_args()
     asked = {"cuda": False, "llama": args.llama_source}
     args.columns = args.columns or [name for name in COLUMNS if asked.get(name, True)]
-    for option, given, known in (("--rows", args.rows, rows), ("--columns", args.columns, COLUMNS)):
+    paths = [args.path] if args.path else []
+    for option, given, known in (
+        ("--rows", args.rows, rows),
+        ("--columns", args.columns, COLUMNS),
+        ("--path", paths, backend.instruction_paths()),
+    ):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{option}: unknown {unknown[0]}")
     if "llama" in args.columns and not args.llama_source:
@@ -195,7 +203,10 @@ def main() -> int:
     rows = all_rows()
     args = parsed(rows)
     asked = {"cells": args.cells, "max_tokens": args.max_tokens, "threads": args.threads}
-    kept = Kept(args.json, {column: asked if column == "cells" else {} for column in COLUMNS})
+    if args.path:
+        backend.paths = lambda: [args.path]
+    forced = {"path": args.path} if args.path else {}
+    kept = Kept(args.json, {column: forced | (asked if column == "cells" else {}) for column in COLUMNS})
     heads = ["row", *(head for name in args.columns for head in COLUMNS[name][0])]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
     before = 0

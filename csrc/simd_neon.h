@@ -86,6 +86,9 @@ INLINE i32 operator+(i32 x, i32 y) {
 INLINE i32 operator&(i32 x, i32 y) {
     return {vandq_s32(x.a, y.a), vandq_s32(x.b, y.b), vandq_s32(x.c, y.c), vandq_s32(x.d, y.d)};
 }
+INLINE i32 operator|(i32 x, i32 y) {
+    return {vorrq_s32(x.a, y.a), vorrq_s32(x.b, y.b), vorrq_s32(x.c, y.c), vorrq_s32(x.d, y.d)};
+}
 INLINE i32 max(i32 x, i32 y) {
     return {vmaxq_s32(x.a, y.a), vmaxq_s32(x.b, y.b), vmaxq_s32(x.c, y.c), vmaxq_s32(x.d, y.d)};
 }

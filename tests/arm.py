@@ -55,8 +55,9 @@ PROCESSORS = (
 SAME = ("numpy", "gguf", "pytest", "hypothesis", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers")
 OTHERS = ("tqdm", "pyyaml", "typing-extensions", "torch==2.10.*")  # later torch for arm64 wants CUDA's libraries
 BITS = ("native_ops",)  # the contract of bits, for which nobody is asked
-TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_sampling", "refine")
-TESTS += ("packing", "philox", "sampling")
+TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_choice", "native_streams")
+TESTS += ("native_sampling", "native_pool", "refine", "packing", "philox", "sampling")
+RECURRENT = "tests/contract/test_rollback.py"
 
 
 def run(*command: str | Path, **options: object) -> None:
@@ -165,6 +166,7 @@ def check(processor: Processor, arguments: list[str]) -> int:
         print(f"{processor.name}: its paths are {' '.join(processor.paths)}, found {found.stdout}", flush=True)
         return 1
     tests = [f"tests/kernels/test_{name}.py" for name in (TESTS if processor.torch else BITS)]
+    tests += [RECURRENT] if processor.torch else []
     words = [] if processor.torch else ["--noconftest"]
     words += ["-k", " and ".join(f"not {path}" for path in processor.leaves)] if processor.leaves else []
     chosen = arguments if arguments and processor.torch else tests

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.safetensors import Array, save
 
 Raw = tuple[str, tuple[int, ...], bytes]
@@ -25,6 +26,14 @@ def tensor(dtype: str, *shape: int, seed: int = 0) -> Array:
         return rng.integers(-128, 128, shape).astype(np.int8)
     low, high = {"F8_E4M3": (0, 0x7F), "F8_E8M0": (120, 135)}[dtype]
     return rng.integers(low, high, shape).astype(np.uint8), dtype
+
+
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Arrays as tensors of a float32 file."""
+    return {
+        name: make_tensor(name, array.shape, "F32", np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8))
+        for name, array in arrays.items()
+    }
 
 
 def write_checkpoint(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoints import as_tensors
 
 from headstart import registry
 from headstart.config import MAX_DEPTH, EngineConfig
@@ -33,7 +34,6 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.engine.make import make_engine
 from headstart.formats import open_checkpoint
-from headstart.formats.base import make_tensor
 from headstart.heads import files
 from headstart.heads.base import BlockSpec, Head, HeadSpec
 from headstart.heads.draft_model import DraftModel
@@ -108,14 +108,6 @@ def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **cha
     config, arrays = family_of(family).tiny(**changes)
     folder = write_model(new_folder(), config, soften(arrays, softness))
     return load_model(str(folder), EngineConfig(backend="reference", dtype=dtype, threads=1))
-
-
-def as_tensors(arrays: Arrays) -> dict[str, Any]:
-    """Arrays as tensors of a float32 file."""
-    return {
-        name: make_tensor(name, array.shape, "F32", np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint8))
-        for name, array in arrays.items()
-    }
 
 
 def head_of(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headstart import hub
+from headstart import hub, machine
 from headstart.config import EngineConfig
 from headstart.core import Progress, no_progress
 from headstart.engine.attach import attach_head, find_head
+from headstart.errors import CapacityError
 from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint
+from headstart.formats.base import Checkpoint, widened
 from headstart.heads.base import Head
 from headstart.kernels.backend import TakesTurns, choose, open_backend
 from headstart.kernels.ops import Backend
@@ -40,12 +41,14 @@ def load_model(
     name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None
 ) -> Model:
     """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. `beside`:
-    the backend of another model that is in use, with which this one shares the threads. Raises ModelError or
-    UsageError."""
+    the backend of another model that is in use, with which this one shares the threads. Raises ModelError, UsageError
+    or CapacityError."""
     choose(config)  # before anything is fetched
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     backend = open_backend(config, checkpoint.files)
+    if backend.runs_on == "cpu" and config.quantization is None:
+        check_room(checkpoint)
     if isinstance(backend, TakesTurns) and beside is not None:
         backend.take_turns(beside)
     loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
@@ -61,6 +64,20 @@ def load_model(
         head=None,
     )
     return replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
+
+
+def check_room(checkpoint: Checkpoint) -> None:
+    """Raises CapacityError for weights that would be float32, as no kernel takes their type, where this machine can
+    never hold them so."""
+    types, size = widened(checkpoint.tensors.values())
+    memory = machine.memory()
+    room = min(memory.total, memory.limit or memory.total)
+    if 0 < room < size:
+        raise CapacityError(
+            f"{checkpoint.name}: {', '.join(types)} become float32 in memory, {size / 1e9:.1f} GB, and this machine "
+            f"has {room / 1e9:.1f}",
+            f"--quantization int4 rounds them to {size * 5 / 32e9:.1f} GB; a file in Q3_K_M or IQ4_XS is kept as it is",
+        )
 
 
 def with_head(model: Model, config: EngineConfig) -> Model:

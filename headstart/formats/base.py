@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,10 @@ _NUMPY: Mapping[str, str] = {
 
 NAME_OF: Mapping[np.dtype[Any], str] = {np.dtype(code): name for name, code in _NUMPY.items()}
 """numpy dtype (little-endian) -> plain type name."""
+
+WIDENED = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"})
+"""Types of ggml whose blocks no kernel takes: such weights are float32 in memory, up to twenty times the file."""
+CONVERT = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
 
 PIECE_BYTES = 1 << 22
 """Of what is read piece by piece."""
@@ -239,8 +243,36 @@ class Tensor:
         try:
             return np.asarray(dequantize(self.data, GGMLQuantizationType[self.dtype]), dtype=np.float32)
         except (KeyError, NotImplementedError) as error:
-            hint = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
-            raise ModelError(f"tensor {self.name} is stored as {self.dtype}, which cannot be read", hint) from error
+            raise ModelError(f"tensor {self.name} is stored as {self.dtype}, which cannot be read", CONVERT) from error
+
+
+def check_types(tensors: Iterable[Tensor]) -> None:
+    """Raises ModelError for blocks of ggml that nobody reads, from their types alone."""
+    unread = [
+        each for each in tensors if each.dtype not in BITS and not layout_of(each.dtype) and not _reads(each.dtype)
+    ]
+    if unread:
+        others = f" and {len(unread) - 1} more are" if len(unread) > 1 else " is"
+        types = ", ".join(sorted({each.dtype for each in unread}))
+        raise ModelError(f"tensor {unread[0].name}{others} stored as {types}, which cannot be read", CONVERT)
+
+
+def widened(tensors: Iterable[Tensor]) -> tuple[list[str], int]:
+    """The types of WIDENED that are among them, and the bytes of such weights as float32."""
+    found = [each for each in tensors if each.dtype in WIDENED]
+    return sorted({each.dtype for each in found}), 4 * sum(math.prod(each.shape) for each in found)
+
+
+@cache
+def _reads(dtype: str) -> bool:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    columns, size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
+    try:
+        make_tensor("a block", (1, columns), dtype, np.zeros(size, np.uint8)).float32()
+    except ModelError:
+        return False
+    return True
 
 
 def e4m3_table() -> NDArray[np.float32]:

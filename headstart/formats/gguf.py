@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
     from headstart.text.tokenizer import Tokenizer
 
+_OF_EXPERTS = "router.per_expert_scale"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -108,7 +109,14 @@ def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
     if "token_embd.weight" not in raw:
         raise ModelError(f"{path} has no token_embd.weight", "is it a language model's own file, not an adapter?")
     names = canonical_names(raw)
-    return {names[name]: replace(tensor, name=names[name]) for name, tensor in raw.items()}
+    found = {names[name]: replace(tensor, name=names[name]) for name, tensor in raw.items()}
+    for name in [each for each in found if each.endswith(_OF_EXPERTS)]:
+        layer = name.removesuffix(_OF_EXPERTS)
+        stack = found.get(f"{layer}mlp.experts.down_proj.weight")
+        if stack and stack.dtype == "NVFP4" and f"{layer}router.scale" not in found:  # its matrices' own scales
+            own = f"{layer}mlp.experts.down_proj.scale"
+            found[own] = replace(found.pop(name), name=own)
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ _TOP: Mapping[str, str] = {
     "output_norm.bias": "norm.bias",
     "token_embd_norm.weight": "norm.weight",  # so called in files with short convolutions
     "output.weight": "lm_head.weight",
+    "output.scale": "lm_head.scale",
     "rope_freqs.weight": "rope_freqs.weight",
     "per_layer_token_embd.weight": "embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "per_layer_model_projection.weight",
@@ -283,7 +284,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _canonical(name: str, post_norms: set[str]) -> str:
-    match = re.fullmatch(r"blk\.(\d+)\.(.+?)((?:\.weight|\.bias)?)", name)
+    match = re.fullmatch(r"blk\.(\d+)\.(.+?)((?:\.weight|\.bias|\.scale)?)", name)
     if not match:
         return _TOP.get(name, name)
     layer, stem, suffix = match.groups()

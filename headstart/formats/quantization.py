@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
-from headstart.formats.base import Tensor, make_tensor
+from headstart.formats.base import Tensor, check_types, make_tensor
 from headstart.formats.integers import Integers, Regrouped
 from headstart.formats.rows import Deferred
 from headstart.formats.safetensors import Planned, bfloat16
@@ -101,6 +101,7 @@ class Quantization:
     `detect`: does a quantization_config ask for it? `excludes`: quant_method -> the key of such a config that names
     modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
     it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
+    `types`: of tensors that are its own whatever stands beside them.
     `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
     where the values cannot be read here; `integers`: where they are such, in place of `decode`; `keep`: as a type that
     kernels take as it is, in place of both (None: this one is widened); `check` raises ModelError where scales do not
@@ -114,6 +115,7 @@ class Quantization:
     beside: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     needs: tuple[tuple[str, ...], ...] = ()
+    types: tuple[str, ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
     integers: Callable[[Stored], Integers | None] | None = None
     keep: Callable[[Stored], Kept | None] = lambda stored: None
@@ -226,8 +228,9 @@ class Weights:
         return ""
 
     def _describe(self, stored: Stored) -> tuple[Quantization | None, Described]:
-        if stored.beside or stored.packed:
-            for each in self._known:
+        owners = [each for each in self._known if stored.main.dtype in each.types]
+        if owners or stored.beside or stored.packed:
+            for each in owners or [each for each in self._known if not each.types]:
                 if described := each.describe(stored):
                     return each, described
         return None, Described(stored.main.shape, stored.main.dtype)
@@ -295,7 +298,7 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
     weights = Weights(tensors, config)
     method = weights.settings.get("quant_method")
     if method and declared(config) is None:
-        known = ", ".join(registry.available("quantizations"))
+        known = ", ".join(name for name, each in quantizations().items() if not each.types)
         hint = f"known are {known}; take the unquantized model, or a GGUF file"
         raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
     if weights.loose:
@@ -310,6 +313,7 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
             tensors_read[name] = Made(stored, _widened(decode), weights.shape(stored))
         else:
             tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
+    check_types(each for each in tensors_read.values() if isinstance(each, Tensor))
     return tensors_read
 
 

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
+from checkpoints import as_tensors
 from native_ops import FORMS, PATHS, Array, Part, assert_same_bits, backend, plan_of, random_matrix, run_native
-from support import as_tensors
 from test_native_rows import World
 
 from headstart.kernels.indexing import IndexSpec

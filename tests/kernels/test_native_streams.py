@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
+from checkpoints import as_tensors
 from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
-from support import as_tensors
 
 from headstart.core import StepPlan
 from headstart.kernels.indexing import CompressSpec, IndexSpec

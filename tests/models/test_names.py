@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from support import ALL_FAMILIES, as_tensors, family_of
+from checkpoints import as_tensors
+from support import ALL_FAMILIES, family_of
 
 from headstart.models.names import Names, trailing_modules, trailing_name
 

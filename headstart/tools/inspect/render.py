@@ -20,6 +20,11 @@ def _model(data: Data) -> Iterator[str]:
     yield f"context length {data['context_length']}; {sizes}"
     if here := data["here"]:
         yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
+        if here["fix"]:
+            yield f"  fix: {here['fix']}"
+        if wide := here["widened"]:
+            size = f"{wide['bytes'] / 1e9:.1f} GB, or {wide['bytes'] * 5 / 32e9:.1f} with --quantization int4"
+            yield f"  {', '.join(wide['types'])} become float32 in memory: {size}"
     if data["quantization"]:
         yield "quantization: " + ", ".join(f"{key} {value}" for key, value in data["quantization"].items())
     if data["speculation"]:

@@ -1,0 +1,77 @@
+"""Blocks of GGUF files that kernels take in other words, with the same values.
+
+NVFP4: of 64 columns four FP8 scales without a sign, then the codes of 16 columns each, column i beside column 8 + i; a
+scale for the tensor, or for each matrix of a stack, may stand beside it. The value of a column is that of
+`formats/quantized/nvfp4.py`, where the scales were multiplied first. Q1_0: a float16 for 128 columns, and a bit for
+each that says its sign: the two of Q4_0's sixteen steps around the middle.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats.base import Tensor
+from headstart.formats.grouped import Layout, joined
+from headstart.formats.quantization import Described, Kept, Quantization, Stored
+from headstart.formats.quantized._scaled import numbers
+
+NVFP4_BYTES, Q1_0_BYTES = 36, 18
+NO_NUMBER = 0x7F
+
+
+def check(stored: Stored) -> None:
+    scale, stack = stored.scale, math.prod(stored.main.shape[:-2])
+    if scale is not None and (stored.main.dtype != "NVFP4" or math.prod(scale.shape) not in (1, stack)):
+        raise ModelError(f"{scale.name} {list(scale.shape)} is no scale for {stored.name} {list(stored.main.shape)}")
+
+
+def keep(stored: Stored) -> Kept:
+    check(stored)
+    return _one_bit(_folded(stored)) if stored.main.dtype == "Q1_0" else _nvfp4(stored)
+
+
+def _folded(stored: Stored) -> Tensor:
+    """As one matrix."""
+    shape = stored.main.shape
+    return stored.main.shaped(math.prod(shape[:-1]), shape[-1])
+
+
+def _nvfp4(stored: Stored) -> Kept:
+    layout, matrix, num_rows = Layout("E2M1", 16, "E4M3"), _folded(stored), math.prod(stored.main.shape[-2:-1])
+
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        factors = np.ones(1, np.float32) if stored.scale is None else numbers(stored.scale, stored).reshape(-1)
+        blocks = matrix.take_rows(chosen).data.reshape(len(chosen), -1, NVFP4_BYTES)
+        halves = blocks[..., 4:].reshape(len(chosen), -1, 8)
+        codes = np.concatenate((halves & 15, halves >> 4), axis=-1).reshape(len(chosen), -1)
+        scales = blocks[..., :4].reshape(len(chosen), -1)
+        scales = np.where(scales == NO_NUMBER, 0, scales)  # so read there, where modelopt has none
+        own = factors[chosen // num_rows % len(factors)]
+        return joined(layout, codes[:, ::2] | codes[:, 1::2] << 4, scales, factors=own)
+
+    return Kept(layout.name, rows)
+
+
+def _one_bit(matrix: Tensor) -> Kept:
+    def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
+        blocks = matrix.take_rows(chosen).data.reshape(len(chosen), -1, 1, Q1_0_BYTES)
+        steps = 7 + 2 * np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").reshape(len(chosen), -1, 4, 32)
+        scales = np.repeat(blocks[..., :2], 4, axis=-2)
+        halves = np.concatenate((scales, steps[..., :16] | steps[..., 16:] << 4), axis=-1)
+        return np.ascontiguousarray(halves).reshape(len(chosen), -1)
+
+    return Kept("Q4_0", rows)
+
+
+QUANTIZATION = Quantization(
+    describe=lambda stored: Described(stored.main.shape, stored.main.dtype),
+    types=("NVFP4", "Q1_0"),
+    beside=("scale",),
+    check=check,
+    keep=keep,
+    bits=4,
+)

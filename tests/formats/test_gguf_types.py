@@ -1,0 +1,175 @@
+"""Types of GGUF files: NVFP4 and 1-bit weights in what kernels take, what becomes float32, and what nobody reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType as Kind
+from gguf_files import ARCH, add_vocabulary, llama_tensors, write_gguf
+from numpy.typing import NDArray
+from support import family_of
+
+from headstart import api, machine
+from headstart.config import EngineConfig
+from headstart.engine import load
+from headstart.errors import CapacityError, ModelError
+from headstart.formats import open_checkpoint
+from headstart.formats.base import BITS, WIDENED, Tensor, make_tensor
+from headstart.formats.quantization import readable
+from headstart.tools.inspect.run import InspectOptions, run
+
+READ = sorted(each.name for each in Kind if each.name not in (*BITS, "Q8_1", "Q8_K"))
+"""Types of blocks that files come in, and are served."""
+rng = np.random.default_rng(5)
+
+
+def blocks(kind: Kind, *shape: int) -> NDArray[np.uint8]:
+    """Bytes of matrices whose scales are about 1."""
+    columns, size = GGML_QUANT_SIZES[kind]
+    found = rng.integers(0, 256, (*shape[:-1], shape[-1] // columns, size), dtype=np.uint8)
+    if kind is Kind.NVFP4:
+        found[..., :4] = rng.integers(0, 0x48, found[..., :4].shape)
+        found[0, 0, ..., :2] = 0x7F  # 0 there
+    if kind is Kind.Q1_0:
+        halves = rng.uniform(-1, 1, found.shape[:-1]).astype("<f2")
+        found[..., :2] = np.ascontiguousarray(halves[..., None]).view(np.uint8)
+    return found.reshape(*shape[:-1], -1)
+
+
+def values(kind: Kind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
+    if kind is Kind.NVFP4:
+        return np.asarray(gguf.dequantize(raw, kind), np.float32)
+    apart = raw.reshape(*raw.shape[:-1], -1, 18)
+    signs = 2 * np.unpackbits(apart[..., 2:], axis=-1, bitorder="little").astype(np.float32) - 1
+    found = np.ascontiguousarray(apart[..., :2]).view("<f2").astype(np.float32) * signs
+    return found.reshape(*raw.shape[:-1], -1)
+
+
+def stored(name: str, kind: str, array: NDArray[Any], shape: tuple[int, ...]) -> Tensor:
+    return make_tensor(name, shape, kind, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3], ids=["no scale", "one scale", "a scale for each matrix"])
+@pytest.mark.parametrize("kind", [Kind.NVFP4, Kind.Q1_0], ids=str)
+def test_kernels_hold_every_value(kind: Kind, count: int) -> None:
+    packing = pytest.importorskip("headstart.kernels.native.packing")
+    if kind is Kind.Q1_0 and count:
+        pytest.skip("it has none")
+    shape = (3, 20, 256)
+    raw, scales = blocks(kind, *shape), rng.uniform(0.5, 2, count).astype(np.float32)
+    tensors = {"a.weight": stored("a.weight", kind.name, raw, shape)}
+    if count:
+        tensors["a.scale"] = stored("a.scale", "F32", scales, (count,))
+    read = readable(tensors, {})
+    assert list(read) == ["a.weight"]
+    expected = values(kind, raw) * (scales if count else np.ones(1, np.float32)).reshape(-1, 1, 1)
+    np.testing.assert_allclose(read["a.weight"].float32(), expected, rtol=2e-7)
+    pool = packing.ThreadPool(1)
+    for index in range(3):
+        part = read["a.weight"].part(index)
+        matrix = packing.pack(part, pool)
+        np.testing.assert_array_equal(packing.dequantize(matrix, pool), part.float32())
+        assert matrix.kind == 4
+
+
+def test_a_scale_of_another_stack_is_refused() -> None:
+    tensors = {
+        "a.weight": stored("a.weight", "NVFP4", blocks(Kind.NVFP4, 3, 20, 64), (3, 20, 64)),
+        "a.scale": stored("a.scale", "F32", np.ones(2, np.float32), (2,)),
+    }
+    with pytest.raises(ModelError, match=r"a\.scale \[2\] is no scale for a\.weight \[3, 20, 64\]"):
+        readable(tensors, {})
+
+
+def test_what_becomes_float32_is_what_no_kernel_takes() -> None:
+    native = pytest.importorskip("headstart.kernels.native._native")
+    for name in READ:
+        kind = Kind[name]
+        columns, size = GGML_QUANT_SIZES[kind]
+        tensor = stored("a.weight", name, np.zeros((32, size), np.uint8), (32, columns))
+        (found,) = readable({"a.weight": tensor}, {}).values()
+        assert (native.source_form(found.dtype) is None) == (name in WIDENED), name
+
+
+def model_file(path: Path, kind: Kind) -> Path:
+    """A Llama of one matrix in this type."""
+    config, arrays = family_of("llama").tiny(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    writer = gguf.GGUFWriter(path, ARCH["llama"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_block_count(1)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_context_length(128)
+    add_vocabulary(writer, config["vocab_size"])
+    for name, array in llama_tensors(config, arrays).items():
+        if name == "blk.0.ffn_up.weight":
+            writer.add_tensor(name, blocks(kind, *array.shape), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_1, Kind.Q8_K], ids=str)
+def test_what_nobody_reads_is_told_before_anything_is_loaded(kind: Kind, tmp_path: Path) -> None:
+    path = model_file(tmp_path / "m.gguf", kind)
+    said = f"tensor layers.0.mlp.up_proj.weight is stored as {kind.name}, which cannot be read"
+    report = run(InspectOptions(model=str(path)))
+    assert report.data["here"]["why"] == said
+    assert f"headstart does not run it: {said}" in report.lines
+    assert "  fix: convert the file to another quantization, such as Q8_0 or Q4_K_M" in report.lines
+    with pytest.raises(ModelError, match=said):
+        api.LLM(str(path), EngineConfig(backend="reference"))
+
+
+def test_a_machine_that_cannot_hold_what_becomes_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_file(tmp_path / "m.gguf", Kind.IQ2_XXS)
+    lines = run(InspectOptions(model=str(path))).lines
+    assert "  IQ2_XXS become float32 in memory: 0.0 GB, or 0.0 with --quantization int4" in lines
+    load.check_room(open_checkpoint(path))
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 1 << 30, 4 * 256 * 256 - 1))
+    with pytest.raises(CapacityError, match="IQ2_XXS become float32 in memory") as caught:
+        load.check_room(open_checkpoint(path))
+    assert caught.value.hint.startswith("--quantization int4 rounds them to 0.0 GB")
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_experts_in_nvfp4_with_scales_of_their_own(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp's converter writes ModelOpt's checkpoints: a scale for each expert, one of activations beside it."""
+    config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=64, mlp_only_layers=[])
+    count, made = config["num_experts"], dict[str, NDArray[np.float32]]()
+    raws = dict[bytes, NDArray[np.uint8]]()
+
+    def quantize(array: NDArray[np.float32], kind: Kind) -> NDArray[np.uint8]:  # which the package does not
+        return raws.setdefault(array.tobytes(), blocks(kind, *array.shape))
+
+    monkeypatch.setattr(gguf, "quantize", quantize)
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        for layer in range(config["num_hidden_layers"]):
+            for part in ("gate", "up", "down"):
+                name = f"blk.{layer}.ffn_{part}_exps"
+                made[name] = rng.uniform(0.5, 2, count).astype(np.float32)
+                writer.add_tensor(f"{name}.scale", made[name])
+                writer.add_tensor(f"{name}.input_scale", made[name])
+
+    path = write_gguf(tmp_path / "m.gguf", config, arrays, experts=Kind.NVFP4, more=more)
+    llm = api.LLM(str(path), EngineConfig(backend=backend, threads=1))
+    tensors = llm.model.weights.tensors
+    plain = llama_tensors(config, arrays)
+    for part, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
+        name = f"blk.1.ffn_{part}_exps"
+        expected = values(Kind.NVFP4, raws[plain[f"{name}.weight"].tobytes()]) * made[name].reshape(-1, 1, 1)
+        np.testing.assert_allclose(tensors[f"layers.1.mlp.experts.{ours}.weight"].float32(), expected, rtol=2e-7)
+    assert len(llm.generate([[3, 4, 5]])[0].token_ids) > 0
