@@ -63,11 +63,15 @@ def _json(value: bool) -> str:
     return str(value).lower()
 
 
+def gains(other: DraftStats, told: DraftStats) -> bool:
+    """Does another reading draft better than what the file says, be it by chance?"""
+    return other.acceptance_length > (1 + SHARE) * told.acceptance_length
+
+
 def is_better(other: DraftStats, told: DraftStats) -> bool:
-    """Does another reading draft better than what the file says?"""
+    """Does it so beyond chance?"""
     gain = other.acceptance_length - told.acceptance_length
-    error = math.sqrt(_variance(other) + _variance(told))
-    return gain > max(SHARE * told.acceptance_length, ERRORS * error)
+    return gains(other, told) and gain > ERRORS * math.sqrt(_variance(other) + _variance(told))
 
 
 def _variance(stats: DraftStats) -> float:

@@ -15,6 +15,7 @@ from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
 from headstart.tools import acceptance
 from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.deep import LONGER, TOKENS
 from headstart.tools.inspect.readings import is_better, other_readings
 from headstart.tools.tiny import write_tiny
 
@@ -51,8 +52,12 @@ def test_better_is_beyond_chance() -> None:
     assert not is_better(counts(3, 2, drafts=4), counts(1, 0, drafts=4))
 
 
+@pytest.mark.parametrize("drafts", [200, 60], ids=["plain", "in doubt"])
 @pytest.mark.parametrize("better", [None, "a RoPE that is interleaved"])
-def test_deep_names_the_reading_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: str | None) -> None:
+def test_deep_names_the_reading_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: str | None, drafts: int
+) -> None:
+    """What may be chance is looked at over longer texts."""
     model = support.tiny_model("llama", num_hidden_layers=5)
     trunk = write_tiny("llama", tmp_path / "trunk", num_hidden_layers=5)
     block = replace(BLOCK, vocab_size=support.VOCAB, draft_vocab_size=support.VOCAB)
@@ -60,9 +65,16 @@ def test_deep_names_the_reading_that_fits(tmp_path: Path, monkeypatch: pytest.Mo
     arrays = random_arrays(head_kind("block").shapes(spec, model.config.hidden_size))
     head = support.write_head(tmp_path / "head", model.config, spec, arrays)
 
+    looked: list[int] = []
+
     def accepted(llm: Any, max_tokens: int, finished: Any) -> DraftStats:
+        looked.append(max_tokens)
         turned = llm.model.head.spec.block.interleaved
-        return counts(150, 100, 50) if turned and better else counts(60, 20, 5)
+        if drafts == 200:
+            return counts(150, 100, 50) if turned and better else counts(60, 20, 5)
+        times = max_tokens // TOKENS
+        better_here = turned and (better or times == 1)
+        return counts(*(times * each for each in ((36, 16, 8) if better_here else (30, 11, 4))), drafts=60 * times)
 
     monkeypatch.setattr(acceptance, "on_builtin_prompts", accepted)
     report = inspect.run(inspect.InspectOptions(model=str(head), target=str(trunk), deep=True))
@@ -72,7 +84,8 @@ def test_deep_names_the_reading_that_fits(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(deep["readings"]) == 5
     assert report.ok == (better is None)
     assert (deep["better"] or {}).get("what") == better
-    if better:
+    assert looked == [TOKENS] * 6 + ([LONGER * TOKENS] * 2 if drafts == 60 else [])
+    if better and drafts == 200:
         assert report.data["heads"]["verdict"] == "mismatch"
         assert "its weights fit a RoPE that is interleaved: acceptance length 2.50 instead of 1.43" in text
         assert 'in config.json: "is_neox_style": false' in text
