@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#ifdef HEADSTART_X86
+#ifdef HEADSTART_AMX
 #include <cpuid.h>
 #endif
 #ifdef HEADSTART_ARM
@@ -12,14 +12,6 @@
 
 namespace headstart {
 namespace {
-
-#ifdef HEADSTART_X86
-// A bit of EAX, EBX, ECX or EDX, asked of the processor: not every Clang has words for F16C, AVX-VNNI and AVX512-BF16.
-bool has(unsigned leaf, int place, int bit) {
-    unsigned found[4];
-    return __get_cpuid_count(leaf, 1, &found[0], &found[1], &found[2], &found[3]) && found[place] >> bit & 1;
-}
-#endif
 
 #ifdef HEADSTART_AMX
 // Tiles of bfloat16, and the system's leave to use them.
@@ -37,12 +29,12 @@ std::vector<Path> usable_paths() {
     __builtin_cpu_init();
     // what CMakeLists.txt compiles the paths for
     const bool has_avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has(1, 2, 29);
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
 #ifdef HEADSTART_AVX512BF16 // Cooper Lake alone has the first without the second
-    const bool has_bf16 = has(7, 0, 5) && __builtin_cpu_supports("avx512vbmi");
+    const bool has_bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #endif
 #ifdef HEADSTART_AMX
     if (has_avx512 && has_amx()) found.push_back({"amx", &amx::kernels(), &avx512::kLoops});
@@ -53,7 +45,7 @@ std::vector<Path> usable_paths() {
 #endif
     if (has_avx512) found.push_back({"avx512", &avx512::kernels(), &avx512::kLoops});
 #ifdef HEADSTART_AVXVNNI
-    if (has_avx2 && has(7, 0, 4))
+    if (has_avx2 && __builtin_cpu_supports("avxvnni"))
         found.push_back({"avxvnni", &avxvnni::kernels(), &avx2::kLoops});
 #endif
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
