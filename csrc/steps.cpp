@@ -313,18 +313,19 @@ int take_logit_rows(Program& program, int x) {
     return out;
 }
 
-void store_hidden(Program& program, int x, nb::object hidden_pool) {
+// x becomes the columns of the pool from one on.
+void store_hidden(Program& program, int x, nb::object hidden_pool, int64_t column) {
     HiddenPool* pool = nb::cast<HiddenPool*>(hidden_pool);
     const int64_t width = program.buffers[x].width;
-    require(pool->width == width, "store: the pool has another width");
+    require(column >= 0 && column + width <= pool->width, "store: the pool has another width");
     program.limits.reach(program.limits.slots, pool->num_slots);
     Step step;
     step.label = "rows";
     step.reads = {x};
     step.by_rows = true;
     step.owners = {hidden_pool};
-    step.run = [&program, pool, x, width](const Pass& pass, int64_t row) {
-        std::copy_n(program.values(x, row), width, pool->row(pass.slots[row]));
+    step.run = [&program, pool, x, width, column](const Pass& pass, int64_t row) {
+        std::copy_n(program.values(x, row), width, pool->row(pass.slots[row]) + column);
     };
     program.add(std::move(step));
 }

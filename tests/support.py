@@ -213,8 +213,7 @@ def write_head(
     """A head's directory for a trunk of these sizes."""
     ids = None if draft_ids is None else np.array(draft_ids, np.int64)
     head = HeadCheckpoint(
-        spec=spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size, draft_token_ids=ids, trunk="x",
-        trunk_fingerprint="y",
+        spec=spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size, draft_token_ids=ids, trunk="x"
     )  # fmt: skip
     files.write_head(path, head, arrays)
     return path

@@ -164,7 +164,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
     """Name and page of each command."""
     import typer
 
-    from headstart.cli.app import app
+    from headstart.cli.app import application
 
     def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, command in group.commands.items():
@@ -172,7 +172,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
             if hasattr(command, "commands"):
                 yield from below(command, f"{prefix}{name} ")
 
-    for name, command in below(typer.main.get_command(app), ""):
+    for name, command in below(typer.main.get_command(application()), ""):
         yield name, command_page(name, command)
 
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headstart import __version__
-from headstart.cli import bench, models
-from headstart.cli.help import NAMES, Command, Group, ListsByDefault, RunsByDefault
+from headstart.cli.help import NAMES, Command, Group
 from headstart.cli.options import expand
+
+COMMANDS = (
+    "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
+    "adapt", "export", "graft", "pull", "ps", "stop", "doctor",
+    "completion",
+)  # fmt: skip
+GROUPS = ("bench", "models")
+"""Modules of this package, in the order of `--help`."""
 
 
 def _examples(lines: Sequence[str]) -> str:
@@ -19,38 +26,39 @@ def _examples(lines: Sequence[str]) -> str:
     return "\n\n".join(["Examples:", *lines])
 
 
-app = typer.Typer(
-    name="headstart",
-    cls=Group,
-    help="An LLM engine built around multi-token prediction: the model's own heads draft, the text stays the same.\n\n"
-    "Options may also stand in headstart.toml, or in the environment as HEADSTART_...: headstart doctor shows them.",
-    epilog=_examples(["headstart demo", "headstart generate --prompt 'Why is the sky blue?'"]),
-    add_completion=False,
-    context_settings={"help_option_names": NAMES},
-    rich_markup_mode=None,  # it would read "[ngram]" in a help text as a colour
-)
-COMMANDS = (
-    "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
-    "adapt", "export", "graft", "pull", "ps", "stop", "doctor",
-    "completion",
-)  # fmt: skip
-"""Modules of this package, in the order of `--help`."""
-for name in COMMANDS:
-    module = import_module(f"headstart.cli.{name}")
-    app.command(name, cls=getattr(module, "COMMAND", Command), epilog=_examples(module.EXAMPLES))(expand(module.run))
-
-bench_app = typer.Typer(name="bench", cls=RunsByDefault, help=bench.HELP, epilog=_examples(bench.EXAMPLES))
-bench_app.command("run", cls=Command, epilog=_examples(bench.RUN_EXAMPLES))(expand(bench.run))
-bench_app.command("step", cls=Command, epilog=_examples(bench.STEP_EXAMPLES))(expand(bench.step))
-app.add_typer(bench_app)
-
-models_app = typer.Typer(name="models", cls=ListsByDefault, help=models.HELP, epilog=_examples(models.EXAMPLES))
-models_app.command("list", cls=Command, epilog=_examples(models.LIST_EXAMPLES))(expand(models.listed))
-models_app.command("remove", cls=Command, epilog=_examples(models.REMOVE_EXAMPLES))(expand(models.remove))
-app.add_typer(models_app)
+def application(only: str | None = None) -> typer.Typer:
+    """All commands; or the one that a line begins with, for all together take a third of a second to make."""
+    app = typer.Typer(
+        name="headstart",
+        cls=Group,
+        help="An LLM engine built around multi-token prediction: the model's own heads draft, the text stays the same."
+        "\n\nOptions may also stand in headstart.toml, or in the environment as HEADSTART_...: headstart doctor shows "
+        "them.",
+        epilog=_examples(["headstart demo", "headstart generate --prompt 'Why is the sky blue?'"]),
+        add_completion=False,
+        context_settings={"help_option_names": NAMES},
+        rich_markup_mode=None,  # it would read "[ngram]" in a help text as a colour
+    )
+    for name in (only,) if only in (*COMMANDS, *GROUPS) else (*COMMANDS, *GROUPS):
+        module = import_module(f"headstart.cli.{name}")
+        if name in COMMANDS:
+            app.command(name, cls=getattr(module, "COMMAND", Command), epilog=_examples(module.EXAMPLES))(
+                expand(module.run)
+            )
+        else:
+            app.add_typer(_group(name, module))
+    app.callback(invoke_without_command=True)(_root)
+    return app
 
 
-@app.callback(invoke_without_command=True)
+def _group(name: str, module: Any) -> typer.Typer:
+    """A command of commands; alone it does what its first one does."""
+    group = typer.Typer(name=name, cls=module.GROUP, help=module.HELP, epilog=_examples(module.EXAMPLES))
+    for each, (run, examples) in module.COMMANDS.items():
+        group.command(each, cls=Command, epilog=_examples(examples))(expand(run))
+    return group
+
+
 def _root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from headstart.cli.help import RunsByDefault
 from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, option
 from headstart.cli.render import finish, print_table, progress
 from headstart.core import SamplingParams
@@ -195,3 +196,7 @@ def _print_profile(profile: dict[str, list[dict[str, Any]]]) -> None:
     ]
     rows.append(("total", *(f"{each['wall_ms']:.2f}" for each in measured)))
     print_table(("ms", *names), rows)
+
+
+GROUP = RunsByDefault
+COMMANDS = {"run": (run, RUN_EXAMPLES), "step": (step, STEP_EXAMPLES)}

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headstart.cli.help import ListsByDefault
 from headstart.cli.options import OutputOptions
 from headstart.cli.render import finish, print_table
 from headstart.core import Report
@@ -56,3 +57,7 @@ def _print(data: dict[str, Any]) -> None:
         for each in data["models"]
     ]  # fmt: skip
     print_table(("model", "size", "format", "heads", "last used"), rows)
+
+
+GROUP = ListsByDefault
+COMMANDS = {"list": (listed, LIST_EXAMPLES), "remove": (remove, REMOVE_EXAMPLES)}

@@ -160,6 +160,12 @@ class Settings:
         return {scope for command in self.commands for scope in _scopes(command)}
 
 
+def any_said(environment: Mapping[str, str], words: Sequence[str]) -> bool:
+    """Is there anything that Settings would read?"""
+    variables = any(name.startswith(PREFIX) and _is_ours(name, text) for name, text in environment.items())
+    return variables or bool(_named_file(words) or environment.get(CONFIG_VARIABLE) or _found(environment))
+
+
 def of_context(context: Any, words: Sequence[str] = ()) -> Settings:
     """Those of this run, read once; `words`: of the command line, which may name the file."""
     root = context.find_root()

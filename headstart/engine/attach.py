@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Protocol
 
@@ -16,11 +17,14 @@ from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
+from headstart.layers.fingerprint import trunk_fingerprint
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
 from headstart.models.tensors import canonical_tensors, check_taken, find_family, read_config
 from headstart.text.tokenizer import Tokenizer
+
+log = logging.getLogger("headstart.engine")
 
 NATIVE_HEAD = "the checkpoint"
 """Head.source of a head inside the trunk's own files."""
@@ -63,14 +67,19 @@ def _located(name: str) -> Path:
 
 def attach_head(trunk: Trunk, path: Path, drafter: str = AUTO) -> Head:
     """Read a head checkpoint, the head inside another checkpoint, or a whole model that drafts, and fit it to the
-    trunk. Raises ModelError saying which number differs."""
+    trunk. Sizes that fit may be those of a fine-tune, or of a stranger: other weights are a line of the log. Raises
+    ModelError saying which number differs."""
     if not is_head(path) and path.exists():
         return _of_checkpoint(trunk, open_checkpoint(path), drafter)
     head = read_head(path)
     if drafter == DRAFT_MODEL:
         what = f"{path} is a head of kind {head.spec.kind}, not a whole model"
         raise ModelError(what, f"use --drafter {head.spec.kind}, or name a smaller model")
-    return fit_head(trunk, head, path)
+    attached = fit_head(trunk, head, path)
+    if head.trunk_fingerprint not in ("", trunk_fingerprint(trunk.weights.tensors)):
+        told = "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
+        log.warning(told, path, head.trunk)
+    return attached
 
 
 def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:

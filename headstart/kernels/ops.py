@@ -277,8 +277,8 @@ class Ops(Protocol):
     def put_where(self, x: Buffer, token_ids: Buffer, token: int, row: Weight) -> Buffer:
         """x with `row` [width] in place of the rows whose token is `token`."""
 
-    def store(self, x: Buffer, pool: Pool) -> None:
-        """Keep row r of x in the hidden pool at the row's slot."""
+    def store(self, x: Buffer, pool: Pool, column: int = 0) -> None:
+        """Keep row r of x in the hidden pool at the row's slot, in its columns from `column` on."""
 
 
 Program = Callable[[Ops, StepInputs], Mapping[str, Buffer]]

@@ -355,8 +355,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class DecoderProgram:
-    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps;
-    `streams` [R, streams * H] behind the last layer where those are the tap."""
+    """Results: `logits` [L, V]; `hidden` [R, H] after the final norm; `tapped` [R, taps x H] where there are taps and
+    no pool that keeps them; `streams` [R, streams * H] behind the last layer where those are the tap."""
 
     model: Decoder
     pools: list[Pool]
@@ -371,19 +371,26 @@ class DecoderProgram:
         passing = Passing(step.token_ids, embedded)
         wanted = tapped_layers(self.tap)
         tapped: Buffer | None = None
+        width = len(model.norm.weight)
         for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
             if i in wanted:
-                stream = residual if delta is None else ops.add(delta, residual)
-                stream = ops.sum_streams(stream, None, streams.spec) if streams else stream
-                tapped = stream if tapped is None else ops.concat(tapped, stream)
+                if delta is not None:  # the layer's norm would add them once more
+                    delta, residual = None, ops.add(delta, residual)
+                stream = ops.sum_streams(residual, None, streams.spec) if streams else residual
+                if self.hidden_pool is None:
+                    tapped = stream if tapped is None else ops.concat(tapped, stream)
+                else:  # joined where they are kept
+                    ops.store(stream, self.hidden_pool, wanted.index(i) * width)
             delta, residual = layer(ops, delta, residual, step.positions, pool, passing)
         last = residual
         if streams:
             residual, _ = streams.enter(ops, residual)
         hidden, residual = model.norm.add(ops, delta, residual)
-        if self.hidden_pool is not None:
+        if self.hidden_pool is not None and not isinstance(self.tap, tuple):
             states = {"post_norm": hidden, "pre_norm": residual, "streams": last}
-            ops.store(tapped if isinstance(self.tap, tuple) else states[self.tap], self.hidden_pool)
+            ops.store(states[self.tap], self.hidden_pool)
         logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
-        more = {"tapped": tapped} if wanted else {"streams": last} if streams and self.tap == "streams" else {}
-        return {"logits": logits, "hidden": hidden, **more}
+        results = {"logits": logits, "hidden": hidden}
+        if tapped is not None:
+            results["tapped"] = tapped
+        return results | ({"streams": last} if streams and self.tap == "streams" else {})

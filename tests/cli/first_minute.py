@@ -24,7 +24,7 @@ from unittest import mock
 import typer
 
 from headstart.cli import edge
-from headstart.cli.app import app
+from headstart.cli.app import application
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
@@ -147,7 +147,7 @@ def commands() -> dict[str, Any]:
             else:
                 yield prefix + name, command
 
-    return dict(below(typer.main.get_command(app), ""))
+    return dict(below(typer.main.get_command(application()), ""))
 
 
 def wrong_values(item: Any, paths: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ import pytest
 import typer
 
 from headstart.cli import bench
-from headstart.cli.app import app
+from headstart.cli.app import application
 from headstart.cli.main import main
 from headstart.cli.settings import OTHER_VARIABLES, Settings
 
 Capture = pytest.CaptureFixture[str]
-ROOT = typer.main.get_command(app)
+ROOT = typer.main.get_command(application())
 
 
 @pytest.fixture(autouse=True)

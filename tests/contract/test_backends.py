@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -91,7 +92,8 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path) -> None:
-    """Each fills 4 MB of keys and values; those of an engine that is gone are free."""
+    """Each fills 4 MB of keys and values; those of an engine that is gone are free. A leak would show in every step,
+    what else happens in a process of many tests in few."""
     if backend == "native":
         pytest.importorskip(native.EXTENSION, exc_type=ImportError)
     config = EngineConfig(backend=backend, threads=1, max_model_len=1024, kv_blocks=64, drafter="none", depth=0)
@@ -101,7 +103,8 @@ def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path)
         LLM(model, config).generate([[1 + i % 7 for i in range(1000)]], SamplingParams(max_tokens=2))
         gc.collect()
         after.append(resident_bytes())
-    assert after[-1] - after[3] < 32 << 20, after
+    steps = [later - earlier for earlier, later in pairwise(after[3:])]
+    assert sum(step > 1 << 20 for step in steps) < len(steps) / 2, steps
 
 
 def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -172,7 +172,9 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
     for tokens, drafted in made:
         sequence = Sequence(support.request(tokens), 0, list(tokens), 0)
         assert engine.memory.reserve(sequence, len(tokens))
-        streams = runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])["tapped"]
+        runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])
+        size, table = engine.config.block_size, sequence.block_table
+        streams = runner._hidden_pool[[table[i // size] * size + i % size for i in range(len(tokens))]]
         engine.memory.release(sequence)
         ids = [tokens[-1]] + [1] * (block.rows_for(len(drafted)) - 1)
         y = plain_block(t, model.head.spec, streams[: len(tokens) - 1], ids, model.decoder.embedding)

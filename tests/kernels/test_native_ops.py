@@ -207,13 +207,15 @@ def check_attention(path: str, kv_dtype: str, spec: AttentionSpec, first_positio
 
 @pytest.mark.parametrize("path", PATHS)
 def test_stored_hidden_states(path: str) -> None:
-    """What a trunk keeps at its rows' slots, a head reads one position later, in any order of rows."""
+    """What a trunk keeps at its rows' slots, in parts of its columns, a head reads one position later, in any order of
+    rows."""
     rng = np.random.default_rng(2)
     worker = backend(path, 2)
     hidden, table = rng.standard_normal((40, 19)).astype(np.float32), rng.permutation(5)[:3]
-    pool = worker.hidden_pool(5 * 16, 19)
+    pool = worker.hidden_pool(5 * 16, 38)
 
     def keep(ops: Any, step: Any) -> dict[str, Any]:
+        ops.store(ops.scale(step.hidden, 2.0), pool, 19)
         ops.store(step.hidden, pool)
         return {"kept": step.hidden}
 
@@ -223,6 +225,7 @@ def test_stored_hidden_states(path: str) -> None:
     for begin, end in ((0, 25), (25, 40)):
         run_native(worker, keep, plan_of([Part(np.arange(begin, end), begin, table)]), hidden[begin:end])
     parts = [Part(np.arange(begin, end), begin, table) for begin, end in ((30, 40), (1, 18), (18, 30))]
-    handle = worker.prepare(read, hidden_width=19)
+    handle = worker.prepare(read, hidden_width=38)
     found = worker.run(handle, plan_of(parts, first_position=1), hidden_pool=pool)["hidden"]
-    np.testing.assert_array_equal(found, np.concatenate([hidden[part.start - 1 :][: len(part.ids)] for part in parts]))
+    once = np.concatenate([hidden[part.start - 1 :][: len(part.ids)] for part in parts])
+    np.testing.assert_array_equal(found, np.hstack((once, 2 * once)))

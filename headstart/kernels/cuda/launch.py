@@ -121,4 +121,4 @@ class Launcher:
         """Rows of x [R, W] to pool [slots, W]."""
         columns = x.shape[1]
         tile = min(tile_of(columns), 4096)
-        row_kernels.scatter[(len(x), -(-columns // tile))](x, slots, pool, columns, TILE=tile)
+        row_kernels.scatter[(len(x), -(-columns // tile))](x, slots, pool, columns, pool.stride(0), TILE=tile)

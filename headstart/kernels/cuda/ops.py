@@ -206,8 +206,8 @@ class CudaOps:
     def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
         return torch.where((token_ids == token)[:, None], row, x)
 
-    def store(self, x: Tensor, pool: Tensor) -> None:
-        self._launch.scatter(x, self._plan["slots"], pool)
+    def store(self, x: Tensor, pool: Tensor, column: int = 0) -> None:
+        self._launch.scatter(x, self._plan["slots"], pool[:, column : column + x.shape[-1]])
 
 
 class Probe:

@@ -270,8 +270,8 @@ class Recorder:
         assert token_ids == "token_ids", token_ids
         return Buffer(x.width, self.program.put_where(self._index(x), token, row))
 
-    def store(self, x: Buffer, pool: HiddenPool) -> None:
-        self.program.store_hidden(self._index(x), pool)
+    def store(self, x: Buffer, pool: HiddenPool, column: int = 0) -> None:
+        self.program.store_hidden(self._index(x), pool, column)
 
     def _index(self, buffer: Buffer) -> int:
         if buffer.index < 0:

@@ -282,8 +282,8 @@ class ReferenceOps:
     def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
         return torch.where((token_ids == token)[..., None], row, x)
 
-    def store(self, x: Tensor, pool: Tensor) -> None:
-        pool[self._slots] = x
+    def store(self, x: Tensor, pool: Tensor, column: int = 0) -> None:
+        pool[self._slots, column : column + x.shape[-1]] = x
 
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan

@@ -74,14 +74,14 @@ def rope(
 
 
 @triton.jit
-def scatter(x, slots, pool, num_columns, TILE: tl.constexpr):
-    """Row r of x [R, W] to row slots[r] of pool [slots, W]; a slot of -1 is nowhere."""
+def scatter(x, slots, pool, num_columns, stride, TILE: tl.constexpr):
+    """Row r of x [R, W] to row slots[r] of pool [slots, W], rows `stride` apart; a slot of -1 is nowhere."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (column < num_columns) & (slot >= 0)
     values = tl.load(x + row.to(tl.int64) * num_columns + column, mask=inside, other=0.0)
-    tl.store(pool + slot * num_columns + column, values, mask=inside)
+    tl.store(pool + slot * stride + column, values, mask=inside)
 
 
 @triton.jit
