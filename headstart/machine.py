@@ -17,8 +17,8 @@ from headstart import system
 
 ROOT = Path("/")
 INSTRUCTION_SETS = (
-    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp",
-    "i8mm", "sve",
+    "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_vbmi", "amx_tile",
+    "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
 UNKNOWN_MEMORY = 4 << 30
 """Taken to be free where the system does not tell."""
