@@ -41,7 +41,8 @@ template <Store kStore> void score(const IndexTask& task) {
         int64_t h = 0;
         for (; h + kHeads <= task.num_heads; h += kHeads) total = add_heads<kStore, kHeads>(task, tile, h, total);
         for (; h < task.num_heads; ++h) total = add_heads<kStore, 1>(task, tile, h, total);
-        store(task.scores + position, max(total, splat(-INFINITY)));
+        const f32 never = splat(-INFINITY);
+        store(task.scores + position, select_less(never, total, total, never)); // NaN is not above it
     }
 }
 
