@@ -10,7 +10,7 @@ from headstart.core import Progress, no_progress
 from headstart.engine.attach import attach_head, find_head
 from headstart.errors import CapacityError
 from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint, widened
+from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.heads.base import Head
 from headstart.kernels.backend import TakesTurns, choose, open_backend
 from headstart.kernels.ops import Backend
@@ -73,10 +73,11 @@ def check_room(checkpoint: Checkpoint) -> None:
     memory = machine.memory()
     room = min(memory.total, memory.limit or memory.total)
     if 0 < room < size:
+        small = in_int4(size) / 1e9
         raise CapacityError(
             f"{checkpoint.name}: {', '.join(types)} become float32 in memory, {size / 1e9:.1f} GB, and this machine "
             f"has {room / 1e9:.1f}",
-            f"--quantization int4 rounds them to {size * 5 / 32e9:.1f} GB; a file in Q3_K_M or IQ4_XS is kept as it is",
+            f"--quantization int4 rounds them to {small:.1f} GB; a file in Q3_K_M or IQ4_XS is kept as it is",
         )
 
 

@@ -263,6 +263,11 @@ def widened(tensors: Iterable[Tensor]) -> tuple[list[str], int]:
     return sorted({each.dtype for each in found}), 4 * sum(math.prod(each.shape) for each in found)
 
 
+def in_int4(size: int) -> float:
+    """Bytes that so many of float32 become with --quantization int4: 4 bits each, and a factor for 32 of them."""
+    return size * 5 / 32
+
+
 @cache
 def _reads(dtype: str) -> bool:
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

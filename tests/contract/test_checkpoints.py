@@ -30,8 +30,6 @@ from headstart.formats.safetensors import save
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
-PAIRED = ("amx", "avx512bf16")
-"""Paths on which bfloat16, and FP8 which it holds, meets rows of bfloat16."""
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
@@ -154,6 +152,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
     assert (found.head is None) == (expected.head is None)
     native = pytest.importorskip("headstart.kernels.native.backend")
+    from native_ops import PAIRED
+
     paths = native.paths()
     for path, most in ((paths[0], 0.2), (next(each for each in paths if each not in PAIRED), 1e-2)):
         monkeypatch.setattr(native, "paths", lambda path=path: [path])

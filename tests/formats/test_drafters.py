@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 
@@ -126,10 +127,7 @@ def test_gguf_files(tmp_path: Path, metadata: dict[str, Any], kind: str, method:
     for key, value in metadata.items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.written(writer, path)
     found = classify_path(path)
     assert (found.kind, found.method, found.container) == (kind, method, "gguf")
     assert found.most_drafts == (15 if kind == "dflash" else None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -234,11 +235,7 @@ def write_gguf(path: Path, **extra: Any) -> Path:
     writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
     writer.add_tensor("blk.0.attn_q.weight", embed.astype(np.float16))
     writer.add_tensor("blk.0.attn_q.bias", np.arange(16, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return gguf_files.written(writer, path)
 
 
 def test_gguf(tmp_path: Path) -> None:
@@ -355,10 +352,7 @@ def test_gguf_in_parts(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
     writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "llama")
     writer.add_tensor("output.weight", np.zeros((16, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.written(writer, tmp_path / "m-00002-of-00002.gguf")
     checkpoint = open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
     assert "lm_head.weight" in checkpoint.tensors and not checkpoint.config["tie_word_embeddings"]
 

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType as Kind
-from gguf_files import ARCH, add_vocabulary, llama_tensors, write_gguf
+from gguf_files import ARCH, add_vocabulary, llama_tensors, write_gguf, written
 from numpy.typing import NDArray
 from support import family_of
 
@@ -112,11 +112,7 @@ def model_file(path: Path, kind: Kind) -> Path:
             writer.add_tensor(name, blocks(kind, *array.shape), raw_dtype=kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_1, Kind.Q8_K], ids=str)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from headstart.formats.base import in_int4
+
 Data = dict[str, Any]
 
 
@@ -23,7 +25,7 @@ def _model(data: Data) -> Iterator[str]:
         if here["fix"]:
             yield f"  fix: {here['fix']}"
         if wide := here["widened"]:
-            size = f"{wide['bytes'] / 1e9:.1f} GB, or {wide['bytes'] * 5 / 32e9:.1f} with --quantization int4"
+            size = f"{wide['bytes'] / 1e9:.1f} GB, or {in_int4(wide['bytes']) / 1e9:.1f} with --quantization int4"
             yield f"  {', '.join(wide['types'])} become float32 in memory: {size}"
     if data["quantization"]:
         yield "quantization: " + ", ".join(f"{key} {value}" for key, value in data["quantization"].items())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 import support
@@ -118,11 +119,7 @@ def trunk_gguf(tmp_path: Path) -> Path:
     writer.add_token_list([f"t{number}" for number in range(sizes.vocab_size)])
     writer.add_token_merges([])
     writer.add_tensor("token_embd.weight", np.zeros((sizes.vocab_size, sizes.hidden_size), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tmp_path / "trunk.gguf"
+    return gguf_files.written(writer, tmp_path / "trunk.gguf")
 
 
 @pytest.fixture
@@ -222,11 +219,7 @@ def write_gguf(path: Path, architecture: str = "qwen35", heads: int = 1, last: s
         writer.add_tensor(f"{name}.weight", np.full((2, 32), i, np.float32))
     quantized = np.arange(2 * 34, dtype=np.uint8).reshape(2, 34)
     writer.add_tensor("blk.2.ffn_up.weight", quantized, raw_dtype=GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return gguf_files.written(writer, path)
 
 
 def test_an_mtp_head_cut_out_of_a_gguf_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 from zoo import SIZES, ZOO, H, N, Tensors, V, config_of, heads, trunk, write, write_file
@@ -361,11 +362,7 @@ def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3, joined: 
     for name, shape in names.items():
         if not drop or drop not in name:
             writer.add_tensor(name, np.zeros(shape, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return gguf_files.written(writer, path)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 from huggingface_hub import close_session
@@ -180,10 +181,7 @@ def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> No
     writer.add_token_list([f"token{i}" for i in range(500)])
     writer.add_tensor("token_embd.weight", np.zeros((4096, 256), np.float32))
     writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.written(writer, hub.folder / "m.gguf")
     for name in (REPO, f"{REPO}/m.gguf"):
         data = look(name)
         assert (data["format"], data["heads"]["verdict"]) == ("gguf", "none")
@@ -198,10 +196,7 @@ def test_a_gguf_in_parts(hub: Hub) -> None:
     whole.add_head_count(4)
     for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_up.weight"):
         whole.add_tensor(name, np.zeros((8, 32), np.float32))
-    whole.write_header_to_file()
-    whole.write_kv_data_to_file()
-    whole.write_tensors_to_file()
-    whole.close()
+    gguf_files.written(whole, hub.folder / "m.gguf")
     data = look()
     assert (data["files"], data["total"]["parameters"]) == (3, 3 * 8 * 32)
     (hub.folder / "m-00002-of-00003.gguf").unlink()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 
@@ -32,11 +33,7 @@ def small_gguf(folder: Path) -> str:
     writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
     writer.add_head_count(8)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(folder / "m.gguf")
+    return str(gguf_files.written(writer, folder / "m.gguf"))
 
 
 def planned(model: str, engine: str = "vllm", **options: Any) -> Plan:

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 from gguf import GGUFWriter
@@ -98,10 +99,7 @@ def _write_gguf(path: Path) -> None:
     writer.add_uint32("qwen35.nextn_predict_layers", 1)
     writer.add_uint32("qwen35.attention.head_count", 8)
     writer.add_tensor("blk.1.nextn.eh_proj.weight", np.zeros((32, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.written(writer, path)
 
 
 def _heads(folder: Path) -> Iterator[str | None]:
