@@ -31,8 +31,8 @@ hub.pull("toy", lambda done, total, what: None)
 
 
 class Files(ThreadingHTTPServer):
-    """Serves `files`. Of the first `breaks` large ones only CUT bytes come: then the connection ends, or hangs until
-    the server is told to go on."""
+    """Serves `files`. Of the first `breaks` large ones only CUT bytes come: then the connection ends, or, of a file
+    that is asked for from its begin, hangs until the server is told to go on."""
 
     daemon_threads = True
 
@@ -69,7 +69,7 @@ class Answers(BaseHTTPRequestHandler):
         if begin:
             self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
         self.end_headers()
-        if len(data) <= CUT or not self.server.breaks:
+        if len(data) <= CUT or not self.server.breaks or (begin and self.server.hangs):
             self.wfile.write(data[begin:])
             return
         self.server.breaks -= 1
@@ -155,7 +155,7 @@ def test_a_wheel_goes_on_where_a_killed_pull_was(tmp_path: Path) -> None:
     known = ("toy-model==1.0", wheel.stat().st_size, checksum, "toy_model/toy.gguf", len(content),
              hashlib.sha256(content).hexdigest())  # fmt: skip
     served = {name: text.encode() for name, text in files.items()} | {f"/{wheel.name}": wheel.read_bytes()}
-    with serving(Files(served, breaks=9, hangs=True)) as index:
+    with serving(Files(served, breaks=99, hangs=True)) as index:
         environment = os.environ | {
             "HEADSTART_CACHE": str(tmp_path / "cache"), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "",
             "PIP_INDEX_URL": index.url("/simple"), "PIP_NO_CACHE_DIR": "1",
@@ -167,11 +167,10 @@ def test_a_wheel_goes_on_where_a_killed_pull_was(tmp_path: Path) -> None:
             while sum(path.stat().st_size for path in kept.glob("*.incomplete")) < CUT:
                 assert first.poll() is None
             first.kill()
-        index.breaks = 0
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         asked = [each for name, each in index.asked if name == f"/{wheel.name}"]
-        assert asked[0] is None and asked[-1] == f"bytes={CUT}-"  # between them pip's, which is ended by then
+        assert asked[0] is None and f"bytes={CUT}-" in asked  # the others are pip's
         index.shutdown()
     assert (kept / "toy.gguf").read_bytes() == content
     assert not list(kept.glob("*.incomplete"))
