@@ -139,7 +139,7 @@ class KVMemory:
         size, blocks = self.block_size, self.pool.blocks
         for i in range(sequence.filled[network] // size, -(-end // size)):
             filled, count = blocks[sequence.block_table[i]].filled, min(size, end - i * size)
-            if filled[network] < count:
+            if filled.get(network, 0) < count:
                 filled[network] = count
         sequence.filled[network] = end
 
