@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli import settings
+from headstart.cli.values import Value
 from headstart.errors import UsageError
 
 ALL = "--help-all"
@@ -30,6 +31,11 @@ WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 class Command(TyperCommand):
     """A command with its options in groups."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        for item in self.params:
+            item.get_runtime_param = Value(item).itself  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = args[: args.index("--")] if "--" in args else args
