@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from headstart.cache.blocks import Block, BlockPool, block_key, keys_of, root_key
 from headstart.cache.recurrent import StateMemory
-from headstart.cache.spill import Spill
 from headstart.core import Sequence, int_array
+
+if TYPE_CHECKING:
+    from headstart.cache.spill import Spill
 
 A_MOMENT = 0.01
 """Seconds that an engine without other work waits for a load, before it looks for something new to do."""

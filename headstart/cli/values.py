@@ -13,6 +13,13 @@ from headstart.errors import UsageError
 WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
+def with_values(items: list[Any]) -> list[Any]:
+    """Options and arguments of a command, to be read as here."""
+    for item in items:
+        item.get_runtime_param = Value(item).itself
+    return items
+
+
 class Value:
     """Of one option or argument, as typer asks for it."""
 

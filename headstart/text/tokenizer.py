@@ -14,8 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from headstart.text import _directory_tokenizer, _gguf_tokenizer
-from headstart.text._directory_tokenizer import optional
+from headstart.text import _gguf_tokenizer
 from headstart.text.pieces import rule_of
 
 LARGEST_ID = 2**32 - 1
@@ -50,6 +49,9 @@ class Tokenizer:
     def from_directory(cls, path: Path) -> Tokenizer:
         """From tokenizer.json, or what a family ships instead, and the configs beside it. Raises ModelError when it is
         missing or broken."""
+        from headstart.text import _directory_tokenizer  # with all that families ship: not for a GGUF file
+
+        optional = _directory_tokenizer.optional
         inner, tokens, file = _directory_tokenizer.build(path, optional(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
         ends = _declared_ends(optional(path / "generation_config.json"), optional(path / "config.json"))
