@@ -136,7 +136,7 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _told_where_disks_are_full(options), alone_in(options.work):
+    with _told_where_to_go_on(options), alone_in(options.work):
         started = time.monotonic()
         subject = load_subject(
             options.model, options.threads, options.device, options.kind, options.steps, options.modules
@@ -385,10 +385,12 @@ class _Run:
 
 
 @contextmanager
-def _told_where_disks_are_full(options: TrainOptions) -> Iterator[None]:
+def _told_where_to_go_on(options: TrainOptions) -> Iterator[None]:
     """Every file is written aside and renamed, so what was complete before still is."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command goes on from what is in {options.work}") from None
     except OSError as error:
         raise CapacityError(
             f"cannot write to {options.work} or {options.out}: {error.strerror or error}",

@@ -212,6 +212,30 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     assert kept_head(model, CONFIG) == kept
 
 
+def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    from headstart.tools.adapt import run
+
+    keep(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
+    before = (folder_of(model) / "mtp" / "model.safetensors").read_bytes()
+
+    def train(options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(run.own_data, "run", lambda options, progress: Report(False, {}, []))
+    words = ["adapt", str(recorded(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
+    assert main(words) == 130
+    told = capfd.readouterr().err
+    assert "error: interrupted\nhint: the head in use is as it was; the same command goes on from here" in told
+    assert (folder_of(model) / "mtp" / "model.safetensors").read_bytes() == before
+    assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
+    assert forget(model, None) == ["mtp"]
+    assert not list(folder_of(model).iterdir())
+
+
 # What is refused.
 
 
