@@ -142,6 +142,8 @@ def run(options: TrainOptions) -> Report:
             options.model, options.threads, options.device, options.kind, options.steps, options.modules
         )
         start = existing_head(subject, options.kind, options.head) if options.finetune else None
+        if start and start.own:
+            note(f"the head's own {' and '.join(start.own)} stay as they are")
         subject = subject.reading(start.spec if start else _continued(options, subject.spec))
         answers = options.work / "answers"
         if options.prompts:

@@ -161,8 +161,8 @@ def test_a_new_shipped_head_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert kept_head(model, CONFIG) is None
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
     assert kept_head(model, CONFIG) is None
-    assert forget(model, "eagle3") == []
-    assert forget(model, None) == ["mtp"]
+    assert forget(model, "eagle3") == ([], [])
+    assert forget(model, None) == (["mtp"], [])
 
 
 # A whole run, with training as a stand-in.
@@ -232,7 +232,9 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     assert "error: interrupted\nhint: the head in use is as it was; the same command goes on from here" in told
     assert (folder_of(model) / "mtp" / "model.safetensors").read_bytes() == before
     assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
-    assert forget(model, None) == ["mtp"]
+    assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
+    assert "forgotten: mtp; " in (told := capfd.readouterr().out)
+    assert "removed what interrupted runs had left: mtp" in told
     assert not list(folder_of(model).iterdir())
 
 

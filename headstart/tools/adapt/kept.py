@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from headstart import hub, registry
 from headstart.config import EngineConfig
@@ -83,9 +83,16 @@ def keep(folder: Path, head: Path, adapted: Adapted) -> None:
         aside.chmod(0o700)
 
 
-def forget(model: str | None, kind: str | None) -> list[str]:
-    """Remove the model's heads of this kind, or all, and what an interrupted run has left; which ones there were.
-    Raises UsageError or CapacityError."""
+class Forgotten(NamedTuple):
+    """Kinds of heads that were there, and of interrupted runs."""
+
+    kinds: list[str]
+    unfinished: list[str]
+
+
+def forget(model: str | None, kind: str | None) -> Forgotten:
+    """Remove the model's heads of this kind, or all, and what an interrupted run has left. Raises UsageError or
+    CapacityError."""
     root = folder_of(model)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]
@@ -94,4 +101,5 @@ def forget(model: str | None, kind: str | None) -> list[str]:
             shutil.rmtree(root / name)
         except OSError as error:
             raise CapacityError(f"cannot remove {root / name}: {error.strerror}", "is it yours?") from None
-    return [name for name in wanted if not name.endswith((WORK, ".training"))]
+    unfinished = [name.removesuffix(WORK) for name in wanted if name.endswith(WORK)]
+    return Forgotten([name for name in wanted if "." not in name], unfinished)

@@ -68,6 +68,12 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
         assert drafted(model, out) == before
         assert main(["inspect", str(out)]) == 0
         assert "DSpark: ALIVE" in capsys.readouterr().out
+    again, common = tmp_path / "again", {"kind": "block", "model": model, "threads": 1, "measured": False}
+    train(TrainOptions(out=again, finetune=True, head=out, prompts=(prompts,), tokens=300, **common))
+    last = json.loads((tmp_path / "head.training" / "log.jsonl").read_text().splitlines()[-1])
+    standing = json.loads((tmp_path / "again.training" / "log.jsonl").read_text().splitlines()[0])
+    assert standing["held_out"]["all"]["length"] == pytest.approx(last["held_out"]["all"]["length"], abs=0.1)
+    assert "embed_tokens.weight" in read_head(again).tensors
     assert main(["export", model, "--head", str(head), "--to", "vllm-dflash", "-o", str(tmp_path / "no")]) == 2
     assert "DFlash has no Markov or confidence head" in (told := capsys.readouterr().err)
     assert "--to vllm-dspark" in told
