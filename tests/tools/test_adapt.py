@@ -155,10 +155,20 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     assert "nothing was adapted" in capfd.readouterr().out
 
 
-def test_a_new_shipped_head_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_a_new_shipped_head_or_a_damaged_file_ends_it(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
     keep(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
     assert kept_head(model, CONFIG) is None
+    keep(folder_of(model) / "mtp", head, FACTS)
+    assert kept_head(model, CONFIG)
+    weights = folder_of(model) / "mtp" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with caplog.at_level("WARNING"):
+        assert kept_head(model, CONFIG) is None
+    assert "the adapted head is not used" in caplog.text
+    assert "headstart adapt --forget removes it" in caplog.text
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
     assert kept_head(model, CONFIG) is None
     assert forget(model, "eagle3") == ([], [])
