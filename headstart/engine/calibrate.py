@@ -14,7 +14,7 @@ import numpy as np
 
 from headstart import hub
 from headstart.core import Request, SamplingParams
-from headstart.engine.costs import TRIAL, Costs, Curve, Samples
+from headstart.engine.costs import TRIAL, Costs, Curve, Samples, undisturbed
 from headstart.engine.engine import Engine
 
 MOST_SECONDS = 2.0
@@ -23,9 +23,11 @@ FOR_CURVES = 0.75
 WORTH_KEEPING_S = 0.25
 """Shorter calibrations are made again at each start."""
 PROMPT = 24
-STEPS, WARM_UP = 6, 1
-PLAN = ((1, 0), (1, 1), (1, 3), (4, 0), (1, 7), (4, 3), (1, 2), (16, 0), (1, 5), (16, 3), (64, 0), (1, 11), (64, 3))
-"""(sequences, depth), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
+WARM_UP, STEPS, ROUNDS = 1, 2, 3
+"""Each depth gets so many steps, in so many rounds: whatever slows the machine down for a while then slows all depths
+down, and the lower quartile (Curve.fit) passes it by."""
+PLAN = ((1, (0, 1, 3, 7, 2, 5)), (4, (0, 3)), (16, (0, 3)), (1, (11,)), (64, (0, 3)))
+"""(sequences, depths), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
 LEAST_CONTEXT = 8
 """In a shorter one there is nothing to measure, nor to gain."""
 LONG, LONG_DEPTH = 448, 3
@@ -52,34 +54,43 @@ class _Run:
     def late(self) -> bool:
         return self.measured and time.perf_counter() > self.until
 
-    def measure(self, sequences: int, depth: int, length: int, steps: int) -> tuple[Samples, Samples]:
-        """Samples of the prompts' passes, and of decode steps after a warm-up; none where the time is over."""
-        engine, names = self.engine, []
-        before = engine.drafting.samples = Samples()
+    def measure(self, sequences: int, depths: Seq[int], length: int) -> tuple[Samples, Samples]:
+        """Samples of the prompts' passes, and of decode steps at each depth; none where the time is over."""
+        drafting, before, decoding = self.engine.drafting, Samples(), Samples()
+        asked, names = drafting.depth, self._submit(sequences, max(depths), length, len(depths))
+        drafting.depth, drafting.samples = depths[0], before
+        try:
+            while self._reads() and not self.late:
+                self.engine.step(_nowhere)
+            for depth in ROUNDS * tuple(depths):
+                drafting.depth = depth
+                for step in range(WARM_UP + STEPS):  # the first has the drafts of the depth before
+                    if self.late or not self.engine.has_work:
+                        return before, decoding
+                    drafting.samples = decoding if step >= WARM_UP else Samples()
+                    self.engine.step(_nowhere)
+                    self.measured |= bool(decoding.passes)
+            return before, decoding
+        finally:
+            drafting.depth, drafting.samples = asked, None
+            for name in names:
+                self.engine.abort(name)
+
+    def _submit(self, sequences: int, depth: int, length: int, depths: int) -> list[str]:
+        names = []
         for _ in range(sequences):
             self.count += 1
             names.append(f"calibration-{self.count}")
-            prompt = tuple(self.rng.integers(0, engine.runner.vocab_size, length).tolist())
-            params = SamplingParams(max_tokens=4 * (steps + WARM_UP) * (depth + 1))
-            request = Request(
-                request_id=names[-1], prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset(), depth=depth
-            )
-            engine.submit(request)
-        try:
-            decoding, warm_up, rest = Samples(), WARM_UP, steps
-            while rest and not self.late:
-                running = [*engine.scheduler.waiting, *engine.scheduler.running]
-                if not any(sequence.num_output == 0 for sequence in running):
-                    if not warm_up:
-                        engine.drafting.samples, rest = decoding, rest - 1
-                    warm_up = max(warm_up - 1, 0)
-                engine.step(_nowhere)
-                self.measured |= bool(decoding.passes)
-            return before, decoding
-        finally:
-            engine.drafting.samples = None
-            for name in names:
-                engine.abort(name)
+            prompt = tuple(self.rng.integers(0, self.engine.runner.vocab_size, length).tolist())
+            params = SamplingParams(max_tokens=2 + depths * ROUNDS * (WARM_UP + STEPS) * (depth + 1))
+            request = Request(request_id=names[-1], prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset())
+            self.engine.submit(request)
+        return names
+
+    def _reads(self) -> bool:
+        """Has a sequence got no token yet?"""
+        scheduler = self.engine.scheduler
+        return any(sequence.num_output == 0 for sequence in (*scheduler.waiting, *scheduler.running))
 
 
 def _nowhere(deltas: Any) -> None:
@@ -94,15 +105,16 @@ def calibrate(engine: Engine) -> Costs:
     run, samples = _Run(engine, begun + FOR_CURVES * MOST_SECONDS), Samples()
     deepest, most = engine.drafting.max_depth, engine.config.max_num_seqs
     length = min(PROMPT, engine.max_length // 4)
-    blocks = engine.memory.blocks_for(length + 8 * STEPS)
-    for sequences, depth in PLAN:
-        if sequences > most or depth > deepest or sequences * blocks > len(engine.memory.pool.blocks):
+    blocks = engine.memory.blocks_for(length + 16 * STEPS * ROUNDS)
+    for sequences, planned in PLAN:
+        depths = [depth for depth in planned if depth <= deepest]
+        if sequences > most or not depths or sequences * blocks > len(engine.memory.pool.blocks):
             continue
-        _, measured = run.measure(sequences, depth, length, STEPS)
+        _, measured = run.measure(sequences, depths, length)
         for kind in ("passes", "drafts"):
             for count, seconds in getattr(measured, kind).items():
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
-    costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * median(samples.passes[1])]}))
+    costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}))
     costs.busy = _busy(samples.passes[1])
     run.until = begun + MOST_SECONDS
     _measure_long(run, costs, length)
@@ -120,14 +132,15 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     """What prompt rows, far positions and missed pairs cost, from one longer prompt: as long as the time allows."""
     engine, left = run.engine, run.until - time.perf_counter()
     length = min(LONG, engine.max_length // 2, engine.scheduler.budget)
-    while length >= 2 * short and costs.passes.at(length) + STEPS * costs.passes.at(LONG_DEPTH + 1) > left:
+    steps = ROUNDS * (WARM_UP + STEPS)
+    while length >= 2 * short and costs.passes.at(length) + steps * costs.passes.at(LONG_DEPTH + 1) > left:
         length //= 2
     if length < 2 * short:
         return
-    prompts, steps = run.measure(1, min(LONG_DEPTH, engine.drafting.max_depth), length, STEPS)
-    rows, seconds = next(((rows, values) for rows, values in steps.passes.items()), (0, []))
+    prompts, decoding = run.measure(1, [min(LONG_DEPTH, engine.drafting.max_depth)], length)
+    rows, seconds = next(((rows, values) for rows, values in decoding.passes.items()), (0, []))
     if seconds:
-        far = max(0.0, median(seconds) - costs.passes.at(rows))
+        far = max(0.0, undisturbed(seconds) - costs.passes.at(rows))
         costs.reach = min(far, MOST_REACH * costs.passes.at(rows)) / (rows * (length - short))
     if prompts.prompts:
         work, taken = prompts.prompts[0]
@@ -164,8 +177,8 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
 def _is_busy(engine: Engine) -> bool:
     """Do others have the cores now? Yes, too, where a few steps take too long to tell."""
     run = _Run(engine, time.perf_counter() + BUSY_SECONDS)
-    _, measured = run.measure(1, 0, max(min(PROMPT, engine.max_length // 4), 1), STEPS)
+    _, measured = run.measure(1, [0], max(min(PROMPT, engine.max_length // 4), 1))
     engine.reset_stats()
     engine.drafting.forget()
     seconds = measured.passes.get(1, [])
-    return len(seconds) < STEPS // 2 or _busy(seconds)
+    return len(seconds) < STEPS or _busy(seconds)

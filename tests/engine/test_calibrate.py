@@ -65,6 +65,12 @@ def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.Monke
     assert not engine.has_work
 
 
+def test_who_is_slow_for_a_while_is_slow_for_all_depths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(engine, monkeypatch, 0.004, 0.0002, *[1.0] * 20, *[3.0] * 20)
+    costs = calibrate.calibrate(engine)
+    assert [costs.passes.at(rows) for rows in (1, 2, 4)] == pytest.approx([0.0042, 0.0044, 0.0048])
+
+
 @pytest.mark.parametrize("length", [2, 3, 5, 9])
 def test_a_context_too_short_to_measure_in(length: int) -> None:
     llm = LLM(headed_model("mimo"), EngineConfig(**{**SMALL, "max_model_len": length}))
