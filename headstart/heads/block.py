@@ -35,6 +35,7 @@ from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import rope_base, rope_spec
+from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -106,7 +107,7 @@ class BlockModule:
         y, _ = self.norm.add(ops, delta, residual)
         return y
 
-    def logits(self, ops: Ops, y: Buffer, lm_head: Linear) -> Buffer:
+    def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
         """[L, H] -> [L, V'], without what the Markov head adds."""
         return _scaled(ops, lm_head(ops, y), self.spec.logit_scale)
 
