@@ -105,11 +105,13 @@ TEXTS: dict[str, Callable[[Results], str]] = {
 
 
 def filled(text: str, results: Results) -> str:
-    """A document with its numbers. Raises KeyError for a mark that nothing is known for."""
+    """A document with its numbers. Ends the program for a mark that nothing is known for."""
 
     def number(found: re.Match[str]) -> str:
         begin, name, _, end = found.groups()
         known = results["tables"].get(name)
+        if not known and name not in TEXTS:
+            sys.exit(f"the mark {name!r} is neither a table of {RESULTS.name} nor a text of {Path(__file__).name}")
         return f"{begin}{table(known['columns'], known['rows']) if known else TEXTS[name](results)}{end}"
 
     return MARK.sub(number, text)

@@ -40,7 +40,7 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
 
 
 def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Readers see the old file or the new one. Raises OSError."""
+    """Readers see the old file or the new one. Raises OSError, which names `path`."""
     write_pieces(path, [content.encode() if isinstance(content, str) else content])
 
 
@@ -59,6 +59,10 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
                 aside.replace(path)  # locked until then
         if not system.RENAMES_OPEN_FILES:
             aside.replace(path)
+    except OSError as error:
+        if error.filename in (None, str(aside)):  # a full disk names none, and nobody knows the name aside
+            error.filename = str(path)
+        raise
     finally:
         aside.unlink(missing_ok=True)
 

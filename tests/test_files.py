@@ -100,6 +100,19 @@ def test_what_cannot_be_written_is_said() -> None:
         pass
 
 
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"manifest\.json") as told:
+            files.write_whole(tmp_path / "manifest.json", b"x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.filename == str(tmp_path / "manifest.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     with alone_in(folder):

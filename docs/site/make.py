@@ -162,9 +162,8 @@ def notebook(path: Path) -> str:
 
 def command_pages() -> Iterator[tuple[str, str]]:
     """Name and page of each command."""
-    import typer
 
-    from headstart.cli.app import application
+    from headstart.cli.app import root
 
     def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, command in group.commands.items():
@@ -172,7 +171,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
             if hasattr(command, "commands"):
                 yield from below(command, f"{prefix}{name} ")
 
-    for name, command in below(typer.main.get_command(application()), ""):
+    for name, command in below(root(), ""):
         yield name, command_page(name, command)
 
 

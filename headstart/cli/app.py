@@ -52,6 +52,11 @@ def application(only: str | None = None) -> typer.Typer:
     return app
 
 
+def root(only: str | None = None) -> Any:
+    """The command that all these are parts of."""
+    return typer.main.get_command(application(only))
+
+
 def _group(name: str, module: Any) -> typer.Typer:
     """A command of commands; alone it does what its first one does."""
     group = typer.Typer(name=name, cls=module.GROUP, help=module.HELP, epilog=_examples(module.EXAMPLES))

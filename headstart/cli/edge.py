@@ -16,7 +16,7 @@ import typer
 from typer.completion import completion_init
 
 from headstart.cli import habits, settings, streams
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.completion import COMPLETION_VARIABLE
 from headstart.cli.render import print_error
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
@@ -66,9 +66,9 @@ def run(arguments: list[str]) -> int:
 def _invoke(arguments: list[str], places: dict[str, str]) -> int:
     """Run it; `places` then says where options were set that the line does not give."""
     if COMPLETION_VARIABLE in os.environ:
-        return _completed(typer.main.get_command(application()))
+        return _completed(root())
     alone = bool(arguments) and not settings.any_said(os.environ, arguments)  # else names of all options are checked
-    command = typer.main.get_command(application(arguments[0] if alone else None))
+    command = root(arguments[0] if alone else None)
     try:
         with command.make_context("headstart", arguments, obj=places) as context:
             return int(command.invoke(context) or 0)

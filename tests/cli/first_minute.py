@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 from unittest import mock
 
-import typer
-
 from headstart.cli import edge
-from headstart.cli.app import application
+from headstart.cli.app import root
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
@@ -147,7 +145,7 @@ def commands() -> dict[str, Any]:
             else:
                 yield prefix + name, command
 
-    return dict(below(typer.main.get_command(application()), ""))
+    return dict(below(root(), ""))
 
 
 def wrong_values(item: Any, paths: Mapping[str, str]) -> tuple[str, ...]:

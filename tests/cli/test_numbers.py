@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
@@ -42,7 +41,7 @@ def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def numbers() -> Iterator[tuple[str, str]]:
     """Each option once, however many commands share it."""
     seen = set()
-    for name, command in commands(typer.main.get_command(application())):
+    for name, command in commands(root()):
         if name in ("launch", "serve") or all(item.name != "model" for item in command.params):
             continue
         for item in command.params:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from headstart.cli import bench
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.main import main
 from headstart.cli.settings import OTHER_VARIABLES, Settings
 
 Capture = pytest.CaptureFixture[str]
-ROOT = typer.main.get_command(application())
+ROOT = root()
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.main import main
 from headstart.cli.vllm_flags import VllmFlags
 from headstart.cli.vllm_words import OTHER, rewritten
@@ -16,7 +15,7 @@ from headstart.errors import UsageError
 from headstart.tools.launch.definitions import definitions
 from headstart.tools.tiny import write_tiny
 
-SERVE = typer.main.get_command(application()).commands["serve"]  # type: ignore[attr-defined]
+SERVE = root().commands["serve"]
 OWN = {flag: not getattr(item, "is_flag", False) for item in SERVE.params for flag in item.opts}
 KNOWN = definitions("vllm")
 assert KNOWN is not None

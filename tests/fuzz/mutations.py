@@ -20,6 +20,7 @@ for _folder in (TESTS, TESTS / "tools" / "inspect"):
         sys.path.insert(0, str(_folder))
 
 import gguf  # noqa: E402
+import gguf_files  # noqa: E402
 import numpy as np  # noqa: E402
 from test_inspect_drafters import DRAFTERS  # noqa: E402
 from zoo import SIZES, ZOO, config_of, heads, trunk, write_file  # noqa: E402
@@ -91,10 +92,7 @@ def _write_gguf(path: Path, subject: Subject) -> Path:
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{GGUF_ARCHITECTURE}.{key}", value)
     for name, (dtype, shape) in subject.tensors.items():
         writer.add_tensor(name, np.zeros(shape, dtype))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    gguf_files.written(writer, path)
     os.truncate(path, max(0, path.stat().st_size - subject.cut))
     return path
 

@@ -8,9 +8,8 @@ import sys
 from typing import Any
 
 import pytest
-import typer
 
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.main import main
 from headstart.cli.vllm_flags import FLAGS
 
@@ -98,12 +97,12 @@ def found_commands(group: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def test_commands_are_frozen() -> None:
-    assert list(found_commands(typer.main.get_command(application()))) == list(COMMANDS)
+    assert list(found_commands(root())) == list(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_are_frozen(command: str) -> None:
-    found = found_commands(typer.main.get_command(application()))[command]
+    found = found_commands(root())[command]
     options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
     assert options - OF_ALL == COMMANDS[command]
     assert ("--config" in options) == (command not in GROUPS)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from process import PROGRAM, Server, refused, running
 
 from headstart import hub
-from headstart.cli.app import application
+from headstart.cli.app import root
 from headstart.cli.serve_several import _offers as offers_of
 from headstart.cli.settings import Settings
 from headstart.config import EngineConfig
@@ -82,7 +81,7 @@ def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Ser
 def test_a_model_that_has_gone_is_not_asked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_tiny("llama", tmp_path / "models" / "one")
-    settings = Settings(typer.main.get_command(application()), {})
+    settings = Settings(root(), {})
     (offer,) = offers_of((), Path("models"), settings, EngineConfig(), lambda path, config: config)
     shutil.rmtree("models")
     with pytest.raises(UsageError, match="models/one does not exist"):
