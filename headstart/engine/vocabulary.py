@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from headstart import hub
 from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.drafters.base import DraftVocabulary
-from headstart.drafters.block import FEATURES, BlockNetwork, block_rows
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.sample_text import TEXT
@@ -115,6 +114,8 @@ def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
 def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
     """The sketch that pays, as kept or measured now; None where the full LM head is better, or where there is nothing
     to measure. The engine must be idle."""
+    from headstart.drafters.block import BlockNetwork  # few vocabularies are large enough to get here
+
     opened = next((each for each in engine.runner.opened if isinstance(each.network, HeadNetwork | BlockNetwork)), None)
     assert model.head
     exact = model.head.lm_head or model.decoder.lm_head
@@ -143,6 +144,8 @@ def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sketc
 
 def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer | None:
     """What the LM head of the network reads over a text: states [R, H]; None where there is no room for them."""
+    from headstart.drafters.block import BlockNetwork
+
     block = opened.network.module.spec if isinstance(opened.network, BlockNetwork) else None
     if block:
         prompts = _pieces(engine, tokens, block)
@@ -184,6 +187,8 @@ def _pieces(engine: Engine, tokens: Seq[int], block: BlockSpec) -> list[tuple[in
 
 def _at_ends(engine: Engine, opened: Opened, sequences: Seq[Sequence], block: BlockSpec) -> list[Rows]:
     """Blocks over the last tokens of prompts, whose features before are made first."""
+    from headstart.drafters.block import FEATURES, block_rows
+
     size, prompts = block.rows_for(block.block_size), [each.request.prompt_ids for each in sequences]
     for sequence, prompt in zip(sequences, prompts, strict=True):
         engine.runner.run(opened, FEATURES, [Rows(sequence, 0, prompt[:-size], 0)])
