@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.kind import EMBEDDING_SHARE, head_kind
+from headstart.layers.decoder import LayerConfig
 from headstart.train.batches import plan_epoch
 from headstart.train.data import Example, Problems, draft_vocabulary, encode_records, read_records
 from headstart.train.evaluate import evaluate
@@ -62,6 +63,7 @@ class Variant:
     rate: float = 1.0
     batch: float = 1.0
     block: Mapping[str, Any] = field(default_factory=dict)  # fields of BlockSpec
+    layer: Callable[[LayerConfig], LayerConfig] | None = None  # None: as the kind has it
 
 
 def own(example: Example) -> bool:
@@ -94,7 +96,11 @@ VARIANTS: dict[str, Variant] = {
     "block": BLOCK,
     "block: one layer": replace(BLOCK, block={"num_layers": 1}),
     "block: three layers": replace(BLOCK, block={"num_layers": 3}),
-    "block: no norms of taps": replace(BLOCK, block={"tap_norms": False}),
+    "block: norms of taps": replace(BLOCK, block={"tap_norms": True}),
+    "block: the trunk's own block": replace(BLOCK, layer=lambda layer: layer),
+    "block: norms of taps, and the trunk's own block": replace(
+        BLOCK, block={"tap_norms": True}, layer=lambda layer: layer
+    ),
     "block: no Markov head": replace(BLOCK, block={"markov_rank": 0, "confidence_markov": False}),
     "block: all draft tokens": replace(BLOCK, candidates=0),
     "block: without total variation": replace(BLOCK, variation=0.0),
@@ -119,7 +125,10 @@ def train(
     training_of, config = head_kind(variant.kind).training, subject.config
     assert training_of is not None
     begin = begin if variant.kind == "block" else {}
-    spec = replace(training_of.spec(config.num_layers, len(variant.steps)), layer=config.head_layer)
+    spec = replace(
+        training_of.spec(config.num_layers, len(variant.steps)),
+        layer=(variant.layer or training_of.layer)(config.head_layer),
+    )
     if variant.modules > 1:
         spec = replace(spec, num_modules=variant.modules, beyond="last")
     chosen = [example for example in training if variant.keeps(example)]

@@ -42,6 +42,7 @@ from headstart.kernels.backend import ORACLE
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.fingerprint import trunk_fingerprint
 from headstart.train.batches import Batch, collate, plan_epoch
+from headstart.train.begin import existing_head
 from headstart.train.data import Example, coverage, draft_vocabulary
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head
@@ -50,7 +51,7 @@ from headstart.train.head import first_weights, modules_of, stream_scale
 from headstart.train.loop import Recipe, Trainer, rate_factor
 from headstart.train.objective import Target, Weighting
 from headstart.train.rounding import rounded
-from headstart.train.setup import Subject, existing_head, subject_of
+from headstart.train.setup import Subject, subject_of
 
 KINDS = ("mtp", "eagle3", "block")
 STOOD = "stood.json"
@@ -210,8 +211,10 @@ class School:
         path = hub.shipped_heads(self.plan.model).get(kind) if start == "shipped" else Path(start) / kind
         if start == "new" or path is None or not path.is_dir():
             return subject.spec, None, None
-        spec, weights, ids = existing_head(subject, kind, path)
-        return spec, {name: each.to(self.plan.device) for name, each in weights.items()}, ids
+        found = existing_head(subject, kind, path)
+        assert not found.own, "its LM head or embedding is not the trunk's"
+        weights = {name: each.to(self.plan.device) for name, each in found.weights.items()}
+        return found.spec, weights, found.draft_token_ids
 
     def _student(
         self,

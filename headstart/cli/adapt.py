@@ -63,9 +63,10 @@ def run(records: Records = None, *, flags: AdaptFlags, output: OutputOptions) ->
 def _forgotten(flags: AdaptFlags) -> Report:
     from headstart.tools.adapt.kept import forget
 
-    kinds = forget(flags.model, flags.kind)
+    kinds, unfinished = forget(flags.model, flags.kind)
     line = f"forgotten: {', '.join(kinds)}; a running server after kill -HUP PID" if kinds else "nothing was adapted"
-    return Report(True, {"forgotten": kinds}, [line])
+    left = [f"removed what interrupted runs had left: {', '.join(unfinished)}"] if unfinished else []
+    return Report(True, {"forgotten": kinds, "unfinished": unfinished}, [line, *left])
 
 
 def with_adapted(model: str | None, config: EngineConfig) -> EngineConfig:

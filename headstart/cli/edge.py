@@ -55,8 +55,8 @@ def run(arguments: list[str]) -> int:
         code = status_of(error).exit_code
     except typer.TyperException as error:
         code = _wrong_usage(error, arguments, places)
-    except (KeyboardInterrupt, typer.Abort):
-        print_error("interrupted")
+    except (KeyboardInterrupt, typer.Abort) as error:
+        print_error("interrupted", str(error))  # a command that can go on says how
         code = status_of(KeyboardInterrupt()).exit_code
     except Exception as error:  # noqa: BLE001  # the process edge
         code = _of_the_system(error) if isinstance(error, OSError | MemoryError) else _internal(error)

@@ -19,13 +19,13 @@ from headstart.core import Float32, Rows, Sequence
 from headstart.drafters.base import Drafter, Round, Steps, Target, Wish
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
-from headstart.heads.base import Head
+from headstart.heads.base import STATES, BlockSpec, Head
 from headstart.heads.block import BlockModule
 from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import tap_width
-from headstart.layers.linear import Linear
 from headstart.layers.network import NetworkProgram, Pools
+from headstart.layers.sketch import LMHead
 
 FEATURES, BLOCK, MARKOV = "features", "block", "markov"
 MOST_LOGIT = 80.0
@@ -35,12 +35,12 @@ MOST_LOGIT = 80.0
 @dataclass(frozen=True)
 class BlockNetwork:
     """Programs: `features` of true positions, which have keys and values only; the rows of a `block`, with their
-    logits; `markov`, logits of rows [R, V'] with what the tokens before them add. `confidence` [R, 1]: parts of its
-    logit, of rows and of tokens."""
+    logits; `states`, what the LM head reads of such rows; `markov`, logits of rows [R, V'] with what the tokens before
+    them add. `confidence` [R, 1]: parts of its logit, of rows and of tokens."""
 
     module: BlockModule
     embedding: Weight
-    lm_head: Linear
+    lm_head: LMHead
     hidden_width: int
     num_logits: int
     first_position: int = 0
@@ -57,9 +57,13 @@ class BlockNetwork:
         def features(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             return {"features": module.keep(ops, step.hidden, step.positions, kv)}
 
-        def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+        def states(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             embedded = ops.embed(self.embedding, step.token_ids)
-            y = ops.take_rows(module.draft(ops, embedded, step.token_ids, step.positions, kv), step.logit_rows)
+            y = module.draft(ops, embedded, step.token_ids, step.positions, kv)
+            return {"states": ops.take_rows(y, step.logit_rows)}
+
+        def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+            y = states(ops, step)["states"]
             sure = module.confidence
             found = {"confidence": sure.of_row(ops, y)} if sure else {}
             return {"logits": module.logits(ops, y, self.lm_head), **found}
@@ -71,7 +75,11 @@ class BlockNetwork:
             found = {"confidence": sure(ops, embedded)} if sure else {}
             return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
 
-        programs = {FEATURES: NetworkProgram(features, self.hidden_width), BLOCK: NetworkProgram(block)}
+        programs = {
+            FEATURES: NetworkProgram(features, self.hidden_width),
+            BLOCK: NetworkProgram(block),
+            STATES: NetworkProgram(states),
+        }
         return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
 
 
@@ -84,14 +92,15 @@ class BlockDrafter(Drafter):
         assert head.spec.block
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec.block, head.draft_token_ids
+        sketch = None
         if ids is None:
-            ids = target.vocabulary.token_ids
+            ids, sketch = target.vocabulary.token_ids, target.vocabulary.sketch
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
         self._module: BlockModule = head.modules[0]
         embedding = target.model.embedding if head.embedding is None else head.embedding
         hidden_size, num_logits = target.config.hidden_size, target.config.vocab_size if ids is None else len(ids)
-        width, lm_head = tap_width(head.spec.tap, hidden_size), lm_head_of(target, head, ids)
+        width, lm_head = tap_width(head.spec.tap, hidden_size), sketch or lm_head_of(target, head, ids)
         self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
         between = [(MARKOV, -1)] if self._module.markov else []
         self._steps = Steps(self._network, BLOCK, between, self._token_ids, rows_given=True)
@@ -149,10 +158,7 @@ class BlockDrafter(Drafter):
         self._runner.fill(self._network, parts)
 
     def _rows(self, wish: Wish) -> Rows:
-        """The last token and the mask, as far as a draft of the wished depth takes them."""
-        spec, start, count = self._spec, len(wish.sequence.tokens) - 1, self._spec.rows_for(wish.depth)
-        ids = [wish.sequence.tokens[-1], *[spec.mask_token_id] * (count - 1)]
-        return Rows(wish.sequence, start, ids, wish.depth, sees=None if spec.all_causal else start + count - 1)
+        return block_rows(self._spec, wish.sequence, len(wish.sequence.tokens) - 1, wish.depth)
 
     def _draw_in_turn(self, rounds: list[Round], logits: Buffer, sureness: Float32 | None) -> None:
         """The first token of each draft, then the second of each, and so on."""
@@ -185,6 +191,13 @@ class BlockDrafter(Drafter):
         for row, (each, _) in enumerate(places):
             sure = None if sureness is None else 1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT)))
             each.take(sampled, row, sure)
+
+
+def block_rows(spec: BlockSpec, sequence: Sequence, anchor: int, depth: int) -> Rows:
+    """The token at position `anchor` and the mask, as far as a draft of this depth takes them."""
+    count = spec.rows_for(depth)
+    ids = [sequence.tokens[anchor], *[spec.mask_token_id] * (count - 1)]
+    return Rows(sequence, anchor, ids, depth, sees=None if spec.all_causal else anchor + count - 1)
 
 
 def _hangs(sequence: Sequence) -> bool:

@@ -21,15 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
-from headstart.core import Request, Rows, SamplingParams, StepPlan
+from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.drafters.base import DraftVocabulary
+from headstart.drafters.block import FEATURES, BlockNetwork, block_rows
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.sample_text import TEXT
 from headstart.errors import UsageError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.rows import Deferred
-from headstart.heads.base import STATES, Head, HeadNetwork
+from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
 from headstart.layers.linear import Linear
@@ -49,6 +50,8 @@ NAME, FEWEST_STATES = "vocabulary", 16
 LISTS = ("head", "block")
 """Drafters that take a list of tokens."""
 JUDGED_AT_ONCE, TIMED = 16, 7
+LONGEST = 32
+"""Tokens that a piece of text may go on for while the others are read."""
 BATCH = 16
 """So many sequences at a time, if so many may run, must not draft more slowly than by the full LM head."""
 
@@ -112,53 +115,95 @@ def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
 def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
     """The sketch that pays, as kept or measured now; None where the full LM head is better, or where there is nothing
     to measure. The engine must be idle."""
-    opened = next((each for each in engine.runner.opened if isinstance(each.network, HeadNetwork)), None)
+    opened = next((each for each in engine.runner.opened if isinstance(each.network, HeadNetwork | BlockNetwork)), None)
     assert model.head
     exact = model.head.lm_head or model.decoder.lm_head
     batch, sizes = min(BATCH, engine.config.max_num_seqs), (model.config.hidden_size, model.config.vocab_size)
-    path = hub.record_path("sketches", {**identity, "synthetic": engine.synthetic is not None, "batch": batch})
-    maker = _Maker(model.backend, exact, *sizes, path.with_suffix(".npy"), batch)
+    block = model.head.spec.block
+    known = {**identity, **({"rows": block.block_size} if block else {})}
+    path = hub.record_path("sketches", {**known, "synthetic": engine.synthetic is not None, "batch": batch})
+    rows = block.block_size if block else 1
+    maker = _Maker(model.backend, exact, *sizes, path.with_suffix(".npy"), (rows, rows * batch))
     with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
         found = Found(**json.loads(path.read_text())["found"])
         return maker.kept(found)
     tokens = [token for token in model.tokenizer.encode(TEXT, add_special=True) if token < model.config.vocab_size]
-    if opened is None or len(tokens) < FEWEST_STATES or engine.max_length < FEWEST_STATES:
+    if opened is None:
         return None
     try:
-        sketch, found = maker.best(_states(engine, opened, tokens), judged=engine.synthetic is None)
+        if (states := _states(engine, opened, tokens)) is None or len(states) < FEWEST_STATES:
+            return None
+        sketch, found = maker.best(states, judged=engine.synthetic is None)
     except np.linalg.LinAlgError:  # a broken head; inspect and the server's log say so
         return None
     with contextlib.suppress(OSError):  # a cache that cannot be written is none
-        hub.keep_record(path, {"found": asdict(found), "of": identity})
+        hub.keep_record(path, {"found": asdict(found), "of": known})
     return sketch
 
 
-def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer:
-    """What the LM head of the network reads over a text: states [R, H]."""
-    prompt = tuple(tokens[: min(engine.max_length - 3, engine.scheduler.budget)])
-    params = SamplingParams(max_tokens=2)
-    request = Request(request_id=NAME, prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset(), depth=0)
-    (sequence,) = engine.submit(request)
+def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer | None:
+    """What the LM head of the network reads over a text: states [R, H]; None where there is no room for them."""
+    block = opened.network.module.spec if isinstance(opened.network, BlockNetwork) else None
+    if block:
+        prompts = _pieces(engine, tokens, block)
+    else:
+        prompts = [tuple(tokens[: max(min(engine.max_length - 3, engine.scheduler.budget), 0)])]
+    if not prompts or not prompts[0]:
+        return None
+    params = SamplingParams(max_tokens=LONGEST if block else 2)  # all are read before one of them ends
+    requests = [
+        Request(request_id=f"{NAME} {i}", prompt_ids=each, params=params, seed=0, stop_ids=frozenset(), depth=0)
+        for i, each in enumerate(prompts)
+    ]
+    sequences = [sequence for request in requests for sequence in engine.submit(request)]
     try:
-        while sequence.num_computed < len(prompt) and engine.has_work:
+        while engine.has_work and any(each.num_computed < len(each.request.prompt_ids) for each in sequences):
             engine.step(lambda deltas: None)
-        first = opened.network.first_position
-        return engine.runner.run(opened, STATES, [Rows(sequence, first, prompt[first:], 1)])["states"]
+        rows = _at_ends(engine, opened, sequences, block) if block else _whole(opened, sequences[0])
+        return engine.runner.run(opened, STATES, rows)["states"]
     finally:
-        engine.abort(NAME)
+        for request in requests:
+            engine.abort(request.request_id)
         engine.reset_stats()
+
+
+def _whole(opened: Opened, sequence: Sequence) -> list[Rows]:
+    first = opened.network.first_position
+    return [Rows(sequence, first, sequence.request.prompt_ids[first:], 1)]
+
+
+def _pieces(engine: Engine, tokens: Seq[int], block: BlockSpec) -> list[tuple[int, ...]]:
+    """Of a text, sequences at the same time: a block lies at the end of each, behind twice as many tokens."""
+    length = 3 * block.rows_for(block.block_size)
+    room = len(engine.memory.pool.blocks) // -(-(length + LONGEST) // engine.config.block_size)
+    count = min(min(len(tokens), engine.scheduler.budget) // length, engine.config.max_num_seqs, room)
+    if length + LONGEST >= engine.max_length:
+        return []
+    return [tuple(tokens[i * length : (i + 1) * length]) for i in range(count)]
+
+
+def _at_ends(engine: Engine, opened: Opened, sequences: Seq[Sequence], block: BlockSpec) -> list[Rows]:
+    """Blocks over the last tokens of prompts, whose features before are made first."""
+    size, prompts = block.rows_for(block.block_size), [each.request.prompt_ids for each in sequences]
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        engine.runner.run(opened, FEATURES, [Rows(sequence, 0, prompt[:-size], 0)])
+    return [
+        block_rows(block, sequence, len(prompt) - size, block.block_size)
+        for sequence, prompt in zip(sequences, prompts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class _Maker:
-    """Sketches of one LM head [vocab, hidden]; `path`: where their directions are kept; `batch`: rows at a time."""
+    """Sketches of one LM head [vocab, hidden]; `path`: where their directions are kept; `rows`: of a pass of one
+    sequence, and of a batch."""
 
     backend: Backend
     exact: Linear
     hidden: int
     vocab: int
     path: Path
-    batch: int
+    rows: tuple[int, int]
 
     def kept(self, found: Found) -> SketchedLinear | None:
         """Raises OSError or ValueError where the file is not what was written."""
@@ -227,7 +272,7 @@ class _Maker:
             part = np.arange(begin, min(begin + JUDGED_AT_ONCE, len(states)), dtype=np.int32)
             logits = self.backend.run(handle, _plan(part), hidden=self.backend.rows(states, part))["logits"]
             choices += self.backend.numpy(logits).argmax(1).tolist()
-        for count in (1, self.batch):
+        for count in self.rows:
             part = np.arange(count, dtype=np.int32) % len(states)
             given, plan, taken = self.backend.rows(states, part), _plan(part), list[float]()
             for _ in range(TIMED):

@@ -27,12 +27,15 @@ from headstart.errors import ModelError, UsageError
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts
 from headstart.heads.layouts import reading
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
+from headstart.layers.rope import rope_base, rope_spec
+from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -104,7 +107,7 @@ class BlockModule:
         y, _ = self.norm.add(ops, delta, residual)
         return y
 
-    def logits(self, ops: Ops, y: Buffer, lm_head: Linear) -> Buffer:
+    def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
         """[L, H] -> [L, V'], without what the Markov head adds."""
         return _scaled(ops, lm_head(ops, y), self.spec.logit_scale)
 
@@ -221,7 +224,8 @@ NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 4, 2, 64
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
-    """DSpark's form: causal, the anchor predicts. What it says of vocabularies is known with the data only."""
+    """DSpark's form: causal, the anchor predicts, and nothing that published layouts have no place for (norms of taps).
+    What it says of vocabularies is known with the data only."""
     if layers < FEWEST_LAYERS:
         what = f"a block drafter taps layers from the third to the last but one, but the model has {layers}"
         raise UsageError(what, "train --kind mtp")
@@ -232,12 +236,22 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
         mask_token_id=0,
         causal=True,
         anchor_predicts=True,
-        tap_norms=True,
         mask_embedding=True,
         markov_rank=MARKOV_RANK,
         confidence=True,
     )
     return HeadSpec(kind="block", tap=tuple(taps.tolist()), block=block)
+
+
+def trained_layer(layer: LayerConfig) -> LayerConfig:
+    """Qwen3's block in the trunk's sizes, with a plain rope of its base: published layouts know no other. Raises
+    ModelError for a block of other parts."""
+    mixer, mlp = plain_parts(layer)
+    assert mixer.rope
+    dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
+    attention = AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5)
+    qwen = AttentionConfig(spec=attention, rope=rope_spec(base, dim), qk_norm=True)
+    return LayerConfig(mixer=qwen, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
@@ -267,5 +281,5 @@ HEAD = HeadKind(
     fit=fit,
     drafter="block",
     layout=Layout(matches=reading.matches, read=reading.read),
-    training=Training(spec=trained_spec, initial=initial, depth=8),
+    training=Training(spec=trained_spec, initial=initial, depth=8, layer=trained_layer),
 )

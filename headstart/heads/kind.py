@@ -61,7 +61,7 @@ class Training:
     """How a kind is trained. `spec`: for a trunk of so many layers and so many draft steps. `initial`: the first
     weights, under canonical names. `depth`: draft steps, where nobody says how many. `own_lm_head`: its file holds the
     LM head's rows too. `stacks`: it may have a module for each draft step instead of one that is used again.
-    `random`: of its matrices only the shapes stay."""
+    `random`: of its matrices only the shapes stay. `layer`: its block, for a trunk whose block is this one."""
 
     spec: Callable[[int, int], HeadSpec]
     initial: Callable[[Start, HeadSpec], dict[str, Values]]
@@ -69,6 +69,7 @@ class Training:
     own_lm_head: bool = False
     stacks: bool = False
     random: bool = False
+    layer: Callable[[LayerConfig], LayerConfig] = lambda layer: layer
 
 
 Document = Mapping[str, Any]

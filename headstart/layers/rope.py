@@ -106,6 +106,12 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
 
 
+def rope_base(rope: RopeSpec) -> float:
+    """The base of its fastest frequencies, which most kinds of scaling leave alone, or divide all alike."""
+    first, second = (*rope.inv_freq, 0.0)[:2]
+    return (first / second) ** (rope.rotary_dim / 2) if second else 1e4
+
+
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
     """What older files have outside the rope's own object."""
     return {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}

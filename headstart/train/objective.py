@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from headstart.train.unroll import shift, unroll
 @dataclass(frozen=True, eq=False)
 class Target:
     """What the head imitates. V draft tokens: `ids` [V] ascending target ids, `lm_head` [V, W] in the head's
-    arithmetic and `exact` [V, W] in full precision; `lookup` [vocabulary] target id -> draft index or -1. Of the trunk
-    itself: `embedding` [vocabulary, W], and `norm` [W], the weight of the final norm."""
+    arithmetic and `exact` [V, W] the trunk's in full precision; `lookup` [vocabulary] target id -> draft index or -1;
+    `embedding` [vocabulary, W]. Of the trunk itself: `norm` [W], the weight of the final norm."""
 
     embedding: Tensor
     norm: Tensor
@@ -37,13 +37,24 @@ class Target:
     lookup: Tensor
 
     @staticmethod
-    def of(trunk: Trunk, ids: Tensor, *, rounded: bool = False) -> Target:
-        """For the tokens `ids` [V]. rounded: the head sees the rows of the LM head as drafts run with them, in int4."""
+    def of(
+        trunk: Trunk,
+        ids: Tensor,
+        *,
+        rounded: bool = False,
+        own_lm_head: Tensor | None = None,
+        own_embedding: Tensor | None = None,
+    ) -> Target:
+        """For the tokens `ids` [V]. rounded: the head sees the rows of the LM head as drafts run with them, in int4.
+        A head's own LM head [V, W] and embedding stand in place of the trunk's."""
         lm_head = trunk.lm_head
         lookup = torch.full((len(lm_head),), -1, dtype=torch.int64, device=ids.device)
         lookup[ids] = torch.arange(len(ids), device=ids.device)
         exact, embedding = lm_head[ids].clone(), trunk.model.embedding
-        seen = (int4(exact) if rounded else exact).to(embedding.dtype)
+        rows = exact if own_lm_head is None else own_lm_head.to(exact)
+        seen = (int4(rows) if rounded else rows).to(embedding.dtype)
+        if own_embedding is not None:
+            embedding = own_embedding.to(embedding)
         return Target(embedding, trunk.model.norm.weight, ids, seen, exact, lookup)
 
 
@@ -146,7 +157,8 @@ def _teacher(target: Target, batch: Batch, weighting: Weighting) -> tuple[Teache
     candidates = everything(target.lm_head)
     if weighting.candidates and torch.is_grad_enabled():
         generator = torch.Generator().manual_seed(batch.seed)
-        candidates = likely(final, labels, target.lm_head, weighting.candidates, generator)
+        told = likely(final, labels, target.exact.to(target.lm_head.dtype), weighting.candidates, generator)
+        candidates = replace(told, lm_head=target.lm_head[told.ids])  # its own rows, where it has them
     return teach(final, target.exact, labels, candidates), row_of
 
 

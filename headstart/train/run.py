@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from headstart.config import MAX_DEPTH, Device
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import alone_in
+from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint, Training, head_kind, trained_kinds
 from headstart.layers.fingerprint import trunk_fingerprint
+from headstart.train.begin import EMBEDDING, LM_HEAD, Begun, begun, continued_spec, existing_head
 from headstart.train.data import coverage, draft_vocabulary
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.export import export_head
@@ -37,7 +38,7 @@ from headstart.train.objective import Target, Weighting
 from headstart.train.plot import draw
 from headstart.train.progress import note, shown
 from headstart.train.rounding import rounded
-from headstart.train.setup import Corpus, Subject, as_masters, existing_head, load_subject, prepare, write_answers
+from headstart.train.setup import Corpus, Subject, load_subject, prepare, write_answers
 
 PATIENCE = 10
 """Evaluations without a better one after which a run ends early."""
@@ -71,6 +72,10 @@ class TrainOptions:
     @property
     def work(self) -> Path:
         return self.out.with_name(self.out.name + ".training")
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.work / "checkpoint.pt"
 
     @property
     def steps(self) -> int:
@@ -131,11 +136,15 @@ def _is_head(path: Path) -> bool:
 def run(options: TrainOptions) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
-    with _told_where_disks_are_full(options), alone_in(options.work):
+    with _told_where_to_go_on(options), alone_in(options.work):
         started = time.monotonic()
         subject = load_subject(
             options.model, options.threads, options.device, options.kind, options.steps, options.modules
         )
+        start = existing_head(subject, options.kind, options.head) if options.finetune else None
+        if start and start.own:
+            note(f"the head's own {' and '.join(start.own)} stay as they are")
+        subject = subject.reading(start.spec if start else _continued(options, subject.spec))
         answers = options.work / "answers"
         if options.prompts:
             write_answers(subject, options.prompts, answers, options.seed)
@@ -143,7 +152,12 @@ def run(options: TrainOptions) -> Report:
         files = (*options.data, *([answers] if answers.exists() else []))
         label_seconds = options.minutes * 60 * LABEL_SHARE if options.minutes else None
         corpus = prepare(subject, files, options.work, options.seed, label_seconds, options.tokens)
-        return _Run(options, subject, corpus).train((time.monotonic() - started) / 60)
+        return _Run(options, subject, corpus, start).train((time.monotonic() - started) / 60)
+
+
+def _continued(options: TrainOptions, spec: HeadSpec) -> HeadSpec:
+    goes_on = options.resume and options.checkpoint.exists()
+    return continued_spec(spec, options.out) if goes_on else spec
 
 
 LABEL_SHARE = 0.45
@@ -168,18 +182,13 @@ def batch_tokens(options: TrainOptions) -> int:
 class _Run:
     """One training run with everything it writes."""
 
-    def __init__(self, options: TrainOptions, subject: Subject, corpus: Corpus) -> None:
+    def __init__(self, options: TrainOptions, subject: Subject, corpus: Corpus, start: Begun | None) -> None:
         self.options, self.subject, self.corpus = options, subject, corpus
-        self.spec = subject.spec
-        self.start: dict[str, Tensor] | None = None
-        self.known: NDArray[np.int64] | None = None  # what it can draft
-        if options.finetune:
-            self.spec, self.start, self.known = existing_head(subject, options.kind, options.head)
-            if not self.spec.block and self.spec.module_of(options.steps - 1) is None:
-                raise UsageError(
-                    f"--depth is {options.steps}, but the head to begin with has {self.spec.num_modules} module(s)"
-                )
-        self.checkpoint = options.work / "checkpoint.pt"
+        self.spec, self.start, self.checkpoint = subject.spec, start, options.checkpoint
+        if start and not self.spec.block and self.spec.module_of(options.steps - 1) is None:
+            raise UsageError(
+                f"--depth is {options.steps}, but the head to begin with has {self.spec.num_modules} module(s)"
+            )
         self.vocabulary = self._vocabulary()
         if block := self.spec.block:
             block = replace(
@@ -209,9 +218,10 @@ class _Run:
             kept = torch.load(self.checkpoint, mmap=True).get("vocabulary")
             if kept is not None:
                 return np.asarray(kept.cpu())
-        if "markov.out.weight" in (self.start or ()):
-            return np.arange(whole) if self.known is None else self.known
-        known = () if self.known is None else self.known.tolist()
+        ids = self.start.draft_token_ids if self.start else None
+        if self.start and self.start.keeps_vocabulary:
+            return np.arange(whole) if ids is None else ids
+        known = () if ids is None else ids.tolist()
         size = min(max(self.options.draft_vocab, len(known)), whole)
         return draft_vocabulary(self.corpus.training, size, self.subject.text.end_ids, known)
 
@@ -227,17 +237,26 @@ class _Run:
                 f"{out} holds another head: kind {sizes[0]}, hidden size {sizes[1]}, vocabulary {sizes[2]}",
                 "give --out a new name",
             )
-        device = trunk.lm_head.device
-        weights = {name: each.to(device) for name, each in as_masters(head.tensors).items()}
+        standing = begun(self.subject, head)
+        if standing.spec.tap != self.spec.tap:
+            raise UsageError(
+                f"{out} holds another head: it taps {standing.spec.tap}, not {self.spec.tap}", "give --out a new name"
+            )
+        weights = {name: each.to(trunk.lm_head.device) for name, each in standing.weights.items()}
         if self._rounded:
             weights = rounded(weights)
-        ids = head.draft_token_ids
-        drafted = torch.arange(config.vocab_size) if ids is None else torch.from_numpy(ids)
-        target = Target.of(trunk, drafted.to(device), rounded=self._rounded)
-        modules = modules_of(weights, head.spec, head.hidden_size, trunk.dtype)
-        results = evaluate(modules, head.spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
+        ids = standing.draft_token_ids
+        target = self._target(np.arange(config.vocab_size) if ids is None else ids, standing)
+        modules = modules_of(weights, standing.spec, head.hidden_size, trunk.dtype)
+        results = evaluate(modules, standing.spec, target, self.corpus.held_out, self.corpus.cache, self._weighting)
         note(f"the head in {out}: held-out acceptance length {results['all'].length:.3f}")
         return results
+
+    def _target(self, ids: NDArray[np.int64], start: Begun | None) -> Target:
+        trunk, own = self.subject.trunk, start.own if start else {}
+        where = torch.from_numpy(ids).to(trunk.lm_head.device)
+        lm_head, embedding = own.get(LM_HEAD), own.get(EMBEDDING)
+        return Target.of(trunk, where, rounded=self._rounded, own_lm_head=lm_head, own_embedding=embedding)
 
     @property
     def _rounded(self) -> bool:
@@ -281,13 +300,9 @@ class _Run:
         trunk, device = self.subject.trunk, self.subject.trunk.lm_head.device
         longest = max(self.corpus.training, key=len)
         scale = stream_scale(trunk.model, torch.from_numpy(longest.tokens).long().to(device))
-        ids = torch.from_numpy(self.vocabulary).to(device)
-        trainer = Trainer(
-            self.start or first_weights(_training(self.options.kind), self.spec, trunk.model, scale),
-            self.spec,
-            Target.of(trunk, ids, rounded=recipe.rounded),
-            recipe,
-        )
+        training = _training(self.options.kind)
+        first = self.start.weights if self.start else first_weights(training, self.spec, trunk.model, scale)
+        trainer = Trainer(first, self.spec, self._target(self.vocabulary, self.start), recipe)
         if self.checkpoint.exists():
             try:
                 trainer.load_state(torch.load(self.checkpoint, map_location=device))
@@ -331,8 +346,9 @@ class _Run:
             trunk_fingerprint=trunk_fingerprint(self.subject.tensors),
             training=self._facts(trainer),
         )
-        own = {"lm_head.weight": trainer.target.exact} if _training(self.options.kind).own_lm_head else {}
-        export_head(self.options.out, head, {**trainer.weights, **own})
+        copied = {LM_HEAD: trainer.target.exact} if _training(self.options.kind).own_lm_head else {}
+        own = self.start.own if self.start else {}
+        export_head(self.options.out, head, {**trainer.weights, **copied, **own})
         return False
 
     def _facts(self, trainer: Trainer) -> dict[str, Any]:
@@ -371,10 +387,12 @@ class _Run:
 
 
 @contextmanager
-def _told_where_disks_are_full(options: TrainOptions) -> Iterator[None]:
+def _told_where_to_go_on(options: TrainOptions) -> Iterator[None]:
     """Every file is written aside and renamed, so what was complete before still is."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the same command goes on from what is in {options.work}") from None
     except OSError as error:
         raise CapacityError(
             f"cannot write to {options.work} or {options.out}: {error.strerror or error}",

@@ -11,17 +11,13 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.engine.attach import NATIVE_HEAD
 from headstart.engine.load import Model, load_model
-from headstart.errors import ModelError, UsageError
+from headstart.errors import UsageError
 from headstart.heads.base import HeadSpec
-from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
 from headstart.kernels.backend import ORACLE, choose
 from headstart.kernels.ops import RawTensor
@@ -29,8 +25,6 @@ from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_name
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.fingerprint import weights_fingerprint
-from headstart.layers.mla import MLAConfig
-from headstart.layers.moe import MoEConfig
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 from headstart.train.data import ChatText, Example, Problems, count_tokens, encode_records, read_records
@@ -79,6 +73,10 @@ class Subject:
     @property
     def labeller(self) -> Labeller:
         return NativeTrunk(self.runner, self.trunk.tap) if self.runner else self.trunk
+
+    def reading(self, spec: HeadSpec) -> Subject:
+        """The same, for a head of this spec: with the streams that it taps."""
+        return replace(self, spec=spec, trunk=replace(self.trunk, tap=tapped_layers(spec.tap)))
 
     @property
     def arithmetic(self) -> str:
@@ -150,39 +148,10 @@ def subject_of(
     assert made.training is not None
     spec = made.training.spec(model.config.num_layers, depth)
     if made.block:
-        spec = replace(spec, layer=model.config.head_layer)
+        spec = replace(spec, layer=made.training.layer(model.config.head_layer))
     if modules > 1:
         spec = replace(spec, num_modules=modules, beyond="last")
     return Subject(model, Trunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
-
-
-def existing_head(
-    subject: Subject, kind: str, path: Path | None
-) -> tuple[HeadSpec, dict[str, Tensor], NDArray[np.int64] | None]:
-    """The head at `path`, else the checkpoint's own, else the one of this kind shipped with the model: spec, float32
-    weights, draft vocabulary (None: the full one). Raises ModelError where there is none, or another kind."""
-    native = subject.model.head if path is None else None
-    if native is not None and native.source == NATIVE_HEAD:
-        if native.spec.kind != kind or native.spec.num_modules != 1:
-            raise ModelError(f"the checkpoint's own head is no single {kind} module", "leave out --finetune")
-        block = subject.config.head_layer
-        if isinstance(block.mlp, MoEConfig) or isinstance(block.mixer, MLAConfig):
-            what = "experts" if isinstance(block.mlp, MoEConfig) else "latent attention"
-            raise ModelError(f"a head with {what}, like the checkpoint's own, cannot be trained yet")
-        names = [name for name in subject.tensors if name.startswith("mtp.0.")]
-        return native.spec, as_masters({name: subject.tensors[name] for name in names}), None
-    path = path or hub.shipped_heads(subject.model.name).get(kind)
-    if path is None:
-        raise ModelError(f"the model has no head of kind {kind} to fine-tune", "leave out --finetune, or give --head")
-    head = read_head(path)
-    if head.spec.kind != kind:
-        raise ModelError(f"{path} is a head of kind {head.spec.kind}", f"--kind is {kind}")
-    weights = as_masters({name: each for name, each in head.tensors.items() if name != "lm_head.weight"})
-    return head.spec, weights, head.draft_token_ids
-
-
-def as_masters(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(tensor.float32().copy()) for name, tensor in tensors.items()}
 
 
 def _fastest(device: str) -> Literal["float32", "bfloat16"]:

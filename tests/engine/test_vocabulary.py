@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,47 @@ def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
     engines = [engine for _, engine in found]
     assert [engine.drafting.num_vocab for engine in engines] == [40, 40]
     assert engines[0].stats.per_position == engines[1].stats.per_position
+
+
+@pytest.mark.parametrize("facts", [{}, {"causal": False, "anchor_predicts": False}, {"markov_rank": 8}], ids=str)
+def test_a_block_drafter_drafts_by_a_sketch(sketches: Path, facts: dict[str, Any]) -> None:
+    model = support.tiny_model("qwen3", softness=0.1, num_hidden_layers=2)
+    model = replace(model, head=support.make_block(model, **facts))
+    (plain, _), (found, engine) = (texts(model, draft_vocab=each, drafter="block") for each in ("full", "auto"))
+    for one, other in zip(found, plain, strict=True):
+        support.assert_same(one, other)
+    assert engine.drafting.num_vocab == 32
+    assert engine.stats.drafts > 0
+    (document,) = (json.loads(path.read_text()) for path in (sketches / "sketches").glob("*.json"))
+    assert document["of"]["rows"] == 5
+
+
+@pytest.mark.parametrize("anchor_predicts", [True, False])
+def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
+    """What the LM head says of them is what the drafter drafts behind the same text."""
+    model = support.tiny_model("qwen3", num_hidden_layers=2)
+    model = replace(model, head=support.make_block(model, anchor_predicts=anchor_predicts))
+    engine = support.make(model, depth=5, drafter="block", draft_vocab="full")
+    drafter, drafts = engine.drafting.drafter, list[list[int]]()
+    assert drafter
+    propose = drafter.propose
+
+    def noted(wishes: Any) -> None:
+        propose(wishes)
+        drafts.append(list(wishes[0].sequence.draft.tokens))
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    size = 5 if anchor_predicts else 6
+    prompt = list(range(3, 3 + 2 * size))
+    output = support.run(engine, [support.request(prompt, max_tokens=8, stops=(), temperature=0.0)])["r", 0]
+    (opened,) = engine.runner.opened
+    piece = [*prompt, output.tokens[0], *[7] * (size - 1)]
+    states = vocabulary._states(engine, opened, [*range(40, 40 + 3 * size), *piece])
+    assert states is not None
+    assert len(states) == 10
+    assert (states[-5:] @ model.decoder.lm_head.weight.T).argmax(-1).tolist() == drafts[0]
+    assert vocabulary._states(engine, opened, prompt) is None
+    support.assert_clean(engine)
 
 
 def test_who_drafts_all_tokens_says_so() -> None:

@@ -155,14 +155,24 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     assert "nothing was adapted" in capfd.readouterr().out
 
 
-def test_a_new_shipped_head_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_a_new_shipped_head_or_a_damaged_file_ends_it(
+    tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
     keep(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
     assert kept_head(model, CONFIG) is None
+    keep(folder_of(model) / "mtp", head, FACTS)
+    assert kept_head(model, CONFIG)
+    weights = folder_of(model) / "mtp" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with caplog.at_level("WARNING"):
+        assert kept_head(model, CONFIG) is None
+    assert "the adapted head is not used" in caplog.text
+    assert "headstart adapt --forget removes it" in caplog.text
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
     assert kept_head(model, CONFIG) is None
-    assert forget(model, "eagle3") == []
-    assert forget(model, None) == ["mtp"]
+    assert forget(model, "eagle3") == ([], [])
+    assert forget(model, None) == (["mtp"], [])
 
 
 # A whole run, with training as a stand-in.
@@ -210,6 +220,32 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     assert not document["adapted"]
     assert document["held_out"]["difference"][1] < 0
     assert kept_head(model, CONFIG) == kept
+
+
+def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    from headstart.tools.adapt import run
+
+    keep(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
+    before = (folder_of(model) / "mtp" / "model.safetensors").read_bytes()
+
+    def train(options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train", train)
+    monkeypatch.setattr(run.own_data, "run", lambda options, progress: Report(False, {}, []))
+    words = ["adapt", str(recorded(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
+    assert main(words) == 130
+    told = capfd.readouterr().err
+    assert "error: interrupted\nhint: the head in use is as it was; the same command goes on from here" in told
+    assert (folder_of(model) / "mtp" / "model.safetensors").read_bytes() == before
+    assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
+    assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
+    assert "forgotten: mtp; " in (told := capfd.readouterr().out)
+    assert "removed what interrupted runs had left: mtp" in told
+    assert not list(folder_of(model).iterdir())
 
 
 # What is refused.

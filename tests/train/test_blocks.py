@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from headstart.train.batches import Batch  # noqa: E402
 from headstart.train.blocks import choose, draft  # noqa: E402
 from headstart.train.export import export_head  # noqa: E402
 from headstart.train.head import first_weights, modules_of  # noqa: E402
+from headstart.train.run import TrainOptions, run  # noqa: E402
 from headstart.train.setup import subject_of  # noqa: E402
 
 
@@ -93,6 +95,37 @@ def test_heads_are_written_in_int8(tmp_path: Path, kind: str, columns: int) -> N
     found = torch.from_numpy(read_head(tmp_path / "head").tensors["a.weight"].float32())
     # half a step of the row's largest value, and what float16 keeps of the step
     assert ((found - matrix).abs().amax(-1) <= matrix.abs().amax(-1) * 0.01 + 1e-5).all()
+
+
+@pytest.mark.slow
+def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its taps are normed one by one, and its block is the trunk's."""
+    config, arrays = support.family_of("llama").tiny(num_hidden_layers=5)
+    model, texts = support.write_model(tmp_path / "model", config, support.soften(arrays, 0.1)), tmp_path / "t.jsonl"
+    words = np.random.default_rng(1).choice(["the", "other", "thing", "in", "then", "ant"], (30, 40))
+    texts.write_text("".join(json.dumps({"kind": "plain", "text": " ".join(row)}) + "\n" for row in words))
+    common = {"model": str(model), "out": tmp_path / "head", "kind": "block", "data": (texts,), "depth": 2}
+    kind = head_kind("block")
+    assert kind.training
+    spec_of = kind.training.spec
+
+    def older(layers: int, depth: int) -> HeadSpec:
+        spec = spec_of(layers, depth)
+        return replace(spec, block=replace(spec.block, tap_norms=True))
+
+    training = replace(kind.training, spec=older, layer=lambda layer: layer)
+    with monkeypatch.context() as patch:
+        patch.setattr("headstart.heads.block.HEAD", replace(kind, training=training))
+        first = run(TrainOptions(tokens=3_000, threads=1, measured=False, **common))
+    second = run(TrainOptions(tokens=6_000, threads=1, measured=False, **common))
+    assert second.data["steps"] > first.data["steps"]
+    begun = read_head(tmp_path / "head").spec
+    assert begun.block
+    assert begun.block.tap_norms
+    assert begun.layer
+    assert not begun.layer.mixer.qk_norm
+    anew = run(TrainOptions(tokens=300, threads=1, measured=False, **{**common, "out": tmp_path / "new"}))
+    assert "tap_norms.weight" not in read_head(Path(anew.data["out"])).tensors
 
 
 def test_other_anchors_each_time() -> None:

@@ -29,6 +29,7 @@ from headstart.layers.norm import RMSNorm  # noqa: E402
 from headstart.tools.tiny import write_model  # noqa: E402
 from headstart.train import data, generate, loop  # noqa: E402
 from headstart.train.batches import plan_epoch  # noqa: E402
+from headstart.train.begin import existing_head  # noqa: E402
 from headstart.train.features import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
 from headstart.train.generate import Prompt  # noqa: E402
 from headstart.train.head import before_norm, first_weights, stream_scale  # noqa: E402
@@ -38,7 +39,7 @@ from headstart.train.objective import Target, Weighting  # noqa: E402
 from headstart.train.ops import TrainOps  # noqa: E402
 from headstart.train.rounding import int4  # noqa: E402
 from headstart.train.run import TrainOptions, batch_tokens, run  # noqa: E402
-from headstart.train.setup import Corpus, Subject, existing_head, prepare, subject_of  # noqa: E402
+from headstart.train.setup import Corpus, Subject, prepare, subject_of  # noqa: E402
 from headstart.train.shards import Shards  # noqa: E402
 from headstart.train.unroll import unroll  # noqa: E402
 

@@ -18,6 +18,7 @@ from headstart.heads.layouts.names import theirs, vocabulary_maps
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.rope import rope_base
 
 POSITIONS = 1 << 17
 """max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it."""
@@ -25,7 +26,7 @@ ANCHORS = 512
 """Of DeepSpec's training; its class does not open a config without the key."""
 Written = tuple[dict[str, Any], dict[str, Any]]
 """config.json, and arrays under published names."""
-HINT = "headstart's own layout holds it: --head DIR"
+HINT = "headstart runs it as it is (--head DIR); for other engines train one anew: headstart train --kind block"
 
 
 def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
@@ -124,6 +125,7 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
         (attention.gated, "attention is gated"),
         (mlp.bias, "there are biases in feed-forward parts"),
         (attention.qkv_bias != attention.o_bias, "some of attention's projections have a bias, others not"),
+        (attention.spec.scale != attention.spec.head_dim**-0.5, f"scores are multiplied by {attention.spec.scale:.4g}"),
     ):
         if wrong:
             raise ModelError(f"no DFlash or DSpark layout has a place for this head: {what}", HINT)
@@ -139,7 +141,7 @@ def _transformer(head: HeadCheckpoint, model_type: str) -> dict[str, Any]:
     (attention, mlp), block, layer = _parts(head), head.spec.block, head.spec.layer
     assert block and layer and attention.rope
     dim, turned = attention.spec.head_dim, attention.rope.inv_freq
-    theta = turned[1] ** (-attention.rope.rotary_dim / 2) if len(turned) > 1 else 1e4
+    theta = rope_base(attention.rope)
     plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(turned))]
     same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, turned, strict=True))
     if not same or attention.rope.rotary_dim != dim or attention.rope.scale != 1:

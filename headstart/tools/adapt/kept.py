@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from headstart import hub, registry
 from headstart.config import EngineConfig
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import written_aside
+from headstart.heads.files import read_head
 from headstart.tools.tune.setting import identity_of
+
+log = logging.getLogger("headstart.tools")
 
 FACTS = "adapted.json"
 HEAD_FILES = ("config.json", "model.safetensors")
@@ -53,7 +57,8 @@ def folder_of(model: str | None) -> Path:
 
 
 def kept_head(model: str | None, config: EngineConfig) -> tuple[Path, Adapted] | None:
-    """The one that takes the place of the model's own head; none where the user has named a head, or no head drafts."""
+    """The one that takes the place of the model's own head; none where the user has named a head, or no head drafts.
+    One that is damaged is left out, with a line of the log: no start shall fail for it."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
@@ -62,11 +67,20 @@ def kept_head(model: str | None, config: EngineConfig) -> tuple[Path, Adapted] |
         wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
         for kind in wanted:
             folder = folder_of(model) / kind
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), _told():
                 adapted = Adapted.of(folder)
                 if not adapted.base or (kind in shipped and digest_of(shipped[kind]) == adapted.base):
+                    read_head(folder)
                     return folder, adapted
     return None
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        log.warning("the adapted head is not used: %s; headstart adapt --forget removes it", error.message)
 
 
 def digest_of(head: Path) -> str:
@@ -83,9 +97,16 @@ def keep(folder: Path, head: Path, adapted: Adapted) -> None:
         aside.chmod(0o700)
 
 
-def forget(model: str | None, kind: str | None) -> list[str]:
-    """Remove the model's heads of this kind, or all, and what an interrupted run has left; which ones there were.
-    Raises UsageError or CapacityError."""
+class Forgotten(NamedTuple):
+    """Kinds of heads that were there, and of interrupted runs."""
+
+    kinds: list[str]
+    unfinished: list[str]
+
+
+def forget(model: str | None, kind: str | None) -> Forgotten:
+    """Remove the model's heads of this kind, or all, and what an interrupted run has left. Raises UsageError or
+    CapacityError."""
     root = folder_of(model)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]
@@ -94,4 +115,5 @@ def forget(model: str | None, kind: str | None) -> list[str]:
             shutil.rmtree(root / name)
         except OSError as error:
             raise CapacityError(f"cannot remove {root / name}: {error.strerror}", "is it yours?") from None
-    return [name for name in wanted if not name.endswith((WORK, ".training"))]
+    unfinished = [name.removesuffix(WORK) for name in wanted if name.endswith(WORK)]
+    return Forgotten([name for name in wanted if "." not in name], unfinished)

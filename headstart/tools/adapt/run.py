@@ -51,6 +51,9 @@ GENERAL_ANSWER = 64
 LEARNED = 0.6
 """How far the weights go from the head in use to the one that has learned: between them lies one that drafts your texts
 as well and others better (Wortsman 2022; docs/LOG.md)."""
+GOES_ON = (
+    "the head in use is as it was; the same command goes on from here, headstart adapt --forget removes what is left"
+)
 MORE_TOKENS = 1024
 """That a draft vocabulary may take up beside those that it has."""
 
@@ -87,7 +90,10 @@ def run(options: AdaptOptions) -> Report:
     for line in lines:
         note(line)
     run = _Run(options, start, parts, begun)
-    return run.report(lines, found.damaged)
+    try:
+        return run.report(lines, found.damaged)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(GOES_ON) from None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress
 from headstart.errors import HeadstartError
+from headstart.formats.json_object import read_object
 from headstart.stats import DraftStats
 from headstart.tools.prompts import builtin_prompts
 
@@ -55,7 +56,7 @@ def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
     deepest = drafter.max_depth if drafter else 0
     depths = [deepest] if model.head.spec.block else [depth for depth in DEPTHS if depth <= deepest]
-    others = list(other_readings(model.head.spec, model.config.num_layers))
+    others = list(other_readings(model.head.spec, model.config.num_layers, ours=_is_ours(Path(model.head.source))))
     texts = len(builtin_prompts())
     done, whole = count(1), [texts * (len(depths) + len(others))]
 
@@ -100,6 +101,14 @@ def _read_as(model: Model, spec: HeadSpec) -> Head:
     assert model.head
     path = Path(model.head.source)
     return fit_head(model, replace(read_head(path), spec=spec), path)
+
+
+def _is_ours(head: Path) -> bool:
+    """Is its config.json in headstart's own words?"""
+    from headstart.heads.files import MARK
+
+    config = head / "config.json"
+    return config.is_file() and MARK in read_object(config)
 
 
 def _rates(stats: DraftStats) -> list[float]:

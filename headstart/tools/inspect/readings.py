@@ -29,8 +29,8 @@ class Reading(NamedTuple):
     spec: HeadSpec
 
 
-def other_readings(spec: HeadSpec, num_layers: int) -> Iterator[Reading]:
-    """Of a block drafter on a trunk of so many layers; none of other heads."""
+def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[Reading]:
+    """Of a block drafter on a trunk of so many layers; none of other heads. `ours`: its config.json is headstart's."""
     block, taps = spec.block, tapped_layers(spec.tap)
     if block is None:
         return
@@ -39,14 +39,12 @@ def other_readings(spec: HeadSpec, num_layers: int) -> Iterator[Reading]:
         return Reading(what, fix, replace(spec, block=replace(block, **changes)))
 
     style = "half-split" if block.interleaved else "interleaved"
-    yield made(
-        f"a RoPE that is {style}", f'"is_neox_style": {_json(block.interleaved)}', interleaved=not block.interleaved
-    )
+    rope = f'"interleaved": {_json(not block.interleaved)}' if ours else f'"is_neox_style": {_json(block.interleaved)}'
+    yield made(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
     causal = not block.all_causal
     how = "causally" if causal else "both ways"
-    yield made(
-        f"rows that see their block {how}", f'"is_causal": {_json(causal)}', causal=causal, causal_windows=causal
-    )
+    mask = f'"{"causal" if ours else "is_causal"}": {_json(causal)}'
+    yield made(f"rows that see their block {how}", mask, causal=causal, causal_windows=causal)
     for step in (1, -1):
         moved = tuple(layer + step for layer in taps)
         if moved[0] >= 0 and moved[-1] < num_layers:
@@ -56,7 +54,8 @@ def other_readings(spec: HeadSpec, num_layers: int) -> Iterator[Reading]:
     if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
         anchor = not block.anchor_predicts
         what = f"a first row that drafts {'too' if anchor else 'nothing'}"
-        yield made(what, f'"sample_from_anchor": {_json(anchor)}', anchor_predicts=anchor, block_size=drafts)
+        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {_json(anchor)}'
+        yield made(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
 def _json(value: bool) -> str:

@@ -17,9 +17,9 @@ def lines(data: Data) -> list[str]:
 
 def _model(data: Data) -> Iterator[str]:
     family = f", {data['family']['title']}" if data["family"] else ""
-    yield f"{data['architecture']} ({data['format']}{family}), {data['model']}"
+    yield f"{data['architecture'] or 'no model'} ({data['format']}{family}), {data['model']}"
     sizes = ", ".join(f"{key} {value}" for key, value in data["sizes"].items())
-    yield f"context length {data['context_length']}; {sizes}"
+    yield f"context length {data['context_length']}; {sizes}" if data["context_length"] else sizes
     if here := data["here"]:
         yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
         if here["fix"]:

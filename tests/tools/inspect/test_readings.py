@@ -41,6 +41,11 @@ def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
     }
     assert [each.spec.tap for each in found.values() if each.spec.block == BLOCK] == [(2, 4), (0, 2)]
     assert found["a RoPE that is interleaved"].fix == '"is_neox_style": false'
+    ours = {each.what: each.fix for each in other_readings(SPEC, 5, ours=True)}
+    assert list(ours.values()) == [
+        '"interleaved": true', '"causal": true', "add 1 to each of its layer ids", "add -1 to each of its layer ids",
+        '"anchor_predicts": true',
+    ]  # fmt: skip
     assert [each.what for each in other_readings(replace(SPEC, tap=(0, 3)), 4)][2:] == ["a first row that drafts too"]
     assert not list(other_readings(HeadSpec(), 5))
 
@@ -88,4 +93,4 @@ def test_deep_names_the_reading_that_fits(
     if better and drafts == 200:
         assert report.data["heads"]["verdict"] == "mismatch"
         assert "its weights fit a RoPE that is interleaved: acceptance length 2.50 instead of 1.43" in text
-        assert 'in config.json: "is_neox_style": false' in text
+        assert 'in config.json: "interleaved": true' in text

@@ -1,0 +1,113 @@
+"""A block drafter from training to the layouts of other engines and back: the same drafts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+pytest.importorskip("torch")
+
+import headstart
+from headstart.api import LLM
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import load_model
+from headstart.heads.files import read_head
+from headstart.heads.kind import head_kind
+from headstart.layers.rope import rope_spec
+from headstart.models.small import random_arrays
+from headstart.tools.export.run import ExportOptions, run as export
+from headstart.train.run import TrainOptions, run as train
+
+WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
+SHIPPED = Path(headstart.__file__).parent / "heads" / "smollm2-135m-block"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+
+
+def trunk(folder: Path, family: str = "llama", **changes: Any) -> str:
+    config, arrays = support.family_of(family).tiny(num_hidden_layers=5, **changes)
+    return str(support.write_model(folder, config, support.soften(arrays, 0.1)))
+
+
+def drafted(model: str, head: Path) -> list[Any]:
+    """What was drafted and accepted, text by text."""
+    common: dict[str, Any] = {"backend": "reference", "dtype": "float64", "threads": 1, "max_model_len": 128}
+    llm = LLM(model, EngineConfig(head=str(head), depth=4, **common))
+    assert llm.method == "block"
+    questions = ["the other thing", "an ant out there", "then hears in the tower", "or the aunt"]
+    answers = llm.generate(questions, SamplingParams(max_tokens=40, ignore_eos=True))
+    return [(each.token_ids, each.speculation.drafts, each.speculation.accepted) for each in answers]
+
+
+@pytest.mark.slow
+def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, head, prompts = trunk(tmp_path / "model"), tmp_path / "head", tmp_path / "prompts.jsonl"
+    asked = np.random.default_rng(2).choice(WORDS, (40, 3))
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
+    train(
+        TrainOptions(model=model, out=head, kind="block", prompts=(prompts,), tokens=20_000, draft_vocab=100, threads=1)
+    )
+    before = drafted(model, head)
+    assert sum(accepted for *_, accepted in before) > 20
+    for layout in ("vllm-dspark", "speculators"):
+        out = tmp_path / layout
+        assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
+        again = read_head(out)
+        assert again.draft_token_ids is not None
+        assert len(again.draft_token_ids) == 100
+        assert drafted(model, out) == before
+        assert main(["inspect", str(out)]) == 0
+        assert "DSpark: ALIVE" in capsys.readouterr().out
+    again, common = tmp_path / "again", {"kind": "block", "model": model, "threads": 1, "measured": False}
+    train(TrainOptions(out=again, finetune=True, head=out, prompts=(prompts,), tokens=300, **common))
+    last = json.loads((tmp_path / "head.training" / "log.jsonl").read_text().splitlines()[-1])
+    standing = json.loads((tmp_path / "again.training" / "log.jsonl").read_text().splitlines()[0])
+    assert standing["held_out"]["all"]["length"] == pytest.approx(last["held_out"]["all"]["length"], abs=0.1)
+    assert "embed_tokens.weight" in read_head(again).tensors
+    assert main(["export", model, "--head", str(head), "--to", "vllm-dflash", "-o", str(tmp_path / "no")]) == 2
+    assert "DFlash has no Markov or confidence head" in (told := capsys.readouterr().err)
+    assert "--to vllm-dspark" in told
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family: str) -> None:
+    """Whatever the trunk's own block has beside: biases, a scaled rope."""
+    model = trunk(tmp_path / "model", family, rope_parameters=LLAMA3)
+    kind, config = head_kind("block"), load_model(model, EngineConfig(backend="reference", threads=1)).config
+    assert kind.training
+    spec = replace(kind.training.spec(5, 4), layer=kind.training.layer(config.head_layer))
+    assert spec.block
+    assert spec.layer
+    assert spec.layer.mixer.rope == rope_spec({"rope_theta": 500000.0}, config.head_layer.mixer.spec.head_dim)
+    sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size}
+    spec = replace(spec, block=replace(spec.block, **sizes))
+    arrays = random_arrays(kind.shapes(spec, config.hidden_size), 5)
+    head = support.write_head(tmp_path / "head", config, spec, arrays)
+    for layout in ("vllm-dspark", "speculators"):
+        out = tmp_path / layout
+        assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
+        again = read_head(out).spec
+        assert again.layer == spec.layer
+        assert again.tap == spec.tap
+        assert again.block
+        assert replace(again.block, causal=True, causal_windows=False, windows=(), mask_embedding=True) == spec.block
+        assert again.block.all_causal
+
+
+def test_those_of_older_versions_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for layout in ("vllm-dflash", "vllm-dspark", "speculators"):
+        words = ["--head", str(SHIPPED), "--to", layout, "-o", str(tmp_path / "out")]
+        assert main(["export", *words]) == 2
+        told = capsys.readouterr().err
+        assert "its taps are normed one by one" in told
+        assert "train one anew: headstart train --kind block" in told

@@ -1,0 +1,84 @@
+"""Training that goes on from a head: what it has of its own stays, and it reads what it has always read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support
+
+torch = pytest.importorskip("torch")
+
+from headstart.config import EngineConfig  # noqa: E402
+from headstart.engine.load import load_model  # noqa: E402
+from headstart.heads.files import read_head, write_head  # noqa: E402
+from headstart.train.begin import begun  # noqa: E402
+from headstart.train.run import TrainOptions, run  # noqa: E402
+from headstart.train.setup import subject_of  # noqa: E402
+
+WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("common")
+    config, arrays = support.family_of("llama").tiny(num_hidden_layers=7)
+    model, texts = support.write_model(folder / "model", config, support.soften(arrays, 0.1)), folder / "t.jsonl"
+    rows = np.random.default_rng(1).choice(WORDS, (40, 40))
+    texts.write_text("".join(json.dumps({"kind": "plain", "text": " ".join(row)}) + "\n" for row in rows))
+    options = {"model": str(model), "data": (texts,), "threads": 1, "measured": False, "kind": "eagle3"}
+    run(TrainOptions(out=folder / "head", tokens=15_000, draft_vocab=15, **options))
+    return {**options, "head": folder / "head"}
+
+
+def changed(common: dict[str, Any], path: Path, tensors: dict[str, Any] | None = None, **keys: Any) -> Path:
+    """The head with other tensors, and keys of its config.json."""
+    head = read_head(common["head"])
+    arrays = {name: tensor.float32() for name, tensor in head.tensors.items()}
+    write_head(path, head, {**arrays, **(tensors or {})})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **keys}))
+    return path
+
+
+def lengths(out: Path) -> list[float]:
+    """Held-out acceptance, from the first evaluation on."""
+    lines = (out.with_name(out.name + ".training") / "log.jsonl").read_text().splitlines()
+    return [json.loads(line)["held_out"]["all"]["length"] for line in lines]
+
+
+@pytest.mark.slow
+def test_an_lm_head_of_its_own_is_kept(common: dict[str, Any], tmp_path: Path) -> None:
+    """A head and its LM head turned round draft as before; with the trunk's rows in their place they would not."""
+    tensors = {name: each.float32() for name, each in read_head(common["head"]).tensors.items()}
+    turned = {name: -tensors[name] for name in ("norm.weight", "lm_head.weight")}
+    path = changed(common, tmp_path / "turned", turned)
+    out = tmp_path / "out"
+    run(TrainOptions(out=out, tokens=300, draft_vocab=100, finetune=True, **{**common, "head": path}))
+    assert lengths(out)[0] > 1.25
+    assert lengths(out)[0] == pytest.approx(lengths(common["head"])[-1], abs=0.05)
+    before, after = read_head(path), read_head(out)
+    assert np.array_equal(after.tensors["lm_head.weight"].float32(), before.tensors["lm_head.weight"].float32())
+    assert np.array_equal(after.draft_token_ids, before.draft_token_ids), "its rows belong to them"
+
+
+@pytest.mark.slow
+def test_rows_that_are_the_trunks_take_up_tokens(common: dict[str, Any], tmp_path: Path) -> None:
+    run(TrainOptions(out=tmp_path / "out", tokens=300, draft_vocab=100, finetune=True, **common))
+    ids, known = (read_head(path).draft_token_ids for path in (tmp_path / "out", common["head"]))
+    assert {*known.tolist()} < {*ids.tolist()}
+
+
+@pytest.mark.slow
+def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path: Path) -> None:
+    path = changed(common, tmp_path / "other", eagle_aux_hidden_state_layer_ids=[1, 4, 5])
+    run(TrainOptions(out=tmp_path / "out", tokens=300, finetune=True, **{**common, "head": path}))
+    assert read_head(tmp_path / "out").spec.tap == (1, 4, 5)
+    assert [each.name[-6:] for each in (tmp_path / "out.training").glob("cache-*")] == ["-1-4-5"]
+    unnamed = changed(common, tmp_path / "unnamed", eagle_aux_hidden_state_layer_ids=[])
+    model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
+    subject = subject_of(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
+    assert begun(subject, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"
