@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from headstart.cache.blocks import Block, BlockPool, block_key, keys_of, root_key
 from headstart.cache.recurrent import StateMemory
-from headstart.cache.spill import Spill
 from headstart.core import Sequence, int_array
+
+if TYPE_CHECKING:
+    from headstart.cache.spill import Spill
 
 A_MOMENT = 0.01
 """Seconds that an engine without other work waits for a load, before it looks for something new to do."""
@@ -140,7 +143,7 @@ class KVMemory:
         size, blocks = self.block_size, self.pool.blocks
         for i in range(start // size, -(-end // size)):
             filled, count = blocks[sequence.block_table[i]].filled, min(size, end - i * size)
-            if filled[network] < count:
+            if filled.get(network, 0) < count:
                 filled[network] = count
         sequence.filled[network] = end
 

@@ -167,7 +167,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 key = block_key(key, list(prefix[start : start + SIZE]))
             assert key == block.key
             first = 1 if len(prefix) == SIZE else 0  # no pair lives in a sequence's first slot
-            for i in range(first, block.filled[HEAD]):
+            for i in range(first, block.filled.get(HEAD, 0)):
                 assert self.head[index * SIZE + i] == prefix[: len(prefix) - SIZE + 1 + i]
 
     def teardown(self) -> None:
