@@ -4,11 +4,8 @@ place, and is asked for by its range. Whole files only reach their place, checke
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,6 +45,9 @@ def _begun(path: Path) -> Iterator[BinaryIO | None]:
 def by_range(url: str, path: Path, num_bytes: int, progress: Progress) -> bool:
     """Have `path` hold all bytes of `url`. False while another process is at it. Raises Broken, or OSError when the
     file cannot be written."""
+    import http.client
+    import urllib.error
+
     with _begun(path) as file:
         if file is None:
             return False
@@ -67,6 +67,9 @@ def by_range(url: str, path: Path, num_bytes: int, progress: Progress) -> bool:
 
 def _receive(url: str, file: BinaryIO, num_bytes: int, progress: Progress) -> None:
     """What is missing, as far as it comes. A server that knows no ranges sends all of it again."""
+    import http.client
+    import urllib.request
+
     begin = file.tell()
     asked = urllib.request.Request(url, headers={"Range": f"bytes={begin}-"} if begin else {})
     with urllib.request.urlopen(asked, timeout=_TIMEOUT_S) as answer:

@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from headstart import __version__, _resume, _wheel, machine
 from headstart._wheel import WheelFile, terminal_progress
@@ -318,6 +317,8 @@ def answers() -> bool:
 
 @cache
 def _listens(endpoint: str) -> bool:
+    from urllib.request import getproxies
+
     address = urlsplit(endpoint)
     if getproxies().keys() & {address.scheme, "all"}:
         return True

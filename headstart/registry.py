@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headstart.errors import HeadstartError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 KindName = Literal[
     "models", "drafters", "backends", "formats", "quantizations", "launchers", "exports", "heads", "tool_formats",
@@ -170,4 +172,6 @@ def _entry_points(kind: str) -> dict[str, EntryPoint]:
 
 @cache  # what is installed does not change while we run, and a look at all of it takes 10 ms
 def _installed() -> Any:
+    from importlib.metadata import entry_points  # 15 ms, and all commands import this file
+
     return entry_points()

@@ -183,6 +183,12 @@ def end_group(process: subprocess.Popen[bytes], *, kill: bool) -> bool:
     return True
 
 
+def reads_escapes(stream: TextIO) -> bool:
+    """Is it a terminal that knows escape sequences? Of those on Windows the newer ones do."""
+    known = "WT_SESSION" in os.environ if sys.platform == "win32" else os.environ.get("TERM", "dumb") != "dumb"
+    return stream.isatty() and known
+
+
 def be_nice(by: int) -> None:
     """Let others go first."""
     if sys.platform != "win32":

@@ -1,8 +1,23 @@
 """headstart in process: `LLM.generate`, `LLM.chat`, `LLM.stream`, and `AsyncLLM` with the same for asyncio."""
 
-from headstart.api.asynchronous import AsyncLLM
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from headstart.api.completion import Completion, TextDelta
 from headstart.api.llm import LLM, Prompt
 from headstart.api.session import Choice, Session
 
+if TYPE_CHECKING:
+    from headstart.api.asynchronous import AsyncLLM
+
 __all__ = ["LLM", "AsyncLLM", "Choice", "Completion", "Prompt", "Session", "TextDelta"]
+
+
+def __getattr__(name: str) -> Any:
+    """With asyncio, 20 ms that commands do without."""
+    if name != "AsyncLLM":
+        raise AttributeError(f"module 'headstart.api' has no attribute {name!r}")
+    from headstart.api.asynchronous import AsyncLLM
+
+    return AsyncLLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ class Block:
     index: int
     references: int = 0
     key: bytes | None = None
-    filled: Counter[int] = field(default_factory=Counter)
+    filled: dict[int, int] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from headstart.cache.blocks import Block, BlockPool, block_key, keys_of, root_key
 from headstart.cache.recurrent import StateMemory
-from headstart.cache.spill import Spill
 from headstart.core import Sequence, int_array
+
+if TYPE_CHECKING:
+    from headstart.cache.spill import Spill
 
 A_MOMENT = 0.01
 """Seconds that an engine without other work waits for a load, before it looks for something new to do."""
@@ -134,12 +137,13 @@ class KVMemory:
             if snapshots:
                 self.spill.save_states(snapshots)
 
-    def fill(self, sequence: Sequence, network: int, end: int) -> None:
-        """The KV of a network beside the trunk is now valid below position `end`."""
+    def fill(self, sequence: Sequence, network: int, start: int, end: int) -> None:
+        """The KV of a network beside the trunk is now valid for positions start .. end - 1. `start`: the first that was
+        not, or the first of a block, where it needs none of those before."""
         size, blocks = self.block_size, self.pool.blocks
-        for i in range(sequence.filled[network] // size, -(-end // size)):
+        for i in range(start // size, -(-end // size)):
             filled, count = blocks[sequence.block_table[i]].filled, min(size, end - i * size)
-            if filled[network] < count:
+            if filled.get(network, 0) < count:
                 filled[network] = count
         sequence.filled[network] = end
 

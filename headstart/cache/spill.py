@@ -80,7 +80,7 @@ class Spill:
             if self._pool.find(key) is not block:  # an equal one was there before
                 continue
             for number, part in self._parts.items():
-                if number == STATE or (number != TRUNK and block.filled[number] < self._block_size):
+                if number == STATE or (number != TRUNK and block.filled.get(number, 0) < self._block_size):
                     continue
                 before = block.kept.get(number)
                 if before is not None and now - before < TOUCH_EVERY:

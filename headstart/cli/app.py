@@ -27,7 +27,7 @@ def _examples(lines: Sequence[str]) -> str:
 
 
 def application(only: str | None = None) -> typer.Typer:
-    """All commands; or the one that a line begins with, for all together take a third of a second to make."""
+    """All commands; or what a line begins with, a command or --version, as all of them take a third of a second."""
     app = typer.Typer(
         name="headstart",
         cls=Group,
@@ -39,7 +39,8 @@ def application(only: str | None = None) -> typer.Typer:
         context_settings={"help_option_names": NAMES},
         rich_markup_mode=None,  # it would read "[ngram]" in a help text as a colour
     )
-    for name in (only,) if only in (*COMMANDS, *GROUPS) else (*COMMANDS, *GROUPS):
+    known = (*COMMANDS, *GROUPS)
+    for name in (only,) if only in known else () if only == "--version" else known:
         module = import_module(f"headstart.cli.{name}")
         if name in COMMANDS:
             app.command(name, cls=getattr(module, "COMMAND", Command), epilog=_examples(module.EXAMPLES))(

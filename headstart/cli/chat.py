@@ -15,7 +15,7 @@ from headstart.cli.adapt import with_adapted
 from headstart.cli.chat_commands import Talk
 from headstart.cli.documents import print_stream
 from headstart.cli.options import EngineOptions, Model, SamplingOptions
-from headstart.cli.render import print_error, progress, stderr
+from headstart.cli.render import print_aside, print_error, progress
 from headstart.cli.wrap import Wrap
 from headstart.errors import CapacityError, UsageError
 from headstart.hub import cache_dir
@@ -127,7 +127,7 @@ def _quoted(first: str, more: Callable[[], str]) -> list[str]:
 
 
 def _typed() -> Iterator[str]:
-    stderr().print(HELP, style="dim")
+    print_aside(HELP)
     leaving = False
     while True:
         try:
@@ -141,7 +141,7 @@ def _typed() -> Iterator[str]:
             if leaving:
                 raise
             leaving = True
-            stderr().print("\nCtrl-C again, or /exit, ends the conversation", style="dim")
+            print_aside("\nCtrl-C again, or /exit, ends the conversation")
             continue
         leaving = False
         command = [lines.pop()] if lines[-1].startswith("/") else []

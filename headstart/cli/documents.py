@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.render import stderr
+from headstart.cli.render import print_aside
 from headstart.cli.wrap import Wrap
 from headstart.stats import synthetic_note
 
@@ -46,10 +46,10 @@ def print_stream(
         text += delta.text
         if delta.completion is not None:
             print(wrap.finish() if wrap else "")
-            stderr().print(summary(delta.completion), style="dim")
+            print_aside(summary(delta.completion))
         elif stopped():
             print(wrap.finish() if wrap else "", flush=True)
-            stderr().print("stopped", style="dim")
+            print_aside("stopped")
             break
     if isinstance(deltas, Generator):
         deltas.close()  # takes the request out of the engine

@@ -111,25 +111,8 @@ def _wrong_usage(error: typer.TyperException, arguments: list[str], places: dict
         message, hint, command = error.format_message(), "", " ".join(["headstart", *arguments[:1]])
     else:
         (message, hint), command = habits.told(error, arguments), context.command_path
-    print_error(settings.told(_refused_value(error) or message, places), hint or f"see {command} --help")
+    print_error(settings.told(message, places), hint or f"see {command} --help")
     return WRONG
-
-
-def _refused_value(error: Any) -> str:
-    """What pydantic found wrong, in the words of our own checks."""
-    cause, item = error.__cause__, getattr(error, "param", None)
-    if item is None or not hasattr(cause, "errors"):
-        return ""
-    found = cause.errors()[0]
-    if found["type"] == "value_error":
-        return f"{max(item.opts, key=len)}: {str(found['msg']).removeprefix('Value error, ')}"
-    whole = {"int_parsing": "a whole number", "float_parsing": "a number"}.get(found["type"])
-    wanted = whole or str(found["msg"]).removeprefix("Input should be ")
-    if (least := found.get("ctx", {}).get("ge")) is not None:
-        wanted = f"at least {least}"
-    elif (most := found.get("ctx", {}).get("le")) is not None:
-        wanted = f"at most {most}"
-    return f"{max(item.opts, key=len)} is {found['input']!r}, but must be {wanted}"
 
 
 def _of_the_system(error: OSError | MemoryError) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from headstart.cli.adapt import with_adapted
 from headstart.cli.documents import completion_document, print_stream, summary
 from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
-from headstart.cli.render import print_json, progress, stderr
+from headstart.cli.render import print_aside, print_json, progress
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,4 +58,4 @@ def _print_choices(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> 
     for index, choice in enumerate(completion.choices):
         print(f"--- {index + 1} of {len(completion.choices)} ---")
         print(choice.text)
-    stderr().print(summary(completion), style="dim")
+    print_aside(summary(completion))

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from headstart.cli import settings
+from headstart.cli.values import with_values
 from headstart.errors import UsageError
 
 ALL = "--help-all"
@@ -30,6 +31,9 @@ WORDS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 class Command(TyperCommand):
     """A command with its options in groups."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return with_values(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = args[: args.index("--")] if "--" in args else args
@@ -60,6 +64,9 @@ class Group(TyperGroup):
     """A list of commands."""
 
     command_class = Command
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return with_values(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(text_of(self, ctx))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from headstart.core import Progress, Report, no_progress
+from headstart.system import reads_escapes
 
 if TYPE_CHECKING:  # rich costs start-up time that `--help` of other commands need not pay
     from rich.console import Console
@@ -29,6 +31,12 @@ def stdout() -> Console:
 
 def stderr() -> Console:
     return _console(stderr=True)
+
+
+def print_aside(text: str) -> None:
+    """A line for people beside the data, dim where they read it on a terminal and have not asked for plain text."""
+    dim = reads_escapes(sys.stderr) and not os.environ.get("NO_COLOR")
+    print(f"\033[2m{text}\033[0m" if dim else text, file=sys.stderr)
 
 
 def _console(**options: Any) -> Console:

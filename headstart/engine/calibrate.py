@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from headstart import hub
 from headstart.core import Request, SamplingParams
-from headstart.engine.costs import Costs, Curve, Samples, undisturbed
+from headstart.engine.costs import TRIAL, Costs, Curve, Samples, undisturbed
 from headstart.engine.engine import Engine
 
 MOST_SECONDS = 2.0
@@ -34,10 +34,8 @@ LONG, LONG_DEPTH = 448, 3
 MOST_REACH = 0.5
 """Of a pass near position 0: what LONG positions more cost at most. The difference of two measured times is noisy."""
 LEAST_SHARE = 0.3
-CHECKED_DEPTH, TOLERANCE = 3, 0.15
-"""What is kept from an earlier start holds if t(4) / t(1) is the same up to so much."""
-CHECKS, CHECK_SECONDS = 3, 0.3
-"""Cores that others share change their mind within ms: a third of all checks failed on such a machine, 2 s each."""
+BUSY_SECONDS = 0.3
+"""Within so much it is told whether others have the cores."""
 BUSY = 1.2
 """A median step of so many times the fastest one: somebody else has the cores, and nothing can be told."""
 
@@ -160,13 +158,14 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
 
 
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
-    """Of this machine, model and settings: as kept from an earlier start, if that still holds, or measured now."""
+    """Of this machine, model and settings: as kept from an earlier start, which steps correct, or measured now. What
+    was measured while others had the cores is measured again once they are free."""
     path = hub.record_path("costs", identity)
     with engine.memory.alone():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = Costs.of(json.loads(path.read_text())["costs"])
-            if any(_still_holds(engine, kept) for _ in range(CHECKS)):
-                return kept
+            if not kept.busy or _is_busy(engine):
+                return replace(kept, trial=TRIAL)
         begun = time.perf_counter()
         costs = calibrate(engine)
     if time.perf_counter() - begun > WORTH_KEEPING_S:
@@ -175,24 +174,11 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     return costs
 
 
-def _still_holds(engine: Engine, costs: Costs) -> bool:
-    """Are a plain pass and a deeper one in the proportion that is kept? Where the machine is too busy to tell, yes:
-    steps correct them. The machine as a whole may be slower or faster than it was: that is made good."""
-    run = _Run(engine, time.perf_counter() + CHECK_SECONDS)
-    length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
-    factors, busy = [], False
-    _, measured = run.measure(1, [0, depth], length)
-    for drafted in (0, depth):
-        seconds = measured.passes.get(drafted + 1) or []
-        if not seconds:
-            return drafted > 0  # no time to compare
-        factors.append(undisturbed(seconds) / costs.passes.at(drafted + 1))
-        busy |= len(seconds) < STEPS or _busy(seconds)
+def _is_busy(engine: Engine) -> bool:
+    """Do others have the cores now? Yes, too, where a few steps take too long to tell."""
+    run = _Run(engine, time.perf_counter() + BUSY_SECONDS)
+    _, measured = run.measure(1, [0], max(min(PROMPT, engine.max_length // 4), 1))
     engine.reset_stats()
     engine.drafting.forget()
-    if not busy and (costs.busy or max(factors) > (1 + TOLERANCE) * min(factors)):
-        return False
-    scale = min(factors)
-    for curve in (costs.passes, costs.drafts):
-        curve.scale *= scale
-    return True
+    seconds = measured.passes.get(1, [])
+    return len(seconds) < STEPS or _busy(seconds)

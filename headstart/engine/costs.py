@@ -14,8 +14,8 @@ DRIFT = 0.2
 """Of that, the share that holds for counts not seen, too: a machine is slower or faster as a whole now and then."""
 OUTLIER = 2.0
 """A step that took more than so many times what was expected counts as that many: somebody else had the core."""
-
-
+TRIAL, TRIAL_RATE = 8, 0.25
+"""Costs of an earlier start follow the machine as a whole for so many passes, by this share of each surprise."""
 MANY = 8
 """So many missed pairs for each drafted token say what making up for them costs; fewer are part of a draft."""
 
@@ -51,12 +51,17 @@ class Curve:
 
     def learn(self, count: float, factor: float) -> None:
         """What was expected at `count` was wrong by `factor` (measured / expected)."""
-        surprise = RATE * (min(max(factor, 1 / OUTLIER), OUTLIER) - 1)
+        surprise = RATE * _bounded(factor)
         low, share = _place(count)
         share = min(share, 1.0)
         self.scale *= 1 + DRIFT * surprise
         self.seconds[low] *= 1 + (1 - DRIFT) * (1 - share) * surprise
         self.seconds[low + 1] *= 1 + (1 - DRIFT) * share * surprise
+
+
+def _bounded(factor: float) -> float:
+    """What may be believed of a surprise, by which share it was more or less."""
+    return min(max(factor, 1 / OUTLIER), OUTLIER) - 1
 
 
 def _place(count: float) -> tuple[int, float]:
@@ -89,7 +94,8 @@ class Costs:
     """Seconds. `passes`: of a pass by its sampled rows, with sampling and all Python of the step, at position 0.
     `prompt_share`: of a row that is not sampled, against one that is. `reach`: per row and position that it attends
     to. `drafts`: of one draft step by its sequences. `catch_up`: per pair that a head has to make up for. `busy`:
-    others had the cores while this was measured."""
+    others had the cores while this was measured. `trial`: for so many passes all of it follows the machine, which may
+    be slower or faster as a whole than when it was measured."""
 
     passes: Curve
     drafts: Curve
@@ -97,6 +103,7 @@ class Costs:
     reach: float = 0.0
     catch_up: float = 0.0
     busy: bool = False
+    trial: int = 0
 
     @classmethod
     def unknown(cls) -> Self:
@@ -114,7 +121,13 @@ class Costs:
         """A pass took so long. One that is mostly prompts says little about the others."""
         if work.prompt_rows > work.rows:
             return
-        self.passes.learn(work.rows + self.prompt_share * work.prompt_rows, seconds / self.of_pass(work))
+        factor = seconds / self.of_pass(work)
+        if not self.trial:
+            self.passes.learn(work.rows + self.prompt_share * work.prompt_rows, factor)
+            return
+        self.trial -= 1
+        for curve in (self.passes, self.drafts):
+            curve.scale *= 1 + TRIAL_RATE * _bounded(factor)
 
     def drafted(self, steps: Seq[int], missed: int, seconds: float) -> None:
         """A draft took so long. One that mostly made up for missed pairs says little about a step."""

@@ -8,17 +8,19 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headstart import __version__, hub
 from headstart.cache.memory import KVMemory
 from headstart.cache.parts import STATE, TRUNK, Part
-from headstart.cache.spill import Spill
-from headstart.cache.store import BlockStore
 from headstart.config import EngineConfig
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.layers.fingerprint import weights_fingerprint
 from headstart.layers.network import Opened
+
+if TYPE_CHECKING:
+    from headstart.cache.spill import Spill
 
 GB = 10**9
 RECORDS = "digests"
@@ -29,6 +31,9 @@ def open_spill(runner: Runner, memory: KVMemory, model: Model, config: EngineCon
     """The store behind the pools of an engine, where the config names one. Raises UsageError."""
     if config.kv_spill is None or not config.enable_prefix_caching:
         return None
+    from headstart.cache.spill import Spill  # with its workers and files: few want them
+    from headstart.cache.store import BlockStore
+
     store = BlockStore(Path(config.kv_spill).expanduser(), int(config.kv_spill_gb * GB))
     parts = named_parts(runner, model, config)
     return Spill(store, memory.pool, memory.states, parts, config.block_size)

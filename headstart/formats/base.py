@@ -11,7 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,8 @@ NAME_OF: Mapping[np.dtype[Any], str] = {np.dtype(code): name for name, code in _
 
 WIDENED = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"})
 """Types of ggml whose blocks no kernel takes: such weights are float32 in memory, up to twenty times the file."""
+_UNREAD = frozenset({"Q8_1", "Q8_K"})
+"""Types of ggml that hold activations of a step, never weights."""
 CONVERT = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
 
 PIECE_BYTES = 1 << 22
@@ -248,9 +250,7 @@ class Tensor:
 
 def check_types(tensors: Iterable[Tensor]) -> None:
     """Raises ModelError for blocks of ggml that nobody reads, from their types alone."""
-    unread = [
-        each for each in tensors if each.dtype not in BITS and not layout_of(each.dtype) and not _reads(each.dtype)
-    ]
+    unread = [each for each in tensors if each.dtype in _UNREAD]
     if unread:
         others = f" and {len(unread) - 1} more are" if len(unread) > 1 else " is"
         types = ", ".join(sorted({each.dtype for each in unread}))
@@ -266,18 +266,6 @@ def widened(tensors: Iterable[Tensor]) -> tuple[list[str], int]:
 def in_int4(size: int) -> float:
     """Bytes that so many of float32 become with --quantization int4: 4 bits each, and a factor for 32 of them."""
     return size * 5 / 32
-
-
-@cache
-def _reads(dtype: str) -> bool:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    columns, size = GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
-    try:
-        make_tensor("a block", (1, columns), dtype, np.zeros(size, np.uint8)).float32()
-    except ModelError:
-        return False
-    return True
 
 
 def e4m3_table() -> NDArray[np.float32]:

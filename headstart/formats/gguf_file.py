@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,26 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.base import ITEM_BYTES, Bytes, File, Tensor, map_file
+from headstart.formats.base import Bytes, File, Tensor, map_file
 from headstart.formats.safetensors_file import AGAIN
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 8
+BLOCKS: Mapping[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 22: ("IQ2_S", 256, 82), 18: ("IQ3_XXS", 256, 98),
+    21: ("IQ3_S", 256, 110), 19: ("IQ1_S", 256, 50), 29: ("IQ1_M", 256, 56), 20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+}  # fmt: skip
+"""ggml's types by number: name, elements of a block, its bytes. gguf has them too, but takes 50 ms to import."""
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +99,26 @@ class _Cursor:
         return self.raw[begin : self.at].view(dtype).copy()
 
     def texts(self, count: int) -> list[str]:
-        """A vocabulary has hundreds of thousands: no call for each of them but where something is wrong."""
+        """A vocabulary has hundreds of thousands: no call for each of them but where one is cut off by the end of a
+        piece, or something is wrong."""
         self.plausible(count, 8, "strings")
-        found, view, at, end = list[str](), self.view, self.at, len(self.raw) - 8
-        while len(found) < count and at <= end:
-            begin = at + 8
-            stop = begin + _SIZE.unpack_from(view, at)[0]
-            if stop > end + 8:
-                break
-            found.append(str(view[begin:stop], "utf-8", "replace"))
-            at = stop
-        self.at = at
-        return found + [self.text() for _ in range(count - len(found))]
+        found, sized = list[str](), _SIZE.unpack_from
+        while len(found) < count:
+            piece, at = bytes(self.view[self.at : self.at + _PIECE_BYTES]), 0
+            end, last = len(piece), len(piece) - 8
+            for _ in range(count - len(found)):
+                if at > last:
+                    break
+                begin = at + 8
+                stop = begin + sized(piece, at)[0]
+                if stop > end:
+                    break
+                found.append(piece[begin:stop].decode("utf-8", "replace"))
+                at = stop
+            self.at += at
+            if len(found) < count:
+                found.append(self.text())
+        return found
 
     def plausible(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self.size - self.at:
@@ -167,15 +189,10 @@ def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]]
 
 def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
     """Type name and bytes of a tensor; a row must be a whole number of blocks."""
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # slow to import, and many are not GGUF
-
-    try:
-        ggml = GGMLQuantizationType(kind)
-    except ValueError as error:
+    if kind not in BLOCKS:
         hint = "convert the file to a usual quantization, such as Q8_0 or Q4_K_M"
-        raise ModelError(f"{cursor.path}: tensor {name} has the unknown ggml type {kind}", hint) from error
-    block, size = GGML_QUANT_SIZES[ggml]
+        raise ModelError(f"{cursor.path}: tensor {name} has the unknown ggml type {kind}", hint)
+    dtype, block, size = BLOCKS[kind]
     if shape[-1] % block:
-        raise cursor.fail(f"tensor {name} of type {ggml.name} has the shape {list(shape)} (blocks of {block})")
-    assert ggml.name not in ITEM_BYTES or ITEM_BYTES[ggml.name] == size
-    return ggml.name, math.prod(shape) // block * size
+        raise cursor.fail(f"tensor {name} of type {dtype} has the shape {list(shape)} (blocks of {block})")
+    return dtype, math.prod(shape) // block * size

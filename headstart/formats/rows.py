@@ -44,6 +44,11 @@ class Deferred(ABC):
         return self.read().plain()
 
 
+def in_memory(tensor: Any) -> Tensor:
+    """The plain tensor that a RawTensor of this folder is, or stands for."""
+    return tensor.read() if isinstance(tensor, Deferred) else tensor
+
+
 class Source(Protocol):
     """What rows can be taken of."""
 

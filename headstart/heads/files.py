@@ -20,11 +20,12 @@ from headstart.formats.json_object import read_object
 from headstart.formats.mtp_families import MOST_MODULES
 from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import readable
+from headstart.formats.rows import in_memory
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
-from headstart.kernels.ops import AttentionSpec, RopeSpec
+from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
@@ -56,11 +57,12 @@ def read_head(path: Path) -> HeadCheckpoint:
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
-    layout = _foreign(document, path)
+    layout = None if MARK in document else _foreign(document, path)
     files = _tensors_of(path) if layout else read_file(path / "model.safetensors")
     stored = readable(files, document)
-    tensors = {name: each if isinstance(each, Tensor) else each.read() for name, each in stored.items()}
-    return layout.read(document, tensors, path) if layout else _read_own(document, tensors, path)
+    if layout is None:
+        return _read_own(document, stored, path)
+    return layout.read(document, {name: in_memory(each) for name, each in stored.items()}, path)
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
@@ -169,7 +171,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise ModelError(f"{where}: {error} is missing or wrong", "was the head written whole?") from error
 
 
-def _read_own(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+def _read_own(document: Document, tensors: Mapping[str, RawTensor], path: Path) -> HeadCheckpoint:
     spec = spec_of(document, tensors, path)
     with _naming(path):
         vocab_size = int(document["vocab_size"])
@@ -251,10 +253,10 @@ def _one_of(document: Document, name: str, choices: tuple[str | None, ...]) -> A
     return document[name]
 
 
-def _draft_ids(tensor: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
+def _draft_ids(tensor: RawTensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
     if tensor is None:
         return None
-    ids: NDArray[np.int64] = tensor.numpy().astype(np.int64)
+    ids: NDArray[np.int64] = in_memory(tensor).numpy().astype(np.int64)
     if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
         raise ModelError(f"the head {path}: {DRAFT_IDS} must be ascending token ids below {vocab_size}")
     return ids

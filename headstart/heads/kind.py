@@ -15,7 +15,7 @@ from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import AttentionSpec
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -40,7 +40,7 @@ class HeadCheckpoint:
     hidden_size: int
     vocab_size: int
     draft_token_ids: NDArray[np.int64] | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, RawTensor] = field(default_factory=dict)
     trunk: str = ""
     trunk_layers: int = 0
     trunk_fingerprint: str = ""

@@ -126,7 +126,9 @@ def family_named(model_type: str) -> Family:
     missing where that is known."""
     names = registry.available("models")
     if model_type.replace("-", "_") not in names:
-        for name in names:
+        for name in sorted(
+            names, key=lambda name: (not model_type.startswith(name), -len(name))
+        ):  # those like it first
             other: Family = registry.find("models", name).FAMILY
             if model_type in other.aliases:
                 return other

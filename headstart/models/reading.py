@@ -66,7 +66,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (False,),
     ),
     **dict.fromkeys(("logit_scale", "embedding_multiplier", "residual_multiplier", "logits_scaling"), (1,)),
-    **dict.fromkeys(count_keys(), (0,)),
     **dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts",
                      "shared_expert_intermediate_size", "first_k_dense_replace", "sliding_window"), (0,)),
     **dict.fromkeys(("n_group", "topk_group", "routed_scaling_factor", "scale_linear"), (0, 1)),
@@ -123,7 +122,8 @@ class Reading(Mapping[str, Any]):
 def _says_nothing(key: str, value: Any, harmless: Mapping[str, str]) -> bool:
     private = key.startswith("_")  # of the program that wrote it
     known = key in HARMLESS or key in harmless
-    return value is None or private or known or (key in NEUTRAL and value in NEUTRAL[key])
+    neutral = (0,) if key in count_keys() else NEUTRAL.get(key, ())
+    return value is None or private or known or value in neutral
 
 
 def _short(value: Any) -> str:

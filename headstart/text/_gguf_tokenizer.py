@@ -115,10 +115,16 @@ def _token_kinds(metadata: Mapping[str, Any]) -> list[int]:
     return types.tolist() if isinstance(types, np.ndarray) else []
 
 
+def _of_kinds(metadata: Mapping[str, Any], *kinds: int) -> list[int]:
+    """Ids of the tokens of these kinds."""
+    types, size = metadata.get("tokenizer.ggml.token_type"), len(metadata["tokenizer.ggml.tokens"])
+    found: list[int] = np.flatnonzero(np.isin(types[:size], kinds)).tolist() if isinstance(types, np.ndarray) else []
+    return found
+
+
 def _add_special(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    kinds = _token_kinds(metadata)
-    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, UNKNOWN) and token]
-    plain = [token for token, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED and token]
+    special = [tokens[i] for i in _of_kinds(metadata, CONTROL, UNKNOWN) if tokens[i]]
+    plain = [tokens[i] for i in _of_kinds(metadata, USER_DEFINED) if tokens[i]]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     _add_ends(tokenizer, metadata, tokens)
@@ -156,8 +162,8 @@ def ends_of(metadata: Mapping[str, Any]) -> set[int]:
     where `<|return|>` or `<|flush|>` ends an answer (gpt-oss, Solar)."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
     found = {end for end in named if isinstance(end, int)}
-    kinds = zip(metadata["tokenizer.ggml.tokens"], _token_kinds(metadata), strict=False)
-    control = {token: i for i, (token, kind) in enumerate(kinds) if kind == CONTROL and token in ENDS}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    control = {tokens[i]: i for i in _of_kinds(metadata, CONTROL) if tokens[i] in ENDS}
     if {"<|return|>", "<|flush|>"} & control.keys():
         found.discard(control.pop("<|end|>", -1))
     return found | set(control.values())

@@ -34,10 +34,8 @@ class Normalizing:
 
 def vocabulary_of(tokens: Sequence[str]) -> dict[str, int]:
     """Ids by token; the first of equal ones."""
-    vocabulary: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        vocabulary.setdefault(token, number)
-    return vocabulary
+    last = len(tokens) - 1
+    return {token: last - place for place, token in enumerate(reversed(tokens))}
 
 
 def with_merges(
@@ -80,10 +78,12 @@ def merges_by_score(tokens: Sequence[str], scores: Sequence[float], kinds: Seque
 
 def bpe(vocabulary: Mapping[str, int], pairs: list[tuple[str, str]], where: str, **options: Any) -> models.BPE:
     """The library's model. ModelError for a pair that is not in the vocabulary."""
-    for left, right in pairs:
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ModelError(f"{where}: the merge {left!r} {right!r} is not in the vocabulary", "convert it again")
-    return models.BPE(vocab=dict(vocabulary), merges=pairs, **options)
+    try:
+        return models.BPE(vocab=dict(vocabulary), merges=pairs, **options)
+    except Exception as error:  # the library raises bare Exception
+        named = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocabulary.keys()]
+        what = f"the merge {named[0][0]!r} {named[0][1]!r} is not in the vocabulary" if named else str(error)
+        raise ModelError(f"{where}: {what}", "convert it again") from error
 
 
 def _finished(tokenizer: tokenizers.Tokenizer, how: Normalizing, where: str) -> tokenizers.Tokenizer:

@@ -14,10 +14,11 @@ from typing import Any
 
 import tokenizers
 
-from headstart.text import _directory_tokenizer, _gguf_tokenizer
-from headstart.text._directory_tokenizer import optional
+from headstart.text import _gguf_tokenizer
 from headstart.text.pieces import rule_of
 
+LARGEST_ID = 2**32 - 1
+"""That the library takes."""
 LONG_TEXT = 4096
 """Characters from which other threads shall run meanwhile."""
 
@@ -43,12 +44,14 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
-        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """From tokenizer.json, or what a family ships instead, and the configs beside it. Raises ModelError when it is
         missing or broken."""
+        from headstart.text import _directory_tokenizer  # with all that families ship: not for a GGUF file
+
+        optional = _directory_tokenizer.optional
         inner, tokens, file = _directory_tokenizer.build(path, optional(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
         ends = _declared_ends(optional(path / "generation_config.json"), optional(path / "config.json"))
@@ -85,11 +88,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text."""
-        if not 0 <= token_id < self.vocab_size:
-            return b""  # padding rows of the embedding have ids, but no text
         piece = self._pieces.get(token_id)
-        if piece is None:
-            text = self._inner.id_to_token(token_id)
+        if piece is None:  # padding rows of the embedding have ids, but no text
+            text = self._inner.id_to_token(token_id) if 0 <= token_id <= LARGEST_ID else None
             piece = self._pieces[token_id] = b"" if text is None else self.rule.to_bytes(text)
         return piece
 
@@ -115,6 +116,11 @@ class Tokenizer:
         for _ in range(self.rule.strip_start):
             data = data.removeprefix(b" ")
         return data
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids end below it; some of them may have no token."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def special_names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Request, SamplingParams, Sequence
 from headstart.drafters.base import Wish
 from headstart.engine.calibrate import calibrate
-from headstart.engine.costs import KNOTS, Costs, Curve, Work
+from headstart.engine.costs import KNOTS, TRIAL, Costs, Curve, Work
 from headstart.engine.depth import AutoDepth, Room
 from headstart.engine.odds import Odds
 
@@ -62,6 +62,18 @@ def test_costs_survive_a_file() -> None:
         Costs.of({**costs.document(), "knots": [1, 2]})
     with pytest.raises(ValueError, match="sense"):
         Costs.of({**costs.document(), "passes": [0.0] * len(KNOTS)})
+
+
+def test_costs_of_an_earlier_start_follow_a_machine_that_is_slower_as_a_whole() -> None:
+    kept = Costs(Curve.fit({1: [0.010], 4: [0.013]}), Curve.fit({1: [0.002]}), trial=TRIAL)
+    for _ in range(TRIAL):
+        kept.passed(Work(1), 0.015)
+    assert [kept.passes.at(1), kept.passes.at(4), kept.drafts.at(1)] == pytest.approx([0.015, 0.0195, 0.003], rel=0.05)
+    for _ in range(200):  # from then on a surprise is one of its count first of all
+        kept.passed(Work(1), 0.010)
+    assert kept.passes.at(1) == pytest.approx(0.010, rel=0.05)
+    assert kept.passes.at(4) > 0.015
+    assert kept.drafts.at(1) == pytest.approx(0.003, rel=0.05)
 
 
 @pytest.mark.slow

@@ -224,6 +224,7 @@ def write_gguf(path: Path, **extra: Any) -> Path:
     for name, value in extra.get("sampling", {}).items():
         writer.add_key_value(f"general.sampling.{name}", value, gguf.GGUFValueType.get_type(value))
     writer.add_array("llama.some.list", [1, 2, 3])
+    writer.add_array("test.words", extra.get("words", ["word"]))
     if "nextn" in extra:
         writer.add_uint32("llama.nextn_predict_layers", extra["nextn"])
     embed = RNG.normal(size=(16, 32)).astype(np.float32)
@@ -302,6 +303,14 @@ def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:
     assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
     with pytest.raises(ModelError, match="blocks are heads"):
         open_checkpoint(write_gguf(tmp_path / "n.gguf", blocks=1, nextn=1))
+
+
+@pytest.mark.parametrize("piece", [1, 8, 21, 100, 1 << 20])
+def test_a_vocabulary_is_read_piece_by_piece(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "_PIECE_BYTES", piece)
+    words = ["", "a", "of twenty characters", "é" * 40, *map(str, range(50))]
+    path = write_gguf(tmp_path / "m.gguf", words=words)
+    assert gguf_file.read(path).metadata["test.words"] == words
 
 
 def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from headstart import api, machine
 from headstart.config import EngineConfig
 from headstart.engine import load
 from headstart.errors import CapacityError, ModelError
-from headstart.formats import open_checkpoint
+from headstart.formats import gguf_file, open_checkpoint
 from headstart.formats.base import BITS, WIDENED, Tensor, make_tensor
 from headstart.formats.quantization import readable
 from headstart.tools.inspect.run import InspectOptions, run
@@ -51,6 +51,10 @@ def values(kind: Kind, raw: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def stored(name: str, kind: str, array: NDArray[Any], shape: tuple[int, ...]) -> Tensor:
     return make_tensor(name, shape, kind, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def test_types_are_those_of_the_library() -> None:
+    assert {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in Kind} == gguf_file.BLOCKS
 
 
 @pytest.mark.parametrize("count", [0, 1, 3], ids=["no scale", "one scale", "a scale for each matrix"])

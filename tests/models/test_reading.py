@@ -8,6 +8,7 @@ import pytest
 from support import ALL_FAMILIES, family_of
 
 from headstart.errors import ModelError
+from headstart.formats.mtp_families import count_keys
 from headstart.layers.attention import AttentionConfig
 from headstart.models.reading import HARMLESS, NEUTRAL
 
@@ -49,7 +50,7 @@ def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
     assert "take it out" in error.value.hint
     found.read({**config, "qk_clip": 3}, strict=False)
     found.read({**config, **dict.fromkeys(HARMLESS.keys() - {"text_config", "mtp_recycle", "model_type"}, "x")})
-    neutral = {key: values[0] for key, values in NEUTRAL.items()}
+    neutral = {key: values[0] for key, values in NEUTRAL.items()} | dict.fromkeys(count_keys(), 0)
     found.read({**neutral, **config})
 
 

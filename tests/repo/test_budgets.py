@@ -15,7 +15,9 @@ BROAD_EXCEPT_ALLOWED = {
     "text/_directory_tokenizer.py",  # the tokenizers library raises bare Exception for a bad file
     "text/_pieces.py",  # and for bad tables
 }
-ENVIRONMENT = {"HEADSTART_TRACEBACK", "HEADSTART_CACHE", "HEADSTART_API_KEY", "XDG_CACHE_HOME", "LOCALAPPDATA"}
+ENVIRONMENT = {
+    "HEADSTART_TRACEBACK", "HEADSTART_CACHE", "HEADSTART_API_KEY", "XDG_CACHE_HOME", "LOCALAPPDATA", "NO_COLOR", "TERM",
+}  # fmt: skip
 """Every environment variable that the package itself reads."""
 
 

@@ -10,6 +10,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats.drafters import DrafterKind
 from headstart.formats.json_object import read_packaged
 from headstart.formats.mtp_families import symbols
+from headstart.formats.rows import in_memory
 from headstart.formats.symbols import as_size, lookup, text_config
 from headstart.heads.kind import HeadCheckpoint, plain_parts
 from headstart.layers.decoder import tapped_layers
@@ -256,7 +257,7 @@ def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
         taps = len(tapped_layers(spec.tap))
         made = replace(made, kind="dspark" if block.anchor_predicts else "dflash", projection=taps * hidden * hidden)
         made = _with_markov(replace(made, once=True, most=block.block_size), block.markov_rank)
-    num_bytes = sum(tensor.nbytes for tensor in head.tensors.values())
+    num_bytes = sum(in_memory(tensor).nbytes for tensor in head.tensors.values())
     return _replaced(shape, made, num_bytes / max(made.parameters, 1))
 
 
