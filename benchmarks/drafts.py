@@ -2,11 +2,14 @@
 
     python benchmarks/drafts.py --questions question.jsonl --json drafts.json
     python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
+    python benchmarks/drafts.py --questions question.jsonl --behind 7000 --rows mtp:1 mtp:2 mtp:auto
 
 A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, `ngram`, or `auto` (the default: lookup and
 the head); DRAFTER=DIR gives another head. Prompts: the first `--per-category` Spec-Bench questions of each category and
-those that come with headstart, in the chat template, up to `--max-tokens`. A prompt goes through all rows before the
-next one, in alternating order; the clock runs from the first token to the last. Texts must be those of plain decoding.
+those that come with headstart, in the chat template, up to `--max-tokens`; or, with `--behind N`, so many questions of
+a category in one prompt that they have N tokens, of categories where all together do. A prompt goes through all rows
+before the next one, in alternating order; the clock runs from the first token to the last. Texts must be those of plain
+decoding.
 
 Medians over prompts; speed-up = tokens/s over plain of the same prompt, with quartiles. `draft`, `pass`, `host`:
 milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python).
@@ -24,7 +27,7 @@ from pathlib import Path
 
 from measure.load import load_now, others, verdict
 from measure.provenance import provenance
-from measure.questions import first_turns
+from measure.questions import by_category, first_turns
 
 from headstart import hub
 from headstart.api import LLM
@@ -63,6 +66,20 @@ class Record:
         return 1000 * self.parts[part] / self.passes
 
 
+def long_prompts(llm: LLM, questions: Path, per_category: int, behind: int) -> list[tuple[str, str]]:
+    """(category, prompt): questions one after the other, none twice."""
+    found = []
+    for category, texts in by_category(questions, sys.maxsize).items():
+        prompt = ""
+        for number in range(per_category):
+            while texts and len(llm.encode(prompt)) < behind:
+                prompt += texts.pop(0) + "\n\n"
+            if len(llm.encode(prompt)) >= behind:
+                found.append((f"{category} {number + 1}", prompt))
+            prompt = ""
+    return found
+
+
 def make(name: str | None, row: str, config: EngineConfig) -> LLM:
     """An engine for a row."""
     drafter, _, word = row.rpartition(":")
@@ -96,7 +113,7 @@ def measure(
     """All rows of each prompt in turn. Raises SystemExit where a text is not that of plain decoding."""
     records: list[Record] = []
     for row, llm in llms.items():  # first requests pay for allocations; depth auto learns what things cost
-        for category, prompt in prompts[:2]:
+        for category, prompt in builtin_prompts()[:2]:
             decode(llm, row, category, prompt, SamplingParams(max_tokens=32))
     with progress("decoding") as advance:
         for number, (category, prompt) in enumerate(prompts):
@@ -136,15 +153,21 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--per-category", type=int, default=2)
+    parser.add_argument("--behind", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    config = EngineConfig(
-        threads=args.threads, max_num_seqs=1, max_model_len=4096, kv_blocks=300, seed=0, shared_lookup=False
-    )
+    config = EngineConfig(threads=args.threads, max_num_seqs=1, seed=0, shared_lookup=False)
+    if args.behind:
+        config = replace(config, enable_prefix_caching=False)
+    else:
+        config = replace(config, max_model_len=4096, kv_blocks=300)
     rows = [PLAIN, *args.rows]
-    prompts = [*first_turns(args.questions, args.per_category), *builtin_prompts()]
     llms = {row: make(args.model, row, config) for row in rows}
+    if args.behind:
+        prompts = long_prompts(llms[PLAIN], args.questions, args.per_category, args.behind)
+    else:
+        prompts = [*first_turns(args.questions, args.per_category), *builtin_prompts()]
     before = load_now()
     records = measure(llms, prompts, args.temperature, args.max_tokens)
     load = load_now().others_since(before)

@@ -137,10 +137,11 @@ class KVMemory:
             if snapshots:
                 self.spill.save_states(snapshots)
 
-    def fill(self, sequence: Sequence, network: int, end: int) -> None:
-        """The KV of a network beside the trunk is now valid below position `end`."""
+    def fill(self, sequence: Sequence, network: int, start: int, end: int) -> None:
+        """The KV of a network beside the trunk is now valid for positions start .. end - 1. `start`: the first that was
+        not, or the first of a block, where it needs none of those before."""
         size, blocks = self.block_size, self.pool.blocks
-        for i in range(sequence.filled[network] // size, -(-end // size)):
+        for i in range(start // size, -(-end // size)):
             filled, count = blocks[sequence.block_table[i]].filled, min(size, end - i * size)
             if filled.get(network, 0) < count:
                 filled[network] = count

@@ -93,7 +93,7 @@ class DraftRunner(Protocol):
         """These rows, made from true states, are now the network's KV of their positions."""
 
     def filled(self, opened: Opened, sequence: Sequence) -> int:
-        """Positions below this one hold the network's KV, counted from its first."""
+        """Positions below this one hold the network's KV, as far back as it reaches."""
 
     def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
         """Whole drafts behind the rows of each wish, `parts`, for those that the backend can make with one call: their

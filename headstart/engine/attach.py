@@ -15,6 +15,7 @@ from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
+from headstart.heads.near import near
 from headstart.kernels.ops import Backend
 from headstart.layers.build import DecoderConfig
 from headstart.layers.fingerprint import trunk_fingerprint
@@ -95,7 +96,7 @@ def fit_head(trunk: Trunk, head: HeadCheckpoint, path: Path) -> Head:
     has_one = weights.has("lm_head.weight") and not lm_heads
     return Head(
         spec,
-        kind.modules(weights, spec, hidden),
+        near(kind.modules(weights, spec, hidden)),
         str(path),
         head.draft_token_ids,
         lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None,
@@ -118,7 +119,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
         )
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
     kind = head_kind(spec.kind)
-    modules = kind.modules(drafting, spec, config.hidden_size)
+    modules = near(kind.modules(drafting, spec, config.hidden_size))
     lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
     weights.used |= drafting.used
     check_taken(weights, config.num_mtp)

@@ -149,11 +149,14 @@ class Runner:
     def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
         """These rows, made from true states, are now the network's KV of their positions."""
         for part in rows:
-            self.memory.fill(part.sequence, opened.index, part.start + len(part.token_ids))
+            self.memory.fill(part.sequence, opened.index, part.start, part.start + len(part.token_ids))
 
     def filled(self, opened: Opened, sequence: Sequence) -> int:
-        """Positions below this one hold the network's KV, counted from its first."""
-        return max(sequence.filled[opened.index], opened.network.first_position)
+        """Positions below this one hold the network's KV, as far back as it reaches."""
+        reach, size, begin = opened.reach_back, self.memory.block_size, 0
+        if 0 < reach < len(sequence.tokens):
+            begin = (len(sequence.tokens) - reach) // size * size
+        return max(sequence.filled[opened.index], opened.network.first_position, begin)
 
     def forward(self, spans: Seq[Span]) -> Forward:
         """One trunk pass for all rows of all spans."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from headstart.kernels.ops import Handle, KVSpec, Pool, Program
+from headstart.kernels.ops import AttentionSpec, Handle, KVSpec, Pool, Program
 from headstart.kernels.states import StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
@@ -56,6 +56,12 @@ class Opened:
     index: int
     pools: Pools = Pools(())
     handles: Mapping[str, Handle] = field(default_factory=dict)
+
+    @property
+    def reach_back(self) -> int:
+        """Positions up to its own that a row depends on, if each layer builds on the one before; 0: on all of them."""
+        windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in self.network.kv_specs]
+        return sum(windows) if all(windows) else 0
 
 
 FORWARD = "forward"

@@ -40,6 +40,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.trunk: dict[int, Prefix] = {}  # slot -> what it holds
         self.head: dict[int, Prefix] = {}
+        self.begins: dict[
+            Sequence, int
+        ] = {}  # where what the head holds of a sequence begins, if not at its first pair
         self.junk = 0
 
     def slot(self, sequence: Sequence, position: int) -> int:
@@ -90,17 +93,19 @@ class MemoryMachine(RuleBasedStateMachine):
         sequence.num_computed = computed
         self.memory.commit(sequence)
 
-    @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30))
-    def propose(self, sequence: Sequence, depth: int, chunk: int) -> None:
-        """The head fills true pairs, in chunks, then writes guesses after them."""
+    @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30), reach=st.integers(0, 12))
+    def propose(self, sequence: Sequence, depth: int, chunk: int, reach: int) -> None:
+        """The head fills true pairs, in chunks, as far back as it reaches (0: all), then writes guesses after them."""
         length = len(sequence.tokens)
         if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
             return
-        start = max(sequence.filled[HEAD], 1)
+        start, far = max(sequence.filled[HEAD], 1), (length - reach) // SIZE * SIZE if reach else 0
+        if far > start:
+            start = self.begins[sequence] = far
         while start < length:
             end = min(start + chunk, length)
             self.write(self.head, sequence, range(start, end))
-            self.memory.fill(sequence, HEAD, end)
+            self.memory.fill(sequence, HEAD, start, end)
             start = end
         self.write(self.head, sequence, range(length, length + depth), junk=True)
 
@@ -114,6 +119,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def preempt(self, sequence: Sequence) -> Any:
         """Give all back and start again from what is still cached."""
         self.memory.release(sequence)
+        self.begins.pop(sequence, None)
         assert (sequence.num_computed, sequence.filled[HEAD]) == (0, 0)
         self.memory.attach_prefix(sequence)
         return multiple(sequence)
@@ -123,6 +129,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def finish_all(self) -> None:
         for sequence in self.live:
             self.memory.release(sequence)
+        self.begins.clear()
         for sequence in self.live:
             self.memory.attach_prefix(sequence)
 
@@ -144,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for position in range(sequence.num_computed):
                 assert self.trunk[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
             assert sequence.filled[HEAD] <= len(sequence.tokens)
-            for position in range(1, sequence.filled[HEAD]):
+            for position in range(self.begins.get(sequence, 1), sequence.filled[HEAD]):
                 assert self.head[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
 
     @invariant()
@@ -238,12 +245,12 @@ def test_reserve_takes_all_or_nothing() -> None:
 def test_drafter_fill_stops_at_the_first_hole() -> None:
     memory = KVMemory(8, SIZE)
     first = computed(memory, list(range(13)), 12)
-    memory.fill(first, HEAD, 6)
+    memory.fill(first, HEAD, 1, 6)
     second = new_sequence(list(range(13)))
     memory.attach_prefix(second)
     assert (second.num_computed, second.filled[HEAD]) == (12, 6)
     assert memory.reserve(second, 13)
-    memory.fill(second, HEAD, 13)
+    memory.fill(second, HEAD, 6, 13)
     third = new_sequence([*range(12), 99])
     memory.attach_prefix(third)
     assert (third.num_computed, third.filled[HEAD]) == (12, 12)
@@ -252,7 +259,7 @@ def test_drafter_fill_stops_at_the_first_hole() -> None:
 def test_a_block_taken_again_forgets_the_drafter() -> None:
     memory = KVMemory(3, SIZE)
     first = computed(memory, list(range(9)), 8)
-    memory.fill(first, HEAD, 9)
+    memory.fill(first, HEAD, 1, 9)
     memory.release(first)
     second = computed(memory, [7] * 9, 8)
     memory.release(second)
