@@ -20,21 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from headstart.errors import ModelError, UsageError
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts
+from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts, published_layer
 from headstart.heads.layouts import reading
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RawTensor, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
-from headstart.layers.rope import rope_base, rope_spec
 from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
@@ -243,17 +242,6 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
     return HeadSpec(kind="block", tap=tuple(taps.tolist()), block=block)
 
 
-def trained_layer(layer: LayerConfig) -> LayerConfig:
-    """Qwen3's block in the trunk's sizes, with a plain rope of its base: published layouts know no other. Raises
-    ModelError for a block of other parts."""
-    mixer, mlp = plain_parts(layer)
-    assert mixer.rope
-    dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
-    attention = AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5)
-    qwen = AttentionConfig(spec=attention, rope=rope_spec(base, dim), qk_norm=True)
-    return LayerConfig(mixer=qwen, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
-
-
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     """Random; what adds to the stream begins small, the Markov and confidence heads at nothing."""
     rng, block = np.random.default_rng(0), spec.block
@@ -281,5 +269,7 @@ HEAD = HeadKind(
     fit=fit,
     drafter="block",
     layout=Layout(matches=reading.matches, read=reading.read),
-    training=Training(spec=trained_spec, initial=initial, depth=8, layer=trained_layer),
+    training=Training(
+        spec=trained_spec, initial=initial, depth=8, layer=partial(published_layer, qk_norm=True, biases=False)
+    ),
 )

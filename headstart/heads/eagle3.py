@@ -39,13 +39,16 @@ from headstart.heads.kind import (
     Training,
     Values,
     plain_parts,
+    published_layer,
 )
 from headstart.heads.layouts.llama_block import plain_block
 from headstart.heads.layouts.names import MAPS, NOT_DRAFTING
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
+from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import DecoderLayer, tapped_layers
+from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear
+from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
@@ -299,6 +302,13 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
     return HeadSpec(kind="eagle3", tap=paper_taps(layers), recycle="pre_norm")
 
 
+def llama_layer(layer: LayerConfig) -> LayerConfig:
+    """The trunk's block as its layout has it. Blocks that no head can be are left to training, which names them."""
+    if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
+        return layer
+    return published_layer(layer, qk_norm=False, biases=True)
+
+
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     """The trunk's last block over its highest tapped stream; the embedding enters attention at EMBEDDING_SHARE."""
     layer, width = start.layer(), len(start.norm)
@@ -307,12 +317,13 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
         own = layer[f"self_attn.{name}.weight"]
         first[f"block.self_attn.{name}.weight"] = np.hstack((np.float32(EMBEDDING_SHARE) * own, own))
     eye = np.eye(width, dtype=np.float32)
-    return first | {
+    first |= {
         "fuse.weight": np.hstack([np.float32(OTHER_STREAMS) * eye] * (len(tapped_layers(spec.tap)) - 1) + [eye]),
         "block.hidden_norm.weight": layer["input_layernorm.weight"],
         "block.input_layernorm.weight": np.ones(width, np.float32),
         "norm.weight": np.float32(0.5) * start.norm,
     }
+    return {name: first[name] for name in shapes(spec, width)}  # what the trunk's block has beside stays there
 
 
 HEAD = HeadKind(
@@ -321,5 +332,5 @@ HEAD = HeadKind(
     shapes=shapes,
     fit=fit,
     layout=Layout(matches=matches, read=read, write=write),
-    training=Training(spec=trained_spec, initial=initial, own_lm_head=True, random=True),
+    training=Training(spec=trained_spec, initial=initial, own_lm_head=True, random=True, layer=llama_layer),
 )

@@ -15,11 +15,12 @@ from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import RawTensor
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.rope import rope_base, rope_spec
 from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
@@ -130,4 +131,22 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
         causal = not (spec.window or spec.chunk or spec.softcap or mixer.sinks or mixer.shares is not None)
         if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
             return mixer, mlp
-    raise ModelError("a head's directory holds a block of plain attention and a SwiGLU MLP, and no other")
+    what = "a head's directory holds a block of plain attention and a SwiGLU MLP, and no other"
+    raise ModelError(what, "train --kind medusa makes a head without one")
+
+
+def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> LayerConfig:
+    """The block of a head in the trunk's sizes, of a form that published layouts have: Llama's, with `qk_norm` Qwen3's;
+    a plain rope of the trunk's base, no gate, and `biases` of attention as the trunk has them. Raises ModelError for a
+    trunk of other parts."""
+    mixer, mlp = plain_parts(layer)
+    assert mixer.rope
+    dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
+    attention = AttentionConfig(
+        spec=AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5),
+        rope=rope_spec(base, dim),
+        qkv_bias=biases and mixer.qkv_bias,
+        o_bias=biases and mixer.o_bias,
+        qk_norm=qk_norm,
+    )
+    return LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams, StepPlan  # noqa: E402
+from headstart.engine.load import load_model  # noqa: E402
 from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
 from headstart.formats.base import make_tensor  # noqa: E402
 from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec  # noqa: E402
@@ -270,6 +271,24 @@ def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) 
     plain = llm.generate(questions, SamplingParams(max_tokens=60, ignore_eos=True), depth=0)
     assert [each.token_ids for each in answers] == [each.token_ids for each in plain]
     assert np.mean([each.speculation.acceptance_length for each in answers]) > 1.5
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(tmp_path: Path, family: str) -> None:
+    """A scaled or a partial rope, norms of q and k, a gate."""
+    changes = {"rope_parameters": LLAMA3} if family == "llama" else {}
+    config, arrays = support.family_of(family).tiny(num_hidden_layers=8, **changes)
+    model, texts = write_model(tmp_path / "model", config, arrays), write_texts(tmp_path / "t.jsonl", 12)
+    options = {"model": str(model), "data": (texts,), "threads": 1, "measured": False, "draft_vocab": 50}
+    run(TrainOptions(out=tmp_path / "head", kind="eagle3", tokens=300, **options))
+    head = str(tmp_path / "head")
+    loaded = load_model(str(model), EngineConfig(head=head, threads=1, backend="reference"))
+    assert loaded.head is not None
+    assert loaded.head.spec.kind == "eagle3"
 
 
 def objects(tmp_path: Path, softness: float = 0.3) -> tuple[Subject, Corpus]:
