@@ -221,6 +221,8 @@ class LLM:
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
+        if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
+            raise UsageError(f"depth {depth!r} is no number", "leave it out for that of the LLM, which may be auto")
         spec = as_grammar(constraint)
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")

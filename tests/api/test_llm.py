@@ -469,6 +469,8 @@ def test_bad_arguments() -> None:
         next(each.stream("a", SamplingParams(n=2)))
     with pytest.raises(UsageError, match="depth is 17, but the drafter's limit is 16"):
         each.generate(["a"], depth=17)
+    with pytest.raises(UsageError, match="depth 'auto' is no number"):
+        each.generate(["a"], depth="auto")  # type: ignore[arg-type]
     for call in (each.generate, each.stream):
         with pytest.raises(UsageError, match=r"params is dict.*SamplingParams\(max_tokens"):
             next(iter(call("a", {"max_tokens": 3})))  # type: ignore[arg-type]
