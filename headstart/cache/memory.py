@@ -27,6 +27,7 @@ class KVMemory:
         self.pool, self.block_size, self.prefix_caching = BlockPool(num_blocks), block_size, prefix_caching
         self.states = states
         self.spill: Spill | None = None  # what is beyond the pool
+        self.reaches: dict[int, int] = {}  # of networks beside the trunk: the positions back that they need; 0: all
         self._keys: dict[Sequence, list[bytes]] = {}  # keys of the published blocks of each live sequence
 
     @property
@@ -46,16 +47,27 @@ class KVMemory:
         cached = self._cached_blocks(sequence)
         if self.states:
             cached = cached[: self.states.attach(sequence, [key for key, _ in cached])]
-        filled = sequence.filled
+        self._attach_filled(sequence, [block for _, block in cached])
         for key, block in cached:
             self.pool.share(block)
             sequence.block_table.append(block.index)
             self._keys[sequence].append(key)
-            for network, count in block.filled.items():
-                if filled[network] == sequence.num_computed:  # whole so far
-                    filled[network] += count
             sequence.num_computed += self.block_size
         return sequence.num_computed
+
+    def _attach_filled(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
+        """What networks beside the trunk have of these blocks, from the first on, or as far back as they reach."""
+        filled, begins = sequence.filled, dict[int, int]()
+        for i, block in enumerate(blocks):
+            start = i * self.block_size
+            for network, count in block.filled.items():
+                if filled[network] == start:  # whole so far
+                    filled[network] += count
+                elif self.reaches.get(network):
+                    begins[network], filled[network] = start, start + count
+        for network, begin in begins.items():
+            if begin > len(sequence.tokens) - self.reaches[network]:
+                del filled[network]
 
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""

@@ -103,7 +103,7 @@ class Runner:
             self._prepare(opened, Pools(kv, states, self._hidden_pool, self.trunk.pools.kv))
 
     def _prepare(self, opened: Opened, pools: Pools) -> None:
-        opened.pools = pools
+        opened.pools, self.memory.reaches[opened.index] = pools, opened.reach_back
         programs = opened.network.programs(pools).items()
         opened.handles = {
             name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs

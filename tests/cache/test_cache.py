@@ -256,6 +256,21 @@ def test_drafter_fill_stops_at_the_first_hole() -> None:
     assert (third.num_computed, third.filled[HEAD]) == (12, 12)
 
 
+def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
+    memory = KVMemory(8, SIZE)
+    memory.reaches[HEAD] = 5
+    first = computed(memory, list(range(13)), 12)
+    memory.fill(first, HEAD, 4, 13)
+    for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the keys of the first block are missing
+        again = new_sequence(list(range(length)))
+        memory.attach_prefix(again)
+        assert again.filled[HEAD] == expected
+    memory.reaches[HEAD] = 0
+    again = new_sequence(list(range(13)))
+    memory.attach_prefix(again)
+    assert again.filled[HEAD] == 0
+
+
 def test_a_block_taken_again_forgets_the_drafter() -> None:
     memory = KVMemory(3, SIZE)
     first = computed(memory, list(range(9)), 8)
