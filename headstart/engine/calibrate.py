@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,8 +35,9 @@ LONG, LONG_DEPTH = 448, 3
 MOST_REACH = 0.5
 """Of a pass near position 0: what LONG positions more cost at most. The difference of two measured times is noisy."""
 LEAST_SHARE = 0.3
-BUSY_SECONDS = 0.3
-"""Within so much it is told whether others have the cores."""
+CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
+"""What is kept is confirmed at the next start, once: by t(4) / t(1), which is the same up to so much. Where that takes
+longer than so, it is not."""
 BUSY = 1.2
 """A median step of so many times the fastest one: somebody else has the cores, and nothing can be told."""
 
@@ -159,26 +161,43 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
 
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     """Of this machine, model and settings: as kept from an earlier start, which steps correct, or measured now. What
-    was measured while others had the cores is measured again once they are free."""
+    two starts have measured alike is not measured again."""
     path = hub.record_path("costs", identity)
     with engine.memory.alone():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            kept = Costs.of(json.loads(path.read_text())["costs"])
-            if not kept.busy or _is_busy(engine):
+            document = json.loads(path.read_text())
+            kept = Costs.of(document["costs"])
+            holds = True if document["confirmed"] else _holds(engine, kept)
+            if holds and not document["confirmed"]:
+                _keep(path, {**document, "confirmed": True})
+            if holds is not False:
                 return replace(kept, trial=TRIAL)
         begun = time.perf_counter()
         costs = calibrate(engine)
     if time.perf_counter() - begun > WORTH_KEEPING_S:
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
-            hub.keep_record(path, {"costs": costs.document(), "of": identity})
+        _keep(path, {"costs": costs.document(), "of": identity, "confirmed": False})
     return costs
 
 
-def _is_busy(engine: Engine) -> bool:
-    """Do others have the cores now? Yes, too, where a few steps take too long to tell."""
-    run = _Run(engine, time.perf_counter() + BUSY_SECONDS)
-    _, measured = run.measure(1, [0], max(min(PROMPT, engine.max_length // 4), 1))
+def _keep(path: Path, document: Mapping[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written is none
+        hub.keep_record(path, document)
+
+
+def _holds(engine: Engine, costs: Costs) -> bool | None:
+    """Are a plain pass and a deeper one in the proportion that was measured? None: others have the cores now, or a few
+    steps take too long to tell."""
+    length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
+    if 2 * ROUNDS * (STEPS + WARM_UP) * costs.passes.at(1) > CHECK_SECONDS:
+        return None
+    run = _Run(engine, time.perf_counter() + CHECK_SECONDS)
+    _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.forget()
-    seconds = measured.passes.get(1, [])
-    return len(seconds) < STEPS or _busy(seconds)
+    factors = []
+    for drafted in (0, depth):
+        seconds = measured.passes.get(drafted + 1, [])
+        if len(seconds) < STEPS or _busy(seconds):
+            return None
+        factors.append(undisturbed(seconds) / costs.passes.at(drafted + 1))
+    return not costs.busy and max(factors) <= (1 + TOLERANCE) * min(factors)
