@@ -125,7 +125,7 @@ class Runner:
         done = False
         try:
             yield
-            if [each.network.kv_specs for each in self.opened] != [each.network.kv_specs for each in before]:
+            if [each.stored for each in self.opened] != [each.stored for each in before]:
                 raise ModelError("it stores keys and values of another shape", "start the server again")
             for new, old in zip(self.opened, before, strict=True):
                 self._prepare(new, old.pools)

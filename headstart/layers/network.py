@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Handle, KVSpec, Pool, Program
@@ -56,6 +56,12 @@ class Opened:
     index: int
     pools: Pools = Pools(())
     handles: Mapping[str, Handle] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> list[KVSpec]:
+        """What its pools hold of a position, however far a row looks back."""
+        specs = self.network.kv_specs
+        return [replace(spec, window=0) if isinstance(spec, AttentionSpec) else spec for spec in specs]
 
     @property
     def reach_back(self) -> int:
