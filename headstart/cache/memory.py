@@ -57,17 +57,21 @@ class KVMemory:
 
     def _attach_filled(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
         """What networks beside the trunk have of these blocks, from the first on, or as far back as they reach."""
-        filled, begins = sequence.filled, dict[int, int]()
+        filled, begins = (
+            sequence.filled,
+            dict[int, tuple[int, int]](),
+        )  # where a later run begins; what was whole before
         for i, block in enumerate(blocks):
             start = i * self.block_size
             for network, count in block.filled.items():
                 if filled[network] == start:  # whole so far
                     filled[network] += count
                 elif self.reaches.get(network):
-                    begins[network], filled[network] = start, start + count
-        for network, begin in begins.items():
+                    whole = begins[network][1] if network in begins else filled[network]
+                    begins[network], filled[network] = (start, whole), start + count
+        for network, (begin, whole) in begins.items():
             if begin > len(sequence.tokens) - self.reaches[network]:
-                del filled[network]
+                filled[network] = whole
 
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:
         """Keys and blocks of the longest known prefix that leaves a row to be computed."""

@@ -110,12 +110,15 @@ def calibrate(engine: Engine) -> Costs:
     blocks = engine.memory.blocks_for(length + 16 * STEPS * ROUNDS)
     for sequences, planned in PLAN:
         depths = [depth for depth in planned if depth <= deepest]
-        if sequences > most or not depths or sequences * blocks > len(engine.memory.pool.blocks):
+        too_many = sequences > most or sequences * blocks > len(engine.memory.pool.blocks)
+        if not depths or (sequences > 1 and too_many):
             continue
         _, measured = run.measure(sequences, depths, length)
         for kind in ("passes", "drafts"):
             for count, seconds in getattr(measured, kind).items():
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
+    if not samples.passes:
+        return Costs.unknown()
     costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}))
     costs.busy = _busy(samples.passes[1])
     run.until = begun + MOST_SECONDS
@@ -163,25 +166,33 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
     """Of this machine, model and settings: as kept from an earlier start, which steps correct, or measured now. What
     two starts have measured alike is not measured again."""
     path = hub.record_path("costs", identity)
+    record = _kept(path)
     with engine.memory.alone():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            document = json.loads(path.read_text())
-            kept = Costs.of(document["costs"])
-            holds = True if document["confirmed"] else _holds(engine, kept)
-            if holds and not document["confirmed"]:
-                _keep(path, {**document, "confirmed": True})
+        if record:
+            kept, confirmed = record
+            holds = True if confirmed else _holds(engine, kept)
+            if holds and not confirmed:
+                _keep(path, kept, identity, confirmed=True)
             if holds is not False:
                 return replace(kept, trial=TRIAL)
         begun = time.perf_counter()
         costs = calibrate(engine)
-    if time.perf_counter() - begun > WORTH_KEEPING_S:
-        _keep(path, {"costs": costs.document(), "of": identity, "confirmed": False})
+    if record or time.perf_counter() - begun > WORTH_KEEPING_S:
+        _keep(path, costs, identity, confirmed=False)
     return costs
 
 
-def _keep(path: Path, document: Mapping[str, Any]) -> None:
+def _kept(path: Path) -> tuple[Costs, bool] | None:
+    """Costs, and whether they are confirmed; None where there is nothing of use."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        document = json.loads(path.read_text())
+        return Costs.of(document["costs"]), bool(document["confirmed"])
+    return None
+
+
+def _keep(path: Path, costs: Costs, identity: Mapping[str, Any], *, confirmed: bool) -> None:
     with contextlib.suppress(OSError):  # a cache that cannot be written is none
-        hub.keep_record(path, document)
+        hub.keep_record(path, {"costs": costs.document(), "of": identity, "confirmed": confirmed})
 
 
 def _holds(engine: Engine, costs: Costs) -> bool | None:
@@ -195,9 +206,10 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     engine.reset_stats()
     engine.drafting.forget()
     factors = []
-    for drafted in (0, depth):
-        seconds = measured.passes.get(drafted + 1, [])
+    for rows, seconds in measured.passes.items():  # drafters may draft less than they are asked for
         if len(seconds) < STEPS or _busy(seconds):
             return None
-        factors.append(undisturbed(seconds) / costs.passes.at(drafted + 1))
+        factors.append(undisturbed(seconds) / costs.passes.at(rows))
+    if not factors:
+        return None
     return not costs.busy and max(factors) <= (1 + TOLERANCE) * min(factors)

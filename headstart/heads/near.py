@@ -5,7 +5,7 @@ short texts. What lies further back is neither made up for nor read again at eac
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from headstart.layers.attention import Attention
@@ -16,8 +16,9 @@ NEAR = 1024
 
 
 def near(modules: Iterable[Any], positions: int = NEAR) -> list[Any]:
-    """The same modules; layers of theirs with keys of their own see so many positions where they saw more."""
-    return [_module(module, positions) if module.kv_specs else module for module in modules]
+    """The same modules; layers of theirs with attention and keys of their own see so many positions where they saw
+    more. Latent attention (MLA), chunks, and modules of plug-ins that are no dataclasses stay."""
+    return [_module(module, positions) if module.kv_specs and is_dataclass(module) else module for module in modules]
 
 
 def _module(module: Any, positions: int) -> Any:

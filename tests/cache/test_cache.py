@@ -265,6 +265,17 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
         again = new_sequence(list(range(length)))
         memory.attach_prefix(again)
         assert again.filled[HEAD] == expected
+    memory.fill(first, HEAD, 1, 4)  # another sequence's, as far as it went
+    memory.reaches[HEAD] = 2
+    late = new_sequence(list(range(13)))
+    memory.pool.blocks[first.block_table[1]].filled.clear()
+    memory.attach_prefix(late)
+    assert late.filled[HEAD] == 12, "the last block is all that it needs"
+    memory.reaches[HEAD] = 6
+    late = new_sequence(list(range(13)))
+    memory.attach_prefix(late)
+    assert late.filled[HEAD] == 4, "the first block is whole, the second is not"
+    memory.pool.blocks[first.block_table[0]].filled.clear()
     memory.reaches[HEAD] = 0
     again = new_sequence(list(range(13)))
     memory.attach_prefix(again)

@@ -71,6 +71,14 @@ def test_who_is_slow_for_a_while_is_slow_for_all_depths(engine: Engine, monkeypa
     assert [costs.passes.at(rows) for rows in (1, 2, 4)] == pytest.approx([0.0042, 0.0044, 0.0048])
 
 
+@pytest.mark.parametrize("length", [8, 33, 96])
+def test_a_pool_with_room_for_one_short_sequence(length: int) -> None:
+    small = {**SMALL, "max_model_len": length, "max_num_seqs": 1, "kv_blocks": -(-length // 8)}
+    costs = calibrate.calibrate(LLM(headed_model("mimo"), EngineConfig(**small, depth=3)).engine)
+    assert costs.passes.at(1) > 0
+    assert LLM(headed_model("mimo"), EngineConfig(**small)).generate([[5]])[0].token_ids
+
+
 @pytest.mark.parametrize("length", [2, 3, 5, 9])
 def test_a_context_too_short_to_measure_in(length: int) -> None:
     llm = LLM(headed_model("mimo"), EngineConfig(**{**SMALL, "max_model_len": length}))
