@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "contract")]
 from native_heads import NATIVE_HEADS  # noqa: E402
 from support import make, prompt_of, request, run  # noqa: E402
-from test_families import logits_in_chunks, oracle_of, test_draft_logits_of_a_growing_sequence  # noqa: E402
+from test_families import behind, logits_in_chunks, oracle_of, test_draft_logits_of_a_growing_sequence  # noqa: E402
 
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.engine.load import Model, load_model  # noqa: E402
@@ -67,7 +67,7 @@ def _greedy(oracle: Any, prompt: list[int]) -> list[int]:
         output = oracle(torch.tensor([prompt]), use_cache=True)
         for _ in range(GREEDY):
             tokens.append(int(output.logits[0, -1].argmax()))
-            output = oracle(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+            output = oracle(torch.tensor([tokens[-1:]]), **behind(output))
     return tokens[len(prompt) :]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf_files import add_vocabulary, written
 from support import RELATIVES, family_of, make, new_folder, prompt_of, request, run
-from test_families import logits_in_chunks, oracle_of
+from test_families import behind, logits_in_chunks, oracle_of
 
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
@@ -170,7 +170,7 @@ def test_text_is_that_of_transformers_through_both_backends(variant: str) -> Non
         output = oracle(torch.tensor([prompt]), use_cache=True)
         for _ in range(NEW):
             expected.append(int(output.logits[0, -1].argmax()))
-            output = oracle(torch.tensor([expected[-1:]]), past_key_values=output.past_key_values, use_cache=True)
+            output = oracle(torch.tensor([expected[-1:]]), **behind(output))
     native = load_model(
         files_of(variant)[0], EngineConfig(backend="native", dtype="float32", threads=1, kv_cache_dtype="float32")
     )
