@@ -162,7 +162,6 @@ def notebook(path: Path) -> str:
 
 def command_pages() -> Iterator[tuple[str, str]]:
     """Name and page of each command."""
-
     from headstart.cli.app import root
 
     def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -57,10 +57,8 @@ class KVMemory:
 
     def _attach_filled(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
         """What networks beside the trunk have of these blocks, from the first on, or as far back as they reach."""
-        filled, begins = (
-            sequence.filled,
-            dict[int, tuple[int, int]](),
-        )  # where a later run begins; what was whole before
+        filled = sequence.filled
+        begins: dict[int, tuple[int, int]] = {}  # where a later run begins; what was whole before
         for i, block in enumerate(blocks):
             start = i * self.block_size
             for network, count in block.filled.items():
