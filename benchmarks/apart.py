@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measure.served import Served
+from engines.headstart_server import HeadstartServer
 
 Row = dict[str, Any]
 WAYS = ("one", "apart", "http")
@@ -38,23 +38,25 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 @contextmanager
-def started(args: argparse.Namespace, way: str, folder: Path) -> Iterator[tuple[Served, Served | None]]:
+def started(
+    args: argparse.Namespace, way: str, folder: Path
+) -> Iterator[tuple[HeadstartServer, HeadstartServer | None]]:
     """The server that is asked, and the one that computes prompts for it."""
     model, cpus = [args.model] if args.model else [], args.cpus.split(",")
     with ExitStack() as stack:
         if way == "one":
             words = [*model, "--threads", str(len(cpus)), *args.serve]
-            yield stack.enter_context(Served(words, args.cpus)), None
+            yield stack.enter_context(HeadstartServer(words, args.cpus)), None
             return
         kept = ["--kv-spill", str(folder / "prefill"), "--kv-spill-gb", "8"]
         words = [*model, "--threads", "1", *args.serve, "--role", "prefill", *kept]
-        prefill = stack.enter_context(Served(words, cpus[0]))
+        prefill = stack.enter_context(HeadstartServer(words, cpus[0]))
         kept[1] = str(folder / ("prefill" if way == "apart" else "decode"))
         words = [*model, "--threads", str(len(cpus) - 1), *args.serve, "--prefill", prefill.url, *kept]
-        yield stack.enter_context(Served(words, ",".join(cpus[1:]))), prefill
+        yield stack.enter_context(HeadstartServer(words, ",".join(cpus[1:]))), prefill
 
 
-async def load(args: argparse.Namespace, served: Served, seed: int) -> Row:
+async def load(args: argparse.Namespace, served: HeadstartServer, seed: int) -> Row:
     """Streams and prompts at once, until all prompts are answered."""
     first, gaps, paces, texts = list[float](), list[float](), list[float](), dict[str, str]()
     done = asyncio.Event()

@@ -2,13 +2,17 @@
 
     python benchmarks/contexts.py --work WORK --llama-bin LLAMA/build/bin --json contexts.json
     python benchmarks/contexts.py --work WORK --lengths 1024,8192 --rounds 5
+    python benchmarks/contexts.py --work WORK --accuracy MODEL --texts prompts.jsonl
 
 The model is a Llama shape of 50 million weights (12 layers of 512, 8 heads over 4 of 64, vocabulary 32,000) with random
 values in Q8_0, so that keys and values weigh as much as they ever do; its file is written to WORK. A round is one
 prompt of random tokens and exactly `--tokens` tokens after it, greedy: seconds to the first token, then tokens/s from
-the first to the last. headstart keeps keys and values as it does by itself and in 8 bits; llama.cpp
+the first to the last. headstart keeps keys and values in bfloat16, int8 and FP8; llama.cpp
 (llama-batched-bench, one sequence, which samples nothing) in f16, with and without flash attention. Engines take turns
 (the others are stopped) in alternating order; ratios are taken within a round, to the better of llama.cpp's rows.
+
+`--accuracy` reads texts (a JSON string a line) with each type of keys and values: next-token distributions beside those
+with bfloat16, and the log-likelihood of the text.
 
 `of the limit`: bytes of weights and of keys and values that a token reads, over what the machine reads a second
 (`headstart doctor`'s measure), as a share of the time a token took. Memory: the most that was resident.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -29,44 +34,31 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from engines.llamacpp.random_files import Kind, Shape, Tensors, block, write
-from engines.llamacpp.random_shapes import plain, sizes
-from engines.llamacpp.server import LlamaEngine, version
+from engines.llama_engine import LlamaEngine, version
 from engines.process import BENCHMARKS, Engine, WorkerEngine
-from measure.load import others, verdict
-from measure.provenance import provenance
+from measure.machine import machine_alone, others, provenance, verdict
+from measure.random_gguf import LlamaSizes, write_random_gguf
 from measure.sections import attempt, say
 from measure.tables import Record, ratio, spread
 
-from headstart.config import EngineConfig
+from headstart.config import EngineConfig, KVDtype
+from headstart.engine.load import load_model
 from headstart.kernels.backend import open_backend
-from headstart.tools.prefilled import readable_bytes
+from headstart.tools.pass_timing import readable_bytes
+from headstart.tools.verify.numerics import ROWS, RowScores, TeacherForcing, compare
 
-LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB = 12, 512, 1408, 8, 4, 64, 32000
-BYTES = {"bfloat16": 2.0, "f16": 2.0, "int8": 1.0 + 4 / DIM}
+SIZES = LlamaSizes(layers=12, hidden=512, inner=1408, heads=8, kv_heads=4, head_dim=64, vocab=32000, context=40960)
+BYTES = {"bfloat16": 2.0, "f16": 2.0, "int8": 1.0 + 4 / SIZES.head_dim, "fp8": 1.0 + 4 / SIZES.head_dim}
 """Of a key's number."""
 READS = 5
-
-
-def fields(layers: int) -> dict[str, Any]:
-    return {**sizes(layers, HIDDEN, INNER, HEADS, KV_HEADS, DIM), "rope.freq_base": 1e6, "context_length": 40960}
-
-
-def tensors(layers: int, kind: Kind) -> Tensors:
-    yield "token_embd.weight", (VOCAB, HIDDEN), kind
-    yield "output_norm.weight", (HIDDEN,), "one"
-    for i in range(layers):
-        yield from block(i, plain(HIDDEN, INNER, HEADS, KV_HEADS, DIM, kind))
-
-
-SHAPE = Shape("llama", LAYERS, VOCAB, fields, tensors)
+KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8", "fp8")
 
 
 class Headstart(WorkerEngine):
     """A context in the same words as llama.cpp's."""
 
     def context(self, prompt: Sequence[int], tokens: int) -> Record:
-        found = self._ask("decode", prompt=list(prompt), max_tokens=tokens, ignore_eos=True)
+        found = self.ask("decode", prompt=list(prompt), max_tokens=tokens, ignore_eos=True)
         return {
             "prompt_s": found["prompt_s"], "decode_tokens": tokens - 1, "decode_s": found["decode_s"],
             "resident_mib": found["resident_mib"],
@@ -86,15 +78,13 @@ class Llama(LlamaEngine):
 
 def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
     worker = [
-        sys.executable, BENCHMARKS / "engines/headstart/worker.py", model, "--depth", "0", "--no-enable-prefix-caching",
+        sys.executable, BENCHMARKS / "engines/headstart_worker.py", model, "--depth", "0", "--no-enable-prefix-caching",
         "--max-model-len", str(max(args.lengths) + args.tokens + 16), "--max-num-seqs", "1",
         "--threads", str(args.threads),
     ]  # fmt: skip
     rows: list[Any] = [
-        Headstart("headstart", "bfloat16", worker, args.work / "headstart.log", None),
-        Headstart(
-            "headstart, 8-bit KV", "int8", [*worker, "--kv-cache-dtype", "int8"], args.work / "headstart-8.log", None
-        ),
+        Headstart(name, kv, [*worker, "--kv-cache-dtype", kv], args.work / f"headstart-{kv}.log", None)
+        for name, kv in (("headstart", "bfloat16"), ("headstart, 8-bit KV", "int8"), ("headstart, FP8 KV", "fp8"))
     ]
     if args.llama_bin:
         for word in ("off", "on"):
@@ -111,14 +101,14 @@ def read_bandwidth(threads: int) -> float:
 
 def limit_s(row: Engine, length: int, bandwidth: float) -> float:
     """Seconds that reading a token's weights, keys and values takes at least."""
-    weights = LAYERS * (HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * INNER) + VOCAB * HIDDEN
-    cached = 2 * LAYERS * KV_HEADS * DIM * length * BYTES[row.weights]
+    weights = sum(math.prod(shape) for _, shape in SIZES.tensors() if len(shape) == 2)
+    cached = 2 * SIZES.layers * SIZES.kv_heads * SIZES.head_dim * length * BYTES[row.weights]
     return (weights * 34 / 32 + cached) / bandwidth
 
 
 def measure(args: argparse.Namespace, engines: list[Any], length: int) -> list[Record]:
     rng = np.random.default_rng(1)
-    prompt = rng.integers(300, VOCAB - 1, length).tolist()
+    prompt = rng.integers(300, SIZES.vocab - 1, length).tolist()
     records = []
     for number in range(args.rounds if length < args.once_from else 1):
         for engine in list(engines) if number % 2 == 0 else engines[::-1]:
@@ -157,6 +147,34 @@ def table(engines: Sequence[Any], records: Sequence[Record], length: int, bandwi
     return [*lines, "", verdict(others(records))]
 
 
+def accuracy(model_name: str, texts: Path, threads: int) -> list[str]:
+    """Markdown: each type of keys and values beside bfloat16, by teacher forcing."""
+    configs = {kv: EngineConfig(backend="native", threads=threads, kv_cache_dtype=kv) for kv in KV_DTYPES}
+    models = {kv: load_model(model_name, config) for kv, config in configs.items()}
+    tokens = [
+        models["bfloat16"].tokenizer.encode(json.loads(line), add_special=True)
+        for line in texts.read_text().splitlines()
+    ]
+    readers = {kv: TeacherForcing(models[kv], configs[kv], max(map(len, tokens))) for kv in KV_DTYPES}
+    found: dict[str, list[RowScores]] = {kv: [] for kv in KV_DTYPES}
+    for text in tokens:
+        for number, rows in enumerate(zip(*(readers[kv].logits(text) for kv in KV_DTYPES), strict=True)):
+            for kv, logits in zip(KV_DTYPES, rows, strict=True):
+                found[kv].append(compare(rows[0], logits, text[1 + number * ROWS :]))
+        say(f"{len(text)} tokens read")
+    lines = [
+        "| KV cache | bytes a token | KL to bfloat16, nats | equal argmax | negative log-likelihood a token |",
+        "|---" * 5 + "|",
+    ]
+    for kv, parts in found.items():
+        kl, agrees, surprise = (
+            np.concatenate([getattr(each, name) for each in parts]) for name in ("kl", "agrees", "surprise")
+        )
+        num_bytes = sum(models[kv].backend.kv_bytes(spec) for spec in models[kv].decoder.kv_specs)
+        lines.append(f"| {kv} | {num_bytes:,} | {kl.mean():.5f} | {agrees.mean():.2%} | {surprise.mean():.4f} |")
+    return [*lines, "", f"{len(kl):,} tokens of {len(tokens)} texts"]
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -168,16 +186,21 @@ def options() -> argparse.Namespace:
     add("--once-from", type=int, default=16384, help="lengths from here on get one round: minutes each")
     add("--threads", type=int, default=os.cpu_count(), help="of every engine")
     add("--json", type=Path, help="file for all numbers")
+    add("--accuracy", metavar="MODEL", help="compare types of keys and values on this model, and measure nothing else")
+    add("--texts", type=Path, help="of --accuracy: a JSON string a line")
     return parser.parse_args()
 
 
 def main() -> int:
     args = options()
+    if args.accuracy:
+        print("\n".join(accuracy(args.accuracy, args.texts, args.threads)))
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends the engines
     args.work.mkdir(parents=True, exist_ok=True)
     model = args.work / "llama-50m-Q8_0.gguf"
     if not model.exists():
-        write(model, SHAPE, "Q8_0", LAYERS)
+        write_random_gguf(model, SIZES)
     with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # its buffer would count as memory of our children
         bandwidth = apart.submit(read_bandwidth, args.threads).result()
     document: Record = {"provenance": provenance(args.threads), "read_bytes_per_s": bandwidth, "lengths": {}}
@@ -199,4 +222,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with machine_alone():
+        sys.exit(main())

@@ -25,8 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from measure.load import load_now, others, verdict
-from measure.provenance import provenance
+from measure.machine import load_now, machine_alone, others, provenance, verdict
 from measure.questions import by_category, first_turns
 
 from headstart import hub
@@ -184,4 +183,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with machine_alone():
+        sys.exit(main())

@@ -28,12 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engines.llamacpp.weights import converted, gguf_copy
-from engines.process import BENCHMARKS, EngineFailed, Server
-from engines.vllm.weights import safetensors_copy
-from measure.load import load_now, others, verdict
+from engines.llama_engine import convert_to_gguf, gguf_copy
+from engines.process import BENCHMARKS, EngineFailed, ServerProcess
+from engines.vllm_weights import safetensors_copy
+from measure.machine import load_now, machine_alone, others, provenance, verdict
 from measure.prompts import Prompts
-from measure.provenance import provenance
 from measure.sections import say
 
 from headstart import hub
@@ -54,12 +53,12 @@ class Peer:
     command: Sequence[str | Path]
     rows: Mapping[str, Mapping[str, Any]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    server: Server | None = None
+    server: ServerProcess | None = None
 
     def start(self, work: Path) -> None:
         """Load, and wait until it answers. Raises EngineFailed."""
         log = work / f"{self.name.replace(' ', '-')}.log"
-        self.server = Server(self.name, self.command, log, self.environment)
+        self.server = ServerProcess(self.name, self.command, log, self.environment)
         self.server.wait()
 
     def ask(self, row: str, ids: list[int], max_tokens: int, model: str) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def llama_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
         server("llama.cpp Q8_0 plain", gguf_copy(binaries, source, args.work, "Q8_0")),
         *(server(f"llama.cpp Q4_1 {kind}", source, "--spec-type", kind) for kind in LLAMA_NGRAM),
     ]
-    head = converted(args, args.eagle3, ("--target-model-dir", str(safetensors_copy(source, args.work))))
+    head = convert_to_gguf(args, args.eagle3, ("--target-model-dir", str(safetensors_copy(source, args.work))))
     for depth in (2, 3):
         more = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(depth))
         found.append(server(f"llama.cpp Q4_1 EAGLE-3 {depth}", source, *more))
@@ -152,7 +151,7 @@ def openvino_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     if not args.openvino_python or not args.llama_source:
         return []
     model = gguf_copy(args.llama_source / "build/bin", source, args.work, "Q8_0")
-    script = BENCHMARKS / "engines/openvino/server.py"
+    script = BENCHMARKS / "engines/openvino_server.py"
     name = "OpenVINO Q8_0 plain"
     return [Peer(name, [args.openvino_python, script, model, "{port}"], {name: {}})]
 
@@ -288,4 +287,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with machine_alone():
+        sys.exit(main())

@@ -24,10 +24,13 @@ Found = Iterator[tuple[str, str]]
 Known = dict[str, dict[str, Any]]
 """engine -> {"versions": {version: where it was read}, "files": {file: {"versions that have them": [entries]}}}."""
 
+VLLM_SERVER_ARGUMENTS = [f"vllm/entrypoints/{folder}/cli_args.py" for folder in ("openai", "launchers", "common")]
+"""By version: the file has moved twice."""
+
 
 def vllm(root: Path) -> Found:
     yield from _add_argument(root, "vllm/engine/arg_utils.py")
-    for file in ("vllm/entrypoints/openai/cli_args.py", "vllm/entrypoints/launchers/cli_args.py"):
+    for file in VLLM_SERVER_ARGUMENTS:
         yield from _add_argument(root, file)
         for name in ("BaseFrontendArgs", "FrontendArgs"):
             yield from ((f"--{field.replace('_', '-')}", file) for field in _fields(root, file, name))

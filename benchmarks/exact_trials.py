@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.process import in_turn, served
+from measure.trials import run_trials, start_servers
 
 from headstart import hub
 from headstart.tools.probe import exact
-from headstart.tools.probe.tally import CONDITIONS, Condition
+from headstart.tools.probe.exact import CONDITIONS, Condition
 
 START_SECONDS, MINUTES = 3600, 600.0
 SHOWN: tuple[Condition, ...] = ("again", "warm", "streamed", "drafting", "company")
@@ -67,7 +67,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """The document of one run. Raises EngineFailed."""
     commands = [command for command in (setting.command, setting.plain) if command is not None]
-    with served(setting.name, commands, log, setting.environment, START_SECONDS) as (url, *others):
+    with start_servers(setting.name, commands, log, setting.environment, START_SECONDS) as (url, *others):
         asked = exact.ExactOptions(
             url=url, against=next(iter(others), None), minutes=MINUTES, rounds=options.rounds,
             max_tokens=options.max_tokens, seed=options.seed,
@@ -106,7 +106,7 @@ def main() -> None:
     print(f"| server | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")
     print("|---|" + "---|" * len(SHOWN))
     chosen = [each for each in settings(options) if (options.only or "") in each.name]
-    in_turn(chosen, lambda setting, log: trial(setting, options, log), row, options.out)
+    run_trials(chosen, lambda setting, log: trial(setting, options, log), row, options.out)
 
 
 if __name__ == "__main__":

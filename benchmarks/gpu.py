@@ -4,7 +4,7 @@
     python benchmarks/gpu.py all --carried scratch/gpu --minutes 9   # there, again and again
     python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: the heads that came back
 
-The machine needs no network: Python with torch, numpy, tokenizers, jinja2, rich and typer (triton and transformers for
+The machine needs no network: Python with torch, numpy, tokenizers, jinja2 and rich (triton and transformers for
 some parts, pytest and hypothesis for the tests), this repository's files, and the default model. `pack` cuts that into
 parts and deals them out to folders of `--call-mb`, for machines that take only so much in a call, and adds packages
 that these often lack. Each call takes along one folder more, and keeps in `--work` what it finds below `--carried`;

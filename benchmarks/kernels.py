@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/kernels", "tests/kernels/cuda")]
+sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/contract", "tests/kernels", "tests/kernels/cuda")]
 SPILLED = 16
 """Bytes of a thread outside of its registers that are worth a word."""
 ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "deal", "choose"}

@@ -42,14 +42,12 @@ import signal
 import sys
 from pathlib import Path
 
-from engines.headstart.starter import headstart_starter
-from engines.llamacpp.server import CONTEXT, LlamaEngine, llama_starter
-from engines.llamacpp.weights import weights_files
-from engines.process import BENCHMARKS, Engine, EngineFailed, WorkerEngine
-from engines.starter import Starter
-from engines.vllm.weights import safetensors_copy
+from engines.headstart_server import headstart_starter
+from engines.llama_engine import CONTEXT, LlamaEngine, llama_starter, weights_files
+from engines.process import BENCHMARKS, Engine, EngineFailed, Starter, WorkerEngine
+from engines.vllm_weights import safetensors_copy
+from measure.machine import machine_alone, provenance
 from measure.prompts import Prompts
-from measure.provenance import provenance
 from measure.sections import batch, decode, prefill, say, start
 from measure.tables import Record
 
@@ -90,7 +88,7 @@ def log_of(args: argparse.Namespace, name: str) -> Path:
 
 def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
     """All that were asked for, none of them started."""
-    python = [sys.executable, BENCHMARKS / "engines/headstart/worker.py"]
+    python = [sys.executable, BENCHMARKS / "engines/headstart_worker.py"]
     engines: list[Engine] = [
         WorkerEngine(name, weights, [*python, *words, "--no-enable-prefix-caching"], log_of(args, name), None)
         for name, weights, words in variants(args, source)
@@ -99,13 +97,13 @@ def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
         name, log = f"llama.cpp {weights}", log_of(args, f"llama-{weights}")
         engines.append(LlamaEngine(name, args.llama_bin, path, args.threads, log, weights=weights))
     if args.vllm_python:
-        command = [args.vllm_python, BENCHMARKS / "engines/vllm/worker.py", safetensors_copy(source, args.work)]
+        command = [args.vllm_python, BENCHMARKS / "engines/vllm_worker.py", safetensors_copy(source, args.work)]
         for bind in args.vllm_bind or ["auto"]:
             environment = {"VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": str(args.threads)}
             name = f"vLLM bf16 {bind}"
             engines.append(WorkerEngine(name, "bf16", command, log_of(args, name), environment))
     if args.mistral_python:
-        command = [args.mistral_python, BENCHMARKS / "engines/mistral/worker.py", source]
+        command = [args.mistral_python, BENCHMARKS / "engines/mistral_worker.py", source]
         engines.append(WorkerEngine("mistral.rs Q4_1", "Q4_1", command, log_of(args, "mistral.rs"), None))
     return engines
 
@@ -199,4 +197,5 @@ def show(args: argparse.Namespace, lines: list[str], document: Record) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with machine_alone():
+        sys.exit(main())

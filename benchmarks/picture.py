@@ -24,11 +24,11 @@ BAR, GAP, FIRST_BAR = 9, 30, 90
 
 def record(machine: str) -> dict[str, Any]:
     """Decode the prompt with the default model; the text that each pass of the model gave, token by token."""
-    from headstart import __version__
     from headstart.api import LLM
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
     from headstart.tools.prompts import builtin_prompts
+    from headstart.version import __version__
 
     prompt = dict(builtin_prompts())[KIND]
     llm = LLM(None, EngineConfig(depth=DEPTH))

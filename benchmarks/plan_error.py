@@ -18,8 +18,7 @@ from pathlib import Path
 
 from headstart.config import EngineConfig
 from headstart.engine.load import load_model
-from headstart.tools.plan.here import calibrated, measure
-from headstart.tools.plan.measure import WORKS, Passes
+from headstart.tools.plan.measure import CALIBRATION_PASSES, PassTimer, calibrate, measure
 from headstart.tools.plan.roofline import Pass, pass_seconds
 from headstart.tools.plan.sources import find_shape
 
@@ -45,14 +44,14 @@ def main() -> int:
     args = parser.parse_args()
 
     config = EngineConfig(quantization=args.quantization)
-    works = [*WORKS]
+    works = [*CALIBRATION_PASSES]
     works += [Pass(n, 1, context) for context in args.contexts for n in args.counts]
     works += [Pass(1, n, context) for context in args.contexts for n in args.counts if n > 1]
     works = list(dict.fromkeys(works))
-    passes = Passes(load_model(args.model, config), config, works, progress)
+    passes = PassTimer(load_model(args.model, config), config, works, progress)
     timed = passes.time(works, args.seconds, progress)
-    model, machine = calibrated(
-        find_shape(args.model), measure(passes, {each: timed[each] for each in WORKS}, progress)
+    model, machine = calibrate(
+        find_shape(args.model), measure(passes, {each: timed[each] for each in CALIBRATION_PASSES}, progress)
     )
     print(file=sys.stderr)
 
@@ -64,7 +63,7 @@ def main() -> int:
         kind = "batch" if work.rows == 1 else "rows"
         n, error = int(work.num_rows), predicted / seconds - 1
         rows.append({"kind": kind, "n": n, "context": work.context, "s": seconds, "predicted_s": predicted})
-        mark = ("  *" if work in WORKS else "") + ("" if abs(error) <= TARGET else "  beyond")
+        mark = ("  *" if work in CALIBRATION_PASSES else "") + ("" if abs(error) <= TARGET else "  beyond")
         print(f"{kind:6}{n:5}{work.context:9.0f}{seconds * 1e3:13.2f}{predicted * 1e3:14.2f}{error:+8.1%}{mark}")
     errors = sorted(abs(row["predicted_s"] / row["s"] - 1) for row in rows)
     within = sum(error <= TARGET for error in errors)

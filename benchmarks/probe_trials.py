@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engines.process import in_turn, served
+from measure.trials import run_trials, start_servers
 
 from headstart import hub
 from headstart.tools.client import Server as Address
-from headstart.tools.launch.run import LaunchOptions, prepare
+from headstart.tools.launch.prepare import LaunchOptions, prepare
 from headstart.tools.probe import run as probe
 from headstart.tools.probe.endpoint import Endpoint
 
@@ -91,7 +91,7 @@ def trial(url: str, seed: int) -> dict[str, Any]:
 
 def trials(setting: Setting, log: Path, count: int) -> list[dict[str, Any]]:
     """All of one server. Raises EngineFailed."""
-    with served(setting.name, [setting.command], log, setting.environment, START_SECONDS) as (url,):
+    with start_servers(setting.name, [setting.command], log, setting.environment, START_SECONDS) as (url,):
         return [trial(url, seed) for seed in range(count)]
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     servers = list(settings(options))  # a wrong path shows before anything is measured
     print(f"| server | acceptance length | {' | '.join(ANSWERS)} | confidence | seconds |")
     print("|---|---|" + "---|" * (len(ANSWERS) + 2))
-    in_turn(servers, lambda setting, log: trials(setting, log, options.trials), row, options.out)
+    run_trials(servers, lambda setting, log: trials(setting, log, options.trials), row, options.out)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,44 +33,22 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from headstart.server.replicas.router import Policy, Router
+from engines.headstart_server import HeadstartServer
+
+from headstart.server.replicas.router import Policy, RouterProcess
 from headstart.tools.client import Response, Server, get, post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 POLICIES: tuple[Policy, ...] = ("round_robin", "cache_aware")
 Body = dict[str, Any]
-TOPICS = (
-    "gardens",
-    "rivers",
-    "bridges",
-    "bread",
-    "maps",
-    "clocks",
-    "wool",
-    "glass",
-    "ships",
-    "letters",
-    "apples",
-    "snow",
-)
-PROGRAM = [sys.executable, "-m", "headstart", "serve", "--port", "0"]
+TOPICS = ("gardens", "rivers", "bridges", "bread", "maps", "clocks", "wool", "glass", "ships", "letters", "apples")
 
 
 @contextmanager
-def serving(*words: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
-    """`headstart serve WORDS`, until it listens; ended as a user would."""
-    log = Path(tempfile.mkdtemp()) / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen([*PROGRAM, *words], stdout=file, stderr=file)
-    try:
-        while not (found := re.search(r"running on (\S+)", log.read_text("utf-8"))):
-            if process.poll() is not None:
-                sys.exit(log.read_text("utf-8"))
-            time.sleep(0.1)
-        yield Server.at(found[1]), process
-    finally:
-        process.terminate()
-        process.wait(120)
+def serving(*words: str) -> Iterator[tuple[Server, int]]:
+    """Address and process id of `headstart serve WORDS`."""
+    with HeadstartServer(words) as served:
+        yield served.server, served.process.pid
 
 
 async def metric(server: Server, *names: str) -> list[float]:
@@ -143,7 +119,7 @@ def speed(args: argparse.Namespace) -> Body:
 @asynccontextmanager
 async def routed(engines: list[Server], policy: Policy, port: int) -> AsyncIterator[Server]:
     """A router alone in front of engines."""
-    router = Router("127.0.0.1", port, port + 1, policy=policy)
+    router = RouterProcess("127.0.0.1", port, port + 1, policy=policy)
     await router.start([str(each) for each in engines])
     try:
         yield Server.at(router.url)
@@ -342,8 +318,7 @@ def soak(args: argparse.Namespace) -> Body:
         wrong = [number for number, text in kept.items() if (await ask(number)).text != text]
         return found | {"hanging": hanging, "replays": len(kept), "wrong": len(wrong), "numbers": wrong[:10]}
 
-    with serving("--replicas", "2", "--threads", "1") as (server, process):
-        args.supervisor = process.pid
+    with serving("--replicas", "2", "--threads", "1") as (server, args.supervisor):
         return asyncio.run(run(server))
 
 

@@ -19,17 +19,20 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import picture
 
-from headstart import __version__
-from headstart.cli.demo import print_demo
+from headstart import registry
+from headstart.cli.bench import print_demo
+from headstart.models.described import DESCRIBED
+from headstart.version import __version__
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results.json"
 PICTURE = ROOT / "docs" / "demo.svg"
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/inspect.md", "docs/ARCHITECTURE.md", "CONTRIBUTING.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/support.md")
 MARK = re.compile(r"(<!-- numbers: ([\w-]+) -->)(.*?)(<!-- /numbers -->)", re.DOTALL)
 HTTP = "over-http-against-llama-cpp-1"
 """The table with a row for each engine and drafter."""
@@ -73,10 +76,45 @@ def family_cells(results: Results) -> str:
     return f"{which}, {min(compared for _, compared in counts):,} texts each: differences {different}"
 
 
-def families_with_heads(_: Results) -> str:
-    from headstart.formats.mtp_families import families_by_key
+def plug_ins(*kinds: registry.KindName) -> str:
+    """A table of all plug-ins of some kinds, each with the first sentence of its docstring."""
+    rows = [[f"`{name}`", summary(registry.find(kind, name))] for kind in kinds for name in registry.available(kind)]
+    return table(["name", "description"], rows)
 
-    return str(len(families_by_key()))
+
+def summary(module: ModuleType) -> str:
+    """The first sentence of a module's docstring."""
+    return re.split(r"(?<=[^.\d])\.(?:\s|$)", " ".join((module.__doc__ or "").split()), maxsplit=1)[0]
+
+
+def families() -> str:
+    modules = {name: registry.find("models", name) for name in registry.available("models")}
+    rows = [[f"`{name}`", "yes" if each.FAMILY.head else "", summary(each)] for name, each in modules.items()]
+    return table(["model_type", "MTP", "models and layers"], rows)
+
+
+def rows_of(results: Results, name: str, keep: Callable[[list[str]], bool], columns: list[int] | None = None) -> str:
+    """Part of a table of docs/results.json: the rows that `keep` accepts, the columns given by their numbers."""
+    whole = results["tables"][name]
+    chosen = columns or list(range(len(whole["columns"])))
+    rows = [[row[i] for i in chosen] for row in whole["rows"] if keep(row)]
+    return table([whole["columns"][i] for i in chosen], rows)
+
+
+def acceptance(results: Results) -> str:
+    """The macro means of the acceptance tables, one row for each head and temperature."""
+    titles = {"acceptance-1": "MTP, greedy", "acceptance-2": "MTP, T = 0.7", "acceptance-3": "MTP, T = 1.0"}
+    titles["acceptance-4"] = "EAGLE-3, greedy"
+    tables = {name: results["tables"][name] for name in titles}
+    columns = ["head", *tables["acceptance-1"]["columns"][1:]]
+    return table(columns, [[title, *tables[name]["rows"][-1][1:]] for name, title in titles.items()])
+
+
+HTTP_ROWS = (
+    DEFAULT_ROW, "headstart EAGLE-3 3", "headstart plain", "llama.cpp Q8_0 plain", "llama.cpp Q4_1 plain",
+    "llama.cpp Q4_1 EAGLE-3 2", "vLLM bf16 MTP 1", "vLLM bf16 plain",
+)  # fmt: skip
+"""Rows of the HTTP table that docs/benchmarks.md shows."""
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -100,7 +138,35 @@ TEXTS: dict[str, Callable[[Results], str]] = {
     "verify-machine": lambda results: results["runs"]["verify"]["machine"],
     "verify-prompts": lambda results: str(results["runs"]["verify"]["document"]["prompts"]),
     "verify-families": family_cells,
-    "families-with-heads": families_with_heads,
+    "over-http": lambda results: rows_of(results, HTTP, lambda row: row[0] in HTTP_ROWS),
+    "acceptance": acceptance,
+    "contexts-summary": lambda results: rows_of(
+        results, "contexts", lambda row: "attention off" not in row[1], [0, 1, 2, 3, 4, 5]
+    ),
+    "one-pass": lambda results: rows_of(results, "one-pass-on-native-1", lambda row: True, [0, 1, 2, 4, 6, 10, 11]),
+    "peers-decode": lambda results: rows_of(
+        results, "against-llama-cpp-and-vllm-1", lambda row: "int8" not in row[0], [0, 1, 2, 3]
+    ),
+    "peers-batches": lambda results: rows_of(
+        results, "batches-zen-4", lambda row: True, [0, 1, 2, 3, 4, 5, 6, 10, 11, 12]
+    ),
+    "peers-prompts": lambda results: rows_of(results, "prompts-zen-4", lambda row: True, [0, 1, 2, 3]),
+    "families-summary": lambda results: rows_of(
+        results,
+        "families-sizes",
+        lambda row: "LFM2.5" in row[0] or "MTP" in row[0] or "gpt-oss" in row[0],
+        [0, 1, 3, 4, 5, 6, 7],
+    ),
+    "support-backends": lambda _: plug_ins("backends"),
+    "support-families": lambda _: families(),
+    "support-refused": lambda _: table(
+        ["model_type", "missing"], [[f"`{name}`", family.unsupported] for name, family in DESCRIBED.items()]
+    ),
+    "support-weights": lambda _: plug_ins("quantizations"),
+    "support-heads": lambda _: plug_ins("heads"),
+    "support-drafters": lambda _: plug_ins("drafters"),
+    "support-parsers": lambda _: plug_ins("tool_formats", "reasoning_formats"),
+    "support-engines": lambda _: plug_ins("launchers", "exports"),
 }
 
 
@@ -128,7 +194,8 @@ def take(results: Results, name: str, path: Path, machine: str) -> None:
     text = path.read_text("utf-8")
     if text.lstrip().startswith("|"):
         rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in text.strip().splitlines()]
-        results["tables"][name] = {"columns": rows[0], "rows": rows[2:]}
+        about = {key: value for key, value in results["tables"].get(name, {}).items() if isinstance(value, str)}
+        results["tables"][name] = about | {"columns": rows[0], "rows": rows[2:]}
         return
     document = json.loads(text)
     if isinstance(document.get("cells"), list):  # of verify: how many is enough

@@ -33,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from measure.served import NotAnsweredError, Served
+from engines.headstart_server import HeadstartServer, NotAnsweredError
 
 Body = dict[str, Any]
 LEAST_ID, MOST_ID = 100, 30_000
@@ -45,9 +45,9 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [drawn.randrange(LEAST_ID, MOST_ID) for _ in range(length)]
 
 
-def server(args: argparse.Namespace, folder: Path | None, *more: str) -> Served:
+def server(args: argparse.Namespace, folder: Path | None, *more: str) -> HeadstartServer:
     spill = ["--kv-spill", str(folder), "--kv-spill-gb", str(args.gb)] if folder else []
-    return Served([*([args.model] if args.model else []), *spill, *args.serve, *more])
+    return HeadstartServer([*([args.model] if args.model else []), *spill, *args.serve, *more])
 
 
 def drop_from_memory(folder: Path) -> None:
@@ -108,7 +108,7 @@ def requests(count: int) -> list[tuple[list[int], Body]]:
     return made
 
 
-def answers(served: Served, made: list[tuple[list[int], Body]], at_once: int) -> list[str]:
+def answers(served: HeadstartServer, made: list[tuple[list[int], Body]], at_once: int) -> list[str]:
     """Text and logprobs of each."""
     import asyncio
 
@@ -159,7 +159,7 @@ def kill(args: argparse.Namespace, folder: Path) -> Body:
     return {"kills": args.rounds, "aside": aside, "differ": wrong, "hit_tokens": hit, "broken": broken}
 
 
-def _ignoring(served: Served, made: list[tuple[list[int], Body]]) -> None:
+def _ignoring(served: HeadstartServer, made: list[tuple[list[int], Body]]) -> None:
     """It will be killed."""
     try:
         answers(served, made, 8)

@@ -1,25 +1,34 @@
-"""How a checkout is built: files and lines by room, the longest file and function, circles between files, and the calls
-from `LLM.generate` to the compiled kernels.
+"""Compare the structure of checkouts: files and lines by room, sizes of files and functions, class names defined twice,
+import circles, files touched by one addition, words of documents, test seconds by room, calls down to the kernels.
 
     python benchmarks/structure.py OLD NEW          # checkouts, each with its own .venv
 
-Lines are all lines. A circle is a set of files that reach each other by imports: at the time of import, or also by
-imports inside functions and for types. Hops are the Python functions on the stack when the default model's trunk pass
-enters the compiled kernels, `generate` included (with each checkout's own interpreter).
+Lines are all lines. An import circle is a set of files that import each other, directly or through others: at import
+time, or also inside functions and for type checkers. "Files touched" counts files that mention one existing family, one
+sampling parameter, one endpoint. Hops are the Python functions on the stack when the default model's trunk pass enters
+the compiled kernels, `generate` included (run with each checkout's own interpreter).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 Graph = dict[str, set[str]]
 Row = tuple[str, str]
 SOURCES = {"headstart": ("*.py",), "csrc": ("*.cpp", "*.h"), "tests": ("*.py",), "benchmarks": ("*.py",)}
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
+ADDITIONS = {
+    "a family (mellum)": "mellum", "a sampling parameter (min_p)": "min_p", "an endpoint (/tokenize)": "/tokenize",
+}  # fmt: skip
+AREAS = {"package": ("headstart",), "repository": ("headstart", "tests", "benchmarks", "docs", "*.md")}
 HOPS = """
 import sys
 from headstart.api import LLM
@@ -66,18 +75,56 @@ def sizes(root: Path) -> Iterator[Row]:
         yield f"headstart/{room}", f"{len(paths)} files, {sum(map(num_lines, paths))} lines"
 
 
-def longest(root: Path) -> Iterator[Row]:
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body without its docstring."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def definitions(root: Path) -> Iterator[Row]:
+    """Sizes of files and functions; public class names that several files define."""
     paths = sources(root, "headstart")
     file = max(paths, key=num_lines)
+    yield "median file", f"{statistics.median(map(num_lines, paths)):.0f} lines"
+    yield "files below 60 lines", str(sum(num_lines(path) < 60 for path in paths))
     yield "longest file", f"{num_lines(file)} lines, {file.relative_to(root)}"
-    functions = [
-        ((node.end_lineno or 0) - node.lineno + 1, node.name, path)
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    lines, name, path = max(functions)
+    nodes = [(node, path) for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    functions = [(node, path) for node, path in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lines, name, path = max(((node.end_lineno or 0) - node.lineno + 1, node.name, path) for node, path in functions)
     yield "longest function", f"{lines} lines, {name} in {path.relative_to(root)}"
+    short = sum(body_lines(node) <= 3 for node, _ in functions)
+    yield "functions of at most 3 lines", f"{short} of {len(functions)} ({short / len(functions):.0%})"
+    classes = {(node.name, path) for node, path in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"}
+    counts = Counter(name for name, _ in classes)
+    yield "class names defined more than once", str(sum(count > 1 for count in counts.values()))
+
+
+def additions(root: Path) -> Iterator[Row]:
+    """Files that mention one example of what people add."""
+    for title, word in ADDITIONS.items():
+        for area, folders in AREAS.items():
+            found = subprocess.run(
+                ["git", "grep", "-liE", rf"(^|[^a-z0-9_]){word}([^a-z0-9_]|$)", "--", *folders],
+                cwd=root, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            yield f"files that mention {title}, {area}", str(len(found.stdout.split()))
+
+
+def words(root: Path) -> Iterator[Row]:
+    paths = sorted({path for pattern in DOCUMENTS for path in root.glob(pattern)})
+    yield "words of documents", str(sum(len(path.read_text("utf-8").split()) for path in paths))
+    yield "README.md", f"{(root / 'README.md').stat().st_size} bytes"
+
+
+def test_seconds(root: Path) -> Iterator[Row]:
+    """From the last run's report (pytest --durations=0), where the checkout has one."""
+    report = root / "build" / "test-durations.txt"
+    seconds: Counter[str] = Counter()
+    for line in report.read_text("utf-8").splitlines() if report.exists() else ():
+        if match := re.match(r"([\d.]+)s (?:call|setup|teardown) +tests/([\w/]+?)(?:/test_\w+)?\.py::", line):
+            seconds[match[2].split("/")[0]] += float(match[1])
+    for room, total in sorted(seconds.items()):
+        yield f"test seconds, {room}", f"{total:.0f}"
 
 
 def imports(root: Path, *, lazy: bool) -> Graph:
@@ -138,6 +185,9 @@ def hops(root: Path) -> Iterator[Row]:
     yield "hops to the kernels", done.stdout.strip() or f"not measured: {done.stderr.strip()[-200:]}"
 
 
+PARTS = (sizes, definitions, circle_rows, additions, words, test_seconds, hops)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", type=Path, nargs="+")
@@ -145,7 +195,7 @@ def main() -> int:
     columns = []
     for given in args.checkouts:
         root = given.resolve()
-        columns.append(dict(row for part in (sizes, longest, circle_rows, hops) for row in part(root)))
+        columns.append(dict(row for part in PARTS for row in part(root)))
     names = list(dict.fromkeys(name for column in columns for name in column))
     print("| | " + " | ".join(str(each) for each in args.checkouts) + " |\n|" + "---|" * (len(columns) + 1))
     for name in names:

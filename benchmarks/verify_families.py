@@ -13,7 +13,7 @@ transformers  Its own class, float32: the largest difference of a logit (90 rows
 llama         llama.cpp's source with `build/bin`: its converter writes F32 and F16, its quantizer Q8_0 and Q4_K_M
               (families/in_llama.py). The same 24 greedy steps behind 40 tokens, the worse of `reference` and `native`:
               in F32 the largest difference of a log-probability, else the median divergence. Limits: `LIMITS` there.
-drafter       Draft logits of native MTP modules beside the formula of tests/contract/native_heads.py.
+drafter       Draft logits of native MTP modules beside the formula of tests/contract/oracles.py.
 cells         `headstart verify`, all pairs of levels and many random cells: temperature 0, 0.7, 1; depth 0 to 5 and
               auto; MTP, n-gram and mixed drafts (n-gram alone where a family has no MTP module); 1, 4 and 16 sequences
               at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads. The
@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 from families import in_cuda, in_llama, in_transformers
-from families.kept import Kept, marked, red
+from families.results_file import ResultsFile, marked, red
 from families.rows import Row, all_rows
 
 from headstart.config import AUTO, EngineConfig
@@ -99,7 +99,7 @@ def cells(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def transformers(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    if row.form:
+    if row.weight_format:
         return dict.fromkeys(COLUMNS["transformers"][0], "-"), {}
     found = in_transformers.compare(row.family, row.module, folder / "theirs" / row.name, row.changes)
     steps = in_transformers.GREEDY
@@ -111,7 +111,7 @@ def transformers(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def llama(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    if row.form or row.module in in_llama.NOT_THERE:
+    if row.weight_format or row.module in in_llama.NOT_THERE:
         return dict.fromkeys(in_llama.TYPES, "-"), {}
     place = folder / "gguf" / row.name
     found = in_llama.compare_all(row.family, row.module, row.name, place, row.changes, args.llama_source)
@@ -123,7 +123,7 @@ def llama(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def drafter(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    if not row.of_family or not in_transformers.has_drafter(row.module):
+    if not row.is_plain or not in_transformers.has_drafter(row.module):
         return {"drafter": "-"}, {}
     in_transformers.check_drafter(row.module)
     return {"drafter": "equal"}, {}
@@ -163,7 +163,7 @@ def measure(row: Row, column: str, args: argparse.Namespace) -> tuple[dict[str, 
     return texts, found, time.perf_counter() - begun
 
 
-def line(row: str, args: argparse.Namespace, kept: Kept) -> str:
+def line(row: str, args: argparse.Namespace, kept: ResultsFile) -> str:
     shown = [row]
     for column in args.columns:
         texts = kept.rows[row][column]["texts"]
@@ -206,7 +206,7 @@ def main() -> int:
     if args.path:
         backend.paths = lambda: [args.path]
     forced = {"path": args.path} if args.path else {}
-    kept = Kept(args.json, {column: forced | (asked if column == "cells" else {}) for column in COLUMNS})
+    kept = ResultsFile(args.json, {column: forced | (asked if column == "cells" else {}) for column in COLUMNS})
     heads = ["row", *(head for name in args.columns for head in COLUMNS[name][0])]
     print("| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|", flush=True)
     before = 0

@@ -1,4 +1,4 @@
-// Activations of feed-forward layers (Activation of headstart/kernels/ops.py), by our own e^x.
+// Activation functions (Activation of headstart/kernels/ops.py), based on exp of simd.h.
 #pragma once
 
 #include "kernels.h"
@@ -6,7 +6,7 @@
 
 namespace headstart::HEADSTART_PATH {
 
-// Near 0 the polynomial of Cephes' tanhf, else from e^-2|x|. NaN stays NaN.
+// tanh(x): the polynomial of Cephes' tanhf near 0, else from e^(-2 |x|). NaN stays NaN.
 INLINE f32 tanh(f32 x) {
     const f32 size = as_float(as_int(x) & splat_int(0x7fffffff)), square = x * x;
     const f32 power = exp(splat(-2.0f) * size);
@@ -22,7 +22,7 @@ INLINE f32 tanh(f32 x) {
 
 INLINE f32 softcap(f32 x, float cap) { return tanh(x / splat(cap)) * splat(cap); }
 
-// 1 - erf(x) for x >= 0, to 1.2e-7 of itself (Numerical Recipes, erfcc).
+// 1 - erf(x) for x >= 0, relative error below 1.2e-7 (Numerical Recipes, erfcc).
 INLINE f32 erfc(f32 x) {
     const f32 t = splat(1.0f) / fma(splat(0.5f), x, splat(1.0f));
     f32 y = splat(0.17087277f);
@@ -38,7 +38,7 @@ INLINE f32 erfc(f32 x) {
     return t * exp(y - x * x);
 }
 
-// x Phi(x), from the smaller of its two tails; 0 below -14, where it is under 1e-43.
+// GELU x Phi(x), from the smaller tail; 0 below -14, where |x Phi(x)| < 1e-43.
 INLINE f32 gelu(f32 x) {
     const f32 size = as_float(as_int(x) & splat_int(0x7fffffff));
     const f32 tail = splat(0.5f) * size * erfc(min(splat(14.0f), size) * splat(0.70710678f));
@@ -46,16 +46,16 @@ INLINE f32 gelu(f32 x) {
     return select_less(x, splat(-14.0f), splat(0.0f), select_less(splat(14.0f), x, x, y));
 }
 
-// x / 2 (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); 0 below -10.
+// Tanh GELU: x / 2 (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); 0 below -10.
 INLINE f32 gelu_tanh(f32 x) {
     const f32 inner = fma(x * x * splat(0.044715f), x, x) * splat(-1.5957691216f);
     const f32 y = x / (splat(1.0f) + exp(min(splat(87.0f), inner)));
     return select_less(x, splat(-10.0f), splat(0.0f), y);
 }
 
-INLINE f32 relu(f32 x) { return max(splat(0.0f), x); } // keeps NaN, as its second operand
+INLINE f32 relu(f32 x) { return max(splat(0.0f), x); } // NaN stays NaN (second operand of max)
 
-// Not inlined into the products, which would hold them all.
+// Not inlined, to keep the products' code small.
 __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation kind) {
     switch (kind) {
     case Activation::GELU: return gelu(x);
@@ -66,7 +66,7 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
     case Activation::CLAMPED:
     case Activation::SILU_OF_10:
     case Activation::SILU_7:
-    case Activation::SILU_16: return x; // of two, see gate_mul
+    case Activation::SILU_16: return x; // takes two operands: see gate_mul
     case Activation::SILU: break;
     }
     return silu(x);
@@ -74,19 +74,19 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
 
 INLINE f32 activate(f32 x, Activation kind) { return kind == Activation::SILU ? silu(x) : activate_other(x, kind); }
 
-// The clamped SwiGLU of gpt-oss: neither factor is beyond 7. NaN stays NaN, as the second operand.
+// Clamped SwiGLU of gpt-oss, limit 7. NaN stays NaN (second operand of min and max).
 INLINE f32 clamped(f32 x, f32 up) {
     x = min(splat(7.0f), x);
     up = max(splat(-7.0f), min(splat(7.0f), up));
     return x * sigmoid(x * splat(1.702f)) * (up + splat(1.0f));
 }
 
-// silu(x) times up, x not above 10 and up within it (DeepSeek-V4).
+// silu(min(x, 10)) * up, up clamped to +-10 (DeepSeek-V4).
 INLINE f32 silu_of_10(f32 x, f32 up) {
     return silu(min(splat(10.0f), x)) * max(splat(-10.0f), min(splat(10.0f), up));
 }
 
-// silu(x), not above the limit, times up within it. NaN stays NaN.
+// min(silu(x), limit) * up, up clamped to +-limit. NaN stays NaN.
 INLINE f32 limited(f32 x, f32 up, float limit) {
     return min(splat(limit), silu(x)) * max(splat(-limit), min(splat(limit), up));
 }
@@ -101,7 +101,7 @@ __attribute__((noinline, unused)) static f32 gate_mul_other(f32 x, f32 up, Activ
     }
 }
 
-// activate(x) * up, or what takes both.
+// activate(x) * up, or the gated activations that take both.
 INLINE f32 gate_mul(f32 x, f32 up, Activation kind) {
     return kind == Activation::SILU ? silu(x) * up : gate_mul_other(x, up, kind);
 }

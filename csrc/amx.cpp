@@ -1,6 +1,5 @@
-// bfloat16 matrices times rows rounded to bfloat16, in tiles (AMX). All else is the path avx512bf16's. A sum over columns is
-// one chain in ascending order, whatever the tile: bits of a row depend on that row only. The instruction reads subnormal
-// numbers as zeros.
+// Products of bfloat16 matrices with AMX tiles; all other kernels are those of avx512bf16. Each output sums its columns in
+// ascending order, so a row's bits depend on that row only. The instruction treats subnormal numbers as zeros.
 #include <immintrin.h>
 
 #include "amx.h"
@@ -10,16 +9,16 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
-constexpr int64_t kStep = 32; // columns of a tile: 16 pairs of 16 lanes, 1 KiB of a block
+constexpr int64_t kStep = 32; // columns per tile: 16 pairs x 16 lanes, 1 KiB of a block
 
-INLINE const uint16_t* halves_of(const Matrix& w, const Input& x, int64_t row) {
+INLINE const uint16_t* bf16_row(const Matrix& w, const Input& x, int64_t row) {
     return x.halves + x.at(row) * w.padded();
 }
 
-constexpr int kRowTile = 32; // two tiles of rows x two blocks: four sums
+constexpr int kRowTile = 32; // two tiles of rows x two blocks: four accumulators
 
 // Tiles 0 to 3: sums of (rows 0.., block 0), (rows 0.., block 1), (rows 16.., block 0), (rows 16.., block 1); 4 and 5:
-// the rows' halves; 6 and 7: blocks.
+// input rows in bfloat16; 6 and 7: weight blocks.
 void configure(int rows) {
     TileConfig config;
     const int first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
@@ -28,7 +27,7 @@ void configure(int rows) {
     _tile_loadconfig(&config);
 }
 
-// sums[block][row] = row `row` of x times a block of w, for `rows` rows.
+// sums[b][r] = row `row` + r of x times block b, for `rows` rows.
 void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, int rows,
               float (&sums)[2][kRowTile][16]) {
     alignas(64) uint16_t gathered[kRowTile][kStep];
@@ -43,7 +42,7 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
         const uint8_t *first = block[0] + k * 32, *second = block[1] + k * 32;
         const uint16_t* in = x.index ? gathered[0] : x.halves + row * w.padded() + k;
         if (x.index)
-            for (int r = 0; r < rows; ++r) std::memcpy(gathered[r], halves_of(w, x, row + r) + k, kStep * 2);
+            for (int r = 0; r < rows; ++r) std::memcpy(gathered[r], bf16_row(w, x, row + r) + k, kStep * 2);
         _tile_loadd(4, in, stride);
         _tile_loadd(6, first, 64);
         _tile_dpbf16ps(0, 4, 6);
@@ -64,7 +63,7 @@ void multiply(const Matrix& w, const uint8_t* const block[2], const Input& x, in
     _tile_release();
 }
 
-// Calls f(first row, number of rows, their sums) for tiles of rows.
+// Calls f(first row, number of rows, sums) for tiles of rows.
 template <class F>
 INLINE void in_tiles(const Matrix& w, const uint8_t* const block[2], const Input& x, F&& f) {
     alignas(64) float sums[2][kRowTile][16];
@@ -121,7 +120,7 @@ const Kernels& kernels() {
         made.linear = linear;
         made.gated = gated;
         made.attend = attend;
-        made.most_queries = kTileQueries;
+        made.max_queries = kTileQueries;
         return made;
     }();
     return table;

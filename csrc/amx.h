@@ -1,12 +1,11 @@
-// The shape of the eight tile registers. Whoever multiplies sets it first: other code of the thread (oneDNN) may have set
-// another one.
+// Configuration of the eight AMX tile registers. Set before every use: other code in the thread (oneDNN) may change it.
 #pragma once
 
 #include <cstdint>
 
 namespace headstart {
 
-constexpr int kTileQueries = 16; // of a task of attention
+constexpr int kTileQueries = 16; // maximum queries of an attention task
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};

@@ -1,5 +1,5 @@
 // Attention of a few queries over paged keys and values: online softmax (Milakov, Gimelshein 2018) over chunks of 64
-// positions counted from absolute position 0, so that a query's bits do not depend on how its keys came to be there.
+// positions counted from absolute position 0, so that results do not depend on prefill chunks or cache hits.
 #include <cstring>
 
 #include "attention.h"
@@ -7,24 +7,25 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
-#define APART __attribute__((noinline))
+#define NOINLINE __attribute__((noinline))
 
-// Of 16 columns, for so many queries; and tiles whose scores are summed together: two hide the latency of one.
+// kStrips: vectors of 16 value columns accumulated together for kQueries queries. kTilesTogether: tiles scored together, to
+// hide the latency of a sum.
 #if HEADSTART_AVX512
 template <int kQueries> constexpr int kStrips = 4; // 6 queries x 4 strips are 24 accumulators of 32 registers
-template <int kQueries> constexpr int kAbreast = 2;
+template <int kQueries> constexpr int kTilesTogether = 2;
 #elif HEADSTART_NEON
 template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 4 registers
-template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 2 : 1;
+template <int kQueries> constexpr int kTilesTogether = kQueries == 1 ? 2 : 1;
 #elif HEADSTART_AVX2
 template <int kQueries> constexpr int kStrips = kQueries == 1 ? 2 : 1; // 4 queries x 2 registers, of 16
-template <int kQueries> constexpr int kAbreast = kQueries == 1 ? 4 : kQueries == 2 ? 2 : 1;
+template <int kQueries> constexpr int kTilesTogether = kQueries == 1 ? 4 : kQueries == 2 ? 2 : 1;
 #else
 template <int kQueries> constexpr int kStrips = 1;
-template <int kQueries> constexpr int kAbreast = 2;
+template <int kQueries> constexpr int kTilesTogether = 2;
 #endif
 
-// Whether keys and values meet queries and weights as pairs of bfloat16, which are rounded to them.
+// Whether products use pairs of bfloat16: queries and weights are rounded to bfloat16.
 #if HEADSTART_PAIRS
 template <Store kStore> constexpr bool kPairs = kStore == Store::BF16;
 #else
@@ -40,48 +41,49 @@ INLINE i32 splat_pair(const uint16_t* p) {
 }
 
 #if HEADSTART_NEON || HEADSTART_AVX2
-constexpr int kGroup = 4; // of queries
+constexpr int kGroup = 4; // queries processed together
 #else
 constexpr int kGroup = 6;
 #endif
-constexpr int64_t kMaxKeys = 640; // wider keys meet unrounded queries
+constexpr int64_t kMaxKeys = 640; // maximum head_dim for pairs of bfloat16
 
-// One query: which positions of this chunk it sees, and its sums so far.
-struct Query : Sight {
+// One query: its visible positions of this chunk, begin .. end - 1, and its sums so far.
+struct Query : QueryState {
     int64_t begin, end;
-    alignas(64) float sum[kMaxValueDim]; // of the present stretch
-    Whole whole;
+    alignas(64) float sum[kMaxValueDim]; // over the current split
+    JoinedSplits whole;
     alignas(64) float weight[kChunk]; // scores of the chunk, then e^(score - peak)
-    uint16_t pairs[kMaxKeys], weight_pairs[kChunk]; // with kPairs: values and weights in bfloat16
+    uint16_t pairs[kMaxKeys], weight_pairs[kChunk]; // kPairs: the query and its weights in bfloat16
 };
 
-// Queries go through a chunk in groups of at most kGroup, while it is in the first-level cache. The loops are functions of
-// their own, so that none costs another its registers.
+// Processes a chunk for groups of at most kGroup queries while it is in the L1 cache. The loops are separate functions, so
+// that each has all registers.
 template <Store kStore, bool kWidened = false> struct Attend {
-    static constexpr Store kRead = kWidened ? Store::BF16 : kStore; // what the loops read
-    static constexpr bool kScaled = kStore == Store::I8;
+    static constexpr Store kRead = kWidened ? Store::BF16 : kStore; // storage that the loops read
+    static constexpr bool kScaled = is_scaled(kStore);
 
-    explicit Attend(const AttendTask& work) : task(work), read(work.layout) { read.store = kRead; } // the rest is large
+    explicit Attend(const AttendTask& work) : task(work), read(work.layout) { read.store = kRead; } // other members are large: left uninitialized
     const AttendTask& task;
     KVLayout read;
-    Query query[kMostQueries];
-    const uint8_t *tile[kTiles], *next[kTiles]; // of this chunk and the one after it
+    Query query[kMaxQueries];
+    const uint8_t *tile[kTiles], *next[kTiles]; // tiles of this chunk and of the next
     int tiles, next_tiles;
-    const float* scale[kTiles]; // kScaled: of keys, then of values
+    const float* scale[kTiles]; // kScaled: 16 key scales, then 16 value scales
     alignas(64) uint8_t wide[kWidened ? kTiles : 1][kWidened ? 32 * (kMaxKeys + kMaxValueDim) : 1];
 
-    // The tiles of 8 bits as BF16 has them, which holds these numbers exactly, once for all queries.
+    // Converts I8 and F8 tiles to BF16's layout (exact), once for all queries.
     void widen() {
         const int64_t dim = task.layout.head_dim, width = task.layout.padded_value(), bytes = task.layout.scales_at();
         for (int t = 0; t < tiles; ++t) {
-            const auto* from = reinterpret_cast<const int8_t*>(tile[t]);
+            const uint8_t* from = tile[t];
             for (int64_t at = 0; at < bytes && t < next_tiles; at += 64) prefetch(next[t] + at);
             uint8_t* to = wide[t];
-            for (int64_t d = 0; d < dim; d += 2, to += 64)
-                pair(load_i8(from + d * 16), d + 1 < dim ? load_i8(from + d * 16 + 16) : splat(0.0f), to);
-            from += dim * 16;
+            for (int64_t d = 0; d < dim; d += 2, from += 32, to += 64)
+                pair(load_code<kStore>(from), d + 1 < dim ? load_code<kStore>(from + 16) : splat(0.0f), to);
+            from = tile[t] + dim * 16;
             for (int64_t p = 0; p < 16; p += 2, from += 2 * width)
-                for (int64_t d = 0; d < width; d += 16, to += 64) pair(load_i8(from + d), load_i8(from + width + d), to);
+                for (int64_t d = 0; d < width; d += 16, to += 64)
+                    pair(load_code<kStore>(from + d), load_code<kStore>(from + width + d), to);
             tile[t] = wide[t];
         }
     }
@@ -91,9 +93,9 @@ template <Store kStore, bool kWidened = false> struct Attend {
         store(reinterpret_cast<int32_t*>(to), shift_right<16>(as_int(even)) | (as_int(odd) & high));
     }
 
-    // Scaled scores of kCount tiles; -inf where a query may not look. Fetches the next chunk meanwhile, bit by bit:
-    // more requests than the core keeps open would hold up its own loads.
-    template <int kQueries, int kCount> APART void score(Query* query, int t) {
+    // Scaled, masked scores of kCount tiles. Also prefetches the next chunk in small steps: too many open requests would
+    // delay this chunk's loads.
+    template <int kQueries, int kCount> NOINLINE void score(Query* query, int t) {
         constexpr int kEach = kWays<kRead>;
         const int64_t dim = task.layout.head_dim, values_at = read.values_at();
         f32 sum[kQueries][kCount];
@@ -118,8 +120,8 @@ template <Store kStore, bool kWidened = false> struct Attend {
         for (int c = 0; c < kCount; ++c) put_scores(query, t + c, sum, c);
     }
 
-    // The same with kPairs. Only the first queries fetch the next chunk for those that come after them.
-    template <int kQueries, int kCount, bool kFetch> APART void score_pairs(Query* query, int t) {
+    // The same with kPairs. Only the first group of queries prefetches the next chunk.
+    template <int kQueries, int kCount, bool kFetch> NOINLINE void score_pairs(Query* query, int t) {
         const int64_t bytes = task.layout.head_dim * 32, values_at = read.values_at();
         const uint8_t *keys[kCount], *fetched[kCount];
         f32 sum[kQueries][kCount];
@@ -163,28 +165,29 @@ template <Store kStore, bool kWidened = false> struct Attend {
         for (int i = 0; i < kQueries; ++i) {
             f32 value = sum[i][c] * splat(task.scale);
             if (kScaled) value = value * load(scale[t]);
-            store(query[i].weight + t * 16, hide(value, t, query[i].begin, query[i].end));
+            store(query[i].weight + t * 16, mask_scores(value, t, query[i].begin, query[i].end));
         }
     }
 
-    APART void soften(Query& each) {
+    NOINLINE void softmax_chunk(Query& each) {
         const auto put = [&](int t, f32 weights) __attribute__((always_inline)) {
             const f32 bare = weights;
-            if (kScaled) weights = weights * load(scale[t] + 16); // a value's scale goes into its weight
-            if (kWidened) weights = select_less(splat(0.0f), bare, weights, splat(0.0f)); // what nobody wrote may be NaN
+            if (kScaled) weights = weights * load(scale[t] + 16); // the value's scale is applied to its weight
+            // scales of unwritten slots may be NaN
+            if (kWidened) weights = select_less(splat(0.0f), bare, weights, splat(0.0f));
             if (kPairs<kRead>)
-                store_bf16(each.weight_pairs + t * 16, weights); // those of what it does not see are zeros
+                store_bf16(each.weight_pairs + t * 16, weights); // 0 for masked positions
             else
                 store(each.weight + t * 16, weights);
         };
-        const float shrink = headstart::HEADSTART_PATH::soften(each.weight, tiles, task.softcap, each, put);
+        const float shrink = headstart::HEADSTART_PATH::softmax_chunk(each.weight, tiles, task.softcap, each, put);
         if (shrink != 1.0f)
             for (int64_t d = 0; d < task.layout.padded_value(); d += 16)
                 store(each.sum + d, load(each.sum + d) * splat(shrink));
     }
 
-    // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries.
-    template <int kCount, int kWidth> void gather_strips(Query* query, int64_t d, int64_t begin, int64_t end) {
+    // sum += weight * value over positions begin .. end - 1 of the chunk, for kCount queries, columns d and on.
+    template <int kCount, int kWidth> void add_strips(Query* query, int64_t d, int64_t begin, int64_t end) {
         constexpr int kEach = kWays<kRead>;
         const int64_t line = task.layout.padded_value() / 16 * kLine<kRead>, at = read.values_at() + d / 16 * kLine<kRead>;
         f32 sum[kCount][kWidth];
@@ -200,12 +203,12 @@ template <Store kStore, bool kWidened = false> struct Attend {
                 for (int s = 0; s < kWidth; ++s) sum[i][s] = dot_pairs(sum[i][s], both[s], w);
             }
         };
-        if (kPairs<kRead>) { // anything may stand where a query does not look
+        if (kPairs<kRead>) { // unwritten slots may hold any bits
             if (begin % 2) add_pair(begin - 1, splat_int((int32_t)0xffff0000));
             for (int64_t p = (begin + 1) / 2 * 2; p + 2 <= end; p += 2) add_pair(p, splat_int(-1));
             if (end % 2 && end > begin) add_pair(end - 1, splat_int(0xffff));
         }
-        auto add = [&](int64_t p, int from, int to) __attribute__((always_inline)) { // those of its neighbours from .. to - 1
+        auto add = [&](int64_t p, int from, int to) __attribute__((always_inline)) { // positions from .. to - 1 of the pair
             const uint8_t* row = tile[p / 16] + at + p % 16 / kEach * line;
             f32 value[kWidth][kEach];
             for (int s = 0; s < kWidth; ++s) load_items<kRead>(row + s * kLine<kRead>, value[s]);
@@ -228,12 +231,12 @@ template <Store kStore, bool kWidened = false> struct Attend {
             for (int s = 0; s < kWidth; ++s) store(query[i].sum + d + s * 16, sum[i][s]);
     }
 
-    template <int kCount> APART void gather(Query* query, int64_t begin, int64_t end) {
+    template <int kCount> NOINLINE void add_values(Query* query, int64_t begin, int64_t end) {
         const int64_t dim = task.layout.padded_value();
         int64_t d = 0;
         constexpr int kWidth = kStrips<kCount>;
-        for (; d + kWidth * 16 <= dim; d += kWidth * 16) gather_strips<kCount, kWidth>(query, d, begin, end);
-        for (; d < dim; d += 16) gather_strips<kCount, 1>(query, d, begin, end);
+        for (; d + kWidth * 16 <= dim; d += kWidth * 16) add_strips<kCount, kWidth>(query, d, begin, end);
+        for (; d < dim; d += 16) add_strips<kCount, 1>(query, d, begin, end);
     }
 
     void run() {
@@ -241,44 +244,44 @@ template <Store kStore, bool kWidened = false> struct Attend {
         Extent extent;
         for (int i = 0; i < count; ++i) {
             Query& each = query[i];
-            static_cast<Sight&>(each) = sight_of(task, task.first_query + i);
-            each.whole.begun = false;
+            static_cast<QueryState&>(each) = query_state_of(task, task.first_query + i);
+            each.whole.started = false;
             extent.add(each);
             const int64_t dim = task.layout.head_dim;
             for (int64_t d = 0; kPairs<kRead> && d < dim && dim <= kMaxKeys; d += 16)
                 store_bf16(each.pairs + d, load_some(each.values + d, dim - d));
             std::memset(each.sum, 0, task.layout.padded_value() * 4);
         }
-        extent.cut(task.stretch);
-        next_tiles = locate(task, extent.from, extent.until, next);
-        for (int64_t start = extent.from; start < extent.until; start += kChunk) {
+        extent.cut(task.split);
+        next_tiles = find_tiles(task, extent.from, extent.end_position, next);
+        for (int64_t start = extent.from; start < extent.end_position; start += kChunk) {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
-            next_tiles = locate(task, start + kChunk, extent.until, next);
+            next_tiles = find_tiles(task, start + kChunk, extent.end_position, next);
             for (int t = 0; t < tiles && kScaled; ++t)
                 scale[t] = reinterpret_cast<const float*>(tile[t] + task.layout.scales_at());
             if (kWidened) widen();
             for (int i = 0; i < count; i += kGroup) step_group(query + i, count - i, start);
-            if ((start + kChunk) % kStretch != 0 && start + kChunk < extent.until) continue;
+            if ((start + kChunk) % kSplit != 0 && start + kChunk < extent.end_position) continue;
             for (int i = 0; i < count; ++i)
-                close(task, task.first_query + i, start / kStretch, query[i], query[i].sum, query[i].whole);
+                end_split(task, task.first_query + i, start / kSplit, query[i], query[i].sum, query[i].whole);
         }
-        for (int i = 0; i < count && task.stretch < 0; ++i)
+        for (int i = 0; i < count && task.split < 0; ++i)
             finish(task, task.first_query + i, query[i].whole);
     }
 
-    // What single queries see of positions begin .. end - 1.
-    template <int kQueries> APART void gather_apart(Query* query, int64_t begin, int64_t end) {
+    // Adds positions begin .. end - 1 for each query separately.
+    template <int kQueries> NOINLINE void add_separately(Query* query, int64_t begin, int64_t end) {
         for (int i = 0; i < kQueries; ++i) {
             const int64_t from = query[i].begin > begin ? query[i].begin : begin;
             const int64_t to = query[i].end < end ? query[i].end : end;
-            if (from < to) gather<1>(query + i, from, to);
+            if (from < to) add_values<1>(query + i, from, to);
         }
     }
 
-    // Each query's sum goes over its positions one after the other, some of them beside the other queries.
+    // One chunk: positions visible to all queries are added together, others query by query, always in ascending order.
     template <int kQueries> void step(Query* query, int64_t start) {
-        int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // what all see, and any
+        int64_t begin = 0, end = kChunk, first = kChunk, last = 0; // visible to all queries; to any
         for (int i = 0; i < kQueries; ++i) {
             Query& each = query[i];
             each.begin = within_chunk(each.first - start);
@@ -291,18 +294,18 @@ template <Store kStore, bool kWidened = false> struct Attend {
         if (last <= first) return;
         int t = 0;
         if (kPairs<kRead>) score_some<kQueries, 4>(query, t);
-        score_some<kQueries, kAbreast<kQueries>>(query, t);
-        if (kAbreast<kQueries> > 1) score_some<kQueries, 1>(query, t);
+        score_some<kQueries, kTilesTogether<kQueries>>(query, t);
+        if (kTilesTogether<kQueries> > 1) score_some<kQueries, 1>(query, t);
         for (int i = 0; i < kQueries; ++i)
-            if (query[i].end > query[i].begin) soften(query[i]);
-        if (kPairs<kRead>) { // two products are one operation, unless the query itself sees one of them only
+            if (query[i].end > query[i].begin) softmax_chunk(query[i]);
+        if (kPairs<kRead>) { // a pair is one operation unless the query sees only one of its positions
             begin = (begin + 1) / 2 * 2;
             end = end / 2 * 2;
         }
-        if (end <= begin) return gather_apart<kQueries>(query, first, last);
-        if (first < begin) gather_apart<kQueries>(query, first, begin);
-        gather<kQueries>(query, begin, end);
-        if (end < last) gather_apart<kQueries>(query, end, last);
+        if (end <= begin) return add_separately<kQueries>(query, first, last);
+        if (first < begin) add_separately<kQueries>(query, first, begin);
+        add_values<kQueries>(query, begin, end);
+        if (end < last) add_separately<kQueries>(query, end, last);
     }
 
     void step_group(Query* query, int count, int64_t start) {
@@ -320,16 +323,21 @@ template <Store kStore, bool kWidened = false> struct Attend {
     }
 };
 
+// Widens codes to pairs of bfloat16 where the path multiplies these.
+template <Store kStore> void attend_scaled(const AttendTask& task) {
+    if constexpr (kPairs<Store::BF16>)
+        if (task.layout.head_dim <= kMaxKeys) return Attend<kStore, true>(task).run();
+    Attend<kStore>(task).run();
+}
+
 } // namespace
 
 void attend(const AttendTask& task) {
     switch (task.layout.store) {
     case Store::F32: return Attend<Store::F32>(task).run();
     case Store::BF16: return Attend<Store::BF16>(task).run();
-    case Store::I8:
-        if constexpr (kPairs<Store::BF16>)
-            if (task.layout.head_dim <= kMaxKeys) return Attend<Store::I8, true>(task).run();
-        return Attend<Store::I8>(task).run();
+    case Store::I8: return attend_scaled<Store::I8>(task);
+    case Store::F8: return attend_scaled<Store::F8>(task);
     }
 }
 

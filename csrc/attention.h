@@ -1,4 +1,4 @@
-// What attention has in common, whatever multiplies: where keys lie, what a query sees, the softmax of one chunk.
+// Shared by attention.cpp and amx_attention.cpp: tile addresses, visible ranges, the online softmax of a chunk.
 #pragma once
 
 #include <cfloat>
@@ -12,17 +12,21 @@
 
 namespace headstart::HEADSTART_PATH {
 
-constexpr int kTiles = 4; // of 16 positions each, in a chunk
+constexpr int kTiles = 4; // tiles (16 positions) per chunk
 constexpr int64_t kChunk = kTiles * 16;
 
-INLINE f32 lanes_from(int64_t first) { // first, first + 1, ... as floats
+INLINE f32 lanes_from(int64_t first) { // first, first + 1, ..., first + 15
     alignas(64) static const float numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load(numbers) + splat((float)first);
 }
 
-// kWays<kStore> neighbours of 16 lanes each from p on: of pairs, those of the even places, then those of the odd ones.
+// Loads kWays<kStore> vectors of 16 numbers from p on; BF16 pairs are split into the even and the odd numbers.
 template <Store kStore> constexpr int kWays = kStore == Store::BF16 ? 2 : 1;
-template <Store kStore> constexpr int64_t kLine = kStore == Store::I8 ? 16 : 64; // their bytes
+template <Store kStore> constexpr int64_t kLine = is_scaled(kStore) ? 16 : 64; // bytes loaded
+
+template <Store kStore> INLINE f32 load_code(const uint8_t* p) { // a code of F8 as 2^-8 of its value
+    return kStore == Store::I8 ? load_i8(reinterpret_cast<const int8_t*>(p)) : load_e4m3_halves(p);
+}
 
 template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kWays<kStore>]) {
     if constexpr (kStore == Store::F32) {
@@ -32,71 +36,72 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
         found[0] = as_float(shift_left<16>(both));
         found[1] = as_float(both & splat_int((int32_t)0xffff0000));
     } else {
-        found[0] = load_i8(reinterpret_cast<const int8_t*>(p));
+        found[0] = load_code<kStore>(p);
     }
 }
 
 INLINE int64_t within_chunk(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
-// The tiles of positions start .. longest - 1, at most a chunk of them; returns how many.
-INLINE int locate(const AttendTask& task, int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) {
+// Finds the tiles of positions start .. longest - 1, at most one chunk; returns their number.
+INLINE int find_tiles(const AttendTask& task, int64_t start, int64_t longest, const uint8_t* (&found)[kTiles]) {
     int count = 0;
     for (; count < kTiles && start + count * 16 < longest; ++count) found[count] = task.tile_of(start + count * 16);
     return count;
 }
 
-// The softmax over some positions: the peak of their scores, the total of e^(score - peak).
+// State of the online softmax: maximum score, and sum of e^(score - peak).
 struct Softmax {
-    float peak = -FLT_MAX, total = 0.0f; // finite: scores of -inf weigh e^-inf = 0, not NaN
+    float peak = -FLT_MAX, total = 0.0f; // finite, so that masked scores (-inf) get weight 0 and not NaN
 };
 
-// What query `index` of the task sees, positions first .. limit - 1, and its softmax over the present stretch.
-struct Sight : Softmax {
+// One query: its values [head_dim], visible positions first .. limit - 1, and the softmax over the current split.
+struct QueryState : Softmax {
     const float* values;
     int64_t first, limit;
 };
 
-INLINE Sight sight_of(const AttendTask& task, int64_t index) {
+INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
     const int64_t row = task.row_of(index), position = task.positions[row];
     const int64_t oldest = task.window ? position - task.window + 1 : task.chunk ? position - position % task.chunk : 0;
-    Sight found;
+    QueryState found;
     found.values = task.queries + row * task.query_stride + task.head_of(index) * task.layout.head_dim;
     found.first = oldest > task.first_position ? oldest : task.first_position;
-    found.limit = task.sees[row] + 1 - task.unseen;
+    found.limit = task.sees[row] + 1 - task.num_masked;
     return found;
 }
 
-INLINE bool sees(const Sight& sight, int64_t stretch) {
-    return sight.first < (stretch + 1) * kStretch && sight.limit > stretch * kStretch;
+INLINE bool sees(const QueryState& query_state, int64_t split) {
+    return query_state.first < (split + 1) * kSplit && query_state.limit > split * kSplit;
 }
 
-// Scaled scores of 16 positions from 16 t of the chunk on; -inf outside begin .. end - 1.
-INLINE f32 hide(f32 score, int t, int64_t begin, int64_t end) {
+// Masks the scores of tile t of a chunk: -inf outside positions begin .. end - 1 of the chunk.
+INLINE f32 mask_scores(f32 score, int t, int64_t begin, int64_t end) {
     const f32 position = lanes_from(t * 16), never = splat(-INFINITY);
     if (t * 16 < begin) score = select_less(position, splat((float)begin), never, score);
     if (t * 16 + 16 > end) score = select_less(position, splat((float)end), score, never);
     return score;
 }
 
-INLINE float shrinks(float by) {
+INLINE float scalar_exp(float by) {
     alignas(64) float lanes[16];
     store(lanes, exp(splat(by)));
     return lanes[0];
 }
 
-// Scores of one query and chunk to e^(score - peak), put(t, weights of 16 positions). Returns what its sums so far shrink by.
+// Turns one query's scores of a chunk into weights e^(score - peak), stored by put(t, weights). Returns the factor that the
+// query's sums so far must be multiplied by.
 template <int kCount, class Put>
-INLINE float soften_tiles(const float* scores, float cap, Softmax& softmax, Put&& put) {
+INLINE float softmax_tiles(const float* scores, float cap, Softmax& softmax, Put&& put) {
     f32 w[kTiles], best = splat(-INFINITY);
     for (int t = 0; t < kCount; ++t) {
         w[t] = load(scores + t * 16);
-        if (cap != 0.0f) w[t] = select_less(w[t], splat(-FLT_MAX), w[t], softcap(w[t], cap)); // hidden ones stay -inf
+        if (cap != 0.0f) w[t] = select_less(w[t], splat(-FLT_MAX), w[t], softcap(w[t], cap)); // masked scores stay -inf
         best = max(best, w[t]);
     }
     const float top = max_lanes(best);
     float shrink = 1.0f;
     if (top > softmax.peak || std::isnan(top)) {
-        shrink = shrinks(softmax.peak - top);
+        shrink = scalar_exp(softmax.peak - top);
         softmax.total *= shrink;
         softmax.peak = top;
     }
@@ -106,19 +111,19 @@ INLINE float soften_tiles(const float* scores, float cap, Softmax& softmax, Put&
     return shrink;
 }
 
-template <class Put> INLINE float soften(const float* scores, int tiles, float cap, Softmax& softmax, Put&& put) {
-    switch (tiles) { // whole chunks stay in registers
-    case 1: return soften_tiles<1>(scores, cap, softmax, put);
-    case 2: return soften_tiles<2>(scores, cap, softmax, put);
-    case 3: return soften_tiles<3>(scores, cap, softmax, put);
-    default: return soften_tiles<4>(scores, cap, softmax, put);
+template <class Put> INLINE float softmax_chunk(const float* scores, int tiles, float cap, Softmax& softmax, Put&& put) {
+    switch (tiles) { // constant counts keep the weights in registers
+    case 1: return softmax_tiles<1>(scores, cap, softmax, put);
+    case 2: return softmax_tiles<2>(scores, cap, softmax, put);
+    case 3: return softmax_tiles<3>(scores, cap, softmax, put);
+    default: return softmax_tiles<4>(scores, cap, softmax, put);
     }
 }
 
-// Sums over some positions, and over those behind them (nullptr: zeros), become sums over all.
+// Adds the sums and softmax of a part to those of the positions before it. more nullptr: the part's sums are zeros.
 INLINE void join(float* sum, Softmax& whole, const float* more, const Softmax& part, int64_t wide) {
     const bool higher = part.peak > whole.peak || std::isnan(part.peak);
-    const float factor = shrinks(higher ? whole.peak - part.peak : part.peak - whole.peak);
+    const float factor = scalar_exp(higher ? whole.peak - part.peak : part.peak - whole.peak);
     const float of_whole = higher ? factor : 1.0f, of_part = higher ? 1.0f : factor;
     whole.total = whole.total * of_whole + part.total * of_part;
     if (higher) whole.peak = part.peak;
@@ -128,25 +133,25 @@ INLINE void join(float* sum, Softmax& whole, const float* more, const Softmax& p
     }
 }
 
-// The stretches of one query so far.
-struct Whole {
+// Joined splits of one query.
+struct JoinedSplits {
     alignas(64) float sum[kMaxValueDim];
     Softmax softmax;
-    bool begun = false;
+    bool started = false;
 
     void add(const float* part, const Softmax& more, int64_t wide) {
-        if (begun) return join(sum, softmax, part, more, wide);
-        begun = true;
+        if (started) return join(sum, softmax, part, more, wide);
+        started = true;
         softmax = more;
         std::memcpy(sum, part, wide * 4);
     }
 };
 
-// A sink is one more logit, without a value.
-INLINE void finish(const AttendTask& task, int64_t index, Whole& whole) {
+// Normalizes and writes the output. A sink is one more logit without a value.
+INLINE void finish(const AttendTask& task, int64_t index, JoinedSplits& whole) {
     const int64_t dim = task.layout.value_dim, row = task.row_of(index), head = task.head_of(index);
     float* sum = whole.sum;
-    if (!whole.begun) { // it sees nothing
+    if (!whole.started) { // no visible position
         whole.softmax = {};
         std::memset(sum, 0, task.layout.padded_value() * 4);
     }
@@ -155,52 +160,53 @@ INLINE void finish(const AttendTask& task, int64_t index, Whole& whole) {
     const f32 inverse = splat(1.0f / whole.softmax.total);
     for (int64_t d = 0; d < dim; d += 16) store(sum + d, load(sum + d) * inverse);
     std::memcpy(task.out.values + row * task.out.stride + head * dim, sum, dim * 4);
-    if (task.out.quants) // the caller asks for it only where heads are whole groups
+    if (task.out.quants) // requested only if value_dim is a multiple of 32
         for (int64_t d = 0; d < dim; d += 32)
             quantize_group(sum + d, (head * dim + d) / 32, layout, task.out.quants + row * layout.row_bytes());
 }
 
-// Ends a stretch of query `index`: joined to those before it, or kept for join_all.
-INLINE void close(const AttendTask& task, int64_t index, int64_t stretch, Sight& sight, float* sum, Whole& whole) {
+// Ends a split of query `index`: joins it to the splits before, or stores it for join_all.
+INLINE void end_split(const AttendTask& task, int64_t index, int64_t split, QueryState& query_state, float* sum,
+                      JoinedSplits& whole) {
     const int64_t wide = task.layout.padded_value();
-    if (!sees(sight, stretch)) return;
-    if (task.stretch < 0) {
-        whole.add(sum, sight, wide);
+    if (!sees(query_state, split)) return;
+    if (task.split < 0) {
+        whole.add(sum, query_state, wide);
     } else {
-        float* kept = task.partial(index, stretch);
+        float* kept = task.partial(index, split);
         std::memcpy(kept, sum, wide * 4);
-        kept[wide] = sight.peak;
-        kept[wide + 1] = sight.total;
+        kept[wide] = query_state.peak;
+        kept[wide + 1] = query_state.total;
     }
-    static_cast<Softmax&>(sight) = {};
+    static_cast<Softmax&>(query_state) = {};
     std::memset(sum, 0, wide * 4);
 }
 
 INLINE void join_all(const AttendTask& task) {
     const int64_t wide = task.layout.padded_value();
     for (int64_t index = task.first_query; index < task.first_query + task.num_queries; ++index) {
-        const Sight sight = sight_of(task, index);
-        Whole whole;
-        for (int64_t stretch = sight.first / kStretch; stretch * kStretch < sight.limit; ++stretch) {
-            const float* kept = task.partial(index, stretch);
+        const QueryState query_state = query_state_of(task, index);
+        JoinedSplits whole;
+        for (int64_t split = query_state.first / kSplit; split * kSplit < query_state.limit; ++split) {
+            const float* kept = task.partial(index, split);
             whole.add(kept, {kept[wide], kept[wide + 1]}, wide);
         }
         finish(task, index, whole);
     }
 }
 
-// The positions of a task: from a chunk's first one to behind the last that a query sees.
+// The positions that a task visits: from the start of a chunk to the last visible position.
 struct Extent {
-    int64_t from = INT64_MAX, until = 0;
-    void add(const Sight& sight) {
-        from = sight.first < from ? sight.first : from;
-        until = sight.limit > until ? sight.limit : until;
+    int64_t from = INT64_MAX, end_position = 0;
+    void add(const QueryState& query_state) {
+        from = query_state.first < from ? query_state.first : from;
+        end_position = query_state.limit > end_position ? query_state.limit : end_position;
     }
-    void cut(int64_t stretch) {
+    void cut(int64_t split) {
         from = from / kChunk * kChunk;
-        if (stretch < 0) return;
-        from = from > stretch * kStretch ? from : stretch * kStretch;
-        until = until < (stretch + 1) * kStretch ? until : (stretch + 1) * kStretch;
+        if (split < 0) return;
+        from = from > split * kSplit ? from : split * kSplit;
+        end_position = end_position < (split + 1) * kSplit ? end_position : (split + 1) * kSplit;
     }
 };
 

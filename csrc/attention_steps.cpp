@@ -1,6 +1,5 @@
-// Recorded steps of attention: keys and values into their pool, queries over what is there.
+// Recorded steps of dense attention: store_kv and attend.
 #include <algorithm>
-#include <stdexcept>
 
 #include "program.h"
 #include "tiles.h"
@@ -10,14 +9,10 @@ namespace {
 
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-// Rows of slots `sources` to slots `targets`, as if all at once.
+// Copies keys and values of slots `sources` to slots `targets`; reads all before it writes.
 void copy_rows(KVPool& pool, Ints sources, Ints targets) {
     const int64_t count = (int64_t)sources.size(), bytes = pool.layout.tile_bytes();
-    require((int64_t)targets.size() == count, "copy_rows: as many targets as sources");
+    require((int64_t)targets.size() == count, "copy_rows: sources and targets differ in length");
     for (const Ints& slots : {sources, targets})
         for (int64_t i = 0; i < count; ++i)
             require(slots.data()[i] >= 0 && slots.data()[i] < pool.num_slots, "copy_rows: a slot is outside the pool");
@@ -34,7 +29,7 @@ void copy_rows(KVPool& pool, Ints sources, Ints targets) {
     }
 }
 
-// v -1: the pool keeps no values.
+// v -1: the pool stores no values.
 void store_kv(Program& program, int k, int v, nb::object kv_pool) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const KVLayout layout = pool->layout;
@@ -64,13 +59,13 @@ size_t shape_index(Program& program, const AttendShape& shape) {
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
            std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk) {
-    require(window >= 0 && chunk >= 0, "attend: a window or chunk below 0");
-    require(!window || !chunk, "attend: a window and chunks");
+    require(window >= 0 && chunk >= 0, "attend: window and chunk must be 0 or above");
+    require(!window || !chunk, "attend: window and chunk cannot be combined");
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     common.window = window;
     common.chunk = chunk;
-    common.unseen = before;
+    common.num_masked = before;
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
     const size_t shape = shape_index(program, {common.group, pool->layout.num_heads, window, chunk});
@@ -83,10 +78,10 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         const auto& before = tasks.before;
         const int64_t heads = pool->layout.num_heads;
         const int64_t unit = std::upper_bound(before.begin(), before.end(), index) - before.begin() - 1;
-        const int64_t stretches = tasks.count.empty() ? 1 : tasks.count[unit];
-        const int64_t tiles = (before[unit + 1] - before[unit]) / stretches / heads;
-        const int64_t of_head = (index - before[unit]) % (stretches * tiles), stretch = of_head / tiles;
-        const int64_t tile = of_head % tiles, head = (index - before[unit]) / (stretches * tiles);
+        const int64_t splits = tasks.count.empty() ? 1 : tasks.count[unit];
+        const int64_t tiles = (before[unit + 1] - before[unit]) / splits / heads;
+        const int64_t of_head = (index - before[unit]) % (splits * tiles), split = of_head / tiles;
+        const int64_t tile = of_head % tiles, head = (index - before[unit]) / (splits * tiles);
         const int64_t row = pass.unit_starts[unit], queries = (pass.unit_starts[unit + 1] - row) * common.group;
         AttendTask task = common;
         static_cast<Tiles&>(task) =
@@ -102,14 +97,14 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.out = program.output(out);
         if (!own) task.out.quants = nullptr;
         gather_path(*pool, pass, row, task);
-        if (stretches == 1) return program.kernels.attend(task);
-        task.stretch = tasks.first[unit] + stretch;
+        if (splits == 1) return program.kernels.attend(task);
+        task.split = tasks.first[unit] + split;
         task.partials = program.partials();
-        task.num_stretches = tasks.most;
+        task.num_splits = tasks.most;
         program.kernels.attend(task);
         std::atomic<int32_t>& ended = program.ended(row * common.layout.num_heads * common.group + head * tiles + tile);
-        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < stretches) return;
-        ended.store(0, std::memory_order_relaxed); // for the next layer, behind a barrier
+        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < splits) return;
+        ended.store(0, std::memory_order_relaxed); // for the next layer, which runs after a barrier
         program.kernels.join(task);
     };
     program.add(std::move(step));
@@ -122,12 +117,12 @@ Step attend_step(Program& program, int q, const nb::object& kv_pool, int64_t num
                  const std::optional<Sinks>& sinks, AttendTask& common) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int64_t dim = pool->layout.value_dim, group = num_heads / pool->layout.num_heads;
-    require(dim <= kMaxValueDim, "attend: values of more than 512 are not supported");
+    require(dim <= kMaxValueDim, "attend: value dimensions above 512 are not supported");
     require(num_heads == group * pool->layout.num_heads &&
                 program.buffers[q].width == num_heads * pool->layout.head_dim,
             "attend: shapes differ");
-    require(softcap >= 0, "attend: a softcap below 0");
-    require(!sinks || (int64_t)sinks->size() == num_heads, "attend: not one sink for each head");
+    require(softcap >= 0, "attend: softcap must be 0 or above");
+    require(!sinks || (int64_t)sinks->size() == num_heads, "attend: needs one sink per query head");
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     common = AttendTask{};
     common.group = group;

@@ -1,4 +1,4 @@
-// How fast this machine's memory can be read: what a pass over a model's weights is compared with. What barriers cost.
+// Measures memory read bandwidth, the bound of a pass over a model's weights, and the cost of a barrier.
 #include <nanobind/ndarray.h>
 
 #include <algorithm>
@@ -21,8 +21,8 @@ using Buffer = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device:
 
 constexpr int64_t kLine = 64;
 
-// The sum over [data, data + size); the last, incomplete line is not read. One ascending stream: several of them side
-// by side read no faster, and collide in the caches where their distance is a power of two.
+// Sum over [data, data + size), without the last incomplete line. One ascending stream: several are no faster, and conflict
+// in the caches if their distance is a power of two.
 uint64_t read(const uint8_t* data, int64_t size) {
     Words sums[kLine / sizeof(Words)] = {};
     for (int64_t at = 0; at + kLine <= size; at += kLine) {
@@ -34,9 +34,9 @@ uint64_t read(const uint8_t* data, int64_t size) {
     return sum[0] + sum[1];
 }
 
-// Seconds of the fastest of `runs` readings of the buffer by all threads, each with its own part.
+// Seconds of the fastest of `runs` reads of the buffer by all threads, each reading its own part.
 double fastest_read(ThreadPool& pool, const Buffer& buffer, int runs) {
-    if (runs < 1) throw std::invalid_argument("fastest_read: no runs");
+    if (runs < 1) throw std::invalid_argument("fastest_read: runs must be at least 1");
     const int64_t part = (int64_t)buffer.shape(0) / pool.size();
     std::vector<uint64_t> sums(pool.size());
     double best = std::numeric_limits<double>::infinity();
@@ -47,19 +47,19 @@ double fastest_read(ThreadPool& pool, const Buffer& buffer, int runs) {
                                         [&](int64_t i) { sums[i] += read(buffer.data() + i * part, part); });
         best = std::min(best, std::chrono::duration<double>(Clock::now() - begin).count());
     }
-    volatile uint64_t wanted = sums[0]; // so that no reading can be left out
+    volatile uint64_t wanted = sums[0]; // keeps the compiler from removing the reads
     (void)wanted;
     return best;
 }
 
-// Seconds of one of `count` barriers of all threads, one after the other.
+// Mean seconds of a barrier of all threads, over `count` barriers.
 double barrier_seconds(ThreadPool& pool, int count) {
-    if (count < 1) throw std::invalid_argument("barrier_seconds: no barriers");
+    if (count < 1) throw std::invalid_argument("barrier_seconds: count must be at least 1");
     nb::gil_scoped_release released;
     ThreadPool::Turn turn(pool);
     const auto begin = Clock::now();
     turn.run([&](int thread) {
-        for (int i = 0; i < count; ++i) turn.meet(thread);
+        for (int i = 0; i < count; ++i) turn.barrier(thread);
     });
     return std::chrono::duration<double>(Clock::now() - begin).count() / count;
 }

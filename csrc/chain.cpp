@@ -1,13 +1,12 @@
-// A whole draft in one crossing (Chain of headstart/kernels/ops.py): a first pass, then token after token of every
-// sequence: draw, score, gate, the program of the next step. Sequences whose draft has ended drop out. Or the first pass
-// has made the rows of whole drafts, and what is left is to draw them, with what a program says of the token before each.
+// The native draft loop (headstart/kernels/draft_loop.py) in one call from Python. After the first pass, each step samples
+// a token of every sequence, scores it, asks the gate, and runs the program of the next step; finished sequences drop out.
+// With rows_given the first pass computes all rows of the drafts (block drafters), and the loop only samples.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
-#include <stdexcept>
 
 #include "bindings.h"
 #include "plan.h"
@@ -16,15 +15,11 @@
 namespace headstart {
 namespace {
 
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-constexpr double kMostLogit = 80; // of a confidence: where exp ends
+constexpr double kMaxLogit = 80; // bound of a confidence logit, beyond which e^x overflows
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// GateRule (headstart/core.py): how far the draft of one sequence goes.
+// GateRule (headstart/kernels/draft_loop.py): stops the draft of one sequence when another token would not pay.
 class Gate {
   public:
     explicit Gate(nb::handle rule)
@@ -34,23 +29,24 @@ class Gate {
         for (nb::handle table : rule.attr("tables")) {
             tries_.push_back(nb::cast<Doubles>(table.attr("tries")));
             hits_.push_back(nb::cast<Doubles>(table.attr("hits")));
-            require(tries_.back().size() == bins() && hits_.back().size() == bins(), "draft: a table has other bins");
+            require(tries_.back().size() == bins() && hits_.back().size() == bins(),
+                    "draft: a gate's table does not match its edges");
         }
         require(!tries_.empty(), "draft: a gate without tables");
     }
 
-    // Called once after each token: shall there be one more behind that of `place`, whose score is this?
-    bool goes_on(size_t place, double score) {
+    // Whether to draft one more token after the one at `place` with this score. Called once after each token.
+    bool should_continue(size_t place, double score) {
         const size_t bin = std::upper_bound(edges_.data(), edges_.data() + edges_.size(), score) - edges_.data();
-        const size_t here = std::min(place, tries_.size() - 1), next = std::min(place + 1, tries_.size() - 1);
-        chance_ *= std::min(1.0, factor_ * (hits_[here].data()[bin] / tries_[here].data()[bin]));
-        if (chance_ * token_s_ < row_s_) return false;
-        const double *tries = tries_[next].data(), *hits = hits_[next].data(), worth = chance_ * factor_ * token_s_;
+        const size_t local_copy = std::min(place, tries_.size() - 1), next = std::min(place + 1, tries_.size() - 1);
+        probability_ *= std::min(1.0, factor_ * (hits_[local_copy].data()[bin] / tries_[local_copy].data()[bin]));
+        if (probability_ * token_s_ < row_s_) return false;
+        const double *tries = tries_[next].data(), *hits = hits_[next].data(), worth = probability_ * factor_ * token_s_;
         double whole = 0, gain = 0;
         for (size_t i = 0; i < bins(); ++i) whole += tries[i];
         for (size_t i = 0; i < bins(); ++i) {
-            const double chance = hits[i] / tries[i];
-            if (chance * worth > row_s_) gain += tries[i] / whole * (chance * worth - row_s_);
+            const double probability = hits[i] / tries[i];
+            if (probability * worth > row_s_) gain += tries[i] / whole * (probability * worth - row_s_);
         }
         return gain > draft_s_;
     }
@@ -58,14 +54,14 @@ class Gate {
   private:
     size_t bins() const { return edges_.size() + 1; }
 
-    double token_s_, row_s_, draft_s_, factor_, chance_ = 1;
+    double token_s_, row_s_, draft_s_, factor_, probability_ = 1;
     Doubles edges_;
-    std::vector<Doubles> tries_, hits_; // by place; the last for all beyond
+    std::vector<Doubles> tries_, hits_; // by place in the draft; the last also for later places
 };
 
-// One sequence's draft while it grows.
-struct Line {
-    int64_t depth, logit; // the most tokens; its first row of the first pass's logits
+// The draft of one sequence.
+struct DraftState {
+    int64_t depth, logit; // maximum tokens; first row in the first pass's logits
     bool scored = false;
     std::optional<Gate> gate;
     std::vector<int64_t> tokens;
@@ -73,7 +69,7 @@ struct Line {
     float logprob = 0;
 };
 
-// Rows of a result, wherever it lies.
+// Rows of a program's output.
 struct Result {
     const float* values = nullptr;
     int64_t stride = 0, width = 0;
@@ -88,155 +84,159 @@ struct Result {
 
 class Chain {
   public:
-    // rows_given: the first pass makes all rows, and steps is nothing or the program between one token and the next.
+    // steps: the program of each further token; with rows_given at most one, run before every token. rows_before[i]:
+    // position of step i's row, relative to the first drafted token.
     Chain(const std::string& path, std::vector<nb::object> steps, std::vector<int64_t> rows_before, bool rows_given,
           int64_t vocab_size, std::optional<Column<int64_t>> token_ids)
         : path_(find_path(path)), steps_(std::move(steps)), rows_before_(std::move(rows_before)),
           rows_given_(rows_given), vocab_size_(vocab_size), token_ids_(std::move(token_ids)) {
         require(steps_.size() == rows_before_.size() && (!rows_given || steps_.size() <= 1),
-                "a chain's lists have a wrong length");
+                "draft: steps and rows_before differ in length, or rows_given has several steps");
         for (const nb::object& step : steps_) programs_.push_back(nb::cast<Program*>(step));
         if (token_ids_ && token_ids_->size() > 0)
             require(token_ids_->data()[0] >= 0 && token_ids_->data()[token_ids_->size() - 1] < vocab_size,
                     "token_ids must ascend, and be below vocab_size");
     }
 
-    // (tokens, scores) of each sequence of the plan.
+    // Returns (tokens, scores) of each sequence of the plan.
     std::vector<std::pair<std::vector<int64_t>, std::vector<double>>>
     draft(ThreadPool& threads, Arena& arena, Program& first, nb::handle plan, const HiddenPool* hidden_pool,
           nb::handle draw_rows, const std::vector<int64_t>& depths, const std::vector<nb::object>& gates) {
-        Planned planned(first, plan, hidden_pool, std::nullopt);
+        PlannedPass planned(first, plan, hidden_pool, std::nullopt);
         Pass& pass = planned.pass;
         require((int64_t)depths.size() == pass.num_spans && gates.size() == depths.size(),
-                "draft: a depth and a gate for each sequence");
+                "draft: needs one depth and one gate per sequence");
         const DrawRows rows(draw_rows, depths.size(), vocab_size_);
-        std::vector<Line> lines(depths.size());
+        std::vector<DraftState> drafts(depths.size());
         int64_t num_logits = 0;
-        for (size_t i = 0; i < lines.size(); ++i) {
+        for (size_t i = 0; i < drafts.size(); ++i) {
             require(depths[i] > 0 && (rows_given_ || depths[i] <= (int64_t)steps_.size() + 1),
-                    "draft: deeper than the chain");
-            lines[i].depth = depths[i];
-            lines[i].logit = num_logits;
-            lines[i].scored = !gates[i].is_none();
+                    "draft: a depth is below 1, or above the number of steps + 1");
+            drafts[i].depth = depths[i];
+            drafts[i].logit = num_logits;
+            drafts[i].scored = !gates[i].is_none();
             num_logits += rows_given_ ? depths[i] : 1;
-            if (lines[i].scored) lines[i].gate.emplace(gates[i]);
+            if (drafts[i].scored) drafts[i].gate.emplace(gates[i]);
         }
-        require(num_logits == pass.num_logits, "draft: another number of rows of logits");
+        require(num_logits == pass.num_logits, "draft: the plan's logit rows do not match the depths");
         {
             nb::gil_scoped_release released;
             ThreadPool::Turn turn(threads);
             first.compute(turn, arena, pass);
-            if (rows_given_) draw_given(turn, arena, first, pass, rows, lines);
-            else grow(turn, arena, first, pass, rows, lines);
+            if (rows_given_) draw_given(turn, arena, first, pass, rows, drafts);
+            else grow(turn, arena, first, pass, rows, drafts);
         }
         std::vector<std::pair<std::vector<int64_t>, std::vector<double>>> found;
-        for (Line& line : lines) found.push_back({std::move(line.tokens), std::move(line.scores)});
+        for (DraftState& state : drafts) found.push_back({std::move(state.tokens), std::move(state.scores)});
         return found;
     }
 
   private:
-    // Token after token, each from the logits of the step before; the vectors go with them.
+    // Samples token by token, each from the previous step's logits; hidden states feed the next step.
     void grow(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
-              std::vector<Line>& lines) {
+              std::vector<DraftState>& drafts) {
         Result logits(first, "logits"), hidden(first, "hidden");
-        require(logits.values && hidden.values, "draft: the first program gives no logits or no hidden states");
-        std::vector<int32_t> going, at; // sequences whose draft grows, and their rows in `hidden`
-        for (size_t i = 0; i < lines.size(); ++i) {
-            going.push_back((int32_t)i);
+        require(logits.values && hidden.values, "draft: the first program needs outputs logits and hidden");
+        std::vector<int32_t> active, at; // sequences still drafting, and their rows in `hidden`
+        for (size_t i = 0; i < drafts.size(); ++i) {
+            active.push_back((int32_t)i);
             at.push_back(pass.logit_rows[i]);
         }
         for (size_t step = 0;; ++step) {
-            draw(turn, logits, rows, lines, going);
+            draw(turn, logits, rows, drafts, active);
             size_t kept = 0;
-            for (size_t i = 0; i < going.size(); ++i) {
-                Line& line = lines[going[i]];
-                if (!push_score(line) || !goes_on(line)) continue;
-                going[kept] = going[i];
+            for (size_t i = 0; i < active.size(); ++i) {
+                DraftState& state = drafts[active[i]];
+                if (!push_score(state) || !should_continue(state)) continue;
+                active[kept] = active[i];
                 at[kept++] = at[i];
             }
-            going.resize(kept);
-            if (going.empty()) return;
+            active.resize(kept);
+            if (active.empty()) return;
             Program& program = *programs_[step];
-            take(hidden, at, kept);
-            advance(program, turn, arena, pass, rows, lines, going, rows_before_[step]);
+            copy_rows(hidden, at, kept);
+            advance(program, turn, arena, pass, rows, drafts, active, rows_before_[step]);
             logits = Result(program, "logits"), hidden = Result(program, "hidden");
             for (size_t i = 0; i < kept; ++i) at[i] = (int32_t)i;
         }
     }
 
-    // From rows that are there, as far as their drafts go.
+    // Samples from the first pass's rows, up to each sequence's depth.
     void draw_given(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
-                    std::vector<Line>& lines) {
-        const Result given(first, "logits"), sure(first, "confidence");
-        require(given.values, "draft: the first program gives no logits");
-        for (Line& line : lines) line.scored = line.scored && !sure.values; // a score of its own
+                    std::vector<DraftState>& drafts) {
+        const Result given(first, "logits"), confidence(first, "confidence");
+        require(given.values, "draft: the first program needs the output logits");
+        // else the confidence is the score
+        for (DraftState& state : drafts) state.scored = state.scored && !confidence.values;
         if (programs_.empty()) {
-            draw_at_once(turn, given, sure, rows, lines);
+            draw_parallel(turn, given, confidence, rows, drafts);
             return;
         }
-        std::vector<int32_t> going, at;
+        std::vector<int32_t> active, at;
         for (int64_t step = 0;; ++step) {
-            going.clear(), at.clear();
-            for (size_t i = 0; i < lines.size(); ++i) {
-                if (lines[i].depth <= step) continue;
-                going.push_back((int32_t)i);
-                at.push_back((int32_t)(lines[i].logit + step));
+            active.clear(), at.clear();
+            for (size_t i = 0; i < drafts.size(); ++i) {
+                if (drafts[i].depth <= step) continue;
+                active.push_back((int32_t)i);
+                at.push_back((int32_t)(drafts[i].logit + step));
             }
-            if (going.empty()) return;
-            take(given, at, at.size());
-            advance(*programs_[0], turn, arena, pass, rows, lines, going, rows_before_[0]);
+            if (active.empty()) return;
+            copy_rows(given, at, at.size());
+            advance(*programs_[0], turn, arena, pass, rows, drafts, active, rows_before_[0]);
             const Result of_token(*programs_[0], "confidence");
-            draw(turn, Result(*programs_[0], "logits"), rows, lines, going);
-            for (size_t i = 0; i < going.size(); ++i) {
-                Line& line = lines[going[i]];
-                if (push_score(line) && sure.values) {
+            draw(turn, Result(*programs_[0], "logits"), rows, drafts, active);
+            for (size_t i = 0; i < active.size(); ++i) {
+                DraftState& state = drafts[active[i]];
+                if (push_score(state) && confidence.values) {
                     const float rest = of_token.values ? *of_token.row((int64_t)i) : 0;
-                    line.scores.push_back(sureness(*sure.row(at[i]) + rest));
+                    state.scores.push_back(sigmoid(*confidence.row(at[i]) + rest));
                 }
-                if ((int64_t)line.tokens.size() <= step || !goes_on(line)) line.depth = (int64_t)line.tokens.size();
+                if ((int64_t)state.tokens.size() <= step || !should_continue(state)) state.depth = (int64_t)state.tokens.size();
             }
         }
     }
 
-    // Rows that do not see each other's tokens, but for penalties.
-    void draw_at_once(ThreadPool::Turn& turn, const Result& given, const Result& sure, const DrawRows& rows,
-                      std::vector<Line>& lines) {
+    // Samples all rows in parallel: they are independent, except for penalties.
+    void draw_parallel(ThreadPool::Turn& turn, const Result& given, const Result& confidence, const DrawRows& rows,
+                      std::vector<DraftState>& drafts) {
         struct Task {
-            int64_t line, first, last;
+            int64_t state, first, last;
         };
         std::vector<Task> tasks;
-        for (int64_t i = 0; i < (int64_t)lines.size(); ++i) {
-            Line& line = lines[i];
-            line.tokens.assign(line.depth, -1);
-            line.scores.assign(line.depth, 0);
-            const int64_t step = rows.is_penalized(i) ? line.depth : 1;
-            for (int64_t k = 0; k < line.depth; k += step) tasks.push_back({i, k, k + step});
+        for (int64_t i = 0; i < (int64_t)drafts.size(); ++i) {
+            DraftState& state = drafts[i];
+            state.tokens.assign(state.depth, -1);
+            state.scores.assign(state.depth, 0);
+            const int64_t step = rows.is_penalized(i) ? state.depth : 1;
+            for (int64_t k = 0; k < state.depth; k += step) tasks.push_back({i, k, k + step});
         }
         const Vocabulary vocabulary = vocabulary_of(given);
         turn.for_each((int64_t)tasks.size(), [&](int64_t task) {
-            Scratch& scratch = own_scratch(path_);
-            Line& line = lines[tasks[task].line];
+            Scratch& scratch = thread_scratch(path_);
+            DraftState& state = drafts[tasks[task].state];
             for (int64_t k = tasks[task].first; k < tasks[task].last; ++k) {
-                const float* x = given.row(line.logit + k);
-                int64_t& token = line.tokens[k];
-                token = rows.draw(x, tasks[task].line, vocabulary, nullptr, scratch, line.tokens.data(), k);
+                const float* x = given.row(state.logit + k);
+                int64_t& token = state.tokens[k];
+                token = rows.draw(x, tasks[task].state, vocabulary, nullptr, scratch, state.tokens.data(), k);
                 if (token < 0) return;
-                if (sure.values) line.scores[k] = sureness(*sure.row(line.logit + k));
-                else if (line.scored) line.scores[k] = std::exp((double)logprob(x, token, vocabulary, scratch));
+                if (confidence.values) state.scores[k] = sigmoid(*confidence.row(state.logit + k));
+                else if (state.scored) state.scores[k] = std::exp((double)logprob(x, token, vocabulary, scratch));
             }
         });
-        for (Line& line : lines) {
-            const auto end = std::find_if(line.tokens.begin(), line.tokens.end(), [](int64_t t) { return t < 0; });
-            line.tokens.erase(end, line.tokens.end());
-            line.scores.resize(sure.values || line.scored ? line.tokens.size() : 0);
+        for (DraftState& state : drafts) {
+            const auto end = std::find_if(state.tokens.begin(), state.tokens.end(), [](int64_t t) { return t < 0; });
+            state.tokens.erase(end, state.tokens.end());
+            state.scores.resize(confidence.values || state.scored ? state.tokens.size() : 0);
             size_t kept = 1;
-            while (kept < line.tokens.size() && (!line.gate || line.gate->goes_on(kept - 1, line.scores[kept - 1]))) ++kept;
-            line.tokens.resize(std::min(kept, line.tokens.size()));
-            line.scores.resize(std::min(kept, line.scores.size()));
+            while (kept < state.tokens.size() &&
+                   (!state.gate || state.gate->should_continue(kept - 1, state.scores[kept - 1])))
+                ++kept;
+            state.tokens.resize(std::min(kept, state.tokens.size()));
+            state.scores.resize(std::min(kept, state.scores.size()));
         }
     }
 
-    static double sureness(float logit) { return 1 / (1 + std::exp(-std::max((double)logit, -kMostLogit))); }
+    static double sigmoid(float logit) { return 1 / (1 + std::exp(-std::max((double)logit, -kMaxLogit))); }
 
     Vocabulary vocabulary_of(const Result& logits) const {
         if (token_ids_) return {token_ids_->data(), (int64_t)token_ids_->size()};
@@ -249,59 +249,59 @@ class Chain {
         return value;
     }
 
-    // One token more for each sequence that is going on, from its row of logits.
-    void draw(ThreadPool::Turn& turn, const Result& logits, const DrawRows& rows, std::vector<Line>& lines,
-              const std::vector<int32_t>& going) {
+    // Samples one token for each sequence in `going`; row i of logits belongs to going[i].
+    void draw(ThreadPool::Turn& turn, const Result& logits, const DrawRows& rows, std::vector<DraftState>& drafts,
+              const std::vector<int32_t>& active) {
         const Vocabulary vocabulary = vocabulary_of(logits);
-        turn.for_each((int64_t)going.size(), [&](int64_t i) {
-            Line& line = lines[going[i]];
+        turn.for_each((int64_t)active.size(), [&](int64_t i) {
+            DraftState& state = drafts[active[i]];
             const float* x = logits.row(i);
-            Scratch& scratch = own_scratch(path_);
-            const int64_t token = rows.draw(x, going[i], vocabulary, nullptr, scratch, line.tokens.data(),
-                                            (int64_t)line.tokens.size());
-            if (token >= 0 && line.scored) line.logprob = logprob(x, token, vocabulary, scratch);
-            line.tokens.push_back(token);
+            Scratch& scratch = thread_scratch(path_);
+            const int64_t token = rows.draw(x, active[i], vocabulary, nullptr, scratch, state.tokens.data(),
+                                            (int64_t)state.tokens.size());
+            if (token >= 0 && state.scored) state.logprob = logprob(x, token, vocabulary, scratch);
+            state.tokens.push_back(token);
         });
     }
 
-    // The token of this step is in; false where there is none: nothing allowed in the draft vocabulary, or a head that
-    // fails, ends the draft.
-    static bool push_score(Line& line) {
-        if (line.tokens.back() < 0) {
-            line.tokens.pop_back();
+    // Records the score of the last token. Returns false if sampling failed (no allowed token in the draft vocabulary, or
+    // logits that are not finite), which ends the draft.
+    static bool push_score(DraftState& state) {
+        if (state.tokens.back() < 0) {
+            state.tokens.pop_back();
             return false;
         }
-        if (line.scored) line.scores.push_back(std::exp((double)line.logprob));
+        if (state.scored) state.scores.push_back(std::exp((double)state.logprob));
         return true;
     }
 
-    // Shall there be another token?
-    static bool goes_on(Line& line) {
-        if ((int64_t)line.tokens.size() >= line.depth) return false;
-        return !line.gate || line.gate->goes_on(line.tokens.size() - 1, line.scores.back());
+    // Whether to draft another token.
+    static bool should_continue(DraftState& state) {
+        if ((int64_t)state.tokens.size() >= state.depth) return false;
+        return !state.gate || state.gate->should_continue(state.tokens.size() - 1, state.scores.back());
     }
 
-    // Copies: the results of a pass are not its own next input.
-    void take(const Result& hidden, const std::vector<int32_t>& at, size_t count) {
-        taken_.resize(count * hidden.width);
-        taken_width_ = hidden.width;
+    // Copies rows of hidden states: a program's output cannot be its own input.
+    void copy_rows(const Result& hidden, const std::vector<int32_t>& at, size_t count) {
+        copied_.resize(count * hidden.width);
+        copied_width_ = hidden.width;
         for (size_t i = 0; i < count; ++i)
-            std::copy_n(hidden.row(at[i]), hidden.width, taken_.data() + i * hidden.width);
+            std::copy_n(hidden.row(at[i]), hidden.width, copied_.data() + i * hidden.width);
     }
 
-    // A row for each sequence that is going on: its last token and the vector that was taken.
+    // Runs `program` on one row per sequence in `going`: its last token and the hidden state from take().
     void advance(Program& program, ThreadPool::Turn& turn, Arena& arena, const Pass& base, const DrawRows& rows,
-                 const std::vector<Line>& lines, const std::vector<int32_t>& going, int64_t before) {
-        const size_t count = going.size();
+                 const std::vector<DraftState>& drafts, const std::vector<int32_t>& active, int64_t before) {
+        const size_t count = active.size();
         for (auto* each : {&tokens_, &positions_, &slots_, &numbers_}) each->resize(count + 1);
         tables_.resize(count * base.table_width);
         for (size_t i = 0; i < count; ++i) {
-            const int64_t position = rows.position(going[i]) + before, block = position / base.block_size;
+            const int64_t position = rows.position(active[i]) + before, block = position / base.block_size;
             require(position >= 0 && block < base.table_width, "draft: a position is outside its sequence's blocks");
-            const int32_t* table = base.block_tables + going[i] * base.table_width;
+            const int32_t* table = base.block_tables + active[i] * base.table_width;
             std::copy_n(table, base.table_width, tables_.data() + i * base.table_width);
-            const std::vector<int64_t>& drafted = lines[going[i]].tokens;
-            tokens_[i] = drafted.empty() ? base.token_ids[base.row_starts[going[i]]] : (int32_t)drafted.back();
+            const std::vector<int64_t>& drafted = drafts[active[i]].tokens;
+            tokens_[i] = drafted.empty() ? base.token_ids[base.row_starts[active[i]]] : (int32_t)drafted.back();
             positions_[i] = (int32_t)position;
             slots_[i] = (int32_t)(table[block] * base.block_size + position % base.block_size);
             numbers_[i] = (int32_t)i;
@@ -317,23 +317,24 @@ class Chain {
         pass.slots = slots_.data();
         pass.row_starts = pass.unit_starts = pass.logit_rows = pass.row_spans = numbers_.data();
         pass.block_tables = tables_.data();
-        pass.hidden = taken_.data();
-        pass.hidden_stride = taken_width_;
-        require(!program.wants_states, "draft: the program reads recurrent states");
+        pass.hidden = copied_.data();
+        pass.hidden_stride = copied_width_;
+        require(!program.wants_states,
+                "draft: a step's program reads recurrent states, which the draft loop does not support");
         check_pass(program, pass);
         program.compute(turn, arena, pass);
     }
 
     const Path& path_;
-    std::vector<nb::object> steps_; // keeps the programs
+    std::vector<nb::object> steps_; // owns the programs
     std::vector<Program*> programs_;
     std::vector<int64_t> rows_before_;
     bool rows_given_;
     int64_t vocab_size_;
     std::optional<Column<int64_t>> token_ids_;
     std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_;
-    std::vector<float> taken_;
-    int64_t taken_width_ = 0;
+    std::vector<float> copied_;
+    int64_t copied_width_ = 0;
 };
 
 } // namespace

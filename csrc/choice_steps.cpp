@@ -1,23 +1,17 @@
-// Recorded steps of sparse attention: an indexer scores positions, each row chooses the best, and attends to those.
+// Recorded steps of sparse attention: an indexer scores positions, and each row attends to its top_k.
 //
-// What a row has chosen is gathered, in the order of positions, into tiles of its own from the first position on: sums go
-// as over a sequence of these positions alone, wherever they lie, and as in dense attention where a row sees no more than
-// it may choose. Then nothing is scored or gathered.
+// A row's selected positions are copied, in order, to scratch tiles and attended as a sequence of their own, so results do
+// not depend on slots. A row that sees at most top_k positions skips this and runs dense attention.
 #include <algorithm>
 #include <functional>
-#include <stdexcept>
 
 #include "tiles.h"
 
 namespace headstart {
 namespace {
 
-constexpr int64_t kStretch = 1024; // positions that one task scores
-constexpr int64_t kTogether = 8;   // tiles of queries of one row that one task attends with: they share what it gathers
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
+constexpr int64_t kSplit = 1024; // positions scored by one task
+constexpr int64_t kTilesPerTask = 8;   // query tiles of one row per task: they share the gathered tiles
 
 int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
 
@@ -32,17 +26,17 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
     step.writes = {scored};
     step.owners = {kv_pool};
     step.num_tasks = [&program](const Pass& pass) {
-        return pass.num_rows * ((program.scores.width + kStretch - 1) / kStretch);
+        return pass.num_rows * ((program.scores.width + kSplit - 1) / kSplit);
     };
     step.run = [&program, pool, q, weights, heads, top_k, every](const Pass& pass, int64_t index) {
-        const int64_t parts = (program.scores.width + kStretch - 1) / kStretch, row = index / parts;
+        const int64_t parts = (program.scores.width + kSplit - 1) / kSplit, row = index / parts;
         if (num_visible(pass, row) / every <= top_k) return;
         IndexTask task{};
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         gather_path(*pool, pass, row, task);
         task.num_heads = heads;
-        task.begin = index % parts * kStretch;
-        task.end = std::min<int64_t>(task.begin + kStretch, pass.sees[row] + 1);
+        task.begin = index % parts * kSplit;
+        task.end = std::min<int64_t>(task.begin + kSplit, pass.sees[row] + 1);
         task.queries = program.values(q, row);
         task.weights = program.values(weights, row);
         task.scores = program.scores.row(row);
@@ -52,8 +46,8 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
     return scored;
 }
 
-// The best top_k of count scores, by their place in ascending order; of equal ones the first.
-void best(const float* scores, int64_t count, int64_t top_k, int32_t first, int32_t* places) {
+// Indices of the top_k best scores + `first`, ascending; ties go to lower indices.
+void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t first, int32_t* places) {
     thread_local std::vector<float> sorted;
     sorted.assign(scores, scores + count);
     std::nth_element(sorted.begin(), sorted.begin() + (top_k - 1), sorted.end(), std::greater<float>());
@@ -63,13 +57,13 @@ void best(const float* scores, int64_t count, int64_t top_k, int32_t first, int3
         if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = first + (int32_t)i;
 }
 
-// A row of the result: how many positions the row takes, then which. Nothing but the number where it takes all.
+// Returns a buffer of int32 rows: number of selected positions, then the positions, which are left out if all are selected.
 int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
-    require(every > 0, "choose: windows of no position");
+    require(every > 0, "choose: every must be above 0");
     const int scored = score(program, q, weights, kv_pool, heads, top_k, every), chosen = program.buffer(top_k + 1, false);
     Step step;
     step.label = "attention";
@@ -83,14 +77,14 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
         if (count <= top_k) return;
         float* scores = program.scores.row(row) + first;
         for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
-        best(scores, count, top_k, (int32_t)first, found + 1);
+        top_indices(scores, count, top_k, (int32_t)first, found + 1);
         for (int64_t i = 1; every > 1 && i <= top_k; ++i) found[i] = (int32_t)((found[i] + 1) * every - 1);
     };
     program.add(std::move(step));
     return chosen;
 }
 
-// The positions that a row has chosen, one after the other from the first position on.
+// Copies a row's selected positions to scratch tiles, one after another from the first position on.
 void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* places, int64_t count, Tiles& tiles) {
     const int64_t bytes = pool.layout.tile_bytes(), first = pass.first_position;
     thread_local std::vector<uint8_t> scratch;
@@ -109,7 +103,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
-    const int64_t together = program.kernels.most_queries * kTogether;
+    const int64_t together = program.kernels.max_queries * kTilesPerTask;
     const int64_t parts = (common.group + together - 1) / together, each = parts * pool->layout.num_heads;
     step.reads.push_back(chosen);
     step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
@@ -124,7 +118,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
         else
             gather_path(*pool, pass, row, task);
         const int32_t sees = (int32_t)pass.first_position + *found - 1;
-        task.positions = task.sees = &sees; // of the one row
+        task.positions = task.sees = &sees; // the task has one row
         task.first_position = pass.first_position;
         task.queries = program.values(q, row);
         task.query_stride = program.buffers[q].stride();

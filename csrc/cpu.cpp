@@ -14,12 +14,12 @@ namespace headstart {
 namespace {
 
 #ifdef HEADSTART_AMX
-// Tiles of bfloat16, and the system's leave to use them.
-bool has_amx() { // and AVX512-BF16, which no processor with tiles lacks
+// Whether the CPU has bfloat16 tiles and the operating system permits their use.
+bool has_amx() { // every CPU with AMX also has AVX512-BF16
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
-    return (d & kBf16) && (d & kTile) && may_use_tiles();
+    return (d & kBf16) && (d & kTile) && request_amx();
 }
 #endif
 
@@ -27,13 +27,13 @@ std::vector<Path> usable_paths() {
     std::vector<Path> found;
 #ifdef HEADSTART_X86
     __builtin_cpu_init();
-    // what CMakeLists.txt compiles the paths for
+    // the flags that CMakeLists.txt compiles the paths with
     const bool has_avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                             __builtin_cpu_supports("avx512vnni");
-#ifdef HEADSTART_AVX512BF16 // Cooper Lake alone has the first without the second
+#ifdef HEADSTART_AVX512BF16 // Cooper Lake has avx512bf16 without avx512vbmi
     const bool has_bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
 #endif
 #ifdef HEADSTART_AMX
@@ -51,7 +51,7 @@ std::vector<Path> usable_paths() {
     if (has_avx2) found.push_back({"avx2", &avx2::kernels(), &avx2::kLoops});
 #endif
 #ifdef HEADSTART_ARM
-    // by the kernel's word: reading the processor's own registers is not allowed to everybody
+    // from the Linux kernel, because user programs may not read the CPU's feature registers
     constexpr unsigned long kDotprod = 1ul << 20, kI8mm = 1ul << 13; // HWCAP_ASIMDDP, HWCAP2_I8MM
     const bool has_dotprod = getauxval(AT_HWCAP) & kDotprod;
     if (has_dotprod && getauxval(AT_HWCAP2) & kI8mm) found.push_back({"i8mm", &i8mm::kernels(), &i8mm::kLoops});

@@ -1,4 +1,4 @@
-// The instruction-set paths of this build, and which of them this machine's CPU can run.
+// The instruction-set paths of this build that the CPU can run.
 #pragma once
 
 #include <string>
@@ -15,7 +15,7 @@ struct Path {
     const Loops* loops;
 };
 
-const std::vector<Path>& paths();             // the best one first
+const std::vector<Path>& paths();             // fastest first
 const Path& find_path(const std::string& name); // throws std::invalid_argument
 
 } // namespace headstart

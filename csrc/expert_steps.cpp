@@ -1,11 +1,10 @@
-// Recorded steps of mixtures of experts, and of matrices that each head has for itself.
+// Recorded steps of mixtures of experts (MoE), and of per-head matrices.
 //
-// A mixture is five steps: rows choose (by rows), slots are dealt out (one task), gate and up, down (an expert's 32
-// outputs for all the rows that take it are one task: they share the load of its weights), the sum (by rows).
+// A MoE layer has five steps: route (row-wise), group slots by expert (one task), gate and up, down, weighted sum
+// (row-wise). A task of a matrix is 32 outputs of one expert for all its rows, which share the loaded weights.
 #include <nanobind/stl/pair.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "packing.h"
@@ -18,32 +17,26 @@ using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Matrices = std::vector<const OwnedMatrix*>;
 
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
 Matrices matrices_of(const nb::list& given) {
     Matrices found;
     for (nb::handle each : given) found.push_back(nb::cast<const OwnedMatrix*>(each));
-    require(!found.empty(), "no matrices");
+    require(!found.empty(), "experts: no matrices");
     for (const OwnedMatrix* each : found)
-        require(each->rows == found[0]->rows && each->cols == found[0]->cols, "matrices of several shapes");
+        require(each->rows == found[0]->rows && each->cols == found[0]->cols, "experts: the matrices differ in shape");
     return found;
 }
 
-// A bias for each expert, or nothing.
+// One bias per expert, or all nullptr.
 std::vector<const float*> biases_of(const nb::list& given, const Matrices& matrices) {
-    require(given.size() == 0 || given.size() == matrices.size(), "experts: not a bias for each");
+    require(given.size() == 0 || given.size() == matrices.size(), "experts: needs no bias, or one per expert");
     std::vector<const float*> found(matrices.size(), nullptr);
     for (size_t i = 0; i < given.size(); ++i) {
         const Floats bias = nb::cast<Floats>(given[i]);
-        require((int64_t)bias.size() == matrices[i]->rows, "experts: a bias has another width");
+        require((int64_t)bias.size() == matrices[i]->rows, "experts: a bias length differs from its matrix rows");
         found[i] = bias.data();
     }
     return found;
 }
-
-int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
 
 bool any_quantized(const Matrices& matrices) {
     for (const OwnedMatrix* each : matrices)
@@ -51,13 +44,13 @@ bool any_quantized(const Matrices& matrices) {
     return false;
 }
 
-// What the tasks of one expert's step work on: slots first .. first + count - 1, outputs of one pair of blocks.
-struct Share {
+// A task: slots first .. first + count - 1 of one expert, outputs of one pair of blocks.
+struct Slice {
     int32_t expert;
     int64_t first, count, pair;
 };
 
-Share share_of(const Routing& routing, int64_t task, int64_t pairs) {
+Slice slice_of(const Routing& routing, int64_t task, int64_t pairs) {
     const int64_t i = task / pairs;
     return {routing.experts[i], routing.starts[i], routing.starts[i + 1] - routing.starts[i], task % pairs};
 }
@@ -72,23 +65,24 @@ Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, in
     return step;
 }
 
-// Records the choice; returns the number of the routing and the buffer that stands for it.
+// Records the routing of rows; returns the index in Program::routings and a buffer that orders the steps.
 std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
                           int64_t top_groups, int scoring, bool normalize, float scale, int64_t num_identity,
-                          bool scales_inputs, std::optional<Longs> told) {
+                          bool scales_inputs, std::optional<Longs> token_experts) {
     const int64_t count = program.buffers[logits].width;
     require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
                 top_groups <= num_groups && top_k <= count / num_groups * top_groups && num_identity >= 0 &&
                 num_identity < count,
-            "route: the numbers of experts do not fit");
-    require(!bias || (int64_t)bias->size() == count, "route: the bias has another width");
-    require(scoring >= 0 && scoring <= (int)Scoring::SOFTPLUS, "route: no such scores");
-    require(!told || (int64_t)told->size() % top_k == 0, "route: the table has not top_k experts for each token");
-    for (size_t i = 0; told && i < told->size(); ++i)
-        require(told->data()[i] >= 0 && told->data()[i] < count, "route: the table names an expert that is not there");
-    if (told) program.limits.reach(program.limits.tokens, (int64_t)told->size() / top_k);
-    require(!program.buffers[logits].logits, "route: rows of logits take no experts");
-    require(!scales_inputs || num_identity == 0, "route: experts that give back a row read it as it is");
+            "route: top_k, the groups or num_identity do not fit the number of experts");
+    require(!bias || (int64_t)bias->size() == count, "route: the bias length differs from the number of experts");
+    require(scoring >= 0 && scoring <= (int)Scoring::SOFTPLUS, "route: unknown scoring");
+    require(!token_experts || (int64_t)token_experts->size() % top_k == 0, "route: the table needs top_k experts per token");
+    for (size_t i = 0; token_experts && i < token_experts->size(); ++i)
+        require(token_experts->data()[i] >= 0 && token_experts->data()[i] < count,
+                "route: the table has an expert id out of range");
+    if (token_experts) program.limits.reach(program.limits.tokens, (int64_t)token_experts->size() / top_k);
+    require(!program.buffers[logits].logits, "route: not defined for logit rows");
+    require(!scales_inputs || num_identity == 0, "route: scales_inputs does not support identity experts");
     auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity,
                                                     static_cast<Scoring>(scoring), normalize, scale, scales_inputs});
     const int chosen = program.buffer(0, false);
@@ -97,9 +91,9 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
     step.reads = {logits};
     step.writes = {chosen};
     step.by_rows = true;
-    step.owners = {nb::cast(bias), nb::cast(told)};
+    step.owners = {nb::cast(bias), nb::cast(token_experts)};
     step.run = [&program, logits, top_k, routing = routing.get(), b = bias ? bias->data() : nullptr,
-                table = told ? told->data() : nullptr](const Pass& pass, int64_t row) {
+                table = token_experts ? token_experts->data() : nullptr](const Pass& pass, int64_t row) {
         const int64_t* own = table ? table + pass.token_ids[row] * top_k : nullptr;
         program.kernels.route(program.values(logits, row), b, own, routing->router, routing->ids.data() + row * top_k,
                               routing->weights.data() + row * top_k);
@@ -109,28 +103,28 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
     return {(int)program.routings.size() - 1, chosen};
 }
 
-int deal(Program& program, Routing* routing, int chosen) {
-    const int dealt = program.buffer(0, false);
+int group_slots(Program& program, Routing* routing, int chosen) {
+    const int grouped = program.buffer(0, false);
     Step step;
     step.label = "experts";
     step.reads = {chosen};
-    step.writes = {dealt};
+    step.writes = {grouped};
     step.num_tasks = [](const Pass&) { return 1; };
     step.run = [routing](const Pass& pass, int64_t) { routing->group(pass.num_rows); };
     program.add(std::move(step));
-    return dealt;
+    return grouped;
 }
 
-int sum(Program& program, const Routing* routing, int x, int spoken) {
-    const int64_t width = program.buffers[spoken].width, top_k = routing->router.top_k;
+int sum(Program& program, const Routing* routing, int x, int expert_outputs) {
+    const int64_t width = program.buffers[expert_outputs].width, top_k = routing->router.top_k;
     const int out = program.buffer(width, false);
     Step step;
     step.label = "rows";
-    step.reads = {x, spoken};
+    step.reads = {x, expert_outputs};
     step.writes = {out};
     step.by_rows = true;
-    step.run = [&program, routing, x, spoken, width, top_k, out](const Pass&, int64_t row) {
-        program.kernels.weigh(program.values(spoken, 0), program.buffers[spoken].stride(),
+    step.run = [&program, routing, x, expert_outputs, width, top_k, out](const Pass&, int64_t row) {
+        program.kernels.weighted_sum(program.values(expert_outputs, 0), program.buffers[expert_outputs].stride(),
                               routing->slots.data() + row * top_k, routing->weights.data() + row * top_k, top_k,
                               program.values(x, row), width, program.values(out, row));
     };
@@ -138,37 +132,37 @@ int sum(Program& program, const Routing* routing, int x, int spoken) {
     return out;
 }
 
-// The first matrices of all experts, and the activation behind them: [inner] of each slot.
-struct Widening {
+// Gate and up matrices of all experts, with biases and activation: [cols] -> [inner] for each slot.
+struct UpProjection {
     Matrices gates, ups; // no gates: activate(up)
     std::vector<const float*> gate_bias, up_bias;
     Activation kind;
 };
 
-int widen(Program& program, const Routing* routing, int x, int dealt, Widening all, nb::object owners) {
+int up_projection(Program& program, const Routing* routing, int x, int grouped, UpProjection all, nb::object owners) {
     for (const Matrices* each : {&all.gates, &all.ups})
-        for (const OwnedMatrix* matrix : *each) program.want(x, *matrix);
+        for (const OwnedMatrix* matrix : *each) program.require_input(x, *matrix);
     const int64_t width = all.ups[0]->rows, pairs = num_pairs(*all.ups[0]);
     const int inner = program.buffer(width, false);
     program.buffers[inner].copies = routing->router.top_k;
-    Step step = step_over(routing, pairs, {x, dealt}, inner, std::move(owners));
+    Step step = step_over(routing, pairs, {x, grouped}, inner, std::move(owners));
     step.quantizes = !all.gates.empty();
     step.run = [&program, routing, all = std::move(all), x, inner, width, pairs](const Pass& pass, int64_t task) {
-        const Share share = share_of(*routing, task, pairs);
+        const Slice slice = slice_of(*routing, task, pairs);
         Input in = program.input(x, pass);
-        in.index = routing->rows.data() + share.first;
-        in.rows = share.count;
-        if (routing->router.scales_inputs) in.factors = routing->factors.data() + share.first;
-        const Output out = program.output(inner).from_row(share.first);
-        const Matrix& up = all.ups[share.expert]->here();
+        in.index = routing->rows.data() + slice.first;
+        in.rows = slice.count;
+        if (routing->router.scales_inputs) in.factors = routing->factors.data() + slice.first;
+        const Output out = program.output(inner).from_row(slice.first);
+        const Matrix& up = all.ups[slice.expert]->local_copy();
         if (!all.gates.empty()) {
-            program.kernels.gated(all.gates[share.expert]->here(), up, all.gate_bias[share.expert], all.up_bias[share.expert],
-                                  all.kind, in, share.pair, out);
+            program.kernels.gated(all.gates[slice.expert]->local_copy(), up, all.gate_bias[slice.expert],
+                                  all.up_bias[slice.expert], all.kind, in, slice.pair, out);
             return;
         }
-        program.kernels.linear(up, all.up_bias[share.expert], in, share.pair, out);
-        const int64_t at = share.pair * 32, count = std::min<int64_t>(32, width - at);
-        for (int64_t row = 0; row < share.count; ++row) {
+        program.kernels.linear(up, all.up_bias[slice.expert], in, slice.pair, out);
+        const int64_t at = slice.pair * 32, count = std::min<int64_t>(32, width - at);
+        for (int64_t row = 0; row < slice.count; ++row) {
             float* values = out.values + row * out.stride + at;
             program.kernels.activate(values, all.kind, count, values);
         }
@@ -185,61 +179,61 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
     const int64_t count = routing->router.num_matrices, top_k = routing->router.top_k;
     require((gates.empty() || (int64_t)gates.size() == count) && (int64_t)ups.size() == count &&
                 (int64_t)downs.size() == count,
-            "experts: their number differs from the router's");
+            "experts: the number of matrices differs from the router's");
     require(ups[0]->cols == program.buffers[x].width && downs[0]->cols == ups[0]->rows &&
                 (gates.empty() || (gates[0]->rows == ups[0]->rows && gates[0]->cols == ups[0]->cols)),
             "experts: shapes differ");
-    require(!gates.empty() || !routing->router.scales_inputs, "experts: scaled rows are read by a gate");
+    require(!gates.empty() || !routing->router.scales_inputs, "experts: scales_inputs needs gate matrices");
     require(count == routing->router.num_experts || downs[0]->rows == ups[0]->cols,
-            "experts: those that give back the row have its width");
+            "experts: identity experts need equal input and output widths");
     const std::vector<const float*> down_bias = biases_of(down_biases, downs);
-    Widening all{gates, ups, biases_of(gate_biases, gates), biases_of(up_biases, ups), activation_of(kind)};
-    const int dealt = deal(program, routing, chosen.second);
-    const int inner = widen(program, routing, x, dealt, std::move(all),
+    UpProjection all{gates, ups, biases_of(gate_biases, gates), biases_of(up_biases, ups), activation_of(kind)};
+    const int grouped = group_slots(program, routing, chosen.second);
+    const int inner = up_projection(program, routing, x, grouped, std::move(all),
                             nb::make_tuple(gate_list, up_list, gate_biases, up_biases));
 
-    for (const OwnedMatrix* each : downs) program.want(inner, *each);
-    const int spoken = program.buffer(downs[0]->rows, false);
-    program.buffers[spoken].copies = top_k;
+    for (const OwnedMatrix* each : downs) program.require_input(inner, *each);
+    const int expert_outputs = program.buffer(downs[0]->rows, false);
+    program.buffers[expert_outputs].copies = top_k;
     const int64_t out_pairs = num_pairs(*downs[0]);
-    Step narrow = step_over(routing, out_pairs, {inner, dealt}, spoken, nb::make_tuple(down_list, down_biases));
-    narrow.run = [&program, routing, downs, inner, spoken, out_pairs, down_bias](const Pass&, int64_t task) {
-        const Share share = share_of(*routing, task, out_pairs);
-        const Output all = program.output(inner).from_row(share.first);
-        Input in{all.values, all.stride, all.quants, share.count, program.halves(inner)};
-        if (in.halves) in.halves += share.first * program.buffers[inner].half_stride();
-        program.kernels.linear(downs[share.expert]->here(), down_bias[share.expert], in, share.pair,
-                               program.output(spoken).from_row(share.first));
+    Step down = step_over(routing, out_pairs, {inner, grouped}, expert_outputs, nb::make_tuple(down_list, down_biases));
+    down.run = [&program, routing, downs, inner, expert_outputs, out_pairs, down_bias](const Pass&, int64_t task) {
+        const Slice slice = slice_of(*routing, task, out_pairs);
+        const Output all = program.output(inner).from_row(slice.first);
+        Input in{all.values, all.stride, all.quants, slice.count, program.halves(inner)};
+        if (in.halves) in.halves += slice.first * program.buffers[inner].half_stride();
+        program.kernels.linear(downs[slice.expert]->local_copy(), down_bias[slice.expert], in, slice.pair,
+                               program.output(expert_outputs).from_row(slice.first));
     };
-    program.add(std::move(narrow));
-    return sum(program, routing, x, spoken);
+    program.add(std::move(down));
+    return sum(program, routing, x, expert_outputs);
 }
 
-// [R, heads * in] -> [R, heads * out] by a float matrix [out, in] of each head.
+// [R, heads * in] -> [R, heads * out]: each head has its own float matrix [out, in].
 int head_linear(Program& program, int x, nb::list matrices) {
     const Matrices heads = matrices_of(matrices);
     const int64_t count = (int64_t)heads.size(), in = heads[0]->cols, out = heads[0]->rows;
-    require(program.buffers[x].width == count * in, "head_linear: the input has another width than the matrices");
-    require(!any_quantized(heads), "head_linear: matrices of heads must be floats");
-    const int made = program.buffer(count * out, program.buffers[x].logits);
+    require(program.buffers[x].width == count * in, "head_linear: the input width differs from the matrices' columns");
+    require(!any_quantized(heads), "head_linear: quantized matrices are not supported");
+    const int out_buffer = program.buffer(count * out, program.buffers[x].logits);
     const int64_t pairs = num_pairs(*heads[0]);
     Step step;
     step.label = "matrices";
     step.reads = {x};
-    step.writes = {made};
+    step.writes = {out_buffer};
     step.owners = {matrices};
     step.num_tasks = [count, pairs](const Pass&) { return count * pairs; };
-    step.run = [&program, heads, x, made, in, out, pairs](const Pass& pass, int64_t task) {
+    step.run = [&program, heads, x, out_buffer, in, out, pairs](const Pass& pass, int64_t task) {
         const int64_t head = task / pairs;
         Input part = program.input(x, pass);
         part.values += head * in;
-        part.halves = nullptr; // heads are no whole panels
-        Output to = program.output(made);
+        part.halves = nullptr; // a head's columns are not whole panels
+        Output to = program.output(out_buffer);
         to.values += head * out;
-        program.kernels.linear(heads[head]->here(), nullptr, part, task % pairs, to);
+        program.kernels.linear(heads[head]->local_copy(), nullptr, part, task % pairs, to);
     };
     program.add(std::move(step));
-    return made;
+    return out_buffer;
 }
 
 } // namespace

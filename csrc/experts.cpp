@@ -1,4 +1,4 @@
-// The row's side of a mixture of experts: which experts it takes, and the weighted sum of what they say.
+// Row-wise kernels of mixtures of experts: routing, and the weighted sum of experts' outputs.
 #include "kernels.h"
 #include "simd.h"
 
@@ -7,7 +7,7 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
-constexpr float kTiny = 1e-20f; // added to the sum that weights are divided by: sigmoids may all be 0
+constexpr float kEpsilon = 1e-20f; // added to the sum of weights, which is 0 if all sigmoids are
 
 void softmax(const float* logits, int64_t count, float* out) {
     float top = logits[0];
@@ -19,7 +19,7 @@ void softmax(const float* logits, int64_t count, float* out) {
     for (int64_t i = 0; i < count; ++i) out[i] /= total;
 }
 
-// The first of the largest values that are not marked; NaN is never larger. At least one must be unmarked.
+// First index of the largest unmarked value; NaN never wins over an earlier value. At least one must be unmarked.
 int64_t largest(const float* values, const bool* marked, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; ++i)
@@ -27,7 +27,7 @@ int64_t largest(const float* values, const bool* marked, int64_t count) {
     return best;
 }
 
-float two_best(const float* values, int64_t count) {
+float sum_of_two_best(const float* values, int64_t count) {
     if (count == 1) return values[0];
     float first = values[0] > values[1] ? values[0] : values[1], second = values[0] > values[1] ? values[1] : values[0];
     for (int64_t i = 2; i < count; ++i) {
@@ -45,7 +45,7 @@ void mark_other_groups(const float* choice, const Router& router, bool* marked) 
     const int64_t size = router.num_experts / router.num_groups;
     float best[kMaxExperts];
     bool taken[kMaxExperts] = {};
-    for (int64_t g = 0; g < router.num_groups; ++g) best[g] = two_best(choice + g * size, size);
+    for (int64_t g = 0; g < router.num_groups; ++g) best[g] = sum_of_two_best(choice + g * size, size);
     for (int64_t i = 0; i < router.top_groups; ++i) taken[largest(best, taken, router.num_groups)] = true;
     for (int64_t i = 0; i < router.num_experts; ++i) marked[i] = !taken[i / size];
 }
@@ -67,7 +67,7 @@ void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width
 
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out); // recurrent.cpp
 
-void route(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids,
+void route(const float* logits, const float* bias, const int64_t* token_experts, const Router& router, int32_t* ids,
            float* weights) {
     const int64_t count = router.num_experts, k = router.top_k;
     float scores[kMaxExperts], choice[kMaxExperts];
@@ -85,21 +85,21 @@ void route(const float* logits, const float* bias, const int64_t* told, const Ro
     for (int64_t i = 0; i < count; ++i) choice[i] = bias ? scores[i] + bias[i] : scores[i];
     if (router.num_groups > 1) mark_other_groups(choice, router, marked);
     for (int64_t i = 0; i < k; ++i) {
-        const int64_t best = told ? told[i] : largest(choice, marked, count);
+        const int64_t best = token_experts ? token_experts[i] : largest(choice, marked, count);
         marked[best] = true;
-        int64_t at = i; // ids ascend: that is the order of the sum
+        int64_t at = i; // insertion sort: ids ascend, which fixes the order of the sum
         for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1];
         ids[at] = (int32_t)best;
     }
     float total = 0.0f;
     for (int64_t i = 0; i < k; ++i) total += scores[ids[i]];
     for (int64_t i = 0; i < k; ++i) {
-        const float weight = router.normalize ? scores[ids[i]] / (total + kTiny) : scores[ids[i]];
+        const float weight = router.normalize ? scores[ids[i]] / (total + kEpsilon) : scores[ids[i]];
         weights[i] = weight * router.scale;
     }
 }
 
-void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
+void weighted_sum(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
            const float* x, int64_t width, float* out) {
     for (int64_t at = 0; at < width; at += 16) {
         f32 sum = splat(0.0f);

@@ -1,5 +1,5 @@
-// The integer sums of one group of columns: rows of 8-bit activations times blocks of 16 outputs (matrix.h). Exact, so
-// the order within a group is free.
+// Integer sums of one group of columns: int8 activation rows times blocks of 16 outputs (matrix.h). Integer sums are exact,
+// so their order does not matter.
 #pragma once
 
 #include "kernels.h"
@@ -7,12 +7,16 @@
 
 namespace headstart::HEADSTART_PATH {
 
-// Bits 4 and 5 of four columns of each lane of Q6, in place: of those in low or in high nibbles.
-template <bool kHigh> INLINE i32 top_bits(i32 tops, int quad) {
+// Q5 and Q6: the bits above the nibbles of four columns per lane, shifted into place, for the columns in low or in high
+// nibbles. Q5: of `tops` shifted right by one for each quad before.
+template <int kBits, bool kHigh> INLINE i32 top_bits(i32 tops, int quad) {
+    if (kBits == 5) return (kHigh ? shift_left<4>(tops) : tops) & splat_int(0x10101010);
     const i32 mask = splat_int(0x30303030);
     if (quad % 2 == 0) return (kHigh ? shift_left<2>(tops) : shift_left<4>(tops)) & mask;
     return (kHigh ? shift_right<2>(tops) : tops) & mask;
 }
+
+constexpr int64_t half_bytes(int bits) { return bits * 64; } // quants of a half of 32 columns, 4 to 6 bits
 
 } // namespace headstart::HEADSTART_PATH
 
@@ -24,7 +28,7 @@ template <bool kHigh> INLINE i32 top_bits(i32 tops, int quad) {
 
 namespace headstart::HEADSTART_PATH {
 
-constexpr int32_t kLowered = 0; // what is taken off each byte of Q8, and each level
+constexpr int32_t kByteOffset = 0; // subtracted from each Q8 byte and each table level
 
 INLINE i32 splat_bytes(const int8_t* p) {
     int32_t four;
@@ -34,8 +38,8 @@ INLINE i32 splat_bytes(const int8_t* p) {
 
 INLINE ByteTable lowered_table(const uint8_t* levels) { return byte_table(levels); }
 
-// Adds to the sums of kRows rows and kBlocks blocks the products of part `g` (16 or 32 columns) of a panel, whose first
-// column is `column` of the rows. `p` are the panel's beginnings in each block, `head` bytes before its quants.
+// Adds the products of part g (16 or 32 columns) of a panel to the sums of kRows rows and kBlocks blocks. column: the part's
+// first column in the rows. p: the panel's address in each block; its quants start after `head` bytes.
 template <int kBits, int kPart, bool kLevels, int kRows, int kBlocks>
 INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, const int8_t* const (&q)[kRows],
                       int64_t column, const ByteTable& table, i32 (&sum)[kRows][kBlocks]) {
@@ -54,19 +58,22 @@ INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, c
         }
         return;
     }
-    // a half of 32 columns: low nibbles are its first 16 columns, high ones the last 16
+    // in a half of 32 columns, low nibbles are the first 16 columns and high nibbles the last 16
     const i32 low = splat_int(0x0f0f0f0f);
-    const int64_t half = (kPart == 32 ? g : g / 2) * (kBits == 6 ? 384 : 256);
+    const int64_t half = (kPart == 32 ? g : g / 2) * half_bytes(kBits);
+    i32 tops[kBlocks];
     for (int quad = 0; quad < 4; ++quad) {
-        i32 both[kBlocks], tops[kBlocks], w[kBlocks];
+        i32 both[kBlocks], w[kBlocks];
         for (int b = 0; b < kBlocks; ++b) {
             both[b] = load(reinterpret_cast<const int32_t*>(p[b] + head + half + quad * 64));
-            if (kBits == 6) tops[b] = load(reinterpret_cast<const int32_t*>(p[b] + head + half + 256 + quad / 2 * 64));
+            const uint8_t* at = p[b] + head + half + 256;
+            if (kBits == 6) tops[b] = load(reinterpret_cast<const int32_t*>(at + quad / 2 * 64));
+            if (kBits == 5) tops[b] = quad ? shift_right<1>(tops[b]) : load(reinterpret_cast<const int32_t*>(at));
         }
         if (kPart == 32 || g % 2 == 0) {
             for (int b = 0; b < kBlocks; ++b) {
                 w[b] = both[b] & low;
-                if (kBits == 6) w[b] = w[b] | top_bits<false>(tops[b], quad);
+                if (kBits > 4) w[b] = w[b] | top_bits<kBits, false>(tops[b], quad);
                 if (kLevels) w[b] = look_up(table, w[b]);
             }
             add(w, quad * 4);
@@ -74,7 +81,7 @@ INLINE void add_group(const uint8_t* const (&p)[kBlocks], int64_t head, int g, c
         if (kPart == 32 || g % 2 == 1) {
             for (int b = 0; b < kBlocks; ++b) {
                 w[b] = shift_right<4>(both[b]) & low;
-                if (kBits == 6) w[b] = w[b] | top_bits<true>(tops[b], quad);
+                if (kBits > 4) w[b] = w[b] | top_bits<kBits, true>(tops[b], quad);
                 if (kLevels) w[b] = look_up(table, w[b]);
             }
             add(w, (kPart == 32 ? 16 : 0) + quad * 4);

@@ -1,6 +1,5 @@
-// The integer sums of a group on ARM (see group_sums.h). Four bytes of weights meet four of activations in one
-// instruction where the processor has dotprod (signed bytes) or i8mm (unsigned ones); on ARMv8.0 in two steps, over sums
-// of 16 bits that cannot overflow.
+// Integer sums of a group on ARM (see group_sums.h): one instruction per four products with dotprod (signed bytes) or i8mm
+// (unsigned bytes); on ARMv8.0 two steps over 16-bit sums that cannot overflow.
 #pragma once
 
 #include "kernels.h"
@@ -9,16 +8,16 @@
 namespace headstart::HEADSTART_PATH {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int32_t kLowered = 0;
+constexpr int32_t kByteOffset = 0;
 #else
-constexpr int32_t kLowered = 128; // taken off each byte of Q8, and each level: they are multiplied as signed ones
+constexpr int32_t kByteOffset = 128; // subtracted from each Q8 byte and table level, to multiply them as signed bytes
 #endif
 
-// Bytes of Q8, ready to be multiplied; so are the levels of a table.
-INLINE uint8x16_t lowered(uint8x16_t bytes) { return kLowered ? veorq_u8(bytes, vdupq_n_u8(kLowered)) : bytes; }
+// Q8 bytes or table levels, as the product instruction reads them.
+INLINE uint8x16_t lowered(uint8x16_t bytes) { return kByteOffset ? veorq_u8(bytes, vdupq_n_u8(kByteOffset)) : bytes; }
 INLINE ByteTable lowered_table(const uint8_t* levels) { return {lowered(vld1q_u8(levels))}; }
 
-// What the low or the high nibbles of 16 bytes stand for.
+// The low or the high nibbles of 16 bytes.
 template <bool kHigh> INLINE uint8x16_t codes_of(uint8x16_t bytes) {
     return kHigh ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
 }
@@ -27,26 +26,29 @@ template <bool kHigh, bool kLevels> INLINE uint8x16_t nibbles(const ByteTable& t
     return kLevels ? vqtbl1q_u8(table.v, codes) : codes;
 }
 
-// The same with the bits on top of Q6, which two quads of columns share.
-template <bool kHigh> INLINE uint8x16_t sixes(uint8x16_t bytes, uint8x16_t tops, int quad) {
+// The same with Q5's fifth bit, and with Q6's two high bits; two quads of columns share a byte of these.
+template <bool kHigh> INLINE uint8x16_t five_bit_codes(uint8x16_t bytes, uint8x16_t tops, int quad) {
+    tops = vshlq_u8(tops, vdupq_n_s8((int8_t)(kHigh ? 4 - quad : -quad)));
+    return vorrq_u8(codes_of<kHigh>(bytes), vandq_u8(tops, vdupq_n_u8(0x10)));
+}
+template <bool kHigh> INLINE uint8x16_t six_bit_codes(uint8x16_t bytes, uint8x16_t tops, int quad) {
     if (quad % 2 == 0) tops = kHigh ? vshlq_n_u8(tops, 2) : vshlq_n_u8(tops, 4);
     if (quad % 2 == 1 && kHigh) tops = vshrq_n_u8(tops, 2);
     return vorrq_u8(codes_of<kHigh>(bytes), vandq_u8(tops, vdupq_n_u8(0x30)));
 }
 
-// Codes of the low or the high nibbles at `p`, of 16 bytes that are the quad's.
+// Codes of a quad of columns: low or high nibbles of the 16 bytes at p.
 template <int kBits, bool kHigh, bool kLevels>
 INLINE uint8x16_t codes_at(const uint8_t* p, int quad, int i, const ByteTable& table) {
     const uint8x16_t bytes = vld1q_u8(p + quad * 64 + i * 16);
-    if (kBits == 6) return sixes<kHigh>(bytes, vld1q_u8(p + 256 + quad / 2 * 64 + i * 16), quad);
+    if (kBits == 5) return five_bit_codes<kHigh>(bytes, vld1q_u8(p + 256 + i * 16), quad);
+    if (kBits == 6) return six_bit_codes<kHigh>(bytes, vld1q_u8(p + 256 + quad / 2 * 64 + i * 16), quad);
     return nibbles<kHigh, kLevels>(table, bytes);
 }
 
-constexpr int64_t half_bytes(int bits) { return bits == 6 ? 384 : 256; } // of 32 columns with nibbles
-
 #if defined(__ARM_FEATURE_DOTPROD)
 
-// Lane l of sum += bytes 4 l .. 4 l + 3 of w times bytes 4 kQuad .. 4 kQuad + 3 of a.
+// sum[l] += dot product of bytes 4 l .. 4 l + 3 of w and bytes 4 kQuad .. 4 kQuad + 3 of a.
 template <int kQuad> INLINE int32x4_t dot_four(int32x4_t sum, uint8x16_t w, int8x16_t a) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
     return vusdotq_laneq_s32(sum, w, a, kQuad);
@@ -64,7 +66,7 @@ INLINE void add_four(const uint8x16_t (&w)[4], const int8x16_t (&a)[kRows], i32 
     }
 }
 
-// Columns 4 kQuad .. 4 kQuad + 3 of 16 whose activations are `first`; of Q4 also of the next 16, `second`.
+// Adds columns 4 kQuad .. 4 kQuad + 3 of 16 columns with activations `first`, and of the next 16 with `second`.
 template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kQuad, int kRows>
 INLINE void add_quad(const uint8_t* p, const int8x16_t (&first)[kRows], const int8x16_t (&second)[kRows],
                      const ByteTable& table, i32 (&sum)[kRows][1]) {
@@ -115,7 +117,7 @@ INLINE void add_group(const uint8_t* const (&p)[1], int64_t head, int g, const i
 
 #else
 
-// Products of the bytes of four lanes, in 16 bits: of lanes 0 and 1 in `low`, of lanes 2 and 3 in `high`.
+// 16-bit products of the bytes of four lanes: lanes 0 and 1 in `low`, 2 and 3 in `high`.
 struct Products {
     int16x8_t low, high;
 };
@@ -134,8 +136,8 @@ INLINE int8x16_t splat_bytes(const int8_t* p) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 
-// Sums of 32 bits of four lanes: of bytes 0 and 1 of each lane and of bytes 2 and 3, side by side. Two products of signed
-// bytes fit 16 bits (2 x 128 x 127), and then are added here.
+// 32-bit sums of four lanes, bytes 0 and 1 apart from bytes 2 and 3. Two products of signed bytes fit in 16 bits
+// (2 x 128 x 127) before they are added here.
 template <int kRows> struct Halves {
     int32x4_t low[kRows], high[kRows];
 };
@@ -154,7 +156,7 @@ INLINE void add_two(Halves<kRows>& sum, uint8x16_t w0, int64_t at0, uint8x16_t w
 
 template <int kQuads, int kRows>
 INLINE void add_bytes(const uint8_t* p, const int8_t* const (&q)[kRows], int32x4_t (&sum)[kRows][4]) {
-    for (int i = 0; i < 4; ++i) { // four lanes each
+    for (int i = 0; i < 4; ++i) { // register i has four lanes
         Halves<kRows> all;
         clear(all);
         for (int quad = 0; quad < kQuads; quad += 2) {
@@ -183,10 +185,10 @@ INLINE void add_levels(const uint8_t* p, const int8_t* const (&q)[kRows], const 
     }
 }
 
-// Sixteen products of nibbles fit 16 bits (16 x 15 x 127): 32 columns have eight for each byte of a lane.
+// Sixteen products with nibbles fit in 16 bits (16 x 15 x 127); 32 columns have eight for each byte of a lane.
 template <bool kFirst, bool kSecond, int kRows>
 INLINE void add_nibbles(const uint8_t* p, const int8_t* const (&q)[kRows], int32x4_t (&sum)[kRows][4]) {
-    constexpr int kNext = kFirst ? 16 : 0; // where the columns of high nibbles begin
+    constexpr int kNext = kFirst ? 16 : 0; // first column of the high nibbles
     for (int i = 0; i < 4; ++i) {
         Products all[kRows];
         for (auto& each : all) each = {vdupq_n_s16(0), vdupq_n_s16(0)};
@@ -198,7 +200,7 @@ INLINE void add_nibbles(const uint8_t* p, const int8_t* const (&q)[kRows], int32
                 if (kSecond) all[r] = times_add(all[r], high, splat_bytes(q[r] + kNext + quad * 4));
             }
         }
-        for (int r = 0; r < kRows; ++r) // pairs of neighbours still fit
+        for (int r = 0; r < kRows; ++r) // sums of adjacent pairs still fit in 16 bits
             sum[r][i] = vpadalq_s16(sum[r][i], vpaddq_s16(all[r].low, all[r].high));
     }
 }
@@ -206,7 +208,7 @@ INLINE void add_nibbles(const uint8_t* p, const int8_t* const (&q)[kRows], int32
 template <int kBits, bool kLevels, bool kFirst, bool kSecond, int kRows>
 INLINE void add_codes(const uint8_t* p, const int8_t* const (&q)[kRows], const ByteTable& table,
                       int32x4_t (&sum)[kRows][4]) {
-    if (kLevels || kBits == 6)
+    if (kLevels || kBits > 4)
         add_levels<kBits, kFirst, kSecond>(p, q, table, sum);
     else
         add_nibbles<kFirst, kSecond>(p, q, sum);

@@ -1,5 +1,5 @@
-// Products with matrices whose columns share scales in groups: of integers, exact inside a group, with rows in 8 bits; of
-// small floats, widened in registers, with rows of floats.
+// Products with matrices whose groups of columns share a scale: integer codes times int8 rows (exact within a group), and
+// small-float codes times float rows.
 #pragma once
 
 #include "group_sums.h"
@@ -10,24 +10,24 @@
 namespace headstart::HEADSTART_PATH {
 
 #if HEADSTART_AVX512
-constexpr int kChains = 2; // sums of even and of odd columns, as one alone waits for itself
+constexpr int kChains = 2; // separate sums of even and odd columns, to hide latency
 #else
 constexpr int kChains = 1;
 #endif
 
-enum class Read { F16, F32, I8, ANY }; // how scales are read: ANY looks at each panel what they are
+enum class Read { F16, F32, I8, ANY }; // compile-time type of scales; ANY: decided at run time
 
-// Powers of two, halved: they belong to twice the values of E2M1. So are the FP8 scales beside such values.
+// Scales divided by 2, because the E2M1 table holds twice the values.
 INLINE f32 halved_e8m0(const uint8_t* p) {
     return as_float(max(shift_left<23>(load_u8(p)), splat_int(0x400000))) * splat(0.5f);
 }
-INLINE f32 halved_e4m3(const uint8_t* p, f32 factor) { // digits in place, the exponent 120 too small
+INLINE f32 halved_e4m3(const uint8_t* p, f32 factor) { // shifted to float32's digits; the exponent is 120 too small
     const i32 code = load_u8(p);
     const i32 bits = shift_left<24>(code & splat_int(0x80)) + shift_left<20>(code & splat_int(0x7f));
     return as_float(bits) * splat(0x1p120f) * factor * splat(0.5f);
 }
 
-// The scales (or mins) of one group, from where those of the panel begin.
+// Scales (or mins) of one group; p: those of the panel.
 template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, int64_t group, f32 factor) {
     if (kRead == Read::F32) return load(reinterpret_cast<const float*>(p) + group * 16);
     if (kRead == Read::F16) return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
@@ -43,7 +43,7 @@ template <Read kRead> INLINE f32 load_scale(const Matrix& w, const uint8_t* p, i
     return load_half(reinterpret_cast<const uint16_t*>(p) + group * 16);
 }
 
-// acc[r][b] += row r of x times block kFirst + b, b < kBlocks. Up to 32 columns are summed as integers, then scaled.
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocks. At most 32 columns are summed as integers, then scaled.
 template <int kBits, int kGroup, Offsets kOffsets, Read kRead, bool kLevels, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                                f32 (&acc)[kRows][kBlocks]) {
@@ -65,14 +65,14 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
         sums[r] = kPart == 32 ? layout.sums(p) : layout.half_sums(p);
         scaled_sums[r] = kPart == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
     }
-    constexpr int32_t kOff = kBits == 8 || kLevels ? kLowered : 0;
-    const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // what a sum of activations adds so many times
+    constexpr int32_t kOff = kBits == 8 || kLevels ? kByteOffset : 0;
+    const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // factor of the activations' sum
     const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
     f32 factor[kBlocks], min_factor[kBlocks];
     for (int b = 0; b < kBlocks; ++b)
         factor[b] = min_factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
     const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
-    const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // the next pair of blocks
+    const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // prefetches the next pair of blocks
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         const int64_t before = kRead == Read::I8 ? (panel / kFactorPanels + 1) * kLanes * 4 : first;
         const uint8_t* p[kBlocks];
@@ -101,7 +101,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
                 const f32 scale = splat(scales[r][column / 32]);
                 for (int b = 0; b < kBlocks; ++b) {
                     f32 whole = to_float(sum[r][b]);
-                    if (kPoints) whole = fma(z[b], splat((float)sums[r][part]), whole); // of integers below 2^24: exact
+                    if (kPoints) whole = fma(z[b], splat((float)sums[r][part]), whole); // exact: integers below 2^24
                     acc[r][b] = fma(whole, s[b] * scale, acc[r][b]);
                 }
             }
@@ -115,16 +115,16 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     }
 }
 
-// 64 bytes of a block hold its next columns: of F8 four (2^-8 of their values), of L4 eight, looked up in a table.
+// Columns in 64 bytes of a block: four of F8 (as 2^-8 of the values), eight of L4 (table indices).
 template <Kind kKind> constexpr int kUnit = kKind == Kind::F8 ? 4 : 8;
 struct Levels4 {
     FloatTable table;
     i32 codes;
 };
-INLINE int64_t column_of(Kind kind, int64_t unit, int i) { // within a panel
+INLINE int64_t column_of(Kind kind, int64_t unit, int i) { // column of number i of a unit, within the panel
     return kind == Kind::F8 ? unit * 4 + i : unit / 4 * 32 + unit % 4 * 4 + i % 4 + i / 4 * 16;
 }
-INLINE f32 widen(const Levels4& from, int i) { // a table looks at the low 4 bits of a lane
+INLINE f32 widen(const Levels4& from, int i) { // look_up uses the low 4 bits of a lane
     switch (i) {
     case 1: return look_up(from.table, shift_right<8>(from.codes));
     case 2: return look_up(from.table, shift_right<16>(from.codes));
@@ -144,7 +144,7 @@ template <Kind kKind> INLINE auto load_codes(const FloatTable& table, const uint
 }
 
 #if HEADSTART_PAIRS
-// acc[r][b] += row r of x times block b of F8: pairs of a group times pairs of bfloat16, then the group's scale.
+// acc[r][b] += row r of x times block b of F8: bfloat16 pairs of a group, then the group's scale.
 template <int kRows>
 INLINE void multiply_e4m3(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                           f32 (&acc)[kRows][2]) {
@@ -164,7 +164,7 @@ INLINE void multiply_e4m3(const Matrix& w, const uint8_t* const block[2], const 
             for (auto& r : sum)
                 for (f32& lanes : r) lanes = splat(0.0f);
             for (int64_t end = unit + units; unit < end; ++unit) {
-                i32 pairs[2][2]; // of each block
+                i32 pairs[2][2]; // [block][pair]
                 for (int b = 0; b < 2; ++b) widen_pairs(table, p[b] + head + unit * 64, pairs[b]);
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; ++i)
@@ -182,7 +182,7 @@ INLINE void multiply_e4m3(const Matrix& w, const uint8_t* const block[2], const 
 }
 #endif
 
-// acc[r][b] += row r of x times block kFirst + b: codes of a group times floats, then the group's scale.
+// acc[r][b] += row r of x times block kFirst + b: codes of a group times float32, then the group's scale.
 template <Kind kKind, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                            f32 (&acc)[kRows][kBlocks]) {
@@ -196,7 +196,7 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
     for (int r = 0; r < kRows; ++r) in[r] = x.values + x.at(row + r) * x.stride;
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         const int64_t rest = w.cols - panel * kPanel;
-        if (rest < kPanel) // what lies behind a row is not its own
+        if (rest < kPanel) // columns beyond the row's end count as zero
             for (int r = 0; r < kRows; ++r) {
                 std::memcpy(tail[r], in[r], rest * 4);
                 in[r] = tail[r];

@@ -1,4 +1,4 @@
-// float16 and bfloat16 as bits, without help from the instruction set: for loading, not for the kernels.
+// Portable conversion of float16 and bfloat16 bits, for loading weights; kernels use simd.h.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline uint32_t bits_of_float(float value) {
 inline float float_from_half(uint16_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, body = half & 0x7fffu;
     if (body >= 0x7c00u) return float_from_bits(sign | 0x7f800000u | (body & 0x3ffu) << 13); // infinity or NaN
-    // The same digits with float's exponent bias; the product is exact for subnormal halves too.
+    // The same digits with float's exponent bias; exact for subnormal numbers too.
     return float_from_bits(sign | bits_of_float(float_from_bits(body << 13) * 0x1p112f));
 }
 

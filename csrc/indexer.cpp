@@ -1,12 +1,12 @@
-// Scores of an indexer over paged keys (Ops.choose of headstart/kernels/ops.py). Each lane is a position of its own, so
-// that its score does not depend on where its key lies.
+// Indexer scores over paged keys (Ops.select_positions of headstart/kernels/ops.py). Each lane is one position, so a score
+// does not depend on the key's slot.
 #include "attention.h"
 
 namespace headstart::HEADSTART_PATH {
 namespace {
 
 #if HEADSTART_AVX512
-constexpr int kHeads = 8; // as many sums hide the latency of one
+constexpr int kHeads = 8; // heads summed together, to hide latency
 #else
 constexpr int kHeads = 4;
 #endif
@@ -28,8 +28,9 @@ INLINE f32 add_heads(const IndexTask& task, const uint8_t* tile, int64_t first, 
     const float* scales = reinterpret_cast<const float*>(tile + task.layout.scales_at());
     for (int h = 0; h < kCount; ++h) {
         f32 product = sum[h];
-        if (kStore == Store::I8) product = product * load(scales);
-        total = fma(max(splat(0.0f), product), splat(task.weights[first + h]), total); // NaN, second in max, stays NaN
+        if (is_scaled(kStore)) product = product * load(scales);
+        // NaN stays NaN (second operand of max)
+        total = fma(max(splat(0.0f), product), splat(task.weights[first + h]), total);
     }
     return total;
 }
@@ -42,7 +43,7 @@ template <Store kStore> void score(const IndexTask& task) {
         for (; h + kHeads <= task.num_heads; h += kHeads) total = add_heads<kStore, kHeads>(task, tile, h, total);
         for (; h < task.num_heads; ++h) total = add_heads<kStore, 1>(task, tile, h, total);
         const f32 never = splat(-INFINITY);
-        store(task.scores + position, select_less(never, total, total, never)); // NaN is not above it
+        store(task.scores + position, select_less(never, total, total, never)); // NaN becomes -inf
     }
 }
 
@@ -53,6 +54,7 @@ void index_scores(const IndexTask& task) {
     case Store::F32: return score<Store::F32>(task);
     case Store::BF16: return score<Store::BF16>(task);
     case Store::I8: return score<Store::I8>(task);
+    case Store::F8: return score<Store::F8>(task);
     }
 }
 

@@ -1,5 +1,5 @@
-// The inner loops of one instruction-set path. Bits of a row depend on that row only: every output lane has its own
-// chain of operations, over groups (or columns, or KV positions) in ascending order, whatever the tile it is part of.
+// Matrix products and row-wise kernels of one instruction-set path. A row's bits depend on that row only: every output lane
+// sums over groups or columns in ascending order, whatever tile it is computed in.
 #include "kernels.h"
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 namespace headstart::HEADSTART_PATH {
 namespace {
 
-// Rows that are multiplied together, and how many blocks at once: as many accumulators as registers hold. Simple: weights
-// are floats as they are loaded, and need no other registers.
+// Rows and blocks multiplied together: as many accumulators as fit in registers. kSimple: weights are loaded as float32 and
+// need no further registers.
 #if HEADSTART_AVX512
 constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
 template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 2;
@@ -27,7 +27,7 @@ constexpr int kRowTile = 1;
 template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 2;
 #endif
 
-// acc[r][b] += row r of x times block kFirst + b, b < kBlocks, float matrices, column by column.
+// acc[r][b] += row r of x times block kFirst + b, b < kBlocks, of a float matrix, column by column.
 template <Kind kKind, int kFirst, int kRows, int kBlocks>
 INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row,
                            f32 (&acc)[kRows][kBlocks]) {
@@ -44,7 +44,7 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
         const uint8_t* pairs[kRows];
         for (int r = 0; r < kRows; ++r)
             pairs[r] = reinterpret_cast<const uint8_t*>(x.halves + x.at(row + r) * w.padded());
-        const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // the next pair of blocks
+        const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // prefetches the next pair of blocks
         for (int64_t k = 0; k < w.cols; k += 2) {
             prefetch(block[0] + ahead + k * 32);
             prefetch(block[1] + ahead + k * 32);
@@ -63,7 +63,7 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
         const i32 high = splat_int((int32_t)0xffff0000);
         for (int64_t k = 0; k < w.cols; k += 2) {
             i32 pair[kBlocks];
-            f32 half[kBlocks]; // the even column, then the odd one
+            f32 half[kBlocks]; // even column, then odd column
             for (int b = 0; b < kBlocks; ++b) {
                 pair[b] = load(reinterpret_cast<const int32_t*>(block[kFirst + b] + k * 32));
                 half[b] = as_float(shift_left<16>(pair[b]));
@@ -90,7 +90,7 @@ INLINE void multiply_float(const Matrix& w, const uint8_t* const block[2], const
 template <int kRows> using Tile = f32[kRows][2];
 template <int kRows> using Multiply = void (*)(const Matrix&, const uint8_t* const[2], const Input&, int64_t, Tile<kRows>&);
 
-// What multiply(sums, first block) makes of zeros, for both blocks.
+// acc = the sums that multiply(sums, first block) adds to zeros, for both blocks.
 template <int kRows, bool kSimple = false, class F> INLINE void from_zero(Tile<kRows>& acc, F&& multiply) {
     const auto take = [&](auto first) __attribute__((always_inline)) {
         constexpr int kBlocks = kBlocksAtOnce<kRows, kSimple>;
@@ -135,7 +135,7 @@ template <int kBits, int kGroup, Read kRead, int kRows> Multiply<kRows> pick_qua
     return quantized<kBits, kGroup, Offsets::NONE, kRead, false, kRows>;
 }
 
-template <int kRows> Multiply<kRows> pick(const Matrix& w) { // of those that are known()
+template <int kRows> Multiply<kRows> pick(const Matrix& w) { // w.known() must hold
     const bool levels = w.levels != Levels::NONE, points = w.offsets == Offsets::POINTS;
     switch (w.kind) {
     case Kind::F32: return floating<Kind::F32, kRows>;
@@ -146,9 +146,11 @@ template <int kRows> Multiply<kRows> pick(const Matrix& w) { // of those that ar
     case Kind::Q8:
         if (points) return quantized<8, 64, Offsets::POINTS, Read::ANY, false, kRows>;
         if (w.group == 64) return quantized<8, 64, Offsets::NONE, Read::ANY, false, kRows>;
-        return pick_quantized<8, 32, Read::F16, kRows>(w);
+        return quantized<8, 32, Offsets::NONE, Read::F16, false, kRows>;
+    case Kind::Q5:
+        if (w.scales == Scales::I8) return quantized<5, 32, Offsets::MINS, Read::I8, false, kRows>;
+        return pick_quantized<5, 32, Read::F16, kRows>(w);
     case Kind::Q6:
-        if (w.offsets == Offsets::MINS) return quantized<6, 32, Offsets::MINS, Read::I8, false, kRows>;
         return quantized<6, 16, Offsets::NONE, Read::I8, false, kRows>;
     case Kind::Q4: break;
     }
@@ -184,15 +186,15 @@ void quantize(const float* x, int64_t width, uint8_t* row) {
     }
 }
 
-// Blocks 2 pair and 2 pair + 1 of both matrices, those there are: [half][gate, up].
+// The existing ones of blocks 2 * pair and 2 * pair + 1 of both matrices, as [half][gate, up].
 struct GatedBlocks {
     const uint8_t* at[2][2];
     int halves;
-    bool alike;
+    bool same_format;
 };
 
 INLINE GatedBlocks gated_blocks(const Matrix& gate, const Matrix& up, int64_t pair) {
-    GatedBlocks found{{}, 2 * pair + 1 < gate.num_blocks() ? 2 : 1, gate.alike(up)};
+    GatedBlocks found{{}, 2 * pair + 1 < gate.num_blocks() ? 2 : 1, gate.same_format(up)};
     for (int half = 0; half < found.halves; ++half) {
         found.at[half][0] = gate.block(2 * pair + half);
         found.at[half][1] = up.block(2 * pair + half);
@@ -203,13 +205,13 @@ INLINE GatedBlocks gated_blocks(const Matrix& gate, const Matrix& up, int64_t pa
 template <int kRows>
 void gated_rows(const Matrix& gate, const Matrix& up, const GatedBlocks& blocks, const float* gate_bias,
                 const float* up_bias, Activation kind, const Input& x, int64_t row, int64_t pair, const Output& out) {
-    alignas(64) float tile[kRows][32]; // what no block fills is behind the width
+    alignas(64) float tile[kRows][32]; // lanes without a block are beyond the output width
     for (int half = 0; half < blocks.halves; ++half) {
         const uint8_t* const* block = blocks.at[half];
         Tile<kRows> acc;
-        if (blocks.alike) {
+        if (blocks.same_format) {
             pick<kRows>(gate)(gate, block, x, row, acc);
-        } else { // files that mix types inside a layer: each matrix by itself, twice the work
+        } else { // formats differ (GGUF files mix types in a layer): multiply each matrix separately
             Tile<kRows> other;
             const uint8_t* const first[2] = {block[0], block[0]};
             const uint8_t* const second[2] = {block[1], block[1]};
@@ -226,7 +228,7 @@ void gated_rows(const Matrix& gate, const Matrix& up, const GatedBlocks& blocks,
     for (int r = 0; r < kRows; ++r) put_gated(tile[r], row + r, pair, out);
 }
 
-// Calls f(constant) for tiles of at most kRowTile rows.
+// Calls f(first row, constant number of rows) for tiles of at most kRowTile rows.
 template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
     int64_t row = 0;
     for (; rows - row >= kRowTile; row += kRowTile) f(row, std::integral_constant<int, kRowTile>{});
@@ -317,15 +319,26 @@ void rope(const float* x, const float* cosines, const float* sines, int64_t num_
     }
 }
 
-INLINE uint16_t to_bf16(float value) { // nearest, ties to even; NaN stays NaN
+INLINE uint16_t to_bf16(float value) { // rounds to nearest, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// One scale for the vector: 8 bits per token and head.
-float quantize_vector(const float* x, int64_t count, int8_t* out, int64_t step) {
+INLINE uint8_t to_e4m3(float value) { // rounds to nearest, ties to even; above 448 becomes 448. value: no NaN
+    const float size = std::fabs(value) < 448.0f ? std::fabs(value) : 448.0f, shifted = size + 0x1p14f;
+    uint32_t bits, digits, sign;
+    std::memcpy(&bits, &size, 4);
+    std::memcpy(&digits, &shifted, 4); // the last digit of 2^14 is 2^-9, the step of subnormal codes
+    std::memcpy(&sign, &value, 4);
+    const uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    return (uint8_t)((size < 0x1p-6f ? digits & 15 : normal) | (sign >> 24 & 0x80));
+}
+
+// Quantizes a key or value vector to I8 or F8 with one scale; returns the scale.
+template <Store kStore> float quantize_vector(const float* x, int64_t count, uint8_t* out, int64_t step) {
+    constexpr float kLargest = kStore == Store::I8 ? 127.0f : 448.0f, kUnit = kStore == Store::I8 ? 1.0f : 256.0f;
     float peak = 0.0f;
     bool finite = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -333,9 +346,12 @@ float quantize_vector(const float* x, int64_t count, int8_t* out, int64_t step) 
         peak = std::fabs(x[i]) > peak ? std::fabs(x[i]) : peak;
     }
     const bool empty = peak < 1e-30f || !finite;
-    const float inverse = empty ? 0.0f : 127.0f / peak;
-    for (int64_t i = 0; i < count; ++i) out[i * step] = empty ? 0 : (int8_t)std::nearbyintf(x[i] * inverse);
-    return finite ? (empty ? 0.0f : peak * (1.0f / 127.0f)) : std::nanf("");
+    const float inverse = empty ? 0.0f : kLargest / peak;
+    for (int64_t i = 0; i < count; ++i) {
+        const float scaled = x[i] * inverse;
+        out[i * step] = empty ? 0 : kStore == Store::I8 ? (uint8_t)(int8_t)std::nearbyintf(scaled) : to_e4m3(scaled);
+    }
+    return finite ? (empty ? 0.0f : peak * (kUnit / kLargest)) : std::nanf("");
 }
 
 void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLayout& layout, int64_t slot) {
@@ -351,9 +367,10 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
             for (int64_t d = 0; d < dim; ++d) key[d / 2 * 32 + d % 2] = to_bf16(keys[d]);
             for (int64_t d = 0; d < wide; ++d) reinterpret_cast<uint16_t*>(value_row)[d * 2] = to_bf16(values[d]);
         } else {
+            const auto quantize = layout.store == Store::I8 ? quantize_vector<Store::I8> : quantize_vector<Store::F8>;
             float* scales = reinterpret_cast<float*>(tile + layout.scales_at());
-            scales[lane] = quantize_vector(keys, dim, reinterpret_cast<int8_t*>(tile) + lane, 16);
-            scales[16 + lane] = quantize_vector(values, wide, reinterpret_cast<int8_t*>(value_row), 1);
+            scales[lane] = quantize(keys, dim, tile + lane, 16);
+            scales[16 + lane] = quantize(values, wide, value_row, 1);
         }
     }
 }
@@ -361,34 +378,36 @@ void store_kv(const float* keys, const float* values, uint8_t* pool, const KVLay
 } // namespace
 
 #if HEADSTART_PAIRS
-void halve(const float* x, int64_t width, uint16_t* row) {
+void to_bf16_row(const float* x, int64_t width, uint16_t* row) {
     for (int64_t i = 0; i < whole_panels(width); i += 16) store_bf16(row + i, load_some(x + i, width - i));
 }
 #else
-constexpr auto halve = nullptr;
+constexpr auto to_bf16_row = nullptr;
 #endif
 
 void attend(const AttendTask& task); // attention.cpp
 void join(const AttendTask& task);
 void sigmoid_mul(const float* gate, const float* x, int64_t gates, int64_t width, float* out); // experts.cpp
-void route(const float* logits, const float* bias, const int64_t* told, const Router& router, int32_t* ids, float* weights);
-void weigh(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
+void route(const float* logits, const float* bias, const int64_t* token_experts, const Router& router, int32_t* ids,
+           float* weights);
+void weighted_sum(const float* values, int64_t stride, const int32_t* slots, const float* weights, int64_t count,
            const float* x, int64_t width, float* out);
-void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out); // recurrent.cpp
+// recurrent.cpp
+void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out);
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
 void recur(const RecurrenceTask& task);
 void index_scores(const IndexTask& task); // indexer.cpp
 void stream_weights(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
 void sum_streams(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
 void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, float* out);
-void compress(const CompressTask& task); // these four: streams.cpp
+void compress(const CompressTask& task); // streams.cpp has these four
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
-                                   store_kv,                attend,      join,   sigmoid_mul, route, weigh,  conv,
+                                   store_kv,                attend,      join,   sigmoid_mul, route, weighted_sum,  conv,
                                    softplus,                recur,  stream_weights,
-                                   sum_streams,             mix_streams, compress, index_scores, kMostQueries, halve};
+                                   sum_streams,             mix_streams, compress, index_scores, kMaxQueries, to_bf16_row};
     return table;
 }
 

@@ -1,10 +1,10 @@
-// The Python side of the extension: each file binds its own part.
+// The Python extension module _native.
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
 
 NB_MODULE(_native, m) {
-    nanobind::set_leak_warnings(false); // models that live until the interpreter ends are no leak
+    nanobind::set_leak_warnings(false); // models may live until the interpreter exits
     headstart::bind_pool(m);
     headstart::bind_packing(m);
     headstart::bind_placing(m);

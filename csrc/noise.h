@@ -1,6 +1,6 @@
-// The noise of coupled sampling (kernels/philox.py has the definition): Philox4x32-10, our own log, Gumbel noise.
+// Noise of coupled sampling, as defined by kernels/philox.py: Philox4x32-10, an exact log, Gumbel noise.
 //
-// Everything is `static inline`: files compiled for different instruction sets must not share one copy.
+// All functions are `static inline`: files compiled for different instruction sets must not share one copy.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 namespace headstart {
 
 struct NoiseKey {
-    uint32_t low, high;        // the two halves of the request's seed
-    uint32_t position, choice; // second and third word of the counter; the fourth is the stream, 0 for tokens
+    uint32_t low, high;        // halves of the request's seed
+    uint32_t position, choice; // words 1 and 2 of the counter; word 3 is the stream, 0 for tokens
 };
 
 constexpr uint32_t kPhiloxMultiply0 = 0xD2511F53, kPhiloxMultiply1 = 0xCD9E8D57;
 constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9, kPhiloxWeyl1 = 0xBB67AE85;
 constexpr int kPhiloxRounds = 10;
-constexpr double kGumbelMax = 22.88; // the noise of word 0 is 22.8738..
+constexpr double kGumbelMax = 22.88; // upper bound: the noise of word 0 is 22.8738..
 
-// The words of token ids 4 group .. 4 group + 3.
+// The random words of token ids 4 * group .. 4 * group + 3.
 static inline void philox(const NoiseKey& key, uint32_t group, uint32_t words[4]) {
     uint32_t c0 = group, c1 = key.position, c2 = key.choice, c3 = 0, k0 = key.low, k1 = key.high;
     for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxWeyl0, k1 += kPhiloxWeyl1) {
@@ -37,11 +37,11 @@ static inline uint32_t noise_word(const NoiseKey& key, int64_t token) {
     return words[token & 3];
 }
 
-// Natural logarithm of a positive normal number; the steps and their order are those of philox.log.
+// Natural logarithm of a positive normal number, in the same steps as philox.log.
 static inline double exact_log(double x) {
     int64_t bits;
     std::memcpy(&bits, &x, 8);
-    const int64_t exponent = (bits - 0x3FE6A09E667F3BCD) >> 52; // of m in [sqrt(1/2), sqrt(2))
+    const int64_t exponent = (bits - 0x3FE6A09E667F3BCD) >> 52; // x = m 2^exponent, m in [sqrt(1/2), sqrt(2))
     bits -= exponent * (int64_t(1) << 52);
     double m;
     std::memcpy(&m, &bits, 8);

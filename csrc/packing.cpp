@@ -14,9 +14,9 @@ namespace nb = nanobind;
 namespace headstart {
 namespace {
 
-constexpr int64_t kWorthThreads = 2 << 20; // bytes: copying fewer takes less time than waking threads may
+constexpr int64_t kWorthThreads = 2 << 20; // bytes: copying less takes less time than waking threads
 
-// Adds nothing to any product: scale 0 and min 0.
+// Padding that adds 0 to every product: scale 0, min 0.
 Strip blank_strip(const Matrix& form) {
     Strip strip{};
     const bool coded = !form.quantized() || form.levels != Levels::NONE;
@@ -25,21 +25,21 @@ Strip blank_strip(const Matrix& form) {
     return strip;
 }
 
-// One number of each group and lane, `size` bytes each.
+// Writes one number of `size` bytes per group and lane.
 uint8_t* write_numbers(const Strip* strips, uint32_t (Strip::*values)[4], int groups, int64_t size, uint8_t* out) {
     for (int group = 0; group < groups; ++group)
         for (int64_t lane = 0; lane < kLanes; ++lane, out += size) std::memcpy(out, &(strips[lane].*values)[group], size);
-    return out; // (the low bytes come first on all machines that this is compiled for)
+    return out; // all supported machines are little-endian
 }
 
-// Unit by unit across the 16 rows; the units (halves, else 32-bit words) are what a lane reads at once.
+// Interleaves the bodies of 16 rows by units that a lane reads at once (16 or 32 bits).
 template <class Unit> void interleave(const Strip* strips, int64_t bytes, uint8_t* out) {
     for (int64_t unit = 0; unit < bytes / kLanes; unit += sizeof(Unit))
         for (int64_t lane = 0; lane < kLanes; ++lane, out += sizeof(Unit))
             std::memcpy(out, strips[lane].body + unit, sizeof(Unit));
 }
 
-// Floats of E4M3; of I8 halves of scales, then of mins.
+// E4M3: float32 factors; I8: float16 factors of scales, then of mins.
 void write_factors(const Matrix& form, const Strip* strips, uint8_t* out) {
     const int64_t size = form.scales == Scales::E4M3 ? 4 : 2;
     for (int64_t which = 0; which < 4 / size; ++which)
@@ -107,12 +107,13 @@ void check(bool good, const char* what) {
 }
 
 void check_form(const Matrix& form) {
-    check(form.kind >= Kind::F32 && form.kind <= Kind::Q6, "unknown kind");
-    check(form.scales >= Scales::F16 && form.scales <= Scales::I8, "unknown type of scales");
-    check(form.offsets >= Offsets::NONE && form.offsets <= Offsets::POINTS, "unknown kind of offsets");
+    check(form.kind >= Kind::F32 && form.kind <= Kind::Q5, "unknown kind");
+    check(form.scales >= Scales::F16 && form.scales <= Scales::I8, "unknown scale type");
+    check(form.offsets >= Offsets::NONE && form.offsets <= Offsets::POINTS, "unknown offsets");
     check(form.levels >= Levels::NONE && form.levels <= Levels::FP4, "unknown levels");
-    check(form.rows > 0 && form.cols > 0, "an empty matrix");
-    check(!form.grouped() || form.group == 16 || form.group == 32 || form.group == 64, "groups have 16, 32 or 64 columns");
+    check(form.rows > 0 && form.cols > 0, "a matrix needs rows and columns");
+    check(!form.grouped() || form.group == 16 || form.group == 32 || form.group == 64,
+          "a group must have 16, 32 or 64 columns");
 }
 
 Matrix form_of(int32_t kind, int64_t rows, int64_t cols, int32_t group, int32_t zero, int32_t scales, int32_t offsets,
@@ -128,7 +129,7 @@ void init_matrix(OwnedMatrix* self, int32_t kind, int64_t rows, int64_t cols, in
     Bytes bytes;
     check(nb::try_cast(data, bytes), "data is not a contiguous array of uint8");
     Matrix form = form_of(kind, rows, cols, group, zero, scales, offsets, levels);
-    check(form.known(), "no kernel multiplies such a matrix");
+    check(form.is_supported(), "no kernel supports this matrix format");
     form.data = bytes.data();
     check(static_cast<int64_t>(bytes.size()) == form.num_bytes(), "data has the wrong size");
     check(reinterpret_cast<uintptr_t>(bytes.data()) % 64 == 0, "data is not aligned to 64 bytes");
@@ -137,7 +138,7 @@ void init_matrix(OwnedMatrix* self, int32_t kind, int64_t rows, int64_t cols, in
 
 const Source& source_named(const std::string& name) {
     const Source* source = find_source(name);
-    if (!source) throw std::invalid_argument("no such source: " + name);
+    if (!source) throw std::invalid_argument("unknown source type: " + name);
     return *source;
 }
 
@@ -174,7 +175,7 @@ int64_t matrix_bytes(int32_t kind, int64_t rows, int64_t cols, int32_t group, in
 } // namespace
 
 void bind_packing(nb::module_& m) {
-    nb::class_<Matrix>(m, "_MatrixView") // so that functions may take a Matrix&
+    nb::class_<Matrix>(m, "_MatrixView") // base class, for functions that take a Matrix&
         .def_prop_ro("kind", [](const Matrix& self) { return static_cast<int>(self.kind); })
         .def_ro("rows", &Matrix::rows)
         .def_ro("cols", &Matrix::cols)

@@ -1,4 +1,4 @@
-// Weights on their way in: a file's rows -> the blocks of matrix.h.
+// Packs rows of weight files into the blocks of matrix.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,28 +12,28 @@
 
 namespace headstart {
 
-// Python's Matrix: the layout and the array that `data` lies in. Copy and destroy it with the GIL held.
+// The Matrix of Python; owns the array of `data`. Copy and destroy with the GIL held.
 struct OwnedMatrix : Matrix {
     nanobind::object owner;
-    std::vector<Matrix> copies; // by node, where each has its own
-    const Matrix& here() const { return copies.size() > 1 ? copies[ThreadPool::own_node()] : *this; }
+    std::vector<Matrix> copies; // one per NUMA node, if replicated
+    const Matrix& local_copy() const { return copies.size() > 1 ? copies[ThreadPool::current_node()] : *this; }
 };
 
-// Columns [column, column + 64) of one row, as they go into a panel, before the 16 rows are interleaved.
+// 64 columns of one row in the panel's order, before the 16 rows are interleaved.
 struct Strip {
-    alignas(64) uint8_t body[kPanel * 4]; // plain values; or Q8, F8: one byte a column; or the panel's order: Q4, L4 32 bytes, Q6 48
-    uint32_t scales[4], offsets[4];       // their bits
-    uint32_t factors[2];                  // of scales and mins
+    alignas(64) uint8_t body[kPanel * 4]; // values; Q8, F8: 1 byte per column; Q4, L4: 32 bytes; Q5: 40; Q6: 48
+    uint32_t scales[4], offsets[4];       // by group, as bits of their type
+    uint32_t factors[2];                  // factors of scales and of mins, as bits
 };
 
-// Reads the file's form of a row: `count` of 64 columns from `column` on. Columns beyond count are left as they are.
+// Reads `count` <= 64 columns of a file's row from `column` on; other columns of the strip stay as they are.
 using Fill = void (*)(const uint8_t* row, int64_t column, int64_t count, Strip& strip);
 
-// The fills of float32 rows to quantize (quantize.cpp).
+// Fills that quantize float32 rows (quantize.cpp).
 void fill_int8(const uint8_t* row, int64_t column, int64_t count, Strip& strip);
 void fill_int4(const uint8_t* row, int64_t column, int64_t count, Strip& strip);
 
-// One type of source rows: what its matrix looks like and how to read it.
+// A source type of rows: the format of its packed matrix, and how to read it.
 struct Source {
     std::string_view name;
     Kind kind;
@@ -41,8 +41,8 @@ struct Source {
     Scales scales;
     Offsets offsets;
     Levels levels;
-    int32_t unit_columns, unit_bytes; // a row is whole units (ggml's blocks; single elements of plain types), behind its
-    Fill fill;                        // factor as a float where scales take one
+    int32_t unit_columns, unit_bytes; // a row is whole units: ggml blocks, or elements; E4M3 scales: a float factor first
+    Fill fill;
 
     Matrix form(int64_t rows, int64_t cols) const {
         return {kind, rows, cols, group, zero, scales, offsets, levels, nullptr};
@@ -51,14 +51,14 @@ struct Source {
     int64_t row_bytes(int64_t cols) const { return head_bytes() + (cols + unit_columns - 1) / unit_columns * unit_bytes; }
 };
 
-// By a file's type name, or "int8" and "int4": float32 rows to quantize. nullptr for any other name.
+// The source of a file's type name, or of "int8" and "int4" (float32 rows to quantize); nullptr for other names.
 const Source* find_source(std::string_view name);
 
-// raw [rows, row_bytes] -> out [num_bytes()] of the source's form, by all threads.
+// Packs raw [rows, row_bytes] into out [num_bytes()], on all threads.
 void pack(ThreadPool& pool, const Source& source, const uint8_t* raw, int64_t row_bytes, int64_t rows, int64_t cols,
           uint8_t* out);
 
-// matrix -> out [rows, cols], by all threads
+// Dequantizes a matrix to out [rows, cols], on all threads.
 void dequantize(ThreadPool& pool, const Matrix& matrix, float* out);
 
 } // namespace headstart

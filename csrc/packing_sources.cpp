@@ -1,5 +1,5 @@
-// How each type of rows is read. Every type keeps the file's values exactly: the same numbers, combined in the same
-// order as the format's own definition.
+// Table of source types, and how their rows are read. Packing keeps the file's values exactly: the same numbers, combined in
+// the order of the format's definition.
 #include <cstring>
 
 #include "half.h"
@@ -8,17 +8,18 @@
 namespace headstart {
 namespace {
 
-uint16_t load16(const uint8_t* at) {
-    uint16_t bits;
-    std::memcpy(&bits, at, 2);
+template <int bytes> uint32_t load_bits(const uint8_t* at) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, at, bytes); // all supported machines are little-endian
     return bits;
 }
+uint32_t load16(const uint8_t* at) { return load_bits<2>(at); }
 
 template <int bytes> void fill_plain(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     std::memcpy(strip.body, row + column * bytes, static_cast<size_t>(count * bytes));
 }
 
-// ggml's 4-bit blocks of 32 columns have the panel's own order: column i beside column 16 + i.
+// ggml's 4-bit blocks of 32 columns have the panel's order: column i shares a byte with column 16 + i.
 template <bool with_min> void fill_q4(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     constexpr int head = with_min ? 4 : 2;
     const uint8_t* block = row + column / 32 * (head + 16);
@@ -37,18 +38,26 @@ void fill_q8_0(const uint8_t* row, int64_t column, int64_t count, Strip& strip) 
     }
 }
 
-// Q5: the fifth bit of column i is bit i of a 32-bit word before the nibbles.
+// The fifth bits of a half of 32 columns (bit i: column i) in the panel's order.
+void pack_fifth_bits(uint32_t bits, uint8_t* tops) {
+    for (int i = 0; i < 4; ++i) {
+        tops[i] = 0;
+        for (int quad = 0; quad < 4; ++quad) {
+            const uint32_t both = bits >> (quad * 4 + i);
+            tops[i] |= static_cast<uint8_t>((both & 1) << (4 + quad) | (both >> 16 & 1) << quad);
+        }
+    }
+}
+
+// Q5_0 and Q5_1: 4-bit blocks with a 32-bit word of fifth bits before the nibbles.
 template <bool with_min> void fill_q5(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     constexpr int head = with_min ? 4 : 2, bytes = head + 4 + 16;
     const uint8_t* block = row + column / 32 * bytes;
     for (int64_t half = 0; half < count / 32; ++half, block += bytes) {
         strip.scales[half] = load16(block);
         if (with_min) strip.offsets[half] = load16(block + 2);
-        const uint8_t *high = block + head, *low = high + 4;
-        for (int i = 0; i < 32; ++i) {
-            const int nibble = i < 16 ? low[i] & 15 : low[i - 16] >> 4;
-            strip.body[half * 32 + i] = static_cast<uint8_t>(nibble | (high[i / 8] >> i % 8 & 1) << 4);
-        }
+        std::memcpy(strip.body + half * 20, block + head + 4, 16);
+        pack_fifth_bits(load_bits<4>(block + head), strip.body + half * 20 + 16);
     }
 }
 
@@ -60,18 +69,18 @@ void fill_mxfp4(const uint8_t* row, int64_t column, int64_t count, Strip& strip)
     }
 }
 
-// --- K-quants: blocks of 256 columns, so 64 columns are a quarter of a block and count is always 64. ---
+// --- K-quants: blocks of 256 columns; a strip is a quarter of a block, and count is always 64. ---
 
 constexpr int kBlock = 256;
 
-// One byte a column -> the panel's order of nibbles.
+// One byte per column -> the panel's order of nibbles.
 void pack_nibbles(const uint8_t* quants, uint8_t* body) {
     for (int half = 0; half < 2; ++half)
         for (int i = 0; i < 16; ++i)
             body[half * 16 + i] = static_cast<uint8_t>(quants[half * 32 + i] | quants[half * 32 + 16 + i] << 4);
 }
 
-// One byte a column, of 6 bits -> the panel's order: nibbles of a half, then the bits on top.
+// One 6-bit code per byte -> the panel's order: nibbles of a half, then the high bits.
 void pack_sixes(const uint8_t* quants, uint8_t* body) {
     for (int half = 0; half < 2; ++half, quants += 32, body += 24)
         for (int i = 0; i < 16; ++i) {
@@ -82,11 +91,11 @@ void pack_sixes(const uint8_t* quants, uint8_t* body) {
         }
 }
 
-// A scale or minimum as a signed byte.
+// A scale or min as the bits of a signed byte.
 uint32_t small(int value) { return static_cast<uint8_t>(static_cast<int8_t>(value)); }
 
-// The 6-bit scale and minimum of one of 8 groups, out of 12 bytes: 4 scales, 4 minima, each with 2 bits on top that
-// belong to the other four, whose lower nibbles share 4 bytes.
+// Unpacks the 6-bit scale and min of one of 8 groups from 12 bytes: 4 scales, 4 mins, 4 bytes of low nibbles of groups
+// 4 .. 7, whose high 2 bits are in the first 8 bytes.
 void scale_and_min(const uint8_t* packed, int group, int& scale, int& min) {
     const int i = group % 4;
     if (group < 4) {
@@ -98,13 +107,13 @@ void scale_and_min(const uint8_t* packed, int group, int& scale, int& min) {
     }
 }
 
-// What scales and minima are multiplied by: x - m and x + -m are the same float.
+// Factors of scales and mins. The min's factor is negated: x - m and x + -m are the same float.
 void fill_k_factors(const uint8_t* at, Strip& strip) {
     strip.factors[0] = load16(at);
     strip.factors[1] = load16(at + 2) ^ 0x8000;
 }
 
-// Scales and minima of Q4_K's and Q5_K's groups of 32: d, dmin, 12 bytes.
+// Q4_K and Q5_K: scales and mins of groups of 32 columns, from d, dmin and 12 bytes.
 void fill_k_scales(const uint8_t* block, int quarter, Strip& strip) {
     fill_k_factors(block, strip);
     for (int half = 0; half < 2; ++half) {
@@ -119,7 +128,7 @@ void fill_q4_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 144;
     const int quarter = static_cast<int>(column % kBlock / kPanel);
     fill_k_scales(block, quarter, strip);
-    const uint8_t* low = block + 16 + quarter * 32; // low nibbles: the first 32 columns
+    const uint8_t* low = block + 16 + quarter * 32; // low nibbles are the first 32 columns
     uint8_t quants[kPanel];
     for (int i = 0; i < 32; ++i) {
         quants[i] = low[i] & 15;
@@ -132,14 +141,17 @@ void fill_q5_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 176;
     const int quarter = static_cast<int>(column % kBlock / kPanel);
     fill_k_scales(block, quarter, strip);
-    const uint8_t *high = block + 16, *low = high + 32 + quarter * 32; // bit g of high[i]: column i of group g
-    uint8_t quants[kPanel];
-    for (int i = 0; i < 32; ++i) {
-        const int bits = high[i] >> quarter * 2;
-        quants[i] = static_cast<uint8_t>((low[i] & 15) | (bits & 1) << 4);
-        quants[32 + i] = static_cast<uint8_t>(low[i] >> 4 | (bits >> 1 & 1) << 4);
+    const uint8_t *high = block + 16, *low = high + 32 + quarter * 32; // bit g of high[i] belongs to column i of group g
+    for (int half = 0; half < 2; ++half) {
+        uint32_t bits = 0;
+        for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(high[i] >> (quarter * 2 + half) & 1) << i;
+        uint8_t* body = strip.body + half * 20;
+        for (int i = 0; i < 16; ++i) {
+            const int first = low[i] >> half * 4 & 15, second = low[16 + i] >> half * 4 & 15;
+            body[i] = static_cast<uint8_t>(first | second << 4);
+        }
+        pack_fifth_bits(bits, body + 16);
     }
-    pack_sixes(quants, strip.body);
 }
 
 void fill_q6_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
@@ -156,7 +168,7 @@ void fill_q6_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     for (int group = 0; group < 4; ++group) strip.scales[group] = scales[group];
 }
 
-// The 2-bit part of Q2_K and Q3_K: each half of the block has 32 bytes, each quarter two of their bit pairs.
+// The 2-bit part of Q2_K and Q3_K: half a block has 32 bytes, and a quarter has two bit pairs of each.
 void fill_bit_pairs(const uint8_t* pairs, int quarter, uint8_t* quants) {
     for (int i = 0; i < kPanel; ++i)
         quants[i] = pairs[quarter / 2 * 32 + i % 32] >> (quarter % 2 * 4 + i / 32 * 2) & 3;
@@ -170,7 +182,7 @@ void fill_q3_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     fill_bit_pairs(block + 32, quarter, quants);
     for (int i = 0; i < kPanel; ++i) quants[i] |= (block[i % 32] >> (quarter * 2 + i / 32) & 1) << 2;
     pack_nibbles(quants, strip.body);
-    for (int i = 0; i < 4; ++i) { // 6-bit scales: nibbles in 8 bytes, top bits in 4
+    for (int i = 0; i < 4; ++i) { // 6-bit scales: low nibbles in 8 bytes, high bits in 4
         const int group = quarter * 4 + i, nibble = group < 8 ? scales[group] & 15 : scales[group - 8] >> 4;
         const int top = scales[8 + group % 4] >> group / 4 * 2 & 3;
         strip.scales[i] = small((nibble | top << 4) - 32);
@@ -194,7 +206,7 @@ void fill_q2_k(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
 void fill_iq4_xs(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* block = row + column / kBlock * 136;
     strip.factors[0] = load16(block);
-    for (int half = 0; half < 2; ++half) { // 6-bit scales: two bits of a word, a nibble of 4 bytes
+    for (int half = 0; half < 2; ++half) { // 6-bit scales: high bits in a 16-bit word, low nibbles in 4 bytes
         const int group = static_cast<int>(column % kBlock / 32) + half, top = load16(block + 2) >> group * 2 & 3;
         const int nibble = block[4 + group / 2] >> group % 2 * 4 & 15;
         strip.scales[half] = small((nibble | top << 4) - 32);
@@ -202,15 +214,9 @@ void fill_iq4_xs(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     }
 }
 
-// --- Rows of headstart/formats/grouped.py: units of a scale, maybe a zero point, and the codes of `group` columns. ---
+// --- Rows of headstart/formats/grouped.py: each unit has a scale, an optional zero point, and the codes of a group. ---
 
-template <int bytes> uint32_t load_bits(const uint8_t* at) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, at, bytes); // little-endian, as everywhere here
-    return bits;
-}
-
-// A scale and codes of one byte; a code that is no number makes its group none.
+// E4M3 codes with a scale per group; a NaN code makes its whole group NaN.
 template <int group> void fill_e4m3(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     const uint8_t* unit = row + column / group * (4 + group);
     for (int64_t begin = 0; begin < count; begin += group, unit += 4 + group) {
@@ -221,7 +227,7 @@ template <int group> void fill_e4m3(const uint8_t* row, int64_t column, int64_t 
     }
 }
 
-// Codes of 8 bits, unsigned.
+// Unsigned 8-bit codes.
 template <int scale, int point> void fill_bytes(const uint8_t* row, int64_t column, int64_t, Strip& strip) {
     const uint8_t* unit = row + column / kPanel * (scale + point + kPanel);
     strip.scales[0] = load_bits<scale>(unit);
@@ -229,7 +235,7 @@ template <int scale, int point> void fill_bytes(const uint8_t* row, int64_t colu
     std::memcpy(strip.body, unit + scale + point, kPanel);
 }
 
-// Two codes in a byte, the even column in the low half.
+// Two codes per byte, the even column in the low nibble.
 template <int group, int scale, int point> void fill_pairs(const uint8_t* row, int64_t column, int64_t count, Strip& strip) {
     constexpr int bytes = scale + point + group / 2;
     const uint8_t* unit = row + column / group * bytes;
@@ -252,8 +258,8 @@ constexpr Source kSources[] = {
     {"BF16", Kind::BF16, 32, 0, Scales::F16, Offsets::NONE, Levels::NONE, 1, 2, fill_plain<2>},
     {"Q4_0", Kind::Q4, 32, 8, Scales::F16, Offsets::NONE, Levels::NONE, 32, 18, fill_q4<false>},
     {"Q4_1", Kind::Q4, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 32, 20, fill_q4<true>},
-    {"Q5_0", Kind::Q8, 32, 16, Scales::F16, Offsets::NONE, Levels::NONE, 32, 22, fill_q5<false>},
-    {"Q5_1", Kind::Q8, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 32, 24, fill_q5<true>},
+    {"Q5_0", Kind::Q5, 32, 16, Scales::F16, Offsets::NONE, Levels::NONE, 32, 22, fill_q5<false>},
+    {"Q5_1", Kind::Q5, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 32, 24, fill_q5<true>},
     {"Q8_0", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 32, 34, fill_q8_0},
     {"IQ4_NL", Kind::Q4, 32, 128, Scales::F16, Offsets::NONE, Levels::IQ4, 32, 18, fill_q4<false>},
     {"MXFP4", Kind::Q4, 32, 128, Scales::E8M0, Offsets::NONE, Levels::E2M1, 32, 17, fill_mxfp4},
@@ -261,7 +267,7 @@ constexpr Source kSources[] = {
     {"Q2_K", Kind::Q4, 16, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 84, fill_q2_k},
     {"Q3_K", Kind::Q4, 16, 4, Scales::I8, Offsets::NONE, Levels::NONE, kBlock, 110, fill_q3_k},
     {"Q4_K", Kind::Q4, 32, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 144, fill_q4_k},
-    {"Q5_K", Kind::Q6, 32, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 176, fill_q5_k},
+    {"Q5_K", Kind::Q5, 32, 0, Scales::I8, Offsets::MINS, Levels::NONE, kBlock, 176, fill_q5_k},
     {"Q6_K", Kind::Q6, 16, 32, Scales::I8, Offsets::NONE, Levels::NONE, kBlock, 210, fill_q6_k},
     {"int8", Kind::Q8, 32, 128, Scales::F16, Offsets::NONE, Levels::NONE, 1, 4, fill_int8},
     {"int4", Kind::Q4, 32, 0, Scales::F16, Offsets::MINS, Levels::NONE, 1, 4, fill_int4},

@@ -1,4 +1,4 @@
-// Weights beside the threads that read them: a page of memory lies on the node of the thread that touches it first.
+// NUMA placement of weights and KV tiles: a page is allocated on the node of the thread that touches it first.
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace headstart {
 namespace {
 
-constexpr int64_t kGrain = 2 << 20; // bytes that go to one node when nodes take turns: a huge page
+constexpr int64_t kGrain = 2 << 20; // bytes per node when interleaving: a huge page
 
-// The ranks of the pool's threads among those of their node.
+// Rank of each pool thread among the threads of its node.
 struct Ranks {
     explicit Ranks(const ThreadPool& pool) : counts(pool.num_nodes(), 0) {
         for (int thread = 0; thread < pool.size(); ++thread) of.push_back(counts[pool.node_of(thread)]++);
@@ -25,8 +25,8 @@ struct Ranks {
     std::vector<int64_t> of, counts;
 };
 
-// work(thread) for each thread of the pool; by the caller alone where the pool works alone.
-template <class Work> void by_all(ThreadPool::Turn& turn, Work&& work) {
+// Calls work(thread) for each thread; the caller does all if the pool is single-threaded for now.
+template <class Work> void for_all_threads(ThreadPool::Turn& turn, Work&& work) {
     turn.run([&](int first) {
         for (int thread = first; thread < turn.size(); thread += turn.active()) work(thread);
     });
@@ -37,11 +37,11 @@ void copy_range(const Matrix& from, uint8_t* to, int64_t begin, int64_t end) {
     if (begin < end) std::memcpy(to + begin, from.data + begin, (size_t)(end - begin));
 }
 
-// Each thread's share of the blocks, as Program::execute deals out its pairs.
+// Copies each thread's share of the blocks, as Program::execute divides them.
 void share(ThreadPool& pool, const Matrix& from, uint8_t* to) {
     const int64_t pairs = (from.num_blocks() + 1) / 2, bytes = 2 * from.block_bytes(), threads = pool.size();
     ThreadPool::Turn turn(pool);
-    by_all(turn, [&](int thread) {
+    for_all_threads(turn, [&](int thread) {
         copy_range(from, to, pairs * thread / threads * bytes, pairs * (thread + 1) / threads * bytes);
     });
 }
@@ -50,7 +50,7 @@ void interleave(ThreadPool& pool, const Matrix& from, uint8_t* to) {
     const Ranks ranks(pool);
     const int64_t nodes = pool.num_nodes(), before = (int64_t)(reinterpret_cast<uintptr_t>(to) % kGrain);
     ThreadPool::Turn turn(pool);
-    by_all(turn, [&](int thread) {
+    for_all_threads(turn, [&](int thread) {
         const int64_t node = pool.node_of(thread), step = nodes * ranks.counts[node];
         for (int64_t grain = node + nodes * ranks.of[thread]; grain * kGrain < before + from.num_bytes(); grain += step)
             copy_range(from, to, std::max<int64_t>(grain * kGrain - before, 0), (grain + 1) * kGrain - before);
@@ -61,15 +61,16 @@ void replicate(ThreadPool& pool, const Matrix& from, const std::vector<std::shar
     const Ranks ranks(pool);
     const int64_t blocks = from.num_blocks(), bytes = from.block_bytes();
     ThreadPool::Turn turn(pool);
-    by_all(turn, [&](int thread) {
+    for_all_threads(turn, [&](int thread) {
         const int64_t node = pool.node_of(thread), count = ranks.counts[node], rank = ranks.of[thread];
         copy_range(from, to[node]->data(), blocks * rank / count * bytes, blocks * (rank + 1) / count * bytes);
     });
 }
 
-// The same matrix in memory of its own, over the nodes of the pool's threads.
+// Copies a matrix to new memory on the pool's nodes. how: "share", "interleave" or "replicate".
 OwnedMatrix place(ThreadPool& pool, const Matrix& matrix, const std::string& how) {
-    if (how != "share" && how != "interleave" && how != "replicate") throw std::invalid_argument("place: no way " + how);
+    if (how != "share" && how != "interleave" && how != "replicate")
+        throw std::invalid_argument("place: unknown placement " + how);
     std::vector<std::shared_ptr<Memory>> memories;
     for (int node = 0; node < (how == "replicate" ? pool.num_nodes() : 1); ++node)
         memories.push_back(std::make_shared<Memory>(matrix.num_bytes()));
@@ -94,7 +95,7 @@ OwnedMatrix place(ThreadPool& pool, const Matrix& matrix, const std::string& how
 
 constexpr int64_t kPage = 4096;
 
-// Writes what is there, once in each page.
+// Touches each page by rewriting one byte.
 void touch(uint8_t* data, int64_t size) {
     for (int64_t at = 0; at < size; at += kPage - (int64_t)(reinterpret_cast<uintptr_t>(data + at) % kPage)) {
         volatile uint8_t* byte = data + at;
@@ -105,11 +106,12 @@ void touch(uint8_t* data, int64_t size) {
 } // namespace
 
 void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const Pass& pass) {
-    std::vector<std::pair<KVPool*, int64_t>> fresh; // and tiles of their slots
+    std::vector<std::pair<KVPool*, int64_t>> fresh; // pools, and tile groups to place
     for (KVPool* pool : pools) {
         if (pool->placed.empty()) {
             pool->placed.resize((pool->num_slots + 15) / 16);
-            keep_pages_small(pool->memory.data(), pool->memory.size()); // its pages are of many heads
+            // a huge page would hold tiles of heads on several nodes
+            avoid_huge_pages(pool->memory.data(), pool->memory.size());
         }
         for (int64_t row = 0; row < pass.num_rows; ++row) {
             const int64_t tile = pass.slots[row] / 16;
@@ -121,7 +123,7 @@ void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const
     if (fresh.empty()) return;
     const Ranks ranks(turn.pool());
     const int64_t nodes = turn.pool().num_nodes();
-    by_all(turn, [&](int thread) {
+    for_all_threads(turn, [&](int thread) {
         const int64_t node = turn.pool().node_of(thread);
         int64_t number = 0;
         for (const auto& [pool, tile] : fresh)

@@ -1,4 +1,4 @@
-// A StepPlan (headstart/core.py) as a checked Pass.
+// Converts a StepPlan (headstart/core.py) to a validated Pass.
 #pragma once
 
 #include "program.h"
@@ -9,15 +9,15 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Throws std::invalid_argument where an id, slot or position leaves what the program reads and writes.
+// Throws std::invalid_argument if an id, slot or position is outside the program's limits.
 void check_pass(const Program& program, const Pass& pass);
 
-// `pass` points into the plan's arrays, which it keeps. hidden: rows instead of those of the pool.
-class Planned {
+// Owns the arrays that `pass` points into. hidden: rows to read instead of the hidden-state pool's.
+class PlannedPass {
   public:
-    Planned(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden);
-    Planned(const Planned&) = delete;
-    Planned& operator=(const Planned&) = delete;
+    PlannedPass(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden);
+    PlannedPass(const PlannedPass&) = delete;
+    PlannedPass& operator=(const PlannedPass&) = delete;
     Pass pass{};
 
   private:

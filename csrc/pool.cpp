@@ -18,7 +18,7 @@
 namespace headstart {
 namespace {
 
-inline void relax() {
+inline void cpu_relax() {
 #if defined(__x86_64__) || defined(__i386__)
     _mm_pause();
 #elif defined(__aarch64__)
@@ -29,13 +29,15 @@ inline void relax() {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSpinsBeforeYield = 4000;
-constexpr auto kSpinBeforeSleep = std::chrono::microseconds(300); // spans the host's work inside one step
+// A worker without work spins, then yields its core to other threads, then sleeps. The second limit is longer than the
+// drafts and the host's work between two passes of a running generation, so that only idle engines pay for a wake-up.
+constexpr auto kSpinBeforeYield = std::chrono::microseconds(300), kSpinBeforeSleep = std::chrono::microseconds(5000);
 
-// Spins, then yields, until `done`; returns the nanoseconds after it began to yield.
+// Spins, then yields, until done(); returns the nanoseconds since the first yield.
 template <class Done> int64_t wait_until(Done&& done) {
     for (int spins = 0; spins < kSpinsBeforeYield; ++spins) {
         if (done()) return 0;
-        relax();
+        cpu_relax();
     }
     const auto start = Clock::now();
     while (!done()) std::this_thread::yield();
@@ -48,10 +50,11 @@ std::vector<Group> checked(int threads, std::vector<Group> groups) {
     if (groups.empty()) return {{threads, 0, {}}};
     int64_t sum = 0;
     for (const Group& each : groups) {
-        if (each.threads < 1 || each.node < 0) throw std::invalid_argument("a group without threads, or without a node");
+        if (each.threads < 1 || each.node < 0)
+            throw std::invalid_argument("ThreadPool: a group needs at least one thread and a node of 0 or above");
         sum += each.threads;
     }
-    if (sum != threads) throw std::invalid_argument("the groups have other threads than the pool");
+    if (sum != threads) throw std::invalid_argument("ThreadPool: the groups' threads do not add up to the pool's threads");
     return groups;
 }
 
@@ -62,7 +65,8 @@ int count_nodes(const std::vector<Group>& groups) {
     for (const Group& each : groups)
         if (count <= (int)groups.size()) has_threads[each.node] = true;
     for (int node = 0; node < count; ++node)
-        if (count > (int)groups.size() || !has_threads[node]) throw std::invalid_argument("a node without threads");
+        if (count > (int)groups.size() || !has_threads[node])
+            throw std::invalid_argument("ThreadPool: a NUMA node below the highest one has no threads");
     return count;
 }
 
@@ -102,19 +106,19 @@ void Barrier::wait(int group) {
     own.open(seen);
 }
 
-void Company::ran(int64_t nanoseconds, int64_t late) {
+void SoloFallback::record_run(int64_t nanoseconds, int64_t late) {
     if (solo_ > 0) {
         --solo_;
         return;
     }
-    lost_ += late - lost_ / kRunsRemembered;
+    waited_ += late - waited_ / kRunsRemembered;
     spent_ += nanoseconds - spent_ / kRunsRemembered;
-    if (lost_ > spent_ / 2 * (2 * threads_ - 3)) { // one would have been faster
+    if (waited_ > spent_ / 2 * (2 * threads_ - 3)) { // one thread would have been faster
         solo_ = next_solo_;
-        next_solo_ = std::min(2 * next_solo_, kMostSolo);
-        lost_ = 0, spent_ = kGrace, together_ = 0;
+        next_solo_ = std::min(2 * next_solo_, kMaxSolo);
+        waited_ = 0, spent_ = kTrialCredit, together_ = 0;
     } else if (++together_ % kRunsRemembered == 0) {
-        next_solo_ = std::max(next_solo_ / 2, kFewestSolo);
+        next_solo_ = std::max(next_solo_ / 2, kMinSolo);
     }
 }
 
@@ -125,15 +129,15 @@ ThreadPool::Turn::Turn(ThreadPool& pool) : pool_(pool) {
         pool.turn_over_.wait(lock, [&] { return pool.turn_ == mine; });
     }
     if (!pool.groups_[0].cpus.empty()) {
-        before_ = own_cpus();
-        keep_to(pool.groups_[0].cpus);
+        before_ = cpu_affinity();
+        bind_to_cpus(pool.groups_[0].cpus);
     }
     node_before_ = std::exchange(node_of_thread, pool.groups_[0].node);
 }
 
 ThreadPool::Turn::~Turn() {
     node_of_thread = node_before_;
-    keep_to(before_);
+    bind_to_cpus(before_);
     {
         std::lock_guard lock(pool_.turns_);
         ++pool_.turn_;
@@ -141,23 +145,23 @@ ThreadPool::Turn::~Turn() {
     pool_.turn_over_.notify_all();
 }
 
-int ThreadPool::Turn::helped(int thread, int i) const {
+int ThreadPool::Turn::steal_from(int thread, int i) const {
     int begin = 0, group = 0;
     while (begin + pool_.groups_[group].threads <= thread) begin += pool_.groups_[group++].threads;
     const int own = pool_.groups_[group].threads;
     return i < own ? begin + (thread - begin + i) % own : (begin + i) % pool_.size_;
 }
 
-int ThreadPool::own_node() { return node_of_thread; }
+int ThreadPool::current_node() { return node_of_thread; }
 
 ThreadPool::ThreadPool(int threads, std::vector<Group> groups)
     : size_(threads < 1 ? 1 : threads), groups_(checked(size_, std::move(groups))), num_nodes_(count_nodes(groups_)),
-      barrier_(groups_), company_(size_) {
+      barrier_(groups_), solo_fallback_(size_) {
     for (size_t group = 0; group < groups_.size(); ++group)
         group_of_.insert(group_of_.end(), groups_[group].threads, (int)group);
     try {
-        for (int thread = 1; thread < size_; ++thread) workers_.emplace_back([this, thread] { serve(thread); });
-    } catch (...) { // the system gives no more; those that run would end the process
+        for (int thread = 1; thread < size_; ++thread) workers_.emplace_back([this, thread] { worker_loop(thread); });
+    } catch (...) { // no more threads: join those that started, or their destructors terminate
         end();
         throw;
     }
@@ -194,23 +198,27 @@ void ThreadPool::run_raw(Raw work, void* context) {
     wait_until([&] { return running_.load(std::memory_order_acquire) == 0; });
 }
 
-void ThreadPool::serve(int thread) {
+void ThreadPool::worker_loop(int thread) {
     const Group& group = groups_[group_of_[thread]];
-    keep_to(group.cpus);
+    bind_to_cpus(group.cpus);
     node_of_thread = group.node;
     uint32_t seen = 0;
     for (;;) {
-        auto limit = Clock::now() + kSpinBeforeSleep;
+        const auto start = Clock::now();
         for (int spins = 1; ticket_.load(std::memory_order_acquire) == seen; ++spins) {
-            relax();
-            if (spins % 64 == 0 && Clock::now() > limit) {
+            cpu_relax();
+            if (spins % 64 != 0) continue;
+            const auto waited = Clock::now() - start;
+            if (waited > kSpinBeforeSleep) {
                 std::unique_lock lock(mutex_);
                 ++sleeping_;
                 wake_.wait(lock, [&] { return ticket_.load(std::memory_order_acquire) != seen; });
                 --sleeping_;
+            } else if (waited > kSpinBeforeYield) {
+                std::this_thread::yield();
             }
         }
-        ++seen; // run() waits for everybody, so tickets cannot be missed
+        ++seen; // run() waits for all threads, so no ticket is missed
         if (stop_) return;
         work_(context_, thread);
         running_.fetch_sub(1, std::memory_order_acq_rel);
@@ -228,10 +236,10 @@ void bind_pool(nanobind::module_& m) {
              },
              nanobind::arg("threads"), nanobind::arg("groups") = Given{})
         .def_prop_ro("size", &ThreadPool::size);
-    nanobind::class_<Company>(m, "Company")
+    nanobind::class_<SoloFallback>(m, "Company")
         .def(nanobind::init<int>(), nanobind::arg("threads"))
-        .def_prop_ro("alone", &Company::alone)
-        .def("ran", &Company::ran, nanobind::arg("nanoseconds"), nanobind::arg("late"));
+        .def_prop_ro("alone", &SoloFallback::is_solo)
+        .def("ran", &SoloFallback::record_run, nanobind::arg("nanoseconds"), nanobind::arg("late"));
 }
 
 } // namespace headstart

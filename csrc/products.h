@@ -1,4 +1,4 @@
-// How a product ends, whatever multiplied: bias, activation, the rows' floats and their 8-bit form.
+// Epilogues of matrix products: bias, activation, output as float32 and int8.
 #pragma once
 
 #include "activations.h"
@@ -16,7 +16,7 @@ INLINE f32 with_bias(f32 value, const float* bias, int64_t at, int64_t width) {
     return value + load(tail);
 }
 
-// Outputs 32 pair .. 32 pair + 31 of one row.
+// Adds the bias and writes outputs 32 * pair .. 32 * pair + 31 of one row.
 INLINE void put_linear(const f32 (&acc)[2], const Matrix& w, const float* bias, int64_t row, int64_t pair,
                        const Output& out) {
     const int64_t at = pair * 32;
@@ -25,19 +25,18 @@ INLINE void put_linear(const f32 (&acc)[2], const Matrix& w, const float* bias, 
     if (at + 16 < w.rows) store_some(to + 16, w.rows - at - 16, with_bias(acc[1], bias, at + 16, w.rows));
 }
 
-// Products of a row that is multiplied by a factor (Input::factors).
+// Multiplies both products of a row by its factor (Input::factors).
 INLINE void scale_both(f32 (&acc)[2], float factor) {
     for (f32& each : acc) each = each * splat(factor);
 }
 
-// Lanes at .. at + 15 of a gated product: acc[0] is the gate's, acc[1] the other matrix's.
+// Outputs at .. at + 15 of a gated product; acc: products with gate and up.
 INLINE f32 gate_lanes(const f32 (&acc)[2], int64_t width, const float* gate_bias, const float* up_bias, Activation kind,
                       int64_t at) {
     return gate_mul(with_bias(acc[0], gate_bias, at, width), with_bias(acc[1], up_bias, at, width), kind);
 }
 
-// The first `count` of the lanes 32 pair .. 32 pair + 31 of one row, in 8 bits where these are wanted; the others become
-// zeros.
+// Quantizes outputs 32 * pair .. 32 * pair + 31 of one row if out.quants is set; lanes from `count` on become zeros.
 INLINE void quantize_gated(float (&lanes)[32], int64_t count, int64_t row, int64_t pair, const Output& out) {
     if (!out.quants) return;
     const QuantLayout layout(out.width);
@@ -53,7 +52,7 @@ INLINE void put_gated(float (&lanes)[32], int64_t row, int64_t pair, const Outpu
     quantize_gated(lanes, count, row, pair, out);
 }
 
-// The last panel of an odd number of groups is padded to 64 columns.
+// Zero-pads the int8 rows to 64 columns if the number of groups is odd.
 INLINE void pad_gated(int64_t rows, int64_t pair, int64_t num_blocks, const Output& out) {
     if (!out.quants || 2 * pair + 2 < num_blocks) return;
     const QuantLayout layout(out.width);

@@ -17,33 +17,33 @@ bool share(const std::vector<int>& a, const std::vector<int>& b) {
     return std::any_of(a.begin(), a.end(), [&](int each) { return std::find(b.begin(), b.end(), each) != b.end(); });
 }
 
-constexpr int kTasksPerThread = 4; // that suffice for threads to end together
+constexpr int kTasksPerThread = 4; // enough for threads to finish together
 
 } // namespace
 
-void AttendTasks::cut(const Pass& pass, const AttendShape& shape, int64_t most_queries) {
+void AttendTasks::cut(const Pass& pass, const AttendShape& shape, int64_t max_queries) {
     before.resize(pass.num_units + 1);
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int64_t queries = (pass.unit_starts[unit + 1] - pass.unit_starts[unit]) * shape.group;
-        before[unit + 1] = before[unit] + (queries + most_queries - 1) / most_queries * shape.heads;
+        before[unit + 1] = before[unit] + (queries + max_queries - 1) / max_queries * shape.heads;
     }
 }
 
-AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads) : before{0} {
-    cut(pass, shape, most_queries);
+AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max_queries, int threads) : before{0} {
+    cut(pass, shape, max_queries);
     if (threads == 1 || before.back() >= threads * kTasksPerThread) return;
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
         const int64_t least = *std::min_element(begin, end);
         const int64_t oldest = shape.window ? least - shape.window + 1 : shape.chunk ? least - least % shape.chunk : 0;
         const int64_t latest = *std::max_element(pass.sees + pass.unit_starts[unit], pass.sees + pass.unit_starts[unit + 1]);
-        first.push_back((int32_t)(std::max(oldest, pass.first_position) / kStretch));
-        count.push_back((int32_t)(latest / kStretch + 1 - first.back()));
-        most = std::max(most, latest / kStretch + 1);
+        first.push_back((int32_t)(std::max(oldest, pass.first_position) / kSplit));
+        count.push_back((int32_t)(latest / kSplit + 1 - first.back()));
+        most = std::max(most, latest / kSplit + 1);
     }
     if (most == 1) {
         count.clear();
-        cut(pass, shape, std::min(most_queries, kFewQueries));
+        cut(pass, shape, std::min(max_queries, kSharedQueries));
         return;
     }
     int64_t earlier = 0;
@@ -68,11 +68,11 @@ KVPool::KVPool(int64_t slots, int64_t num_heads, int64_t head_dim, int64_t value
       memory((slots + 15) / 16 * num_heads * layout.tile_bytes()) {}
 
 void RopeTable::reach(int64_t position) {
-    const int64_t width = 2 * half(), known = (int64_t)table_.size() / width;
-    if (position < known) return;
-    const int64_t wanted = std::max<int64_t>(256, 2 * known > position ? 2 * known : position + 1);
+    const int64_t width = 2 * half(), is_supported = (int64_t)table_.size() / width;
+    if (position < is_supported) return;
+    const int64_t wanted = std::max<int64_t>(256, 2 * is_supported > position ? 2 * is_supported : position + 1);
     table_.resize(wanted * width);
-    for (int64_t p = known; p < wanted; ++p)
+    for (int64_t p = is_supported; p < wanted; ++p)
         for (int64_t i = 0; i < half(); ++i) {
             const double angle = (double)p * inv_freq_[i];
             table_[p * width + i] = (float)(std::cos(angle) * scale_);
@@ -132,7 +132,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::SILU_OF_10) throw std::invalid_argument("no such activation");
+    if (kind < 0 || kind > (int)Activation::SILU_OF_10) throw std::invalid_argument("unknown activation");
     return static_cast<Activation>(kind);
 }
 
@@ -149,11 +149,11 @@ void Program::add(Step step) {
     const bool has_tasks = !step.by_rows;
     steps_.push_back(std::move(step));
     if (!has_tasks) return;
-    for (Step& each : later_) steps_.push_back(std::move(each));
-    later_.clear();
+    for (Step& each : deferred_) steps_.push_back(std::move(each));
+    deferred_.clear();
 }
 
-void Program::add_later(Step step) { later_.push_back(std::move(step)); }
+void Program::add_deferred(Step step) { deferred_.push_back(std::move(step)); }
 
 void Program::add_form(int id, std::function<void(const Pass&, int64_t)> run) {
     Step step;
@@ -164,7 +164,7 @@ void Program::add_form(int id, std::function<void(const Pass&, int64_t)> run) {
     steps_.push_back(std::move(step));
 }
 
-void Program::want(int id, const Matrix& by) {
+void Program::require_input(int id, const Matrix& by) {
     Buffer& buffer = buffers[id];
     if (by.quantized() && !buffer.quants) {
         buffer.quants = true;
@@ -176,19 +176,19 @@ void Program::want(int id, const Matrix& by) {
                 kernels.quantize(values(id, r), found.width, quants(id) + r * size);
         });
     }
-    if ((by.kind == Kind::BF16 || by.kind == Kind::F8) && kernels.halve && !buffer.halves) {
+    if ((by.kind == Kind::BF16 || by.kind == Kind::F8) && kernels.to_bf16_row && !buffer.halves) {
         buffer.halves = true;
         add_form(id, [this, id](const Pass&, int64_t row) {
             const Buffer& found = buffers[id];
             for (int64_t r = row * found.copies; r < (row + 1) * found.copies; ++r)
-                kernels.halve(values(id, r), found.width, halves(id) + r * found.half_stride());
+                kernels.to_bf16_row(values(id, r), found.width, halves(id) + r * found.half_stride());
         });
     }
 }
 
 void Program::finish(std::vector<std::pair<std::string, int>> outputs) {
-    for (Step& each : later_) steps_.push_back(std::move(each));
-    later_.clear();
+    for (Step& each : deferred_) steps_.push_back(std::move(each));
+    deferred_.clear();
     outputs_ = std::move(outputs);
     output_memory_.resize(outputs_.size());
     for (size_t i = 0; i < outputs_.size(); ++i) buffers[outputs_[i].second].output = (int)i;
@@ -216,7 +216,7 @@ void Program::plan_phases() {
 }
 
 void Program::plan_memory() {
-    // A buffer's place is free again after the last phase that reads it, for one that takes as many bytes per row.
+    // Scratch is reused by buffers of equal size after the last phase that reads the earlier one.
     std::vector<int> last_phase(buffers.size(), -1), first_phase(buffers.size(), -1);
     for (int p = 0; p < (int)phases_.size(); ++p)
         for (int i = phases_[p].first; i < phases_[p].last; ++i) {
@@ -261,7 +261,7 @@ uint8_t* Program::scratch(int64_t offset) const { return scratch_ + offset * cap
 uint8_t* Program::output_data(int index) const { return output_memory_[index]->data(); }
 
 void Program::allocate(Arena& arena, const Pass& pass) {
-    capacity_ = (std::max(pass.num_rows, pass.num_logits) + 15) / 16 * 16; // keeps every place aligned to 64 bytes
+    capacity_ = (std::max(pass.num_rows, pass.num_logits) + 15) / 16 * 16; // aligns every buffer to 64 bytes
     scratch_ = arena.take(bytes_per_row_ * capacity_);
     for (size_t i = 0; i < outputs_.size(); ++i) {
         const Buffer& buffer = buffers[outputs_[i].second];
@@ -275,7 +275,7 @@ void Program::share_contexts(Pass& pass, int threads) {
     pass.attends.clear();
     int64_t queries = 0, most = 0;
     for (const AttendShape& shape : attends) {
-        pass.attends.emplace_back(pass, shape, kernels.most_queries, threads);
+        pass.attends.emplace_back(pass, shape, kernels.max_queries, threads);
         if (pass.attends.back().count.empty()) continue;
         queries = std::max(queries, pass.num_rows * shape.heads * shape.group);
         most = std::max(most, pass.attends.back().most);
@@ -317,11 +317,11 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
         Phase& phase = phases_[p];
         const int64_t total = num_tasks(phase, pass);
         const int64_t step = std::max<int64_t>(1, total / (count * 8));
-        // Each thread has its own stretch of memory to stream, and helps the others when it is done. Counters of this
-        // phase and of the next one take turns: behind a barrier nobody looks at those of the phase before.
+        // Each thread streams its own contiguous share of tasks, then steals from others. Two sets of counters alternate:
+        // after a barrier no thread reads the previous phase's.
         Counter* counters = counters_.get() + p % 2 * count;
         for (int i = 0; i < count; ++i) {
-            const int owner = turn.helped(thread, i);
+            const int owner = turn.steal_from(thread, i);
             const int64_t begin = total * owner / count, end = total * (owner + 1) / count;
             if (begin == end) continue;
             auto& next = counters[owner].next;
@@ -333,7 +333,7 @@ void Program::execute(ThreadPool::Turn& turn, const Pass& pass, int thread) {
             }
         }
         counters_[(p + 1) % 2 * count + thread].next.store(0, std::memory_order_relaxed);
-        turn.meet(thread);
+        turn.barrier(thread);
         if (profiling && thread == 0) {
             const auto now = Clock::now();
             phase.seconds += std::chrono::duration<double>(now - start).count();
@@ -358,7 +358,7 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
     if (turn.pool().num_nodes() > 1) place_keys(turn, written, pass);
     const auto start = Clock::now();
     turn.run([&](int thread) { execute(turn, pass, thread); });
-    turn.settle(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+    turn.record_run(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
 }
 
 int Program::output(const std::string& name) const {

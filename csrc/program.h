@@ -1,8 +1,7 @@
-// A recorded forward: steps over buffers of R rows, replayed for any R by all threads with one crossing from Python.
+// A recorded forward pass: steps over buffers of R rows, replayed for any R by all threads with one call from Python.
 //
-// Steps are grouped into phases; inside a phase threads take tasks freely, between phases they meet at a barrier. Steps
-// on rows (norm, rope, ...) follow each other in one phase, because row r needs row r only; matrices that read the same
-// input share a phase too.
+// Steps are grouped into phases with a barrier between them. Consecutive row-wise steps (norm, rope, ...) share a phase,
+// because row r depends on row r only; so do matrices with the same input.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -24,7 +24,15 @@ namespace headstart {
 
 namespace nb = nanobind;
 
-// Zeroed memory that is taken from the system only as it is touched.
+// Throws std::invalid_argument unless `holds`.
+inline void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+// Number of tasks of a matrix product: pairs of blocks.
+inline int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
+
+// Zeroed memory; the system provides its pages at first touch.
 class Memory {
   public:
     explicit Memory(int64_t bytes);
@@ -39,25 +47,25 @@ class Memory {
     int64_t size_;
 };
 
-// The bytes of slots first .. first + count - 1 of a pool, which lie `slot_bytes` apart, as an array of Python's that keeps
-// `owner`. Slots are taken `step` at a time.
+// NumPy view of the bytes of slots first .. first + count - 1 of a pool; it keeps `owner` alive. first and count must be
+// multiples of `step`. Used to spill KV blocks to files and to load them.
 nb::ndarray<nb::numpy, uint8_t> slots_of(nb::handle owner, const Memory& memory, int64_t slot_bytes, int64_t step,
                                          int64_t first, int64_t count);
 
-// Keys and values of one layer for num_slots token positions (a multiple of 16).
+// KV cache of one layer: num_slots token positions (a multiple of 16).
 struct KVPool {
     KVPool(int64_t num_slots, int64_t num_heads, int64_t head_dim, int64_t value_dim, Store store);
     uint8_t* tile(int64_t slot, int64_t head) const {
         return memory.data() + layout.tile_at(slot, head);
     }
-    int64_t slot_bytes() const { return layout.tile_bytes() * layout.num_heads / 16; } // its share of a tile
+    int64_t slot_bytes() const { return layout.tile_bytes() * layout.num_heads / 16; } // its share of the tiles of all heads
     KVLayout layout;
     int64_t num_slots;
     Memory memory;
-    std::vector<bool> placed; // tiles of slots that lie on a node (place_keys); empty: none does
+    std::vector<bool> placed; // by groups of 16 slots: assigned to NUMA nodes (place_keys)? empty: none
 };
 
-// Rows [num_slots, width] that are read one by one, as floats or rounded to bfloat16.
+// Rows [num_slots, width], stored as float32 (wide) or bfloat16.
 struct RowPool {
     RowPool(int64_t num_slots, int64_t width, bool wide)
         : width(width), num_slots(num_slots), wide(wide), memory(num_slots * width * (wide ? 4 : 2)) {}
@@ -69,7 +77,7 @@ struct RowPool {
     Memory memory;
 };
 
-// Hidden states [num_slots, width], float.
+// Hidden states [num_slots, width], float32.
 struct HiddenPool {
     HiddenPool(int64_t num_slots, int64_t width) : width(width), num_slots(num_slots), memory(num_slots * width * 4) {}
     float* row(int64_t slot) const { return reinterpret_cast<float*>(memory.data()) + slot * width; }
@@ -78,7 +86,8 @@ struct HiddenPool {
     Memory memory;
 };
 
-// Recurrent states [num_slots, state_size] of one layer, and rows that sequences keep [num_owned, num_kept, row_size].
+// Recurrent states of one layer [num_slots, state_size], and each sequence's rows kept for replay [num_owned, num_kept,
+// row_size]; float32.
 struct StatePool {
     StatePool(int64_t num_slots, int64_t num_owned, int64_t num_kept, int64_t state_size, int64_t row_size)
         : num_slots(num_slots), num_owned(num_owned), num_kept(num_kept), state_size(state_size), row_size(row_size),
@@ -92,7 +101,7 @@ struct StatePool {
     Memory states, rows;
 };
 
-// cos and sin by position, float from double; grown as positions come.
+// cos and sin by position, computed in float64, stored as float32; grows with the positions in use.
 class RopeTable {
   public:
     RopeTable(std::vector<double> inv_freq, double scale) : inv_freq_(std::move(inv_freq)), scale_(scale) {}
@@ -107,35 +116,35 @@ class RopeTable {
     std::vector<float> table_;
 };
 
-// Which rows take which experts in a pass. A slot is one row at one expert; slots go by expert, then row.
+// Expert routing of a pass. A slot is one (row, expert) pair; slots are sorted by expert, then row.
 struct Routing {
     explicit Routing(const Router& router) : router(router) {}
     void reach(int64_t num_rows); // not thread-safe
-    void group(int64_t num_rows); // fills the rest from ids
+    void group(int64_t num_rows); // fills all fields after `weights` from ids
     Router router;
-    std::vector<int32_t> ids;     // [rows][top_k], ascending in a row
-    std::vector<float> weights;   // of the same
-    std::vector<int32_t> slots;   // of the same; -1 where the expert has no matrices
-    std::vector<int32_t> rows;    // of each slot
-    std::vector<float> factors;   // of each slot, where weights are of what experts read; `weights` are then 1
-    std::vector<int32_t> experts; // that some row takes, ascending
-    std::vector<int32_t> starts;  // the first slot of each of these, and the number of slots
+    std::vector<int32_t> ids;     // [rows][top_k] expert ids, ascending in a row
+    std::vector<float> weights;   // [rows][top_k]
+    std::vector<int32_t> slots;   // [rows][top_k]; -1 if the expert has no matrices
+    std::vector<int32_t> rows;    // [slots]
+    std::vector<float> factors;   // [slots] input factors if the router scales inputs; `weights` are then 1
+    std::vector<int32_t> experts; // the experts in use, ascending
+    std::vector<int32_t> starts;  // [experts in use + 1] first slot of each, then the number of slots
     std::vector<int32_t> cursor;
 };
 
-// Scratch shared by the programs of a backend: it belongs to the one whose turn it is (ThreadPool::Turn).
+// Scratch memory shared by a backend's programs; the holder of ThreadPool::Turn may use it.
 struct Arena {
     std::unique_ptr<Memory> memory;
     uint8_t* take(int64_t bytes);
 };
 
-// StateSteps (headstart/core.py) as plain pointers.
+// StateSteps of headstart/core.py as pointers.
 struct States {
     const int32_t *own, *reads, *starts, *keeps, *store_starts, *store_positions, *store_slots;
-    const int32_t* span_of; // each row
+    const int32_t* span_of; // [rows] the span of each row
 };
 
-// Attention steps whose tasks are the same: queries for each kv head, kv heads, what a row sees.
+// Attention steps with equal shapes share their tasks: query heads per KV head, KV heads, window and chunk.
 struct AttendShape {
     int64_t group, heads, window, chunk;
     bool operator==(const AttendShape& other) const {
@@ -145,45 +154,46 @@ struct AttendShape {
 
 struct Pass;
 
-// Tasks of a pass's attention: by unit, kv head, stretch (kStretch) where threads share long contexts, tile of queries.
+// The attention tasks of a pass, ordered by unit (Pass::num_units), KV head, KV split if long contexts are shared between
+// threads, and tile of queries.
 struct AttendTasks {
-    AttendTasks(const Pass& pass, const AttendShape& shape, int64_t most_queries, int threads);
-    std::vector<int64_t> before; // tasks before each unit, and of all
-    std::vector<int32_t> first, count; // stretches of each unit; empty: each task takes all
-    int64_t most = 0;                  // stretches that a query has at most, from position 0 on, if they are shared
+    AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max_queries, int threads);
+    std::vector<int64_t> before; // [units + 1] number of tasks before each unit, then of all
+    std::vector<int32_t> first, count; // [units] first KV split and their number; empty: a task does all splits
+    int64_t most = 0;                  // maximum number of splits from position 0 on, if they are shared
 
   private:
-    void cut(const Pass& pass, const AttendShape& shape, int64_t most_queries);
+    void cut(const Pass& pass, const AttendShape& shape, int64_t max_queries);
 };
 
-// StepPlan (headstart/core.py) as plain pointers.
+// StepPlan of headstart/core.py as pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
     const int32_t *token_ids, *positions, *slots, *sees, *row_starts, *block_tables, *logit_rows;
-    const int32_t* row_spans;                 // the span of each row, where states or paths need it
-    const int32_t *path_starts, *path_slots;  // or nullptr
-    int64_t num_units;                        // what shares attention tasks: spans, or rows that have paths
-    const int32_t *unit_starts, *unit_spans;  // rows of a unit, and its span (nullptr: units are spans)
+    const int32_t* row_spans;                 // [rows] span of each row, if states or paths need it
+    const int32_t *path_starts, *path_slots;  // tree drafts: slots of each row's own ancestors (CSR), or nullptr
+    int64_t num_units;                        // a unit shares attention tasks: a span, or a row with a path
+    const int32_t *unit_starts, *unit_spans;  // first row and span of each unit (nullptr: units are spans)
     const int32_t* hidden_slots; // or nullptr
     const HiddenPool* hidden_pool;
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
     const States* states; // or nullptr
-    std::vector<AttendTasks> attends; // by Program::attends
+    std::vector<AttendTasks> attends; // one for each of Program::attends
 };
 
-// Scores of positions by row, of the indexer that runs: it is chosen from before the next one scores.
+// Indexer scores [rows][width]; each indexer's selection runs before the next indexer overwrites them.
 struct Scores {
     void reach(const Pass& pass); // not thread-safe
     float* row(int64_t row) { return values.data() + row * width; }
     bool wanted = false;
-    int64_t width = 0; // the positions that rows of the pass see, in whole tiles
+    int64_t width = 0; // visible positions, rounded up to whole tiles
     std::vector<float> values;
 };
 
-// What a program reads and writes: how far ids and slots of a plan may go.
+// Upper bounds of the ids and slots in a plan, from what the program's steps read and write.
 struct Limits {
-    int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots: written; table_slots: read
+    int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots are written, table_slots read
     int64_t states = INT64_MAX, owned = INT64_MAX, kept = INT64_MAX;
     static void reach(int64_t& limit, int64_t size) { limit = size < limit ? size : limit; }
 };
@@ -192,7 +202,7 @@ class Program;
 
 Activation activation_of(int kind); // throws std::invalid_argument
 
-// Before slots of a pass are written for the first time: each head's tiles go to the node whose threads attend to them.
+// Assigns KV tiles to the NUMA node whose threads read that head, before their slots are written for the first time.
 void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const Pass& pass); // placing.cpp
 
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
@@ -205,14 +215,14 @@ void bind_run(nb::class_<Program>& program);                             // run.
 
 struct Buffer {
     int64_t width;
-    bool logits;                        // L rows instead of R
-    bool quants = false, halves = false; // kept in 8 bits, in bfloat16 as well
-    int64_t copies = 1;     // rows of this buffer for each row of the pass
-    int producer = -1;      // step that writes it
-    int output = -1;        // index of the output it is, or scratch
-    int64_t value_offset = -1, quant_offset = -1, half_offset = -1; // bytes per row of what lies before it
+    bool logits;                        // has one row per logit row, instead of per row of the pass
+    bool quants = false, halves = false; // is also stored as int8, as bfloat16
+    int64_t copies = 1;     // buffer rows for each row of the pass
+    int producer = -1;      // index of the step that writes it
+    int output = -1;        // index in the program's outputs; -1: scratch
+    int64_t value_offset = -1, quant_offset = -1, half_offset = -1; // offsets in scratch, in bytes per row
     int64_t stride() const { return (width + 31) / 32 * 32; }
-    int64_t value_bytes() const { return stride() * 4 * copies; } // for each row of the pass
+    int64_t value_bytes() const { return stride() * 4 * copies; } // per row of the pass
     int64_t quant_bytes() const { return QuantLayout(width).row_bytes() * copies; }
     int64_t half_stride() const { return whole_panels(width); }
     int64_t half_bytes() const { return half_stride() * 2 * copies; }
@@ -221,20 +231,20 @@ struct Buffer {
 struct Step {
     std::string label;
     std::vector<int> reads, writes;
-    bool by_rows = false;        // run(pass, row): rows do not see each other
-    bool gathers = false;        // by_rows, but reads rows of others
-    bool quantizes = false;      // writes the 8-bit form of its output by itself
-    bool attends = false;        // may use Program::partials: alone of its kind in a phase
-    std::vector<nb::object> owners; // what the pointers inside `run` point into
-    std::function<int64_t(const Pass&)> num_tasks; // where not by_rows
-    std::function<void(const Pass&, int64_t)> run; // a task, or a row
-    int domain() const { return writes.empty() ? reads[0] : writes[0]; } // whose rows it goes over
+    bool by_rows = false;        // run(pass, row) reads only its own row
+    bool gathers = false;        // by_rows, but reads other rows: starts a phase
+    bool quantizes = false;      // writes the int8 form of its output itself
+    bool attends = false;        // may use Program::partials, so a phase has one of these at most
+    std::vector<nb::object> owners; // keeps alive what `run` points into
+    std::function<int64_t(const Pass&)> num_tasks; // if not by_rows
+    std::function<void(const Pass&, int64_t)> run; // (pass, row or task index)
+    int domain() const { return writes.empty() ? reads[0] : writes[0]; } // the buffer whose rows it iterates over
 };
 
 struct Phase {
     int first, last; // steps first .. last - 1
     bool by_rows;
-    bool logits; // rows are logit rows
+    bool logits; // iterates over logit rows
     std::string label;
     double seconds = 0;
 };
@@ -245,26 +255,26 @@ class Program {
 
     int buffer(int64_t width, bool logits);
     void add(Step step);
-    void add_later(Step step); // behind the next step of tasks: nothing in this pass reads what it writes
+    void add_deferred(Step step); // added after the next step with tasks: nothing in this pass reads its result
     void finish(std::vector<std::pair<std::string, int>> outputs);
-    nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass); // not from two threads at once
-    void compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass); // without Python's lock
-    int output(const std::string& name) const;                      // the buffer of a result; -1: there is none
+    nb::dict run(ThreadPool& threads, Arena& arena, Pass& pass); // not thread-safe
+    void compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass); // called without the GIL
+    int output(const std::string& name) const;                      // buffer id of an output; -1: no such output
     nb::dict profile(bool reset);
 
     const Kernels& kernels;
     Limits limits;
-    bool profiling = false, wants_states = false, wants_spans = false; // spans: Pass::row_spans
+    bool profiling = false, wants_states = false, wants_spans = false; // whether steps read Pass::states, Pass::row_spans
     Scores scores;
-    int64_t hidden_width = 0; // columns of the hidden states that it reads
+    int64_t hidden_width = 0; // width of the hidden states it reads, 0: none
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;
-    std::vector<AttendShape> attends; // of the attention steps
-    std::vector<KVPool*> written;     // pools that it stores keys in
-    int64_t partial_floats = 0;       // of a query's stretch, at most
+    std::vector<AttendShape> attends; // distinct shapes of the attention steps
+    std::vector<KVPool*> written;     // pools that store_kv steps write
+    int64_t partial_floats = 0;       // maximum AttendTask::partial_size()
     float* partials() const { return reinterpret_cast<float*>(partials_->data()); }
-    std::atomic<int32_t>& ended(int64_t tile) const { return ended_[tile]; } // stretches of a tile that are done
+    std::atomic<int32_t>& ended(int64_t tile) const { return ended_[tile]; } // finished splits of a tile
 
     float* values(int id, int64_t row) const {
         const Buffer& buffer = buffers[id];
@@ -280,7 +290,8 @@ class Program {
     }
     Output output(int id) const { return {values(id, 0), buffers[id].stride(), quants(id), buffers[id].width}; }
     int64_t rows(int id, const Pass& pass) const { return buffers[id].logits ? pass.num_logits : pass.num_rows; }
-    void want(int id, const Matrix& by); // adds a step that makes the form of a buffer that `by` multiplies, if none does
+    // adds the step that converts a buffer to the input type of `by`, if missing
+    void require_input(int id, const Matrix& by);
 
   private:
     void add_form(int id, std::function<void(const Pass&, int64_t)> run);
@@ -295,7 +306,7 @@ class Program {
     int64_t num_tasks(const Phase& phase, const Pass& pass) const;
     void run_tasks(const Phase& phase, const Pass& pass, int64_t first, int64_t last) const;
 
-    std::vector<Step> steps_, later_;
+    std::vector<Step> steps_, deferred_;
     std::vector<Phase> phases_;
     std::vector<std::pair<std::string, int>> outputs_;
     std::vector<std::shared_ptr<Memory>> output_memory_;

@@ -1,4 +1,4 @@
-// float32 rows -> int8 and int4 with a scale (and minimum) for every 32 columns.
+// Quantizes float32 rows to int8 and int4 with a scale (int4: and a min) per 32 columns.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,12 +10,12 @@ namespace headstart {
 namespace {
 
 constexpr int kGroup = 32, kWays = 4;
-// Compilers do not vectorize the search by themselves; every instruction set has this width.
+// Explicit vectors, because compilers do not vectorize the search; every instruction set has this width.
 using Floats = float __attribute__((vector_size(kWays * 4)));
 using Ints = int32_t __attribute__((vector_size(kWays * 4)));
 constexpr float kMaxHalf = 65504.0f;
 
-// A group's values; where the row ends inside it, its first value again for the rest.
+// Loads a group's values; beyond the row's end it repeats the first value.
 void load_group(const uint8_t* row, int64_t column, int64_t count, float* values) {
     std::memcpy(values, row + column * 4, static_cast<size_t>(count) * 4);
     std::fill(values + count, values + kGroup, values[0]);
@@ -29,7 +29,7 @@ Floats load(const float* values) {
     return out;
 }
 
-// To nearest in [0, limit]; NaN becomes 0.
+// Rounds to the nearest integer in [0, limit]; NaN becomes 0.
 Ints round_quants(Floats value, float limit) {
     const Floats low{}, high = low + limit;
     value = value > low ? value : low;
@@ -44,9 +44,9 @@ struct Line {
     float scale, min;
 };
 
-// How well some q of a group, the nearest to `line`, can describe x - mean with the best line through them.
+// Least-squares line through a group's (q, x - mean), with q rounded by a given line.
 struct Fit {
-    float gain; // by how much the line lowers the sum of squares
+    float gain; // reduction of the sum of squared errors
     Line line;
 };
 
@@ -61,13 +61,13 @@ Fit fit_nearest(const float* centered, Line line) {
         qx_sum += q * x;
     }
     const float q_mean = sum(q_sum) / kGroup, spread = sum(qq_sum) - q_mean * sum(q_sum), qx = sum(qx_sum);
-    if (!(spread > 0) || !(qx > 0)) return {0, line}; // all the same q
+    if (!(spread > 0) || !(qx > 0)) return {0, line}; // all q are equal
     const float scale = qx / spread;
     return {scale * qx, {scale, -scale * q_mean}};
 }
 
-// Tries ranges that leave out more and more of both ends, then refines the best: nearest q for the line, best line for
-// the q, which never makes the squared error larger.
+// Tries ranges that clip more and more of both ends, then alternates rounding and least squares from the best one; no
+// iteration increases the squared error.
 Line search_line(const float* centered, float lowest, float highest) {
     constexpr int kRanges = 3, kRefinements = 3;
     Fit best{-1, {}};
@@ -83,7 +83,7 @@ Line search_line(const float* centered, float lowest, float highest) {
     return best.line;
 }
 
-// Group of values -> q = (values - base) * inverse + offset, rounded and within [0, limit].
+// q = (values - base) * inverse + offset, rounded and clamped to [0, limit].
 void write_quants(const float* values, float base, float inverse, float offset, float limit, uint8_t* quants) {
     for (int i = 0; i < kGroup; i += kWays) {
         const Ints q = round_quants((load(values + i) - base) * inverse + offset, limit);
@@ -108,7 +108,7 @@ void quantize_group4(const float* values, uint16_t& scale_bits, uint16_t& min_bi
     if (lowest < highest) line = search_line(centered, lowest - mean, highest - mean);
     scale_bits = finite_half(line.scale);
     min_bits = finite_half(line.min + mean);
-    // The quants are those nearest to the numbers that are kept.
+    // Quantize with the scale and min as stored (float16).
     const float scale = float_from_half(scale_bits), min = float_from_half(min_bits);
     const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
     write_quants(values, min, inverse, 0.0f, 15.0f, quants);

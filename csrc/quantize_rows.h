@@ -1,4 +1,4 @@
-// Rows to 8 bits, 32 columns at a time (QuantLayout in kernels.h).
+// Quantizes activation rows to int8, 32 columns at a time (QuantLayout in kernels.h).
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace headstart::HEADSTART_PATH {
 
 INLINE void quantize_group(const float* x, int64_t group, const QuantLayout& layout, uint8_t* row) {
     const f32 a = load(x), b = load(x + 16);
-    // as integers, so that NaN is the largest of all and cannot get lost
+    // compared as integers: NaN is then the maximum and is not lost
     const i32 absolute = splat_int(0x7fffffff);
     const int32_t peak_bits = max_lanes(max(as_int(a) & absolute, as_int(b) & absolute));
     float peak;

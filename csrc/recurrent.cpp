@@ -1,6 +1,5 @@
-// Recurrent layers: a short convolution over the last rows, the gated delta rule and the selective scan. A row's bits
-// come from its sequence's rows in their order, whatever pass they are part of: every lane has its own chain over taps
-// or keys.
+// Kernels of recurrent layers: causal convolution, gated delta rule, selective scan. Rows are processed in sequence order
+// and every lane sums over taps or keys in order, so bits do not depend on how rows are divided into passes.
 #include <cmath>
 #include <cstring>
 
@@ -13,7 +12,7 @@ namespace {
 
 constexpr float kL2Epsilon = 1e-6f;
 #if HEADSTART_AVX512
-constexpr int kStrips = 4; // of 16 columns
+constexpr int kStrips = 4; // vectors of 16 columns
 #elif HEADSTART_AVX2 || HEADSTART_NEON
 constexpr int kStrips = 2;
 #else
@@ -26,8 +25,8 @@ float lane(f32 a) {
     return lanes[0];
 }
 
-// factor / length of x, for each of `count` values.
-void unit(const float* x, int64_t count, float factor, float* out) {
+// out = x * factor / |x|, L2 norm over `count` values.
+void normalize(const float* x, int64_t count, float factor, float* out) {
     f32 squares = splat(0.0f);
     for (int64_t i = 0; i < count; i += 16) {
         const f32 value = load_some(x + i, count - i);
@@ -37,14 +36,14 @@ void unit(const float* x, int64_t count, float factor, float* out) {
     for (int64_t i = 0; i < count; i += 16) store_some(out + i, count - i, load_some(x + i, count - i) * inverse);
 }
 
-// One row's inputs for one head; keys and queries of a scan lie where the row has them.
+// One row's inputs for one head; those of a scan point into the row.
 struct Row {
     alignas(64) float unit_query[kMaxKeyDim], unit_key[kMaxKeyDim];
     const float *query, *key, *values;
     float decay, strength;
 };
 
-// A row's inputs for one head lie in three places of a wide row: no hardware fetches them ahead.
+// A head's inputs are three ranges of a wide row, which hardware does not prefetch.
 void prefetch_row(const RecurrenceTask& task, const float* row) {
     for (int64_t i = 0; i < task.key_dim; i += 16) {
         prefetch(row + task.query_at + i);
@@ -56,8 +55,8 @@ void prefetch_row(const RecurrenceTask& task, const float* row) {
 float raised(float x) { return lane(exp(min(splat(88.0f), splat(x)))); }
 
 void read_delta(const RecurrenceTask& task, const float* from, float log_decay, float strength, Row& row) {
-    unit(from + task.query_at, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.unit_query);
-    unit(from + task.key_at, task.key_dim, 1.0f, row.unit_key);
+    normalize(from + task.query_at, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.unit_query);
+    normalize(from + task.key_at, task.key_dim, 1.0f, row.unit_key);
     row.query = row.unit_query, row.key = row.unit_key, row.values = from + task.value_at;
     row.decay = raised(log_decay);
     row.strength = lane(sigmoid(splat(strength)));
@@ -69,7 +68,7 @@ void read_scan(const RecurrenceTask& task, const float* from, float step, Row& r
     row.strength = step;
 }
 
-// state [key_dim][kWidth * 16] takes in a row; out gets `columns` values unless it is nullptr.
+// Updates state [key_dim][kWidth * 16] with a row; writes `columns` outputs unless out is nullptr.
 template <int kWidth>
 void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t first, int64_t columns, float* out) {
     constexpr int64_t kStride = kWidth * 16;
@@ -80,13 +79,13 @@ void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t f
         read[s] = splat(0.0f);
     }
     if (task.delta) {
-        f32 known[kWidth];
-        for (int s = 0; s < kWidth; ++s) known[s] = splat(0.0f);
+        f32 is_supported[kWidth];
+        for (int s = 0; s < kWidth; ++s) is_supported[s] = splat(0.0f);
         for (int64_t k = 0; k < task.key_dim; ++k) {
             const f32 key = splat(row.key[k]);
-            for (int s = 0; s < kWidth; ++s) known[s] = fma(load(state + k * kStride + s * 16), key, known[s]);
+            for (int s = 0; s < kWidth; ++s) is_supported[s] = fma(load(state + k * kStride + s * 16), key, is_supported[s]);
         }
-        for (int s = 0; s < kWidth; ++s) change[s] = (values[s] - decay * known[s]) * strength;
+        for (int s = 0; s < kWidth; ++s) change[s] = (values[s] - decay * is_supported[s]) * strength;
     } else {
         for (int s = 0; s < kWidth; ++s) change[s] = values[s] * strength;
     }
@@ -106,8 +105,8 @@ void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t f
     }
 }
 
-// All rows of a sequence, for up to kWidth * 16 of a head's columns.
-template <int kWidth> void walk(const RecurrenceTask& task, int64_t first, int64_t columns) {
+// Processes all rows of a sequence for up to kWidth * 16 columns of a head.
+template <int kWidth> void run_rows(const RecurrenceTask& task, int64_t first, int64_t columns) {
     constexpr int64_t kStride = kWidth * 16;
     alignas(64) float state[kMaxKeyDim * kStride];
     Row row;
@@ -146,8 +145,8 @@ void recur(const RecurrenceTask& task) {
     const int64_t end = task.first_column + task.num_columns;
     int64_t first = task.first_column;
     for (; end - first > 16; first += kStrips * 16)
-        walk<kStrips>(task, first, end - first < kStrips * 16 ? end - first : kStrips * 16);
-    if (first < end) walk<1>(task, first, end - first);
+        run_rows<kStrips>(task, first, end - first < kStrips * 16 ? end - first : kStrips * 16);
+    if (first < end) run_rows<1>(task, first, end - first);
 }
 
 void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out) {
@@ -162,7 +161,7 @@ void conv(const float* const* rows, const float* taps, const float* bias, int64_
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out) {
     for (int64_t i = 0; i < width; ++i) {
         const float value = x[i] + bias[i], size = std::fabs(value);
-        // ln(1 + e^v) = max(v, 0) + ln(1 + e^-|v|); a small e^-|v| is its own logarithm
+        // ln(1 + e^v) = max(v, 0) + ln(1 + e^-|v|); for small y = e^-|v|, ln(1 + y) is y
         const float small = lane(exp(splat(-size)));
         const double rest = small < 1e-8f ? (double)small : exact_log(1.0 + (double)small);
         out[i] = value != value ? value : (rate ? rate[i] : 1.0f) * (float)((value > 0.0f ? (double)value : 0.0) + rest);

@@ -1,10 +1,9 @@
-// Recorded steps of recurrent layers. A convolution or recurrence reads the state of each sequence, the rows kept from
-// the last pass and the rows of this one; then states are stored and drafted rows kept, as Pass::states says.
+// Recorded steps of recurrent layers. A convolution or recurrence reads each sequence's state, replays accepted rows kept
+// from the last pass, and runs this pass's rows; then it stores states and keeps drafted rows (Pass::states).
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 #include "program.h"
 
@@ -13,11 +12,7 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kColumns = 64; // of a head's values: one task
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
+constexpr int64_t kColumns = 64; // columns of a head per task
 
 void read_states(Program& program, const StatePool& pool) {
     program.wants_states = true;
@@ -28,7 +23,7 @@ void read_states(Program& program, const StatePool& pool) {
 
 int64_t span_start(const Pass& pass, int64_t span) { return pass.positions[pass.row_starts[span]]; }
 
-// Rows that a sequence has kept and that came true: they go before its rows of this pass.
+// Number of kept rows whose drafts were accepted; they are replayed before this pass's rows.
 int64_t num_replayed(const Pass& pass, int64_t span) { return span_start(pass, span) - pass.states->starts[span]; }
 
 const float* state_read(const StatePool& pool, const Pass& pass, int64_t span) {
@@ -36,7 +31,7 @@ const float* state_read(const StatePool& pool, const Pass& pass, int64_t span) {
     return slot < 0 ? nullptr : pool.state(slot);
 }
 
-// Copies a row's `parts` side by side into the sequence's kept rows, if the row may not be true.
+// Concatenates the buffers `parts` of a drafted row into the sequence's kept rows.
 void keep_row(const Program& program, const StatePool& pool, const Pass& pass, const std::vector<int>& parts,
               int64_t row) {
     const int64_t span = pass.states->span_of[row], place = pass.positions[row] - pass.states->keeps[span];
@@ -45,8 +40,8 @@ void keep_row(const Program& program, const StatePool& pool, const Pass& pass, c
     for (int part : parts) to = std::copy_n(program.values(part, row), program.buffers[part].width, to);
 }
 
-// The input of a convolution `back` rows before row `at` of a span (counted from its first row in the pass); nullptr
-// before the sequence's first row.
+// Input of a convolution at row `at` of a span, relative to the span's first row in the pass (negative: earlier rows);
+// nullptr before the sequence's first row.
 const float* input_before(const Program& program, const StatePool& pool, const Pass& pass, int x, int64_t width,
                           int64_t span, int64_t at) {
     if (at >= 0) return program.values(x, pass.row_starts[span] + at);
@@ -65,8 +60,8 @@ void convolve(const Program& program, const StatePool& pool, const Pass& pass, i
     program.kernels.conv(rows, taps, bias, width, program.buffers[x].width, program.values(out, row));
 }
 
-// Stores the last width - 1 inputs before each of a span's stores, then keeps its drafted rows. A state may lie where
-// the span's own old state does, so all are made before the first is written.
+// Stores the last width - 1 inputs before each stored position, then keeps drafted rows. A store may overwrite the state
+// that is read, so all windows are computed first.
 void store_windows(const Program& program, const StatePool& pool, const Pass& pass, int x, int64_t width,
                    int64_t span) {
     const States& states = *pass.states;
@@ -114,7 +109,7 @@ int causal_conv(Program& program, int x, Floats taps, nb::object state_pool, int
     keep.run = [&program, pool, x, width](const Pass& pass, int64_t span) {
         store_windows(program, *pool, pass, x, width, span);
     };
-    program.add_later(std::move(keep));
+    program.add_deferred(std::move(keep));
     return out;
 }
 
@@ -135,16 +130,16 @@ int softplus(Program& program, int x, std::optional<Floats> rate, Floats bias) {
     return out;
 }
 
-// One recurrence of a layer. What is the same for all its tasks is in `task`; those of a head are filled in by `fit`.
+// One recurrence of a layer. `task` has the fields equal in all tasks; `fit` sets those of a head.
 struct Recurrence {
     int64_t num_heads;
-    std::vector<int> inputs; // rows, then what goes by head: log decay and strength, or the step
+    std::vector<int> inputs; // rows, then per-head inputs: log decay and strength, or the time step
     RecurrenceTask task;
     std::function<void(RecurrenceTask&)> fit;
     int64_t strips() const { return (task.value_dim + kColumns - 1) / kColumns; }
 };
 
-// Tasks go by span, then head, then strip of columns.
+// Tasks are ordered by span, head, strip of columns.
 RecurrenceTask task_of(const Program& program, const StatePool& pool, const Pass& pass, const Recurrence& all, int out,
                        int64_t index) {
     const States& states = *pass.states;
@@ -179,13 +174,13 @@ RecurrenceTask task_of(const Program& program, const StatePool& pool, const Pass
 int recurrence(Program& program, Recurrence all, nb::object state_pool, std::vector<nb::object> owners) {
     StatePool* pool = nb::cast<StatePool*>(state_pool);
     const RecurrenceTask& task = all.task;
-    require(task.key_dim <= kMaxKeyDim, "recurrent states of more than 256 rows are not supported");
+    require(task.key_dim <= kMaxKeyDim, "recurrence: key dimensions above 256 are not supported");
     int64_t width = 0;
     for (int each : all.inputs) width += program.buffers[each].width;
     require(pool->state_size == all.num_heads * task.key_dim * task.value_dim && pool->row_size == width,
-            "a recurrence: shapes differ");
+            "recurrence: shapes differ");
     for (size_t i = 1; i < all.inputs.size(); ++i)
-        require(program.buffers[all.inputs[i]].width == all.num_heads, "a recurrence: not a number for each head");
+        require(program.buffers[all.inputs[i]].width == all.num_heads, "recurrence: needs one number per head");
     const int out = program.buffer(all.num_heads * task.value_dim, false);
     const std::vector<int> inputs = all.inputs;
     read_states(program, *pool);

@@ -1,5 +1,5 @@
-// Logits of some tokens only: a product whose largest outputs alone are exact, and groups of which the best are kept
-// (Ops.refine and Ops.keep_groups of headstart/kernels/ops.py).
+// Recorded steps of partial logits: exact products for the blocks with the largest approximate logits (Ops.refine), and
+// logits of the best groups of tokens only (Ops.keep_groups of headstart/kernels/ops.py).
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 namespace headstart {
 namespace {
 
-constexpr int64_t kUnit = 2 * kLanes; // neighbouring outputs, which the kernels make together
-constexpr float kNever = -1e30f;       // a logit whose token is not drawn; finite, as logits must be
+constexpr int64_t kUnit = 2 * kLanes; // outputs computed together by a kernel call
+constexpr float kExcludedLogit = -1e30f;       // logit of an excluded token; logits must be finite
 
 using Groups = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -29,8 +29,8 @@ float largest(const float* x, int64_t count) {
     return *std::max_element(lanes, lanes + 8);
 }
 
-// Numbers of the `count` largest values, in ascending order; the lower of equal ones.
-void choose_values(const float* values, int64_t width, int64_t count, int32_t* chosen) {
+// Indices of the `count` largest values, ascending; ties go to lower indices.
+void top_indices(const float* values, int64_t width, int64_t count, int32_t* chosen) {
     thread_local std::vector<float> sorted;
     sorted.assign(values, values + width);
     std::nth_element(sorted.begin(), sorted.begin() + (count - 1), sorted.end(), std::greater<float>());
@@ -38,17 +38,17 @@ void choose_values(const float* values, int64_t width, int64_t count, int32_t* c
     int64_t equal = count - std::count_if(sorted.begin(), sorted.begin() + count, [least](float p) { return p > least; });
     for (int64_t i = 0; i < width && count > 0; ++i)
         if (values[i] > least || (values[i] == least && equal-- > 0)) *chosen++ = int32_t(i), --count;
-    while (count-- > 0) *chosen++ = 0; // NaN is not larger than anything
+    while (count-- > 0) *chosen++ = 0; // fewer than `count` found: values are NaN
 }
 
-// Numbers of the units with the largest values of x [width], in ascending order; the lower of equal ones.
-void choose(const float* x, int64_t width, int64_t count, int32_t* chosen) {
+// Indices of the `count` units with the largest maxima of x [width], ascending; ties go to lower units.
+void top_units(const float* x, int64_t width, int64_t count, int32_t* chosen) {
     thread_local std::vector<float> peaks;
     const int64_t units = (width + kUnit - 1) / kUnit;
     peaks.resize(units);
     for (int64_t unit = 0; unit < units; ++unit)
         peaks[unit] = largest(x + unit * kUnit, std::min(kUnit, width - unit * kUnit));
-    choose_values(peaks.data(), units, count, chosen);
+    top_indices(peaks.data(), units, count, chosen);
 }
 
 int refine(Program& program, int approximate, int x, nb::object matrix, int64_t count, const std::string& label) {
@@ -59,15 +59,15 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
         throw std::invalid_argument("refine: shapes differ");
     if (count < 1) throw std::invalid_argument("refine: at least one block must be exact");
     count = std::min(count, units);
-    program.want(x, *w);
-    const int chosen = program.buffer(count, program.buffers[x].logits); // of integers
+    program.require_input(x, *w);
+    const int chosen = program.buffer(count, program.buffers[x].logits); // holds int32
     Step pick;
     pick.label = "rows";
     pick.reads = {approximate};
     pick.writes = {chosen};
     pick.by_rows = true;
     pick.run = [&program, approximate, chosen, count, width = w->rows](const Pass&, int64_t row) {
-        choose(program.values(approximate, row), width, count, reinterpret_cast<int32_t*>(program.values(chosen, row)));
+        top_units(program.values(approximate, row), width, count, reinterpret_cast<int32_t*>(program.values(chosen, row)));
     };
     program.add(std::move(pick));
     Step step;
@@ -86,20 +86,21 @@ int refine(Program& program, int approximate, int x, nb::object matrix, int64_t 
         Output out = program.output(approximate);
         out.values += row * out.stride;
         const int32_t unit = reinterpret_cast<const int32_t*>(program.values(chosen, row))[task % count];
-        program.kernels.linear(w->here(), nullptr, in, unit, out);
+        program.kernels.linear(w->local_copy(), nullptr, in, unit, out);
     };
     program.add(std::move(step));
     return approximate;
 }
 
-// The logits of tokens whose group is none of the `count` with the largest scores become kNever.
+// Sets the logits of tokens outside the `count` groups with the largest scores to kExcludedLogit.
 int keep_groups(Program& program, int logits, int scores, Groups groups, int64_t count) {
     const int64_t width = program.buffers[logits].width, num_groups = program.buffers[scores].width;
-    const bool known = std::all_of(groups.data(), groups.data() + groups.size(),
+    const bool is_supported = std::all_of(groups.data(), groups.data() + groups.size(),
                                    [num_groups](int64_t group) { return group >= 0 && group < num_groups; });
-    if ((int64_t)groups.size() != width || !known || program.buffers[logits].logits != program.buffers[scores].logits)
+    if ((int64_t)groups.size() != width || !is_supported || program.buffers[logits].logits != program.buffers[scores].logits)
         throw std::invalid_argument("keep_groups: shapes differ, or a group has no score");
-    if (count < 1 || count > num_groups) throw std::invalid_argument("keep_groups: more groups than there are");
+    if (count < 1 || count > num_groups)
+        throw std::invalid_argument("keep_groups: count must be from 1 to the number of groups");
     Step step;
     step.label = "rows";
     step.reads = {logits, scores};
@@ -111,11 +112,11 @@ int keep_groups(Program& program, int logits, int scores, Groups groups, int64_t
         thread_local std::vector<uint8_t> kept;
         chosen.resize(count);
         kept.assign(num_groups, 0);
-        choose_values(program.values(scores, row), num_groups, count, chosen.data());
+        top_indices(program.values(scores, row), num_groups, count, chosen.data());
         for (const int32_t group : chosen) kept[group] = 1;
         float* x = program.values(logits, row);
         for (int64_t token = 0; token < width; ++token)
-            if (!kept[of[token]]) x[token] = kNever;
+            if (!kept[of[token]]) x[token] = kExcludedLogit;
     };
     program.add(std::move(step));
     return logits;

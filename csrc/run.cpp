@@ -1,26 +1,21 @@
-// From the arrays of a StepPlan (headstart/core.py) to a pass: nothing in it may point outside what a program reads.
+// Converts a StepPlan (headstart/core.py) to a Pass, checks all ids, slots and positions, and runs it.
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
 
 #include "plan.h"
 
 namespace headstart {
 namespace {
 
-constexpr int64_t kMostPath = 17;
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
+constexpr int64_t kMaxPath = 17; // slots in a path: drafts have at most 16 tokens
 
 bool within(const int32_t* values, int64_t count, int64_t limit) {
-    int32_t least = 0, most = -1;
+    int32_t lowest = 0, highest = -1;
     for (int64_t i = 0; i < count; ++i) {
-        least = std::min(least, values[i]);
-        most = std::max(most, values[i]);
+        lowest = std::min(lowest, values[i]);
+        highest = std::max(highest, values[i]);
     }
-    return least >= 0 && most < limit;
+    return lowest >= 0 && highest < limit;
 }
 
 bool ascends(const int32_t* starts, int64_t count) {
@@ -46,19 +41,20 @@ void check_states(const Limits& limits, const Pass& pass) {
         const int64_t first = pass.positions[pass.row_starts[s]], end = first + pass.row_starts[s + 1] - pass.row_starts[s];
         require(states.reads[s] >= -1 && states.reads[s] < limits.states, "run: a state is outside the pool");
         const int64_t kept = std::max<int64_t>(first - states.starts[s], end - states.keeps[s]);
-        require(states.starts[s] <= first && kept <= limits.kept, "run: more rows than a sequence keeps");
-        require(kept <= 0 || (states.own[s] >= 0 && states.own[s] < limits.owned), "run: kept rows of no sequence");
+        require(states.starts[s] <= first && kept <= limits.kept, "run: more kept rows than the pool has per sequence");
+        require(kept <= 0 || (states.own[s] >= 0 && states.own[s] < limits.owned),
+                "run: kept rows belong to a slot outside the pool");
     }
 }
 
 void check_paths(const Program& program, const Pass& pass, int64_t num_slots) {
     require(ascends(pass.path_starts, pass.num_rows) && pass.path_starts[pass.num_rows] == num_slots,
             "run: the paths' arrays differ in length");
-    require(within(pass.path_slots, num_slots, program.limits.table_slots), "run: a path leaves the pool");
+    require(within(pass.path_slots, num_slots, program.limits.table_slots), "run: a path's slot is outside the pool");
     for (int64_t row = 0; row < pass.num_rows; ++row) {
         const int64_t count = pass.path_starts[row + 1] - pass.path_starts[row];
-        require(count <= std::min<int64_t>(kMostPath, pass.positions[row] + 1), "run: a path is too long");
-        require(count == 0 || pass.sees[row] == pass.positions[row], "run: a row with a path sees beyond itself");
+        require(count <= std::min<int64_t>(kMaxPath, pass.positions[row] + 1), "run: a path is too long");
+        require(count == 0 || pass.sees[row] == pass.positions[row], "run: a row with a path sees later positions");
     }
 }
 
@@ -91,7 +87,7 @@ void check_pass(const Program& program, const Pass& pass) {
     require(within(pass.slots, pass.num_rows, limits.slots), "run: a slot is outside the pool");
     require(within(pass.logit_rows, pass.num_logits, pass.num_rows), "run: a logit row is not in the pass");
     if (program.hidden_width && pass.hidden)
-        require(pass.hidden_stride >= program.hidden_width, "run: hidden states are too narrow");
+        require(pass.hidden_stride >= program.hidden_width, "run: hidden states are narrower than the program reads");
     else if (program.hidden_width)
         require(pass.hidden_pool->width >= program.hidden_width && within(pass.hidden_slots, pass.num_rows, pass.hidden_pool->num_slots),
                 "run: a hidden state's slot is outside the pool");
@@ -99,7 +95,7 @@ void check_pass(const Program& program, const Pass& pass) {
     if (program.wants_states) check_states(limits, pass);
 }
 
-Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden)
+PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPool* hidden_pool, std::optional<Floats> hidden)
     : token_ids_(array<Ints>(plan, "token_ids")), positions_(array<Ints>(plan, "positions")),
       slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
@@ -115,9 +111,10 @@ Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidd
                 (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows),
             "run: the plan's arrays differ in length");
     require(pass.block_size > 0 && pass.block_size % 16 == 0, "run: blocks must hold a multiple of 16 positions");
-    require(!hidden_ || (int64_t)hidden_->shape(0) == rows, "run: hidden has another number of rows");
-    require(!program.hidden_width || hidden_ || (hidden_slots_ && hidden_pool), "run: the program reads hidden states");
-    require(!program.wants_states || !states.is_none(), "run: the program reads recurrent states");
+    require(!hidden_ || (int64_t)hidden_->shape(0) == rows, "run: hidden has not one row per token");
+    require(!program.hidden_width || hidden_ || (hidden_slots_ && hidden_pool),
+            "run: the program needs hidden states, and the plan gives none");
+    require(!program.wants_states || !states.is_none(), "run: the program needs recurrent states, and the plan gives none");
     pass.num_rows = rows;
     pass.num_logits = (int64_t)logit_rows_.size();
     pass.num_spans = spans;
@@ -151,7 +148,7 @@ Planned::Planned(const Program& program, nb::handle plan, const HiddenPool* hidd
     pass.num_units = spans;
     pass.unit_starts = pass.row_starts;
     if (tree.is_none()) return;
-    // rows that see different keys cannot share a task
+    // rows with different paths see different keys, so each row is a unit
     path_starts_ = array<Ints>(tree, "starts");
     path_slots_ = array<Ints>(tree, "slots");
     require((int64_t)path_starts_->size() == rows + 1, "run: the plan's arrays differ in length");
@@ -169,7 +166,7 @@ namespace {
 
 nb::dict run(Program& program, ThreadPool& threads, Arena& arena, nb::handle plan, const HiddenPool* hidden_pool,
              std::optional<Floats> hidden) {
-    Planned planned(program, plan, hidden_pool, std::move(hidden));
+    PlannedPass planned(program, plan, hidden_pool, std::move(hidden));
     return program.run(threads, arena, planned.pass);
 }
 

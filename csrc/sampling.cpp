@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Scores x[i] / divisor in blocks of kBlock, with the maximum of every block. columns nullptr: i itself.
+// Scores x[i] / divisor in blocks of kBlock, with each block's maximum. columns nullptr: column i is i.
 template <class Real> struct View {
     const Real* x;
     int64_t n;
@@ -26,7 +26,7 @@ template <class Real> struct View {
     int64_t num_blocks() const { return (n + kBlock - 1) / kBlock; }
     int block_size(int64_t block) const { return int(std::min<int64_t>(kBlock, n - block * kBlock)); }
 
-    // x below this is certainly below `score`; what is not needs a closer look.
+    // A bound: x below it certainly has a lower score than `score`.
     Real floor_of(double score) const {
         const double raw = score * divisor;
         return Real(raw - std::abs(raw) * 1e-6 - 1e-30);
@@ -59,17 +59,17 @@ View<double> view_of(const Candidates& from, Scratch& scratch) {
     return {from.scores.data(), from.count, 1.0, from.columns.data(), maxima, scratch.loops};
 }
 
-// Lowest index of the maximum.
+// The lowest index of the maximum.
 template <class Real> int64_t first_best(const View<Real>& view) {
     const int64_t block = std::max_element(view.maxima, view.maxima + view.num_blocks()) - view.maxima;
     const Real* start = view.x + block * kBlock;
     return std::find(start, start + view.block_size(block), view.maxima[block]) - view.x;
 }
 
-// Candidates: what scores `least` or more.
+// Collects the columns with scores of at least `least`.
 template <class Real> void collect(const View<Real>& view, double least, Candidates& out) {
     out.reserve(view.n);
-    least = std::max(least, std::numeric_limits<double>::lowest()); // nothing that is banned
+    least = std::max(least, std::numeric_limits<double>::lowest()); // excludes masked columns (-inf)
     const Real floor = view.floor_of(least);
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
         if (view.maxima[block] < floor) continue;
@@ -79,11 +79,11 @@ template <class Real> void collect(const View<Real>& view, double least, Candida
     }
 }
 
-// The k best; of equal scores those in lower columns.
+// Keeps the k best scores; ties go to lower columns.
 template <class Real> void keep_top_k(const View<Real>& view, int64_t k, Candidates& out, Scratch& scratch) {
     double least = -kInfinity;
     const int64_t num_blocks = view.num_blocks();
-    if (k <= num_blocks) { // k blocks whose maxima reach a score hold k tokens that do
+    if (k <= num_blocks) { // the k-th largest block maximum is a lower bound of the k-th best score
         Real* sorted = resized(sorted_of(scratch, Real()), num_blocks);
         std::copy(view.maxima, view.maxima + num_blocks, sorted);
         std::nth_element(sorted, sorted + k - 1, sorted + num_blocks, std::greater<Real>());
@@ -104,7 +104,7 @@ template <class Real> void keep_top_k(const View<Real>& view, int64_t k, Candida
     }
 }
 
-// A histogram of mass over the distance to the best: what of it lies before the bin where `share` is reached.
+// Histogram of probability mass by distance to the best score: the bin in which `share` is reached, and the mass before it.
 struct Cut {
     int bin;
     int64_t before;
@@ -112,7 +112,7 @@ struct Cut {
 };
 
 template <class Real> Cut find_cut(const View<Real>& view, double best, double share) {
-    int64_t histogram[4][kNumBins] = {}; // four, as neighbours in one bin would wait for each other
+    int64_t histogram[4][kNumBins] = {}; // four copies, so that adjacent tokens in one bin do not wait for each other
     float below[kBlock];
     int32_t bin[kBlock];
     Mass mass[kBlock];
@@ -134,8 +134,7 @@ template <class Real> Cut find_cut(const View<Real>& view, double best, double s
     return {cut, before, need};
 }
 
-// Gives column -1 to the candidates of the cut's bin, order[], that are behind the prefix. It halves the bin until
-// sorting is cheap.
+// Sets column -1 for candidates of the cut's bin (order[]) outside the prefix. Halves the bin until sorting is cheap.
 void drop_rest(int32_t* begin, int32_t* end, double best, const Cut& cut, Candidates& out) {
     const double* scores = out.scores.data();
     const auto comes_first = [scores](int32_t a, int32_t b) {
@@ -161,11 +160,11 @@ void drop_rest(int32_t* begin, int32_t* end, double best, const Cut& cut, Candid
     for (; begin < end; ++begin) out.columns[*begin] = -1;
 }
 
-// The smallest prefix, best first and lower columns first among equals, that holds `share` of the mass.
+// Top-p: the smallest prefix, best first, ties in column order, that has `share` of the mass.
 template <class Real>
 void keep_top_p(const View<Real>& view, double best, double share, Candidates& out, Scratch& scratch) {
     const Cut cut = find_cut(view, best, share);
-    collect(view, best - (cut.bin + 2.0) / kBinsPerNat, out); // a bin more than needed, for what rounding does
+    collect(view, best - (cut.bin + 2.0) / kBinsPerNat, out); // one extra bin for rounding errors
     int32_t* order = resized(scratch.order, out.count);
     int64_t count = 0, in_cut = 0;
     for (int64_t i = 0; i < out.count; ++i) {
@@ -210,8 +209,8 @@ template <class Real> bool apply_filters(const View<Real>& all, double best, con
     return filtered;
 }
 
-// Words above this cannot bring a score up to the bound: l + g >= b needs v <= 1 - exp(-exp(l - b)) <= exp(l - b).
-// Between powers of two the line through them lies above 2^y; 0.1 % is to spare for rounding.
+// Upper bound of noise words that can lift a score l to the bound b: l + g >= b needs v <= 1 - exp(-exp(l - b)) <=
+// exp(l - b). 2^y is bounded by the line between powers of two, plus 0.1 % for rounding.
 uint32_t largest_word(double score, double bound) {
     const float y = std::max(float(score - bound) * 1.4426950f + 32.0f, 0.0f);
     if (y >= 31.9f) return 0xFFFFFFFFu;
@@ -221,14 +220,14 @@ uint32_t largest_word(double score, double bound) {
     return uint32_t(reach * 1.001f) + 1;
 }
 
-// Philox counters of a block's tokens: groups[i] + offset; equal neighbours share one.
+// Philox counters of a block's tokens: groups[i] + offset; adjacent tokens with the same counter share it.
 struct BlockGroups {
     alignas(64) uint64_t groups[kBlock] = {};
-    int32_t place[kBlock]; // of a token's word
+    int32_t place[kBlock]; // index of each token's word
     int count = kGroups;
     uint64_t offset = 0;
 
-    BlockGroups() { // those of neighbouring ids
+    BlockGroups() { // of consecutive token ids
         for (int i = 0; i < kGroups; ++i) groups[i] = uint64_t(i);
         for (int i = 0; i < kBlock; ++i) place[i] = word_place(i / 4, i % 4);
     }
@@ -248,7 +247,7 @@ struct BlockGroups {
     }
 };
 
-// Index of the maximum of score + noise. Noise is bounded, so a block far below a score already reached is skipped.
+// Index of the maximum of score + Gumbel noise. Noise is bounded, so blocks far below the best sum so far are skipped.
 template <class Real>
 int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, const int64_t* token_ids) {
     const int64_t top_column = view.column(top), top_id = token_ids ? token_ids[top_column] : top_column;
@@ -349,7 +348,7 @@ int64_t logprob_row(const float* x, int64_t n, int64_t column, int64_t num_top, 
     if (num_top <= 0) return 0;
     Candidates& top = scratch.candidates;
     keep_top_k(view, num_top, top, scratch);
-    for (int64_t i = 0; i < n && top.count < num_top; ++i) // banned ones last
+    for (int64_t i = 0; i < n && top.count < num_top; ++i) // masked columns last
         if (x[i] == -kInfinity) top.add(x[i], int32_t(i));
     int32_t* order = resized(scratch.order, num_top);
     for (int64_t i = 0; i < num_top; ++i) order[i] = int32_t(i);

@@ -1,4 +1,4 @@
-// One row of logits to one token, bit for bit as kernels/reference/sampling.py defines it.
+// Samples a token from a row of logits, bit for bit as defined by kernels/reference/sampling.py.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +9,19 @@
 
 namespace headstart {
 
-constexpr float kGreedyBelow = 1e-5f; // numpy compares float32 temperatures with the float32 of it
+constexpr float kGreedyBelow = 1e-5f; // as float32: NumPy compares float32 temperatures in float32
 
-// How a row is drawn, once mask, bias and penalties are applied.
+// Sampling parameters of a row, after mask, bias and penalties.
 struct Draw {
     float temperature;
-    int64_t top_k; // 0 off
-    double top_p;  // 1 off
-    double min_p;  // 0 off
+    int64_t top_k; // 0: off
+    double top_p;  // 1: off
+    double min_p;  // 0: off
     NoiseKey key;
 };
 
-// What is left to draw from: scores after / T, in ascending columns. The arrays may be longer than `count`.
+// Columns left after top-k, top-p and min-p, ascending, with their scores (logits / temperature). Arrays may be longer than
+// `count`.
 struct Candidates {
     std::vector<double> scores;
     std::vector<int32_t> columns;
@@ -32,9 +33,9 @@ struct Candidates {
     void add(double score, int32_t column) { scores[count] = score, columns[count++] = column; }
 };
 
-// Working memory of one thread, kept between calls.
+// Working memory of one thread, reused between calls.
 struct Scratch {
-    const Loops* loops; // of the path in use
+    const Loops* loops; // of the instruction-set path in use
     std::vector<double> edited, maxima64, sorted64;
     std::vector<float> maxima32, sorted32;
     std::vector<int32_t> order;
@@ -43,12 +44,12 @@ struct Scratch {
 
 constexpr int64_t kNothingLeft = -1, kNotFinite = -2;
 
-// The column drawn from scores x [n], or one of the two above. token_ids [n]: target ids of a reduced vocabulary, or
-// nullptr. probs [vocabulary], all zero, receives the processed distribution, unless nullptr.
+// Returns the column sampled from logits x [n], or kNothingLeft or kNotFinite. token_ids [n]: target ids of a reduced
+// vocabulary, or nullptr. probs [vocabulary], zeroed by the caller, receives the processed distribution, unless nullptr.
 template <class Real>
 int64_t draw_row(const Real* x, int64_t n, const Draw& draw, const int64_t* token_ids, double* probs, Scratch& scratch);
 
-// Raw log-softmax of x [n] at one column and at the num_top best: columns and values. Returns how many those are.
+// Raw log-softmax of x [n] at one column, and at the num_top best (columns and values). Returns the number of those.
 int64_t logprob_row(const float* x, int64_t n, int64_t column, int64_t num_top, float* value, int64_t* top_columns,
                     float* top_values, Scratch& scratch);
 

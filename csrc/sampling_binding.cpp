@@ -1,4 +1,4 @@
-// Python side of the sampler: rows of a SamplingRows, shared out over the pool.
+// Bindings of the sampler: rows are distributed over the pool's threads.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -16,7 +16,7 @@ namespace {
 
 template <class T> using Result = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T> using Table = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>; // rows may lie apart
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>; // rows may be strided
 using TokenIds = std::optional<Column<int64_t>>;
 
 void require(bool holds, const char* what) {
@@ -24,7 +24,8 @@ void require(bool holds, const char* what) {
 }
 
 void require_rows(const Logits& logits, const TokenIds& token_ids) {
-    require(logits.size() == 0 || logits.shape(1) == 1 || logits.stride(1) == 1, "the logits of a row do not lie side by side");
+    require(logits.size() == 0 || logits.shape(1) == 1 || logits.stride(1) == 1,
+            "the logits of a row must lie side by side");
     require(!token_ids || token_ids->shape(0) == logits.shape(1), "token_ids and logits differ in width");
 }
 
@@ -39,13 +40,13 @@ void sample(ThreadPool& pool, const std::string& path_name, const Logits& logits
     if (token_ids && token_ids->shape(0) > 0) {
         vocabulary = {token_ids->data(), int64_t(token_ids->shape(0))};
         require(vocabulary.token_ids[0] >= 0 && vocabulary.token_ids[vocabulary.width - 1] < vocab_size,
-                "token_ids must ascend, and be below vocab_size");
+                "token_ids must ascend and be below vocab_size");
     }
     const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
     ThreadPool::Turn(pool).for_each(int64_t(count), [&](int64_t row) {
         tokens.data()[row] = rows.draw(logits.data() + row * logits.stride(0), row, vocabulary,
-                                       probs ? probs->data() + row * vocab_size : nullptr, own_scratch(path));
+                                       probs ? probs->data() + row * vocab_size : nullptr, thread_scratch(path));
     });
 }
 
@@ -66,11 +67,11 @@ void logprobs(ThreadPool& pool, const std::string& path_name, const Logits& logi
     const Path& path = find_path(path_name);
     nb::gil_scoped_release released;
     ThreadPool::Turn(pool).for_each(int64_t(count), [&](int64_t row) {
-        if (num_top.data()[row] < 0) return; // not asked
+        if (num_top.data()[row] < 0) return; // no logprobs requested
         int64_t* columns = top_ids.data() + row * room;
         const int64_t found = logprob_row(logits.data() + row * logits.stride(0), vocabulary.width,
                                           vocabulary.column(tokens.data()[row]), std::min(num_top.data()[row], room),
-                                          values.data() + row, columns, top_values.data() + row * room, own_scratch(path));
+                                          values.data() + row, columns, top_values.data() + row * room, thread_scratch(path));
         if (vocabulary.token_ids)
             for (int64_t i = 0; i < found; ++i) columns[i] = vocabulary.token_ids[columns[i]];
         num_found.data()[row] = found;

@@ -1,4 +1,4 @@
-// HEADSTART_PATH names the instruction-set path this file is compiled for (see CMakeLists.txt).
+// The sampler's loops, compiled for the instruction-set path HEADSTART_PATH (see CMakeLists.txt).
 #include "sampling_loops.h"
 
 #include <initializer_list>
@@ -20,7 +20,7 @@ extern const Loops kLoops;
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kRegister = 64; // bytes
+constexpr int kRegister = 64; // bytes of a vector register
 #elif defined(__AVX2__)
 constexpr int kRegister = 32;
 #else
@@ -71,7 +71,7 @@ void exps(const float* below, int n, float* result) {
 }
 
 int64_t mass_sum(const float* below, int n) {
-    int32_t high = 0, low = 0; // 64 halves of 2^16 and of 2^24 fit
+    int32_t high = 0, low = 0; // sums of 64 halves below 2^24 fit
     for (int i = 0; i < n; ++i) {
         const Mass mass = exact_mass(below[i]);
         high += mass.high;
@@ -88,12 +88,12 @@ void mass_bins(const float* below, int n, Mass* mass, int32_t* bin) {
     }
 }
 
-// Only the lower half of a lane is looked at, so the upper one may hold anything.
+// Only the low 32 bits of a lane are used.
 typedef uint64_t Lanes __attribute__((vector_size(kRegister)));
 constexpr int kLanes = kRegister / 8;
 
 #if defined(__AVX512F__)
-inline void multiply(const Lanes& a, uint32_t b, Lanes& product) { // the plain intrinsic makes GCC 12 warn
+inline void multiply(const Lanes& a, uint32_t b, Lanes& product) { // masked, because the plain intrinsic makes GCC 12 warn
     product = Lanes(_mm512_maskz_mul_epu32(0xFF, __m512i(a), _mm512_set1_epi64(b)));
 }
 #elif defined(__AVX2__)
@@ -112,8 +112,8 @@ inline void multiply(const Lanes& a, uint32_t b, Lanes& product) {
 inline void multiply(const Lanes& a, uint32_t b, Lanes& product) { product = (a & 0xFFFFFFFFu) * b; }
 #endif
 
-// Words 0 and 1 of 2 * kLanes groups, and words 2 and 3 at 2 * kBlock. Two registers at a time: one alone would wait
-// for its multiplications.
+// Words 0 and 1 of 2 * kLanes groups, and words 2 and 3 at offset 2 * kBlock. Two registers at a time hide the latency of
+// multiplications.
 inline void philox_lanes(const NoiseKey& key, const uint64_t* groups, uint64_t offset, uint32_t* words) {
     Lanes c0[2], c1[2], c2[2], c3[2], k0 = Lanes{} + key.low, k1 = Lanes{} + key.high;
     std::memcpy(c0, groups, sizeof c0);

@@ -1,6 +1,5 @@
-// The sampler's loops over whole rows, in blocks of 64 tokens; compiled once for each instruction-set path.
-//
-// Every path gives the same bits: elementwise float operations in one order, and sums of integers.
+// The sampler's loops over rows in blocks of 64 tokens, compiled once per instruction-set path. All paths give the same
+// bits: elementwise float operations in one order, and integer sums.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +11,10 @@
 namespace headstart {
 
 constexpr int kBlock = 64;
-constexpr int kGroups = kBlock / 4; // Philox counters of a block of neighbouring ids
+constexpr int kGroups = kBlock / 4; // Philox counters per block of consecutive ids
 
-constexpr float kMassOne = 1099511627776.0f;         // 2^40: the mass of the best token
-constexpr int kBinsPerNat = 16, kNumBins = 28 * 16 + 1; // of distances to the best; the last bin has no mass
+constexpr float kMassOne = 1099511627776.0f;         // 2^40: mass of the best token
+constexpr int kBinsPerNat = 16, kNumBins = 28 * 16 + 1; // bins of the distance to the best; the last has no mass
 constexpr double kNoMass = -28.0;                    // exp(-28) < 2^-40
 
 // Fixed-point e^x, 1 = 2^40, in two halves: high * 2^24 + low (SSE2 has no conversion to 64-bit integers).
@@ -25,23 +24,24 @@ struct Mass {
 };
 
 struct Loops {
-    // maxima[b] of block b (what is not a number is skipped); true where there is one
+    // maxima[b] of each block b, skipping NaN; returns whether there was a NaN
     bool (*maxima_f32)(const float* x, int64_t n, float* maxima);
     bool (*maxima_f64)(const double* x, int64_t n, double* maxima);
-    // float32 of x / divisor - best, n <= kBlock
+    // below = float32(x / divisor - best), n <= kBlock
     void (*below_f32)(const float* x, int n, double divisor, double best, float* below);
     void (*below_f64)(const double* x, int n, double divisor, double best, float* below);
     // e^x, n <= kBlock
     void (*exp)(const float* below, int n, float* result);
-    // sum of masses, n <= kBlock; masses and bins one by one
+    // sum of masses, n <= kBlock; then mass and bin of each token
     int64_t (*mass_sum)(const float* below, int n);
     void (*mass_bins)(const float* below, int n, Mass* mass, int32_t* bin);
-    // The words of groups[i] + offset, i < count rounded up to kGroups, at word_place; true where one is <= limit.
+    // Noise words of counters groups[i] + offset, i < count rounded up to kGroups, stored at word_place; returns whether one
+    // is <= limit.
     bool (*words)(const NoiseKey& key, const uint64_t* groups, int count, uint64_t offset, uint32_t limit,
                   uint32_t* words);
 };
 
-// Where a token's word lies: word (id % 4) of the group-th of at most kBlock groups. Two words share 64 bits.
+// Index of word (id % 4) of the group-th of at most kBlock groups. Two words share 64 bits.
 static inline int word_place(int group, int word) { return (word >> 1) * 2 * kBlock + 2 * group + (word & 1); }
 
 namespace portable {
@@ -63,9 +63,9 @@ namespace i8mm {
 extern const Loops kLoops;
 }
 
-// e^x for float32 x <= 87, 0 below -87; kernels/reference/sampling.py has the definition.
+// e^x for float32 x <= 87, 0 below -87, as defined by kernels/reference/sampling.py.
 static inline float exact_exp(float x) {
-    constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, half to even
+    constexpr float kRound = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer, ties to even
     const float clamped = x < -87.0f ? -87.0f : x;
     const float shifted = clamped * 1.4426950216293335f + kRound;
     const float k = shifted - kRound;

@@ -22,10 +22,11 @@ Edits<Value>::Edits(nb::handle rows, const char* indptr_name, const char* ids_na
                     size_t num_rows)
     : indptr(nb::cast<Column<int32_t>>(rows.attr(indptr_name))), ids(nb::cast<Column<int32_t>>(rows.attr(ids_name))),
       values(nb::cast<Column<Value>>(rows.attr(values_name))) {
-    require(indptr.shape(0) == num_rows + 1 && ids.shape(0) == values.shape(0), "a sparse edit has a wrong length");
+    require(indptr.shape(0) == num_rows + 1 && ids.shape(0) == values.shape(0),
+            "sampling rows: a sparse edit's arrays differ in length");
     require(indptr.data()[0] >= 0 && std::is_sorted(indptr.data(), indptr.data() + num_rows + 1) &&
                 size_t(indptr.data()[num_rows]) <= ids.shape(0),
-            "an indptr does not fit its ids");
+            "sampling rows: an indptr does not match its ids");
 }
 
 DrawRows::DrawRows(nb::handle rows, size_t n, int64_t vocab_size)
@@ -59,7 +60,7 @@ int64_t DrawRows::draw(const float* x, int64_t row, const Vocabulary& vocabulary
     return drawn < 0 || !vocabulary.token_ids ? drawn : vocabulary.token_ids[drawn];
 }
 
-// Mask, then bias, then penalties, in float64.
+// Applies mask, bias, then penalties, in float64.
 void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, const int64_t* drafted,
                     int64_t num_drafted, double* scores) const {
     const int64_t width = vocabulary.width;
@@ -89,11 +90,11 @@ void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, c
     };
     const int32_t *first = penalty_.ids.data() + penalty_.begin(row), *last = penalty_.ids.data() + penalty_.end(row);
     for (const int32_t* id = first; id < last; ++id) penalize(*id, penalty_.values.data()[id - penalty_.ids.data()]);
-    for (const int64_t* id = drafted; id < drafted_end; ++id) // each once
+    for (const int64_t* id = drafted; id < drafted_end; ++id) // each distinct token once
         if (std::find(drafted, id, *id) == id && std::find(first, last, int32_t(*id)) == last) penalize(*id, 0);
 }
 
-Scratch& own_scratch(const Path& path) {
+Scratch& thread_scratch(const Path& path) {
     thread_local Scratch scratch;
     scratch.loops = path.loops;
     return scratch;

@@ -1,4 +1,4 @@
-// SamplingRows (headstart/core.py) in C++: what the sampler must know of each row, and its edits of logits.
+// SamplingRows (headstart/core.py) in C++: sampling parameters of each row, and edits of its logits.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,7 +17,7 @@ namespace nb = nanobind;
 
 template <class T> using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Sparse edits of one kind, CSR over rows.
+// Sparse edits of one kind (bias, penalties), in CSR by row.
 template <class Value> struct Edits {
     Column<int32_t> indptr, ids;
     Column<Value> values;
@@ -27,12 +27,12 @@ template <class Value> struct Edits {
     int32_t end(int64_t row) const { return indptr.data()[row + 1]; }
 };
 
-// The logits of one row [width] and the target ids they belong to.
+// Width of a row of logits, and the token ids of its columns.
 struct Vocabulary {
-    const int64_t* token_ids; // ascending; nullptr: all of them
+    const int64_t* token_ids; // [width] ascending; nullptr: column i is token i
     int64_t width;
 
-    int64_t column(int64_t id) const { // -1: not here
+    int64_t column(int64_t id) const { // -1: not in this vocabulary
         if (!token_ids) return id >= 0 && id < width ? id : -1;
         const int64_t* found = std::lower_bound(token_ids, token_ids + width, id);
         return found < token_ids + width && *found == id ? found - token_ids : -1;
@@ -49,9 +49,8 @@ class DrawRows {
         return repetition_.data()[row] != 1 || presence_.data()[row] != 0 || frequency_.data()[row] != 0;
     }
 
-    // The token of a row with logits x, or one of the two reasons why there is none. It follows num_drafted others that
-    // the row does not know of; what they are is read for penalties only. probs [vocabulary], all zero, or nullptr: see
-    // draw_row.
+    // Samples the token of a row from logits x; returns kNothingLeft or kNotFinite if there is none. The token follows
+    // num_drafted drafted tokens, which add to the position and to penalties. probs: see draw_row.
     int64_t draw(const float* x, int64_t row, const Vocabulary& vocabulary, double* probs, Scratch& scratch,
                  const int64_t* drafted = nullptr, int64_t num_drafted = 0) const;
 
@@ -71,6 +70,6 @@ class DrawRows {
     std::optional<nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>> allowed_;
 };
 
-Scratch& own_scratch(const Path& path); // of this thread
+Scratch& thread_scratch(const Path& path); // scratch memory of the calling thread
 
 } // namespace headstart

@@ -1,6 +1,5 @@
-// Sixteen lanes of float or int32 on whatever this translation unit is compiled for: AVX-512, AVX2, NEON (simd_neon.h)
-// or plain C++.
-// A lane's result never depends on the other lanes, and every function rounds in one way on one path.
+// Vectors of 16 float32 or int32 for the instruction set of this translation unit: AVX-512, AVX2, NEON (simd_neon.h) or
+// plain C++. A lane's result does not depend on other lanes.
 #pragma once
 
 #include <cmath>
@@ -10,7 +9,7 @@
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define HEADSTART_AVX512 1
 #if defined(__AVX512BF16__)
-#define HEADSTART_PAIRS 1 // products of pairs of bfloat16
+#define HEADSTART_PAIRS 1 // has products of pairs of bfloat16
 #endif
 #include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -68,26 +67,25 @@ INLINE f32 to_float(i32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE i32 round_to_int(f32 a) { return {_mm512_cvtps_epi32(a.v)}; } // ties to even
 INLINE f32 as_float(i32 a) { return {_mm512_castsi512_ps(a.v)}; }
 INLINE i32 as_int(f32 a) { return {_mm512_castps_si512(a.v)}; }
-// Writes the low byte of each lane; returns these bytes' sum.
+// Stores the low byte of each lane; returns the sum of these signed bytes.
 INLINE int32_t store_low_bytes(int8_t* p, i32 a) {
-    const __m128i bytes = _mm512_cvtepi32_epi8(a.v), raised = _mm_xor_si128(bytes, _mm_set1_epi8(-128)); // + 128
+    const __m128i bytes = _mm512_cvtepi32_epi8(a.v), raised = _mm_xor_si128(bytes, _mm_set1_epi8(-128)); // bytes + 128
     const __m128i sums = _mm_sad_epu8(raised, _mm_setzero_si128());
     _mm_storeu_si128((__m128i*)p, bytes);
     return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
-// Adds to each lane the products of its 4 unsigned bytes of w with the 4 signed bytes of a.
+// sum + the products of each lane's 4 unsigned bytes of w with its 4 signed bytes of a.
 INLINE i32 dot(i32 sum, i32 w, i32 a) { return {_mm512_dpbusd_epi32(sum.v, w.v, a.v)}; }
 #if HEADSTART_PAIRS
-// Adds to each lane the products of its 2 bfloat16 of a with those of b. Subnormal numbers are zeros.
+// sum + the products of each lane's 2 bfloat16 numbers of a with those of b. Subnormal numbers count as zero.
 INLINE f32 dot_pairs(f32 sum, i32 a, i32 b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 INLINE void store_bf16(uint16_t* p, f32 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
-// Of 64 codes of E4M3, two columns beside each other in each lane, the pairs of columns 0 and 1, and of 2 and 3. Two
-// registers are a table of 128 bytes, which does not look at the sign.
+// Table that converts 64 E4M3 codes to pairs of bfloat16. Its 128 entries, without the sign, fill two registers per byte.
 struct E4M3Pairs {
     __m512i low[2], high[2], order[2];
 };
 INLINE E4M3Pairs e4m3_pairs(const uint8_t* low, const uint8_t* high) {
-    alignas(64) uint8_t order[128]; // a low byte, then the high one of the same code
+    alignas(64) uint8_t order[128]; // low byte, then high byte of each code
     for (int i = 0; i < 64; ++i) order[2 * i] = (uint8_t)i, order[2 * i + 1] = (uint8_t)(64 + i);
     return {{_mm512_loadu_si512(low), _mm512_loadu_si512(low + 64)}, {_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)},
             {_mm512_load_si512(order), _mm512_load_si512(order + 64)}};
@@ -100,7 +98,7 @@ INLINE void widen_pairs(const E4M3Pairs& by, const uint8_t* p, i32 (&pairs)[2]) 
 }
 #endif
 INLINE i32 load_u8(const uint8_t* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
-// Sixteen bytes or floats to look up by the low 4 bits of each byte (which has no others), or of each lane.
+// Tables of 16 bytes, indexed by bytes 0..15, or of 16 floats, indexed by the low 4 bits of each lane.
 struct ByteTable {
     __m512i v;
 };
@@ -113,8 +111,12 @@ INLINE ByteTable byte_table(const uint8_t* p) {
 INLINE FloatTable float_table(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE i32 look_up(ByteTable table, i32 at) { return {_mm512_shuffle_epi8(table.v, at.v)}; }
 INLINE f32 look_up(FloatTable table, i32 at) { return {_mm512_permutexvar_ps(at.v, table.v)}; }
-// 64 codes of E4M3, two columns beside each other in each lane: 2^-8 of the values of columns 0 to 3. As halves they have
-// the right digits, subnormal ones too.
+// 64 E4M3 codes: 16 lanes x 2 columns, twice. Shifted into float16 the digits are right, also of subnormal numbers, and the
+// value is 2^-8 of the code's.
+INLINE f32 load_e4m3_halves(const uint8_t* p) { // 16 codes as float16 numbers: 2^-8 of their value; NaN as 480
+    const __m256i codes = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    return {_mm512_cvtph_ps(_mm256_and_si256(codes, _mm256_set1_epi16((short)0xbf80)))};
+}
 INLINE __m512i half_e4m3(__m512i high) { return _mm512_and_si512(_mm512_srai_epi16(high, 1), _mm512_set1_epi16((short)0xbf80)); }
 struct E4M3 {
     __m512i even, odd;
@@ -196,7 +198,7 @@ INLINE int32_t store_low_bytes(int8_t* p, i32 x) {
 #if defined(__AVXVNNI__)
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) { return _mm256_dpbusd_avx_epi32(sum, w, a); }
 #else
-// vpmaddubsw saturates, so bytes are widened: even and odd ones apart, each pair of products fits 32 bits.
+// vpmaddubsw saturates, so even and odd bytes are widened to 16 bits separately; each pair of products fits in 32 bits.
 INLINE __m256i dot_half(__m256i sum, __m256i w, __m256i a) {
     const __m256i low = _mm256_set1_epi16(0x00ff);
     __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8));
@@ -218,11 +220,16 @@ struct FloatTable {
 INLINE ByteTable byte_table(const uint8_t* p) { return {_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p))}; }
 INLINE FloatTable float_table(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE i32 look_up(ByteTable table, i32 at) { return {_mm256_shuffle_epi8(table.v, at.a), _mm256_shuffle_epi8(table.v, at.b)}; }
-INLINE __m256 look_up_half(FloatTable table, __m256i at) { // bit 3 chooses the half
+INLINE __m256 look_up_half(FloatTable table, __m256i at) { // bit 3 selects the half
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, at), _mm256_permutevar8x32_ps(table.high, at),
                             _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
 }
 INLINE f32 look_up(FloatTable table, i32 at) { return {look_up_half(table, at.a), look_up_half(table, at.b)}; }
+INLINE f32 load_e4m3_halves(const uint8_t* p) {
+    const __m256i codes = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    const __m256i halves = _mm256_and_si256(codes, _mm256_set1_epi16((short)0xbf80));
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
 INLINE __m256i half_e4m3(__m256i high) { return _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)); }
 struct E4M3 {
     __m256i pairs[2];
@@ -294,7 +301,7 @@ INLINE i32 max(i32 a, i32 b) { LANES a.v[l] = a.v[l] > b.v[l] ? a.v[l] : b.v[l];
 template <int N> INLINE i32 shift_left(i32 a) { LANES a.v[l] = (int32_t)((uint32_t)a.v[l] << N); return a; }
 template <int N> INLINE i32 shift_right(i32 a) { LANES a.v[l] = (int32_t)((uint32_t)a.v[l] >> N); return a; }
 INLINE f32 to_float(i32 a) { f32 r; LANES r.v[l] = (float)a.v[l]; return r; }
-INLINE i32 round_to_int(f32 a) { // callers stay within +-2^22; NaN and more give what x86 gives
+INLINE i32 round_to_int(f32 a) { // callers stay within +-2^22; NaN and overflow as on x86
     i32 r;
     LANES {
         const float x = a.v[l];
@@ -329,6 +336,15 @@ INLINE i32 look_up(ByteTable table, i32 at) {
     return at;
 }
 INLINE f32 look_up(FloatTable table, i32 at) { f32 r; LANES r.v[l] = table.v[at.v[l] & 15]; return r; }
+INLINE f32 load_e4m3_halves(const uint8_t* p) {
+    f32 r;
+    LANES {
+        const uint32_t bits = (uint32_t)(p[l] & 0x80) << 24 | (uint32_t)(p[l] & 0x7f) << 20; // float32's exponent is 120 above
+        std::memcpy(&r.v[l], &bits, 4);
+        r.v[l] *= 0x1p112f;
+    }
+    return r;
+}
 struct E4M3 {
     const uint8_t* codes;
 };
@@ -345,7 +361,7 @@ INLINE f32 widen(const E4M3& from, int column) {
 
 #endif
 
-// Up to 16 floats; missing lanes are 0.
+// Loads min(count, 16) floats; other lanes are 0.
 INLINE f32 load_some(const float* p, int64_t count) {
     if (count >= 16) return load(p);
     float lanes[16] = {};
@@ -362,7 +378,7 @@ INLINE void store_some(float* p, int64_t count, f32 a) {
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Sums and maxima over the lanes, always in the same tree: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
+// Sums and maxima over the lanes, in one fixed tree: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
 #if HEADSTART_AVX512
 template <class F> INLINE float reduce_lanes(f32 a, F&& join) {
     a = join(a, f32{_mm512_shuffle_f32x4(a.v, a.v, 0x4e)});
@@ -419,15 +435,15 @@ INLINE float max_lanes(f32 a) { // not for NaN
 }
 #endif
 
-// e^x: x = k ln 2 + r, Taylor series of degree 7 in r (|r| <= ln(2) / 2), then 2^k by its bits. 0 below -87; the
-// caller keeps x <= 88. NaN stays NaN.
+// e^x: x = k ln 2 + r, Taylor series of degree 7 in r (|r| <= ln(2) / 2), times 2^k. 0 below -87; callers ensure x <= 88.
+// NaN stays NaN.
 INLINE f32 exp(f32 x) {
     const f32 low = splat(-87.0f);
-#if HEADSTART_AVX512 // the same bits with fewer operations: what is below -87 may become anything first
+#if HEADSTART_AVX512 // same bits with fewer operations: lanes below -87 are zeroed at the end
     const f32 safe = x;
     const f32 k = {_mm512_roundscale_ps((safe * splat(1.4426950216293335f)).v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 #else
-    const f32 safe = max(low, x); // a NaN in x is kept by the second operand's rule of max
+    const f32 safe = max(low, x); // max returns its second operand for NaN, so a NaN in x stays
     const f32 k = to_float(round_to_int(safe * splat(1.4426950216293335f)));
 #endif
     const f32 r = fma(k, splat(-1.428606765330187e-06f), fma(k, splat(-0.693145751953125f), safe));

@@ -1,5 +1,5 @@
-// The sixteen lanes of simd.h on ARM: four registers of Advanced SIMD. What ARMv8.0 has, and the byte products of the
-// extensions that this translation unit is compiled for (dotprod, i8mm).
+// The vectors of simd.h on ARM: four Advanced SIMD registers of ARMv8.0, with the byte products of dotprod or i8mm if this
+// translation unit is compiled for them.
 #pragma once
 
 #include <arm_neon.h>
@@ -41,7 +41,7 @@ INLINE f32 operator/(f32 x, f32 y) {
 INLINE f32 fma(f32 x, f32 y, f32 z) {
     return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c), vfmaq_f32(z.d, x.d, y.d)};
 }
-// A NaN of either operand stays; elsewhere in simd.h only the second one's does.
+// A NaN in either operand stays; on x86 only the second operand's does.
 INLINE f32 max(f32 x, f32 y) {
     return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b), vmaxq_f32(x.c, y.c), vmaxq_f32(x.d, y.d)};
 }
@@ -95,7 +95,7 @@ INLINE i32 max(i32 x, i32 y) {
 template <int N> INLINE i32 shift_left(i32 x) {
     return {vshlq_n_s32(x.a, N), vshlq_n_s32(x.b, N), vshlq_n_s32(x.c, N), vshlq_n_s32(x.d, N)};
 }
-template <int N> INLINE i32 shift_right(i32 x) { // zeros come in
+template <int N> INLINE i32 shift_right(i32 x) { // logical shift
     const auto shifted = [](int32x4_t v) __attribute__((always_inline)) {
         return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(v), N));
     };
@@ -104,7 +104,7 @@ template <int N> INLINE i32 shift_right(i32 x) { // zeros come in
 INLINE f32 to_float(i32 x) {
     return {vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b), vcvtq_f32_s32(x.c), vcvtq_f32_s32(x.d)};
 }
-// Ties to even. What fits no integer gives the nearest one, NaN 0; callers stay within +-2^22 or do not look.
+// Rounds ties to even. Overflow saturates and NaN gives 0; callers stay within +-2^22 or ignore the lane.
 INLINE i32 round_to_int(f32 x) {
     return {vcvtnq_s32_f32(x.a), vcvtnq_s32_f32(x.b), vcvtnq_s32_f32(x.c), vcvtnq_s32_f32(x.d)};
 }
@@ -136,14 +136,14 @@ struct ByteTable {
     uint8x16_t v;
 };
 struct FloatTable {
-    uint8x16x4_t v; // the bytes of 16 floats
+    uint8x16x4_t v; // bytes of 16 floats
 };
 INLINE ByteTable byte_table(const uint8_t* p) { return {vld1q_u8(p)}; }
 INLINE FloatTable float_table(const float* p) {
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(p);
     return {{{vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)}}};
 }
-INLINE float32x4_t look_up_four(FloatTable table, int32x4_t at) { // bytes 4 i .. 4 i + 3 of float i
+INLINE float32x4_t look_up_four(FloatTable table, int32x4_t at) { // float i is bytes 4 i .. 4 i + 3
     const int32x4_t code = vandq_s32(at, vdupq_n_s32(15));
     const int32x4_t bytes = vmlaq_s32(vdupq_n_s32(0x03020100), code, vdupq_n_s32(0x04040404));
     return vreinterpretq_f32_u8(vqtbl4q_u8(table.v, vreinterpretq_u8_s32(bytes)));
@@ -151,12 +151,19 @@ INLINE float32x4_t look_up_four(FloatTable table, int32x4_t at) { // bytes 4 i .
 INLINE f32 look_up(FloatTable table, i32 at) {
     return {look_up_four(table, at.a), look_up_four(table, at.b), look_up_four(table, at.c), look_up_four(table, at.d)};
 }
-// As on x86: codes in place are halves of 2^-8 of their values.
+// As on x86: shifted codes are float16 numbers of 2^-8 of the value.
 INLINE float16x8_t half_e4m3(int16x8_t high) {
     return vreinterpretq_f16_s16(vandq_s16(vshrq_n_s16(high, 1), vdupq_n_s16((int16_t)0xbf80)));
 }
+INLINE f32 load_e4m3_halves(const uint8_t* p) {
+    const uint8x16_t codes = vld1q_u8(p);
+    const auto high = [](uint8x8_t half) __attribute__((always_inline)) { return vreinterpretq_s16_u16(vshll_n_u8(half, 8)); };
+    const float16x8_t low = half_e4m3(high(vget_low_u8(codes))), rest = half_e4m3(high(vget_high_u8(codes)));
+    return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(rest)),
+            vcvt_high_f32_f16(rest)};
+}
 struct E4M3 {
-    int16x8_t low[2], high[2]; // of each pair of columns
+    int16x8_t low[2], high[2]; // codes of each pair of columns
 };
 INLINE E4M3 load_e4m3(const uint8_t* p) {
     const auto words = [](const uint8_t* at) __attribute__((always_inline)) { return vreinterpretq_s16_u8(vld1q_u8(at)); };
@@ -170,7 +177,7 @@ INLINE f32 widen(const E4M3& codes, int column) {
             vcvt_high_f32_f16(high)};
 }
 
-// The trees of simd.h: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
+// The fixed tree of simd.h: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
 INLINE float sum_lanes(f32 x) {
     const float32x4_t four = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));
     return vaddv_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));

@@ -1,11 +1,10 @@
-// The steps a forward is recorded from, and their Python side (headstart/kernels/native/program.py calls them).
+// Recorded steps of dense layers and their bindings (called by headstart/kernels/native/program.py).
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "bindings.h"
 #include "cpu.h"
@@ -19,15 +18,9 @@ using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 
 const float* data_or_null(const std::optional<Floats>& array) { return array ? array->data() : nullptr; }
 
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-int64_t num_pairs(const Matrix& w) { return (w.num_blocks() + 1) / 2; }
-
 int embed(Program& program, nb::object matrix, int64_t width) {
     const OwnedMatrix* table = nb::cast<const OwnedMatrix*>(matrix);
-    require(table->cols == width, "embed: the table has another width");
+    require(table->cols == width, "embed: width differs from the table's columns");
     program.limits.reach(program.limits.tokens, table->rows);
     const int out = program.buffer(width, false);
     Step step;
@@ -36,7 +29,7 @@ int embed(Program& program, nb::object matrix, int64_t width) {
     step.by_rows = true;
     step.owners = {matrix};
     step.run = [&program, table, out](const Pass& pass, int64_t row) {
-        program.kernels.embed(table->here(), pass.token_ids[row], program.values(out, row));
+        program.kernels.embed(table->local_copy(), pass.token_ids[row], program.values(out, row));
     };
     program.add(std::move(step));
     return out;
@@ -60,9 +53,9 @@ int hidden_input(Program& program, int64_t width) {
 
 int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bias, const std::string& label) {
     const OwnedMatrix* w = nb::cast<const OwnedMatrix*>(matrix);
-    require(program.buffers[x].width == w->cols, "linear: the input has another width than the matrix");
-    require(!bias || (int64_t)bias->size() == w->rows, "linear: the bias has another width than the matrix");
-    program.want(x, *w);
+    require(program.buffers[x].width == w->cols, "linear: the input width differs from the matrix columns");
+    require(!bias || (int64_t)bias->size() == w->rows, "linear: the bias length differs from the matrix rows");
+    program.require_input(x, *w);
     const int out = program.buffer(w->rows, program.buffers[x].logits);
     Step step;
     step.label = label;
@@ -71,7 +64,7 @@ int linear(Program& program, int x, nb::object matrix, std::optional<Floats> bia
     step.owners = {matrix, nb::cast(bias)};
     step.num_tasks = [w](const Pass&) { return num_pairs(*w); };
     step.run = [&program, w, x, out, b = data_or_null(bias)](const Pass& pass, int64_t task) {
-        program.kernels.linear(w->here(), b, program.input(x, pass), task, program.output(out));
+        program.kernels.linear(w->local_copy(), b, program.input(x, pass), task, program.output(out));
     };
     program.add(std::move(step));
     return out;
@@ -83,8 +76,8 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     const OwnedMatrix* up = nb::cast<const OwnedMatrix*>(up_matrix);
     require(program.buffers[x].width == gate->cols && gate->cols == up->cols && gate->rows == up->rows,
             "gated: shapes differ");
-    program.want(x, *gate);
-    program.want(x, *up);
+    program.require_input(x, *gate);
+    program.require_input(x, *up);
     const int out = program.buffer(gate->rows, program.buffers[x].logits);
     Step step;
     step.label = label;
@@ -95,18 +88,19 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     step.num_tasks = [gate](const Pass&) { return num_pairs(*gate); };
     step.run = [&program, gate, up, x, out, g = data_or_null(gate_bias), u = data_or_null(up_bias),
                 kind = activation_of(kind)](const Pass& pass, int64_t task) {
-        program.kernels.gated(gate->here(), up->here(), g, u, kind, program.input(x, pass), task, program.output(out));
+        program.kernels.gated(gate->local_copy(), up->local_copy(), g, u, kind, program.input(x, pass), task, program.output(out));
     };
     program.add(std::move(step));
     return out;
 }
 
-// residual -1: none; then total is x itself. With parts, each has its own part of the weight. Returns (normed, total).
+// RMS norm. residual -1: none, then total is x. parts: the row has so many parts, each with its own part of the weight.
+// Returns the buffers (normed, total).
 std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, float eps, int64_t parts) {
     const int64_t full = program.buffers[x].width, group = (int64_t)weight.size() / parts, width = full / parts;
     require(group > 0 && width % group == 0 && width * parts == full && group * parts == (int64_t)weight.size(),
-            "norm: the weight does not divide the input");
-    require(parts == 1 || (residual < 0 && group == width), "norm: parts of something else than rows");
+            "norm: the weight length does not divide the input width");
+    require(parts == 1 || (residual < 0 && group == width), "norm: several parts need whole rows and no residual");
     const int out = program.buffer(full, program.buffers[x].logits);
     const int total = residual < 0 ? x : program.buffer(width, program.buffers[x].logits);
     Step step;
@@ -129,7 +123,7 @@ std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, f
     return {out, total};
 }
 
-// A step of its own for each row: `run(pass, row, to)` fills its row of the result. b -1: it reads one buffer.
+// Adds a row-wise step that reads buffers a and b (-1: none); run(pass, row, to) fills a row of the result.
 template <class Run>
 int rowwise(Program& program, int a, int b, int64_t width, Run run, std::vector<nb::object> owners = {}) {
     const int out = program.buffer(width, program.buffers[a].logits);
@@ -180,7 +174,7 @@ int scale(Program& program, int x, float factor) {
 
 int shift(Program& program, int x, Floats bias) {
     const int64_t width = program.buffers[x].width;
-    require((int64_t)bias.size() == width, "shift: the bias has another width");
+    require((int64_t)bias.size() == width, "shift: the bias length differs from the input width");
     return rowwise(
         program, x, -1, width,
         [&program, x, width, b = bias.data()](const Pass&, int64_t row, float* to) {
@@ -197,7 +191,7 @@ int softcap(Program& program, int x, float cap) {
     });
 }
 
-// x - mean(x); the sum goes from left to right, so that it is the same everywhere
+// x - mean(x), summed from left to right so that every path gives the same bits
 int center(Program& program, int x) {
     const int64_t width = program.buffers[x].width;
     return rowwise(program, x, -1, width, [&program, x, width](const Pass&, int64_t row, float* to) {
@@ -212,7 +206,7 @@ int center(Program& program, int x) {
 // x * (1 + strength * ln(1 + floor((position + ahead) / every)))
 int temper(Program& program, int x, int64_t every, double strength, int64_t ahead) {
     const int64_t width = program.buffers[x].width;
-    require(every > 0 && !program.buffers[x].logits, "temper: positions of something else than rows");
+    require(every > 0 && !program.buffers[x].logits, "temper: needs a period above 0, and is not defined for logit rows");
     return rowwise(program, x, -1, width,
                    [&program, x, width, every, strength, ahead](const Pass& pass, int64_t row, float* to) {
                        const double steps = (double)((pass.positions[row] + ahead) / every);
@@ -223,7 +217,8 @@ int temper(Program& program, int x, int64_t every, double strength, int64_t ahea
 
 int concat(Program& program, int a, int b, int64_t heads) {
     const int64_t wa = program.buffers[a].width / heads, wb = program.buffers[b].width / heads;
-    require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads, "concat: not whole heads");
+    require(program.buffers[a].width == wa * heads && program.buffers[b].width == wb * heads,
+            "concat: a width is not a multiple of the number of heads");
     return rowwise(program, a, b, (wa + wb) * heads,
                    [&program, a, b, wa, wb, heads](const Pass&, int64_t row, float* to) {
                        const float *from_a = program.values(a, row), *from_b = program.values(b, row);
@@ -236,13 +231,13 @@ int concat(Program& program, int a, int b, int64_t heads) {
 
 int sigmoid_mul(Program& program, int gate, int x) {
     const int64_t gates = program.buffers[gate].width, width = program.buffers[x].width;
-    require(gates > 0 && width % gates == 0, "sigmoid_mul: the gates do not divide the input");
+    require(gates > 0 && width % gates == 0, "sigmoid_mul: the number of gates does not divide the input width");
     return rowwise(program, gate, x, width, [&program, gate, x, gates, width](const Pass&, int64_t row, float* to) {
         program.kernels.sigmoid_mul(program.values(gate, row), program.values(x, row), gates, width, to);
     });
 }
 
-// Neighbours among the last 2 half features of each head; inverse: back.
+// Rotary embedding of adjacent pairs in the last 2 * half features of each head; inverse: rotates back.
 void rope_neighbours(const float* x, const float* cosines, const float* sines, int64_t num_heads, int64_t head_dim,
                      int64_t half, bool inverse, float* out) {
     const int64_t still = head_dim - 2 * half;
@@ -261,7 +256,7 @@ int rope(Program& program, int x, std::shared_ptr<RopeTable> table, int64_t head
     const int64_t width = program.buffers[x].width;
     require(width % head_dim == 0 && 2 * table->half() <= head_dim && !program.buffers[x].logits,
             "rope: shapes differ");
-    require(trailing || !inverse, "rope: only neighbours turn back");
+    require(trailing || !inverse, "rope: inverse needs trailing");
     if (std::find(program.ropes.begin(), program.ropes.end(), table) == program.ropes.end())
         program.ropes.push_back(table);
     return rowwise(program, x, -1, width,
@@ -313,11 +308,11 @@ int take_logit_rows(Program& program, int x) {
     return out;
 }
 
-// x becomes the columns of the pool from one on.
+// Stores x in the hidden-state pool, from `column` on.
 void store_hidden(Program& program, int x, nb::object hidden_pool, int64_t column) {
     HiddenPool* pool = nb::cast<HiddenPool*>(hidden_pool);
     const int64_t width = program.buffers[x].width;
-    require(column >= 0 && column + width <= pool->width, "store: the pool has another width");
+    require(column >= 0 && column + width <= pool->width, "store_hidden: the columns do not fit the pool's width");
     program.limits.reach(program.limits.slots, pool->num_slots);
     Step step;
     step.label = "rows";
@@ -373,7 +368,7 @@ void bind_program(nb::module_& m) {
         .def("store_hidden", store_hidden)
         .def("width", [](const Program& program, int id) { return program.buffers.at(id).width; })
         .def("finish", &Program::finish)
-        .def("want", [](Program& program, int x, const OwnedMatrix& by) { program.want(x, by); })
+        .def("want", [](Program& program, int x, const OwnedMatrix& by) { program.require_input(x, by); })
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);

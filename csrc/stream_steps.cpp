@@ -1,10 +1,8 @@
-// Recorded steps of residual streams, and of compressed attention: what rows keep, the entries that they end, attention
-// over a window and entries.
+// Recorded steps of residual streams (hyper-connections), and of compressed attention: stored projections, compressed
+// entries, attention over entries and a sliding window.
 //
-// What a row sees is gathered into tiles of its own, entries first, then the window, each in the order of positions: sums
-// go as over a sequence of these alone, wherever they lie.
+// A row's visible entries, then its window, are copied in order to scratch tiles and attended as a sequence of their own.
 #include <algorithm>
-#include <stdexcept>
 
 #include "half.h"
 #include "tiles.h"
@@ -15,12 +13,8 @@ namespace {
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kTogether = 8; // tiles of queries of one row that one task attends with: they share what it gathers
-constexpr int64_t kMostStreams = 16;
-
-void require(bool holds, const char* what) {
-    if (!holds) throw std::invalid_argument(what);
-}
+constexpr int64_t kTilesPerTask = 8; // query tiles of one row per task: they share the gathered tiles
+constexpr int64_t kMaxStreams = 16;
 
 Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners) {
     Step step;
@@ -35,8 +29,8 @@ Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners
 int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps) {
     const int64_t width = program.buffers[mixes].width;
     const bool last = width == count;
-    require(count > 0 && count <= kMostStreams && (last || width == (2 + count) * count),
-            "stream_weights: as many as streams, or (2 + n) n of them; at most 16 streams");
+    require(count > 0 && count <= kMaxStreams && (last || width == (2 + count) * count),
+            "stream_weights: mixes must have n or (2 + n) n columns for n streams, n at most 16");
     require((int64_t)base.size() == width && (int64_t)scale.size() == (last ? 1 : 3), "stream_weights: shapes differ");
     const int out = program.buffer(width, program.buffers[mixes].logits);
     Step step = row_step({mixes}, {out}, nb::make_tuple(base, scale));
@@ -48,7 +42,7 @@ int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64
     return out;
 }
 
-// weights -1: their mean.
+// weights -1: the mean of the streams.
 int sum_streams(Program& program, int streams, int weights, int64_t count) {
     const int64_t width = program.buffers[streams].width / count;
     require(width * count == program.buffers[streams].width, "sum_streams: shapes differ");
@@ -77,8 +71,8 @@ int mix_streams(Program& program, int streams, int x, int weights, int64_t count
     return out;
 }
 
-// Keeps values and gates + bias at the row's slot.
-void keep_projections(Program& program, int values, int gates, RowPool* pool, nb::object owners, const float* bias,
+// Stores [values, gates + bias] at the row's slot.
+void store_projections(Program& program, int values, int gates, RowPool* pool, nb::object owners, const float* bias,
                       int64_t every) {
     const int64_t width = program.buffers[values].width;
     program.limits.reach(program.limits.slots, pool->num_slots);
@@ -102,7 +96,7 @@ int compress(Program& program, int values, int gates, Floats bias, nb::object ro
     require(program.buffers[values].width == width && program.buffers[gates].width == width &&
                 (int64_t)bias.size() == every * width && pool->width == 2 * width && !program.buffers[values].logits,
             "compress: shapes differ");
-    keep_projections(program, values, gates, pool, nb::make_tuple(row_pool, bias), bias.data(), every);
+    store_projections(program, values, gates, pool, nb::make_tuple(row_pool, bias), bias.data(), every);
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     program.wants_spans = true;
     const int out = program.buffer(dim, false);
@@ -127,24 +121,24 @@ int compress(Program& program, int values, int gates, Floats bias, nb::object ro
     return out;
 }
 
-// Where the keys of row `row` lie: entries that it chose, or all, then its window.
-struct Seen {
-    const int32_t* chosen; // how many, then which; nullptr: none are chosen
+// Visible keys of a row: selected entries or all, then the window.
+struct VisibleKeys {
+    const int32_t* chosen; // number, then positions; nullptr: all entries
     int64_t every, window;
 };
 
-int64_t gather_seen(const KVPool& pool, const KVPool& entries, const Pass& pass, int64_t row, const Seen& seen,
+int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pass, int64_t row, const VisibleKeys& visible,
                     Tiles& tiles) {
-    const int64_t position = pass.positions[row], whole = (position + 1) / seen.every;
-    const int64_t picked = seen.chosen ? std::min<int64_t>(*seen.chosen, whole) : whole;
-    const int64_t near = std::min(position + 1, seen.window), count = picked + near, bytes = pool.layout.tile_bytes();
+    const int64_t position = pass.positions[row], whole = (position + 1) / visible.every;
+    const int64_t picked = visible.chosen ? std::min<int64_t>(*visible.chosen, whole) : whole;
+    const int64_t near = std::min(position + 1, visible.window), count = picked + near, bytes = pool.layout.tile_bytes();
     thread_local std::vector<uint8_t> scratch;
     scratch.resize((count + 15) / 16 * bytes);
     for (int64_t i = 0; i < count; ++i) {
         const bool is_entry = i < picked;
         const int64_t at = !is_entry            ? position + 1 - near + i - picked
-                           : picked < whole ? seen.chosen[1 + i]
-                                                : (i + 1) * seen.every - 1;
+                           : picked < whole ? visible.chosen[1 + i]
+                                                : (i + 1) * visible.every - 1;
         const int64_t slot = slot_of(tiles, pass, row, at);
         copy_lane(pool.layout, (is_entry ? entries : pool).tile(slot, 0), slot % 16, scratch.data() + i / 16 * bytes, i % 16);
     }
@@ -160,12 +154,12 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
     const KVPool *pool = nb::cast<KVPool*>(kv_pool), *entries = nb::cast<KVPool*>(entry_pool);
     require(pool->layout.num_heads == 1 && window > 0 && every > 1 &&
                 entries->layout.tile_bytes() == pool->layout.tile_bytes() && entries->num_slots == pool->num_slots,
-            "attend_beside: one head of keys and a window, and entries like the keys");
+            "attend_beside: needs one KV head, a window above 0, and entries with the keys' layout");
     step.owners.push_back(entry_pool);
     program.wants_spans = true;
     if (chosen >= 0) step.reads.push_back(chosen);
     const int out = step.writes[0];
-    const int64_t together = program.kernels.most_queries * kTogether;
+    const int64_t together = program.kernels.max_queries * kTilesPerTask;
     const int64_t parts = (common.group + together - 1) / together;
     step.num_tasks = [parts](const Pass& pass) { return pass.num_rows * parts; };
     step.run = [&program, pool, entries, common, q, out, chosen, window, every, parts, together,
@@ -174,8 +168,8 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         const auto* picks = chosen < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(chosen, row));
-        const int32_t last = (int32_t)gather_seen(*pool, *entries, pass, row, {picks, every, window}, task) - 1;
-        task.positions = task.sees = &last; // of the one row
+        const int32_t last = (int32_t)gather_visible(*pool, *entries, pass, row, {picks, every, window}, task) - 1;
+        task.positions = task.sees = &last; // the task has one row
         task.queries = program.values(q, row);
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out).from_row(row);
@@ -186,15 +180,15 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
     return out;
 }
 
-// As copy_rows of a KVPool.
-void copy_kept(RowPool& pool, Ints sources, Ints targets) {
-    require(sources.size() == targets.size(), "copy_rows: not as many slots as slots");
+// Copies rows of slots `sources` to slots `targets`; reads all before it writes.
+void copy_rows(RowPool& pool, Ints sources, Ints targets) {
+    require(sources.size() == targets.size(), "copy_rows: sources and targets differ in length");
     const int64_t count = (int64_t)sources.size();
     std::vector<float> rows(count * pool.width);
     for (int64_t i = 0; i < count; ++i) {
         require(sources.data()[i] >= 0 && sources.data()[i] < pool.num_slots && targets.data()[i] >= 0 &&
                     targets.data()[i] < pool.num_slots,
-                "copy_rows: a slot beyond the pool");
+                "copy_rows: a slot is outside the pool");
         pool.get(sources.data()[i], rows.data() + i * pool.width);
     }
     for (int64_t i = 0; i < count; ++i) pool.put(targets.data()[i], rows.data() + i * pool.width);
@@ -223,7 +217,7 @@ void RowPool::get(int64_t slot, float* row) const {
 void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
     nb::class_<RowPool>(m, "RowPool")
         .def(nb::init<int64_t, int64_t, bool>(), nb::arg("num_slots"), nb::arg("width"), nb::arg("wide"))
-        .def("copy_rows", copy_kept)
+        .def("copy_rows", copy_rows)
         .def_prop_ro("slot_bytes", &RowPool::slot_bytes)
         .def("slots", [](nb::handle self, int64_t first, int64_t count) {
             const RowPool& pool = nb::cast<const RowPool&>(self);

@@ -1,5 +1,5 @@
-// Residual streams side by side, and entries of compressed attention (Ops.stream_weights, sum_streams, mix_streams and
-// compress of headstart/kernels/ops.py), of one row.
+// Kernels of residual streams and compressed attention for one row (Ops.stream_weights, sum_streams, mix_streams and
+// compress of headstart/kernels/ops.py).
 #include "kernels.h"
 #include "simd.h"
 
@@ -12,7 +12,7 @@ INLINE float sigmoid_of(float x) {
     return lanes[0];
 }
 
-// Each row, or column, of the square divided by its sum.
+// Divides each row (or column) of a count x count matrix by its sum.
 void normalize(float* square, int64_t count, float eps, int64_t step, int64_t stride) {
     for (int64_t i = 0; i < count; ++i) {
         float total = 0.0f;
@@ -21,8 +21,8 @@ void normalize(float* square, int64_t count, float eps, int64_t step, int64_t st
     }
 }
 
-// softmax of each row, + eps.
-void soften_rows(float* square, int64_t count, float eps) {
+// Softmax of each row of a count x count matrix, + eps.
+void softmax_rows(float* square, int64_t count, float eps) {
     for (int64_t i = 0; i < count; ++i) {
         float* row = square + i * count;
         float peak = row[0], total = 0.0f;
@@ -43,7 +43,7 @@ void stream_weights(const float* mixes, const float* base, const float* scale, c
     for (int64_t i = n; i < 2 * n; ++i) out[i] = 2.0f * sigmoid_of(mixes[i] * scale[1] + base[i]);
     float* square = out + 2 * n;
     for (int64_t i = 0; i < n * n; ++i) square[i] = mixes[2 * n + i] * scale[2] + base[2 * n + i];
-    soften_rows(square, n, shape.eps);
+    softmax_rows(square, n, shape.eps);
     normalize(square, n, shape.eps, 1, n);
     for (int64_t i = 1; i < shape.iterations; ++i) {
         normalize(square, n, shape.eps, n, 1);
@@ -75,7 +75,7 @@ void mix_streams(const float* streams, const float* x, const float* weights, int
 }
 
 void compress(const CompressTask& task) {
-    const int64_t half = task.overlap ? task.span / 2 : 0; // rows that give their first columns
+    const int64_t half = task.overlap ? task.span / 2 : 0; // rows before it use their first columns
     const int64_t width = task.overlap ? 2 * task.dim : task.dim;
     for (int64_t d = 0; d < task.dim; d += 16) {
         const int64_t rest = task.dim - d;

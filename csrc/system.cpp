@@ -1,4 +1,4 @@
-// Linux is what it runs on. The rest is written after the systems' documentation and was never tried.
+// Linux is supported and tested; the other branches follow the systems' documentation and are untested.
 #include "system.h"
 
 #include <new>
@@ -36,9 +36,9 @@ void unmap_pages(uint8_t* data, int64_t bytes) { munmap(data, (size_t)bytes); }
 #endif
 
 #ifdef __linux__
-void keep_pages_small(uint8_t* data, int64_t bytes) { madvise(data, (size_t)bytes, MADV_NOHUGEPAGE); }
+void avoid_huge_pages(uint8_t* data, int64_t bytes) { madvise(data, (size_t)bytes, MADV_NOHUGEPAGE); }
 
-std::vector<int> own_cpus() {
+std::vector<int> cpu_affinity() {
     std::vector<int> found;
     cpu_set_t set;
     if (sched_getaffinity(0, sizeof set, &set) == 0)
@@ -47,7 +47,7 @@ std::vector<int> own_cpus() {
     return found;
 }
 
-void keep_to(const std::vector<int>& cpus) {
+void bind_to_cpus(const std::vector<int>& cpus) {
     cpu_set_t set;
     CPU_ZERO(&set);
     for (const int cpu : cpus)
@@ -55,7 +55,7 @@ void keep_to(const std::vector<int>& cpus) {
     if (!cpus.empty()) sched_setaffinity(0, sizeof set, &set);
 }
 
-bool may_use_tiles() {
+bool request_amx() {
 #ifdef __x86_64__
     constexpr long kRequestPermission = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -64,13 +64,13 @@ bool may_use_tiles() {
 #endif
 }
 #else
-void keep_pages_small(uint8_t*, int64_t) {}
+void avoid_huge_pages(uint8_t*, int64_t) {}
 
-std::vector<int> own_cpus() { return {}; }
+std::vector<int> cpu_affinity() { return {}; }
 
-void keep_to(const std::vector<int>&) {}
+void bind_to_cpus(const std::vector<int>&) {}
 
-bool may_use_tiles() { return false; }
+bool request_amx() { return false; }
 #endif
 
 } // namespace headstart

@@ -1,4 +1,4 @@
-// What is not C++ but the operating system's: pages of memory, the CPUs of a thread, leave to use tiles.
+// Operating-system functions: memory pages, CPU affinity, permission for AMX tiles.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 
 namespace headstart {
 
-uint8_t* map_pages(int64_t bytes);                // zeros that take no memory before they are touched; std::bad_alloc
+uint8_t* map_pages(int64_t bytes);                // zeroed, allocated at first touch; throws std::bad_alloc
 void unmap_pages(uint8_t* data, int64_t bytes);
-void keep_pages_small(uint8_t* data, int64_t bytes); // so that threads of several nodes can each have their own
+void avoid_huge_pages(uint8_t* data, int64_t bytes); // no huge pages, so that NUMA nodes can share the range page by page
 
-std::vector<int> own_cpus();               // those that the calling thread may run on; none where nobody tells
-void keep_to(const std::vector<int>& cpus); // binds the calling thread; it stays free where none of these can be had
+std::vector<int> cpu_affinity();               // the calling thread's CPU affinity; empty if unknown
+void bind_to_cpus(const std::vector<int>& cpus); // binds the calling thread, if the system allows it
 
-bool may_use_tiles(); // Linux keeps their 8 KiB of state for who has asked
+bool request_amx(); // requests permission: Linux then saves 8 KiB of state per thread
 
 } // namespace headstart

@@ -6,7 +6,7 @@ namespace headstart {
 
 namespace {
 
-// Items at from, from + step, ... to places at to, to + step, ...
+// Copies `count` items, `step` items apart, from index `from` to index `to`.
 template <class Item>
 void copy_every(const uint8_t* source, int64_t from, uint8_t* target, int64_t to, int64_t step, int64_t count) {
     const Item* read = reinterpret_cast<const Item*>(source) + from;
@@ -28,9 +28,11 @@ void copy_lane(const KVLayout& layout, const uint8_t* source, int64_t from, uint
         copy_every<uint16_t>(source + values, layout.value_at(from, 0), target + values, layout.value_at(to, 0), 2, wide);
         break;
     case Store::I8:
+    case Store::F8:
         copy_every<uint8_t>(source, from, target, to, 16, layout.head_dim);
         copy_every<uint8_t>(source + values, from * wide, target + values, to * wide, 1, wide);
-        copy_every<uint32_t>(source + layout.scales_at(), from, target + layout.scales_at(), to, 16, 2); // of keys, values
+        // key scale, value scale
+        copy_every<uint32_t>(source + layout.scales_at(), from, target + layout.scales_at(), to, 16, 2);
         break;
     }
 }
@@ -71,7 +73,7 @@ void gather_path(const KVPool& pool, const Pass& pass, int64_t row, Tiles& tiles
 }
 
 void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t together) {
-    const int64_t most = program.kernels.most_queries, end = std::min((part + 1) * together, task.group);
+    const int64_t most = program.kernels.max_queries, end = std::min((part + 1) * together, task.group);
     for (int64_t first = part * together; first < end; first += most) {
         task.first_query = first;
         task.num_queries = std::min(most, end - first);

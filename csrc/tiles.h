@@ -1,33 +1,33 @@
-// Keys and values of single positions, brought to where a task finds them.
+// Lookup and gathering of KV tiles for attention tasks; the common part of attention steps.
 #pragma once
 
 #include "program.h"
 
 namespace headstart {
 
-// The key and value of one position: lane `from` of one tile to lane `to` of another.
+// Copies one position's key and value: lane `from` of a tile to lane `to` of another.
 void copy_lane(const KVLayout& layout, const uint8_t* source, int64_t from, uint8_t* target, int64_t to);
 
-// The pool's tiles of one kv head of the sequence of `row`, by its block table alone.
+// The tiles of a span's sequence and one KV head, from its block table.
 Tiles tiles_of(const KVPool& pool, const Pass& pass, int64_t span, int64_t kv_head);
 
-// Its blocks alone, of no pool.
+// The same without a pool: for slot_of alone.
 Tiles blocks_of(const Pass& pass, int64_t span);
 
-// Where a position of a row lies: on its path, or in its sequence's blocks.
+// Slot of a position for a row: on the row's path (tree drafts), else in its sequence's blocks.
 int64_t slot_of(const Tiles& tiles, const Pass& pass, int64_t row, int64_t position);
 
-// The tiles of a row's last positions as if they lay where they belong, from its path and, before that, its sequence's
-// blocks: bits depend on a position's place in its tile. They hold until this thread gathers the next.
+// Copies the tiles of a tree row's last positions to scratch, each position in the lane it would have in its sequence,
+// because results depend on the lane. Valid until this thread's next call.
 void gather_path(const KVPool& pool, const Pass& pass, int64_t row, Tiles& tiles);
 
 using Sinks = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A step of attention without its tasks, checked; its result is writes[0]. `common`: what all its tasks share.
+// A validated attention step without tasks; its output buffer is writes[0]. common: the fields equal in all its tasks.
 Step attend_step(Program& program, int q, const nb::object& kv_pool, int64_t num_heads, float scale, float softcap,
                  const std::optional<Sinks>& sinks, AttendTask& common);
 
-// Queries `part` * together .. of a task of one row, as many at a time as the path takes: they share what was gathered.
+// Runs queries part * together .. of a one-row task, at most max_queries per kernel call; they share gathered tiles.
 void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t together);
 
 } // namespace headstart

@@ -1,4 +1,4 @@
-// Packed weights back to the numbers that they stand for, one row at a time.
+// Dequantizes packed weights, one row at a time.
 #include "half.h"
 #include "levels.h"
 #include "matrix.h"
@@ -18,7 +18,7 @@ float float_at(const uint8_t* at, int64_t index) {
     return value;
 }
 
-float float_from_e4m3(uint8_t code) { // as a half it is 2^-8 of its value
+float float_from_e4m3(uint8_t code) { // read as float16, it is 2^-8 of its value
     return float_from_half(static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.0f;
 }
 
@@ -49,7 +49,12 @@ int nibble_at(const uint8_t* half, int64_t lane, int64_t column) {
 
 int code_at(const Matrix& matrix, const uint8_t* codes, int64_t lane, int64_t column) {
     if (matrix.kind == Kind::Q8) return codes[(column / 4 * kLanes + lane) * 4 + column % 4];
-    const uint8_t* half = codes + column / 32 * (matrix.kind == Kind::Q6 ? 384 : 256);
+    const uint8_t* half = codes + column / 32 * (matrix.kind == Kind::Q6 ? 384 : matrix.kind == Kind::Q5 ? 320 : 256);
+    if (matrix.kind == Kind::Q5) {
+        const int tops = half[256 + lane * 4 + column % 4];
+        const int64_t bit = column % 16 / 4 + (column % 32 < 16 ? 4 : 0);
+        return nibble_at(half, lane, column) | (tops >> bit & 1) << 4;
+    }
     if (matrix.kind != Kind::Q6) return nibble_at(half, lane, column);
     const int tops = half[256 + (column % 16 / 8 * kLanes + lane) * 4 + column % 4];
     const int64_t shift = column % 8 / 4 * 4 + column % 32 / 16 * 2;

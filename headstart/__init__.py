@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from headstart.version import __version__ as __version__
 
+TYPE_CHECKING = False  # importing typing takes longer than the start of --version
 if TYPE_CHECKING:
+    from typing import Any
+
     from headstart.api import LLM, AsyncLLM, Completion
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
     from headstart.text.grammar_spec import GrammarSpec
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "Completion", "EngineConfig", "GrammarSpec", "SamplingParams", "__version__"]
 
 _HOMES = {
@@ -20,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when they are asked for: `headstart --help` needs none of them."""
+    """Import a public name at its first use: `headstart --help` needs none."""
     if name not in _HOMES:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
     from importlib import import_module

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import Field, dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headstart import registry
 from headstart.errors import UsageError
 
 Quantization = Literal["int8", "int4"]
-KVDtype = Literal["float32", "bfloat16", "int8"]
+WeightFormat = Literal[
+    Quantization, "awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", "nvfp4", "gguf"
+]
+KVDtype = Literal["float32", "bfloat16", "int8", "fp8"]
+WEIGHT_SPELLINGS = {
+    "awq_marlin": "awq", "gptq_marlin": "gptq", "auto-round": "gptq", "auto_round": "gptq", "modelopt": "fp8",
+    "modelopt_fp4": "nvfp4", "fbgemm_fp8": "fp8", "compressed_tensors": "compressed-tensors",
+}  # fmt: skip
+"""vLLM's spellings of a WeightFormat."""
+KV_SPELLINGS = {"bf16": "bfloat16", "fp8_e4m3": "fp8"}
+"""Other engines' spellings of a KVDtype."""
+SPELLINGS = {"quantization": WEIGHT_SPELLINGS, "kv_cache_dtype": KV_SPELLINGS}
+"""Fields of EngineConfig -> other spellings of their values."""
 Dtype = Literal["float32", "float64", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 Numa = Literal["auto", "replicate", "interleave", "off"]
@@ -23,18 +35,19 @@ DraftVocab = int | Literal["auto", "full"]
 AUTO: Literal["auto"] = "auto"
 MAX_DEPTH = 16
 FIXED_DEPTH = 3
-"""Where auto will not do."""
-MOST_THREADS, MOST_BLOCK = 1024, 4096
-"""Larger numbers of threads, or of positions in a block, are mistakes."""
-MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**20, "kv_blocks": 2**31, "ngram_min": 1024}
-"""So are larger ones of these: lists of such a length would be made before anything could say so."""
-MOST_GB = 10**6
+"""Depth where auto cannot be used."""
+MAX_GB = 10**6
+MAX_NGRAM = 1024
 DRAFTER_WORDS = ("auto", "none")
-"""Values of `drafter` that are not names of drafters: what the model offers best, and plain decoding."""
+"""Values of `drafter` that are no names: the best drafter of the model, and plain decoding."""
 
 
-def _flag(default: Any, flag: str, doc: str) -> Any:
-    return field(default=default, metadata={"flag": flag, "doc": doc})
+def _flag(
+    default: Any, doc: str, low: int | None = None, high: int | None = None, hint: str = "", metavar: str = ""
+) -> Any:
+    """`low`, `high`: smallest and largest number; `hint`: of the error for another value; `metavar`: the value in
+    --help."""
+    return field(default=default, metadata={"doc": doc, "range": (low, high, hint), "metavar": metavar})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,162 +55,163 @@ class EngineConfig:
     """How an engine runs. Raises UsageError, naming the flag, for a value outside its range."""
 
     backend: str = _flag(
-        "auto",
-        "--backend",
-        "What computes: cuda (Triton, a GPU), native (compiled, CPU), reference (plain torch), or auto to choose.",
+        "auto", "cuda (Triton, on a GPU), native (compiled, on the CPU), reference (plain torch), or auto to choose."
     )
-    quantization: Quantization | None = _flag(
-        None, "--quantization", "Round weights to int8 or int4 at load. Default: the file's own precision."
-    )
+    quantization: WeightFormat | None = _flag(
+        None,
+        "Round weights to int8 or int4 at load. A format (awq, gptq, fp8, ...) must be that of the file. Default: as "
+        "the file is.",
+        metavar="int8|int4|FORMAT",
+    )  # fmt: skip
     kv_cache_dtype: KVDtype | None = _flag(
         None,
-        "--kv-cache-dtype",
-        "Keys and values: bfloat16 (default), int8 (native), or float32 (cuda rounds nothing to bfloat16 then).",
+        "KV cache: bfloat16 (default), int8 or fp8 (E4M3; both native, a scale per token and head), or float32 (cuda "
+        "then computes without bfloat16).",
+        metavar="TYPE",
     )
-    dtype: Dtype = _flag("float32", "--dtype", "Arithmetic of the reference backend.")
-    device: Device = _flag("auto", "--device", "Where the model runs: cpu, cuda, or auto, where its backend does.")
-    threads: int | None = _flag(None, "--threads", "CPU threads. Default: what affinity and cgroup quota allow.")
+    dtype: Dtype = _flag("float32", "Arithmetic of the reference backend.")
+    device: Device = _flag("auto", "Where the model runs: cpu, cuda, or auto to follow the backend.")
+    threads: int | None = _flag(None, "CPU threads. Default: as many as affinity and cgroup quota allow.", 1, 1024)
     numa: Numa | None = _flag(
         None,
-        "--numa",
-        "Weights on machines with several nodes of memory: auto (default; each core's share beside it), replicate "
-        "(all of them on each node), interleave (pages in turn) or off. One node: nothing to do.",
+        "Weights on machines with several NUMA nodes: auto (default; each core's share on its own node), replicate "
+        "(all weights on each node), interleave (pages in turn) or off.",
     )
     drafter: str = _flag(
-        "auto",
-        "--drafter",
-        "What proposes tokens: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's.",
+        "auto", "Drafter: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's."
     )
     head: str | None = _flag(
         None,
-        "--head",
-        "What drafts: a directory with a trained head, or a smaller model of the same tokens, by path or name.",
+        "Head or draft model: a directory with a trained head, or a smaller model of the same tokens, by path or name.",
     )
     depth: Depth = _flag(
         AUTO,
-        "--depth",
-        f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}, or auto: what pays, step by step.",
-    )
+        f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}, or auto: chosen at each step by its speed.",
+        0, MAX_DEPTH, "or auto",
+    )  # fmt: skip
     draft_vocab: DraftVocab = _flag(
         AUTO,
-        "--draft-vocab",
-        "Tokens that a head without a draft vocabulary of its own drafts: full (all), N of the most frequent, or auto: "
-        "all, found by a sketch of the LM head where that pays.",
-    )
+        "Draft vocabulary of a head without one of its own: full, the N most frequent tokens, or auto: full, with a "
+        "sketch of the LM head where that is faster.",
+        1, hint="or auto, or full",
+    )  # fmt: skip
     depth_by_batch: str | None = _flag(
-        None, "--depth-by-batch", "Deepest draft by running sequences, as JSON [[from, to, depth], ...]."
+        None, "Maximum depth by number of running sequences, as JSON [[from, to, depth], ...]."
     )
-    rule: Rule = _flag("exact", "--rule", "exact: the text is that of plain decoding; rejection: same distribution.")
+    rule: Rule = _flag("exact", "exact: the text of plain decoding; rejection: the same distribution.")
     synthetic_acceptance: str | None = _flag(
         None,
-        "--synthetic-acceptance",
-        "Load tests only: accept drafts at these rates whatever the model says, the share of drafts whose first 1, 2, "
-        "... tokens are all accepted, such as 0.8,0.6,0.4. The text is not the model's.",
+        "Load tests only: accept drafts at these rates instead of verifying them. Rate i is the share of drafts whose "
+        "first i tokens are accepted, for example 0.8,0.6,0.4. The text is not the model's.",
     )
     max_model_len: int | None = _flag(
         None,
-        "--max-model-len",
-        "Longest prompt plus output. Default: the model's own; with ropes that depend on it (longrope, dynamic), "
-        "that of the first training.",
-    )
-    max_num_seqs: int = _flag(64, "--max-num-seqs", "Sequences that run at the same time.")
+        "Longest prompt plus output, in tokens. Default: the model's maximum; with ropes that depend on the length "
+        "(longrope, dynamic), the maximum of the first training.",
+        2, hint="a prompt and its answer have at least a token each",
+    )  # fmt: skip
+    max_num_seqs: int = _flag(64, "Sequences that run at the same time.", 1, 2**16)
     max_num_batched_tokens: int = _flag(
-        512, "--max-num-batched-tokens", "Rows per pass; longer prompts are computed in chunks."
+        512, "Rows (token positions) per pass; longer prompts are computed in chunks.", 1, 2**20
     )
-    block_size: int = _flag(16, "--block-size", "Token positions per KV cache block.")
-    kv_blocks: int | None = _flag(None, "--kv-blocks", "KV cache blocks. Default: sized from free memory.")
-    enable_prefix_caching: bool = _flag(
-        True, "--enable-prefix-caching", "Keep computed prompts for later requests that begin the same."
+    enable_chunked_prefill: bool = _flag(
+        True, "Compute long prompts in several passes, beside the tokens of other requests."
     )
-    kv_spill: str | None = _flag(
+    block_size: int = _flag(16, "Token positions per KV cache block.", 1, 4096)
+    kv_blocks: int | None = _flag(None, "KV cache blocks. Default: sized from free memory.", 1, 2**31)
+    gpu_memory_utilization: float | None = _flag(
         None,
-        "--kv-spill",
-        "Directory that keeps computed prompts beyond memory and process; servers of a machine may share one.",
+        "Share of the machine's memory for weights and KV cache; on a GPU, of what weights leave. Sizes the KV cache.",
     )
-    kv_spill_gb: float = _flag(10.0, "--kv-spill-gb", "GB that --kv-spill takes at most; the oldest go first.")
-    ngram_min: int = _flag(2, "--ngram-min", "Shortest n-gram that the ngram drafter looks up.")
-    ngram_max: int = _flag(4, "--ngram-max", "Longest n-gram that the ngram drafter looks up.")
-    shared_lookup: bool = _flag(
-        True, "--shared-lookup", "Draft also from what earlier requests of the same API key were answered."
+    enable_prefix_caching: bool = _flag(True, "Keep the KV cache of prompts for later requests with the same prefix.")
+    kv_spill: str | None = _flag(
+        None, "Directory for KV cache blocks of prompts beyond memory and process; servers of a machine may share it."
     )
-    seed: int | None = _flag(None, "--seed", "Seed of requests that bring none. Default: drawn at random, reported.")
+    kv_spill_gb: float = _flag(10.0, "Maximum GB of --kv-spill; the oldest files are removed first.")
+    ngram_min: int = _flag(2, "Shortest n-gram that the ngram drafter looks up.", 1, MAX_NGRAM)
+    ngram_max: int = _flag(4, "Longest n-gram that the ngram drafter looks up.")
+    shared_lookup: bool = _flag(True, "Draft also from answers to earlier requests of the same API key.")
+    seed: int | None = _flag(
+        None, "Seed of requests without a seed. Default: drawn at random, and reported.", 0, 2**64 - 1
+    )
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for name, spellings in SPELLINGS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, spellings.get(str(value), value))
+        for name in config_fields():
+            self._check(name)
         if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
-            self._check_choice("backend", (AUTO, *backends))
-        for name, choices in {"quantization": Quantization, "kv_cache_dtype": KVDtype, "numa": Numa}.items():
-            if getattr(self, name) is not None:
-                self._check_choice(name, get_args(choices))
-        self._check_choice("dtype", get_args(Dtype))
-        self._check_choice("device", get_args(Device))
-        self._check_choice("rule", get_args(Rule))
+            raise self._unknown("backend", (AUTO, *backends))
         if self.drafter not in DRAFTER_WORDS:
             names = {*registry.available("drafters"), *registry.available("heads")}
-            self._check_choice("drafter", (*DRAFTER_WORDS, *sorted(names)))
+            if self.drafter not in names:
+                raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
         if self.synthetic_rates and self.rule != "exact":
             raise UsageError(f"--synthetic-acceptance takes the place of --rule {self.rule}", "leave --rule out")
-        if self.depth == AUTO and self.rule == "rejection":  # its text depends on drafts: these must not follow a clock
+        if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
-        if self.depth != AUTO:
-            self._check_range("depth", 0, MAX_DEPTH, "or auto")
-        if self.draft_vocab not in (AUTO, "full"):
-            self._check_range("draft_vocab", 1, hint="or auto, or full")
         _depth_table(self.depth_by_batch)
-        self._check_range("threads", 1, MOST_THREADS)
-        self._check_range("max_model_len", 2, hint="a prompt and its answer have a token each")
-        self._check_range("block_size", 1, MOST_BLOCK)
-        for name, most in MOST.items():
-            self._check_range(name, 1, most)
-        self._check_range("ngram_max", self.ngram_min, MOST["ngram_min"], hint="it cannot be below --ngram-min")
-        self._check_range("seed", 0, 2**64 - 1)
-        self._check_spill()
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
+        self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
+        if self.gpu_memory_utilization is not None:
+            self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
+            if self.kv_blocks is not None:
+                what = "--gpu-memory-utilization and --kv-blocks both size the KV cache"
+                raise UsageError(what, "give one of them")
+
+    @property
+    def rounding(self) -> Quantization | None:
+        """What weights are rounded to at load."""
+        return self.quantization if self.quantization in ("int8", "int4") else None
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """Of `synthetic_acceptance`; none where the model decides."""
+        """The rates of `synthetic_acceptance`; empty if drafts are verified."""
         return _rates(self.synthetic_acceptance)
 
     def depth_limit(self, running: int) -> int:
-        """The deepest draft while so many sequences run."""
+        """The maximum depth while `running` sequences run."""
         depths = [depth for start, depth in _depth_table(self.depth_by_batch) if start <= running]
         return depths[-1] if depths else MAX_DEPTH
 
-    def _check_spill(self) -> None:
-        if not isinstance(self.kv_spill_gb, int | float) or not 0 < self.kv_spill_gb <= MOST_GB:
-            what = f"--kv-spill-gb is {self.kv_spill_gb}, but must be above 0 and at most {MOST_GB}"
-            raise UsageError(what, "10 is the default")
-
-    def _check_types(self) -> None:
-        """Of texts and switches, and that only what may be left open is None."""
-        for name, item in config_fields().items():
-            value, words = getattr(self, name), str(item.type)
-            if value is None and "None" not in words:
-                raise UsageError(f"{flag_of(name)} is None, but must be given", f"its default is {item.default}")
-            if words == "bool" and not isinstance(value, bool):
-                raise UsageError(f"{flag_of(name)} is {value!r}, but must be True or False")
-            if words.startswith("str") and not isinstance(value, str | None):
-                raise UsageError(f"{flag_of(name)} is {value!r}, but must be a text")
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            raise UsageError(f"{flag_of(name)} is {value!r}, which is unknown", f"choose from: {', '.join(allowed)}")
-
-    def _check_range(self, name: str, low: int, high: int | None = None, hint: str = "") -> None:
-        value = getattr(self, name)
+    def _check(self, name: str) -> None:
+        """Raises UsageError for a value that the field's type, choices or range exclude."""
+        value, item, kinds = getattr(self, name), config_fields()[name], _kinds()[name]
+        choices = tuple(choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind))
         if value is None:
-            return
+            if type(None) not in kinds:
+                raise UsageError(f"{flag_of(name)} is None, but must be given", f"its default is {item.default}")
+        elif bool in kinds and not isinstance(value, bool):
+            raise UsageError(f"{flag_of(name)} is {value!r}, but must be True or False")
+        elif str in kinds and not isinstance(value, str):
+            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a text")
+        elif int in kinds and value not in choices:
+            self._check_range(name, *item.metadata["range"])
+        elif choices and value not in choices:
+            raise self._unknown(name, choices)
+
+    def _unknown(self, name: str, known: tuple[str, ...]) -> UsageError:
+        what = f"{flag_of(name)} is {getattr(self, name)!r}, which is unknown"
+        return UsageError(what, f"choose from: {', '.join(known)}")
+
+    def _check_positive(self, name: str, high: float, hint: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or not 0 < value <= high:
+            raise UsageError(f"{flag_of(name)} is {value}, but must be above 0 and at most {high}", hint)
+
+    def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
+        value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(f"{flag_of(name)} is {value!r}, but must be a whole number", hint)
-        if value < low or (high is not None and value > high):
+        if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
             raise UsageError(f"{flag_of(name)} is {value}, but must be {bound}", hint)
 
 
 @lru_cache
 def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
-    """(first number of sequences, depth), ascending; a gap goes on with the depth before it, as in vLLM."""
+    """(first number of sequences, depth), ascending. A gap has the depth of the row before, as in vLLM."""
     if text is None:
         return ()
     hint = "for example [[1, 4, 3], [5, 64, 0]]"
@@ -214,7 +228,7 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
 
 @lru_cache
 def _rates(text: str | None) -> tuple[float, ...]:
-    """Rates in [0, 1], none above the one before it."""
+    """Rates in [0, 1], descending."""
     if text is None:
         return ()
     hint = "for example 0.8,0.6,0.4: the share of drafts whose first 1, 2 and 3 tokens are all accepted"
@@ -229,16 +243,25 @@ def _rates(text: str | None) -> tuple[float, ...]:
 
 
 def config_fields() -> dict[str, Field[Any]]:
-    """All fields by name, in order; `metadata` has `flag` and `doc`."""
+    """All fields by name, in order; `metadata["doc"]` describes the option."""
     return {item.name: item for item in fields(EngineConfig)}
 
 
+@cache
+def _kinds() -> dict[str, tuple[Any, ...]]:
+    """The types of each field; of a union its members."""
+    return {
+        name: get_args(hint) or (hint,) if get_origin(hint) is not Literal else (hint,)
+        for name, hint in get_type_hints(EngineConfig).items()
+    }
+
+
 def flag_of(name: str) -> str:
-    """The command-line spelling of a field."""
-    return str(config_fields()[name].metadata["flag"])
+    """The command-line flag of a field."""
+    return f"--{name.replace('_', '-')}"
 
 
-_SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {
+_SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {  # key -> field of EngineConfig, type
     "method": ("drafter", str),
     "num_speculative_tokens": ("depth", int),
     "model": ("head", str),
@@ -247,10 +270,26 @@ _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {
     "num_speculative_tokens_per_batch_size": ("depth_by_batch", list),
     "synthetic_acceptance_rates": ("synthetic_acceptance", list),
 }
+_METHODS = {"suffix": "ngram", "ngram_gpu": "ngram", "dflash": "block", "dspark": "block", "nextn": "mtp"}
+"""vLLM's and SGLang's names of methods -> drafters."""
+
+
+def read_count(name: str, value: str | int | bool) -> int:
+    """The value as a number. Raises UsageError unless it is a whole number above 0."""
+    if not str(value).isdigit() or int(value) < 1:
+        raise UsageError(f"{name} is {value}, but must be a number above 0")
+    return int(value)
+
+
+def depth_rows(name: str, limit: str | int | bool) -> list[list[int]]:
+    """Rows of depth_by_batch: no drafts while more than `limit` sequences run. Raises UsageError for a limit that is no
+    whole number above 0."""
+    count = read_count(name, limit)
+    return [[1, count, MAX_DEPTH], [count + 1, count + 1, 0]]
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
-    """vLLM's `--speculative-config` JSON as EngineConfig overrides. Raises UsageError for anything it does not know."""
+    """vLLM's `--speculative-config` JSON as fields of EngineConfig. Raises UsageError for unknown keys or types."""
     known = "known keys: " + ", ".join(_SPECULATIVE_KEYS)
     try:
         given = json.loads(text)
@@ -267,6 +306,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
             f"--speculative-config: rejection_sample_method is {json.dumps(method)}, but must be {wanted!r} here",
             "synthetic goes with synthetic_acceptance_rates",
         )
+    _translate_keys(given)
     overrides: dict[str, Any] = {}
     for key, value in given.items():
         if key not in _SPECULATIVE_KEYS:
@@ -278,6 +318,19 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
         overrides[name] = json.dumps(value) if kind is list else value
     if rates := overrides.get("synthetic_acceptance"):
         overrides["synthetic_acceptance"] = rates.strip("[]")
-    if str(overrides.get("drafter", "")).endswith("_mtp"):  # vLLM's older, per-family spellings of "mtp"
-        overrides["drafter"] = "mtp"
     return overrides
+
+
+def _translate_keys(given: dict[str, Any]) -> None:
+    """Replaces methods and keys of other engines by those of _SPECULATIVE_KEYS. Raises UsageError."""
+    parallel = given.pop("draft_tensor_parallel_size", 1)
+    if parallel != 1:
+        hint = "headstart runs one copy of a model: leave it out"
+        raise UsageError(f"--speculative-config: draft_tensor_parallel_size is {json.dumps(parallel)}", hint)
+    if (limit := given.pop("disable_by_batch_size", None)) is not None:
+        given.setdefault("num_speculative_tokens_per_batch_size", depth_rows("disable_by_batch_size", limit))
+    method, depth = given.get("method"), given.get("num_speculative_tokens")
+    if method == "suffix" and isinstance(depth, int):
+        given["num_speculative_tokens"] = min(depth, MAX_DEPTH)  # vLLM's default is 32
+    if isinstance(method, str):  # *_mtp: vLLM's older spellings of "mtp", one per family
+        given["method"] = "mtp" if method.endswith("_mtp") else _METHODS.get(method, method)

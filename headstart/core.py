@@ -1,14 +1,14 @@
-"""The vocabulary of the engine: dataclasses and one protocol, nothing else.
+"""Data types of the engine: requests, sequences, drafts, step plans, sampling rows, results.
 
-Words: *row* = one token position in a pass; *pass* = one trunk forward; *depth* = tokens drafted;
-*acceptance length* = 1 + accepted / drafts. Array shapes: R rows, S sequences, B blocks, L sampling rows, V vocabulary.
+Terms: *row* = one token position in a pass; *pass* = one trunk forward; *depth* = number of tokens drafted; *acceptance
+length* = 1 + accepted / drafts. Array shapes: R rows, S sequences, B blocks, L sampling rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, Self
@@ -23,86 +23,100 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Mask = NDArray[np.uint32]
-"""Tokens that may come: bit v % 32 of word v // 32 is token v; [ceil(V / 32)] words, or a row of them per token."""
+"""Allowed-token mask: bit v % 32 of word v // 32 is token v. Shape [ceil(V / 32)], or [L, ceil(V / 32)] for L rows."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done) while something takes its time."""
+"""Called with (done, total, description) during long operations."""
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy: argmax without noise
-FORCED = "forced"  # method of drafts that a constraint leaves no choice about
+FORCED = "forced"  # Draft.method of tokens that are the only ones a constraint allows
+
+
+def token_mask(ids: Iterable[int], vocab_size: int) -> Mask:
+    """Mask [ceil(V / 32)] that allows only these ids."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def no_progress(done: int, total: int, what: str) -> None:
-    """The Progress of callers that nobody watches."""
+    """Progress callback that shows nothing."""
 
 
 class Constraint(Protocol):
-    """Where one sequence stands in what its output must be (text.grammar). It sees output tokens only. To look ahead
-    (masks, fitting, forced) leaves it where it is. `error`: why the text can neither end nor go on; masks find it."""
+    """State of one sequence in its output grammar (text.grammar), after its output tokens.
+
+    `masks`, `fitting` and `forced` look ahead and do not change the state.
+    """
 
     def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
-        """[k + 1, words] masks before and after each of k drafted tokens, or the last `count` of them. Rows behind a
-        refused token allow everything."""
+        """Token masks [k + 1, ceil(V / 32)] before and after each of k drafted tokens, or only the last `count` of
+        these masks. Masks after a refused token allow every token."""
 
     def fitting(self, draft: Seq[int]) -> int:
-        """How many of the first drafted tokens are taken, up to the end of the text."""
+        """Number of leading drafted tokens that the grammar accepts, up to the end of the text."""
 
     def forced(self, limit: int) -> list[int]:
-        """At most `limit` tokens, each the only one allowed after those before it, up to the end of the text."""
+        """Up to `limit` next tokens, each the only allowed one after those before it, up to the end of the text."""
 
     def advance(self, token: int) -> bool:
-        """Take a token; False if it is refused."""
+        """Appends a token; returns False if the grammar refuses it."""
 
-    def rollback(self, count: int) -> None: ...
+    def rollback(self, count: int) -> None:
+        """Removes the last `count` tokens."""
+
     def copy(self) -> Self: ...
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """True if the text is complete and no token may follow."""
+
     @property
-    def accepting(self) -> bool: ...
-    @property
-    def error(self) -> str: ...
+    def error(self) -> str:
+        """Why the text can neither end nor continue; empty if it can. Set by `masks`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it. `seed` is resolved; `depth` None follows the engine, 0 drafts nothing."""
+    """One prompt with its sampling parameters."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]  # end-of-text ids of the model (empty with ignore_eos) and stop_token_ids
-    banned_until_min: frozenset[int] = frozenset()  # masked while fewer than min_tokens are out
-    banned: Mapping[tuple[int, ...], frozenset[int]] = field(default_factory=dict)  # masked where the output ends so
-    allowed: Mask | None = field(default=None, compare=False)  # what may come at all, one row; None: everything
-    depth: int | None = None
-    constraint: Constraint | None = field(default=None, compare=False)  # at its start; each choice walks a copy
-    cache_salt: str = ""  # prefixes are shared by requests of the same salt
-    owner: str = ""  # who asks: texts serve as drafts for requests of the same owner and salt
-    share: float = 1.0  # of the engine, against other owners that wait
-    priority: int = 0  # lower runs earlier, whoever asks
-    embeds: bool = False  # the prompt's embedding is wanted (see Delta), not a text
+    seed: int  # resolved: never None
+    stop_ids: frozenset[int]  # end-of-text ids of the model (none with ignore_eos), and stop_token_ids
+    banned_until_min: frozenset[int] = frozenset()  # token ids banned while fewer than min_tokens are output
+    # token ids banned after an output that ends with the key
+    banned: Mapping[tuple[int, ...], frozenset[int]] = field(default_factory=dict)
+    # [ceil(V / 32)] mask of all tokens that may be output; None: every token
+    allowed: Mask | None = field(default=None, compare=False)
+    depth: int | None = None  # None: the engine's depth; 0: no drafts
+    # initial state; each choice advances its own copy
+    constraint: Constraint | None = field(default=None, compare=False)
+    cache_salt: str = ""  # the prefix cache is shared between requests of the same salt only
+    owner: str = ""  # API key or user; output texts serve as drafts for requests of the same owner and salt
+    share: float = 1.0  # weight of the owner in fair scheduling
+    priority: int = 0  # lower runs earlier, for all owners
+    embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
 
 
 @dataclass
 class Draft:
-    """Tokens a drafter proposes to follow `Sequence.tokens`. `probs` [k, V] is what rule `rejection` needs, else None
-    (a one-hot draft). `scores`: how sure the drafter is of each, 0..1, in its own measure; none if it cannot say."""
+    """Tokens that a drafter proposes after `Sequence.tokens`."""
 
-    tokens: list[int] = field(default_factory=list)
-    probs: Any = None
-    method: str = ""
+    tokens: list[int] = field(default_factory=list)  # [k]
+    probs: Any = None  # [k, V] draft distributions, needed by rule `rejection`; None: one-hot drafts
+    method: str = ""  # name of the drafter
+    # [k] confidence of each token in 0..1, in the drafter's own scale; empty: unknown
     scores: list[float] = field(default_factory=list)
 
     def cut(self, length: int) -> Draft:
-        """Its first `length` tokens."""
+        """The first `length` tokens."""
         probs = None if self.probs is None else self.probs[:length]
         return Draft(self.tokens[:length], probs, self.method, self.scores[:length])
 
 
 class RowConstants(NamedTuple):
-    """What SamplingRows says of every row of a sequence, where its fields are explained; `has_bias`: its logits may
-    be biased or banned."""
+    """Values of SamplingRows that are the same for all rows of a sequence."""
 
     temperature: float
     top_k: int
@@ -114,59 +128,62 @@ class RowConstants(NamedTuple):
     presence: float
     frequency: float
     num_logprobs: int
-    has_bias: bool
+    has_bias: bool  # some logits may be biased or banned
 
     @property
     def has_penalties(self) -> bool:
-        """Are the counts of its tokens needed?"""
+        """True if token counts are needed."""
         return self.repetition != 1 or self.presence != 0 or self.frequency != 0
 
 
 def int_array() -> array[int]:
-    """A list of int32 that numpy copies at once."""
+    """Empty int32 array that numpy copies in one call."""
     return array("i")
 
 
 @dataclass(eq=False)
 class TokenCounts:
-    """Distinct tokens of a sequence in order of appearance, and how often each is in the output (0: prompt only)."""
+    """Distinct tokens of a sequence and their number of occurrences in the output."""
 
-    ids: array[int] = field(default_factory=int_array)
-    counts: array[int] = field(default_factory=int_array)
-    places: dict[int, int] = field(default_factory=dict)  # id -> index
-    num_read: int = 0  # tokens of the sequence that are counted
+    ids: array[int] = field(default_factory=int_array)  # in order of appearance
+    counts: array[int] = field(default_factory=int_array)  # occurrences in the output; 0: prompt only
+    places: dict[int, int] = field(default_factory=dict)  # token id -> index in `ids`
+    num_read: int = 0  # tokens of the sequence counted so far
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One running choice of a request: its committed tokens and what has been computed of them.
+    """One choice of a request: committed tokens and what has been computed of them.
 
-    Invariant between steps: 0 <= num_computed <= len(tokens) - 1; trunk KV and hidden states are valid for positions
-    below num_computed, those of the drafter's network i for positions below filled[i].
+    Invariant between steps: 0 <= num_computed <= len(tokens) - 1. Trunk KV and hidden states are valid for positions
+    below num_computed, KV of the drafter's network i for positions below filled[i].
     """
 
     request: Request
-    choice: int
+    choice: int  # index among the request's n choices
     tokens: list[int]  # prompt, then output
-    order: int  # arrival; lower runs first
-    num_computed: int = 0
+    order: int  # arrival number; lower runs first
+    num_computed: int = 0  # positions computed by the trunk
+    # positions computed by each of the drafter's networks, by network index
     filled: Counter[int] = field(default_factory=Counter)
-    admitted: bool = False  # has run before, perhaps preempted since
-    num_cached: int = 0  # prompt positions taken from the prefix cache on first admission
-    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs are out; a preempted prompt is computed twice
-    num_pooled: int = 0  # prompt positions whose hidden states are in `pooled`, their sum [H] in float64
-    pooled: Any = None
+    admitted: bool = False  # has run before (and may have been preempted since)
+    num_cached: int = 0  # prompt positions found in the prefix cache at the first admission
+    num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were delivered; a preempted prompt is computed twice
+    num_pooled: int = 0  # prompt positions summed in `pooled`
+    pooled: Any = None  # [H] float64 sum of hidden states of the prompt, for embeddings
+    # ids of the sequence's KV blocks, by position // block_size
     block_table: array[int] = field(default_factory=int_array)
     draft: Draft = field(default_factory=Draft)
-    counts: TokenCounts = field(default_factory=TokenCounts)  # kept by engine.sampling for those that need it
+    counts: TokenCounts = field(default_factory=TokenCounts)  # updated by engine.sampling when penalties need it
     stats: DraftStats = field(default_factory=lambda: DraftStats())
     finish_reason: FinishReason | None = None
-    error: str = ""  # why finish_reason is "error"
-    constraint: Constraint | None = None  # after the output so far
+    error: str = ""  # reason if finish_reason is "error"
+    constraint: Constraint | None = None  # state after the output so far
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Top alternatives beside each token of the prompt; None: none are wanted, or the first choice has them."""
+        """Number of top alternatives beside each prompt token; None: no prompt logprobs, or the first choice returns
+        them."""
         return self.request.params.prompt_logprobs if self.choice == 0 else None
 
     @property
@@ -179,12 +196,15 @@ class Sequence:
 
     @cached_property
     def is_masked(self) -> bool:
-        """May there be tokens that are not allowed?"""
+        """True if some tokens may not be allowed."""
         return self.constraint is not None or self.request.allowed is not None
 
     @cached_property
     def is_ordinary(self) -> bool:
-        """Is the text the model's own: not hot, nothing banned or pushed? Of others a drafter's record says nothing."""
+        """True if sampling follows the model closely: T <= 1, mild penalties, no bias, bans or token lists.
+
+        Only ordinary sequences tell how good a drafter is.
+        """
         params, request = self.request.params, self.request
         pushed = params.logit_bias or request.banned or request.allowed is not None
         mild = max(abs(params.presence_penalty), abs(params.frequency_penalty), abs(params.repetition_penalty - 1))
@@ -192,6 +212,7 @@ class Sequence:
 
     @cached_property
     def row_constants(self) -> RowConstants:
+        """The values that all sampling rows of this sequence share."""
         params = self.request.params
         return RowConstants(
             temperature=params.temperature,
@@ -208,103 +229,118 @@ class Sequence:
         )
 
 
-@dataclass(slots=True)  # these two not frozen, as StepPlan
+@dataclass(slots=True)  # Span and Rows are not frozen, for the reason given at StepPlan
 class Span:
-    """Rows of one sequence in a pass: positions start .. start + num_rows - 1; the last num_sample are sampled."""
+    """Scheduled rows of one sequence: positions start .. start + num_rows - 1."""
 
     sequence: Sequence
     start: int
     num_rows: int
-    num_sample: int
+    num_sample: int  # number of last rows whose next token is sampled
 
 
 @dataclass(slots=True)
 class Rows:
-    """Rows of one sequence in a pass, in the slots of positions from `start` on; the last `num_logits` get logits.
-    Positions follow each other, or are those of a tree: row i behind row parents[i] (< i), or behind position start - 1
-    where that is -1. `sees`: the last position that all of them see; None: each sees up to itself."""
+    """Rows of one sequence in a pass of any network, at positions from `start` on.
+
+    In a tree, row i follows row parents[i] (< i), or position start - 1 if parents[i] is -1.
+    """
 
     sequence: Sequence
     start: int
-    token_ids: Seq[int]
-    num_logits: int
-    sees: int | None = None
-    parents: Seq[int] | None = None
+    token_ids: Seq[int]  # [n]
+    num_logits: int  # number of last rows whose logits are computed
+    # last position that every row attends to; None: each row attends up to its own position
+    visible_end: int | None = None
+    parents: Seq[int] | None = None  # [n] parent row of each row in a draft tree; None: a chain
 
 
 @dataclass(eq=False)
 class StateSteps:
-    """What a pass does to recurrent states. That of sequence s is read in slot reads[s] (-1: zeros), where it stands
-    before position starts[s]; the rows from there to the first row of the pass are those kept last time, and go first.
-    After rows have gone up to a store's position the state is written to the store's slot: one of them is its own,
-    with position keeps[s]. The rows from keeps[s] on are kept: they are drafted, and may not be true."""
+    """Reads and writes of recurrent states in one pass.
 
-    own: Int32  # [S] the sequence's slot; kept rows belong to it
-    reads: Int32  # [S]
-    starts: Int32  # [S]
-    keeps: Int32  # [S]
+    Sequence s starts from the state in slot reads[s], which precedes position starts[s]. Rows from starts[s] to the
+    first row of the pass were kept by the pass before, and are applied first. The state is written to a store's slot
+    when rows up to the store's position have been applied; one store of each sequence is its own slot, at position
+    keeps[s]. Rows from keeps[s] on are drafted and may be rejected: they are kept beside the state, not applied to it.
+    """
+
+    own: Int32  # [S] slot of the sequence; kept rows are stored there
+    reads: Int32  # [S] slot of the initial state; -1: zeros
+    starts: Int32  # [S] position that the initial state precedes
+    keeps: Int32  # [S] first position whose rows are kept
     store_starts: Int32  # [S + 1] stores of sequence s are store_starts[s] .. store_starts[s + 1] - 1
-    store_positions: Int32  # ascending within a sequence
-    store_slots: Int32
-
-
-MAX_PATH = 17  # slots of a row's path: drafted tokens, and the committed one that they follow
+    store_positions: Int32  # [stores] ascending within a sequence
+    store_slots: Int32  # [stores]
 
 
 @dataclass(eq=False)
 class Paths:
-    """Where rows of a tree find their nearest ancestors, CSR: slots of the last n <= MAX_PATH positions of a row, its
-    own the last of them. Positions before those, and all those of a row without slots, are in its block table."""
+    """Ancestors of the rows of a draft tree, as CSR over rows.
+
+    `slots` of a row belong to its last n <= 17 positions, its own last: up to 16 drafted tokens and the committed token
+    before them. Earlier positions, and all positions of a row without slots, are found through the block table.
+    """
 
     starts: Int32  # [R + 1]
-    slots: Int32
+    slots: Int32  # [starts[R]]
 
 
-@dataclass(eq=False, kw_only=True)  # frozen but for the time that takes: several are made in a step
+@dataclass(eq=False, kw_only=True)  # not frozen: frozen dataclasses are slow to create, and a step creates several
 class StepPlan:
-    """The one per-step input of a forward: row -> token, position, KV slot, sequence."""
+    """Input of one forward pass: token, position, KV slot and sequence of each row."""
 
     token_ids: Int32  # [R]
     positions: Int32  # [R]
-    slots: Int32  # [R] where this row's KV is written
-    sees: Int32 | None = None  # [R] the last position a row sees; None: each its own
-    paths: Paths | None = None  # of a tree's rows, which see up to their own position
+    slots: Int32  # [R] KV slot that the row writes
+    visible_end: Int32 | None = None  # [R] last position that the row attends to; None: its own
+    paths: Paths | None = None  # ancestors of tree rows, which attend up to their own position
     row_starts: Int32  # [S + 1] rows of sequence s are row_starts[s] .. row_starts[s + 1] - 1
     block_tables: Int32  # [S, B] block ids, padded with 0
-    logit_rows: Int32  # [L] rows whose logits are wanted
-    first_position: int = 0  # first position that holds KV: 0 in a trunk, 1 in an MTP head (pair p lives at p + 1)
-    hidden_slots: Int32 | None = None  # [R] slots of the stored hidden state a head reads; None in a trunk
+    logit_rows: Int32  # [L] rows whose logits are computed
+    # first position with KV: 0 in a trunk, 1 in an MTP head (pair p is stored at position p + 1)
+    first_position: int = 0
+    hidden_slots: Int32 | None = None  # [R] slots of the stored hidden states that a head reads; None in a trunk
     block_size: int = 16
-    states: StateSteps | None = None  # of a trunk with recurrent layers
+    states: StateSteps | None = None  # set for trunks with recurrent layers
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def sees(self) -> Int32 | None:
+        """`visible_end` under the name that the compiled kernels read."""
+        return self.visible_end
 
-@dataclass(eq=False)  # not frozen, as StepPlan
+
+@dataclass(eq=False)  # not frozen, for the reason given at StepPlan
 class SamplingRows:
-    """What turns L rows of raw logits into L tokens. Order of processing: allowed mask -> bans, bias -> penalties ->
-    / T -> min-p -> top-k -> top-p -> + Gumbel noise -> argmax. Sparse parts are CSR over rows (indptr has L + 1)."""
+    """Parameters that turn L rows of raw logits into L tokens.
 
-    temperature: Float32  # [L]; below 1e-5 greedy
-    top_k: Int32  # [L]; 0 off
-    top_p: Float32  # [L]; 1 off
-    min_p: Float32  # [L]; 0 off
+    Order of processing: allowed mask -> bans and bias -> penalties -> / T -> min-p -> top-k -> top-p -> + Gumbel noise
+    -> argmax. Sparse fields are CSR over rows: row i has the entries indptr[i] .. indptr[i + 1] - 1.
+    """
+
+    temperature: Float32  # [L]; below 1e-5: greedy
+    top_k: Int32  # [L]; 0: off
+    top_p: Float32  # [L]; 1: off
+    min_p: Float32  # [L]; 0: off
     seed: NDArray[np.uint64]  # [L] Philox key
-    position: Int64  # [L] absolute position of the token to be drawn (row position + 1)
-    choice: Int32  # [L] choice index of the request's n
-    bias_indptr: Int32
-    bias_ids: Int32  # distinct within a row
-    bias_values: Float32  # added to the logits; -inf bans (min_tokens)
-    penalty_indptr: Int32
-    penalty_ids: Int32  # distinct ids of prompt and output
-    penalty_counts: Int32  # occurrences in the output; 0 for prompt-only ids
-    repetition: Float32  # [L]; 1 off
-    presence: Float32  # [L]
-    frequency: Float32  # [L]
-    num_logprobs: Int32  # [L]; -1 none, else number of top alternatives
-    allowed: Mask | None = None  # [L, ceil(V / 32)] over target ids, also of a reduced draft vocabulary; None = all
+    position: Int64  # [L] absolute position of the sampled token (row position + 1)
+    choice: Int32  # [L] index among the request's n choices
+    bias_indptr: Int32  # [L + 1]
+    bias_ids: Int32  # token ids, distinct within a row
+    bias_values: Float32  # added to the logits; -inf bans a token
+    penalty_indptr: Int32  # [L + 1]
+    penalty_ids: Int32  # distinct token ids of prompt and output
+    penalty_counts: Int32  # occurrences in the output; 0: prompt only
+    repetition: Float32  # [L]; 1: off
+    presence: Float32  # [L]; 0: off
+    frequency: Float32  # [L]; 0: off
+    num_logprobs: Int32  # [L] number of top alternatives; -1: no logprobs
+    # [L, ceil(V / 32)] over target token ids, also for a reduced draft vocabulary; None: every token
+    allowed: Mask | None = None
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -312,44 +348,43 @@ class SamplingRows:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Raw log-softmax (before mask, bias, penalties, temperature) of a token and of the top alternatives."""
+    """Raw log-softmax (before mask, bias, penalties and temperature) of a token and of the top alternatives."""
 
     token: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
 NOTHING_LEFT = "no token is left to choose: logit_bias, min_tokens or the allowed-token mask ban all"
-NOT_FINITE = "the logits hold NaN or infinity"  # these two: why a row has no token
+NOT_FINITE = "the logits hold NaN or infinity"
+"""Values of `Sampled.failures`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """Tokens of L rows; `logprobs[i]` for rows that asked; `probs` (opaque, [L, V]) when rule `rejection` asked.
+    """Sampled tokens of L rows."""
 
-    `failures`: why a row has no token (its token is -1, its logprobs None, its probs 0). Other rows do not notice."""
-
-    tokens: Int64
-    logprobs: Seq[TokenLogprob | None]
-    probs: Any = None
+    tokens: Int64  # [L]; -1 for a failed row
+    logprobs: Seq[TokenLogprob | None]  # [L]; None for failed rows and rows without logprobs
+    probs: Any = None  # [L, V] processed distributions for rule `rejection`, opaque; 0 for failed rows
+    # row -> reason why it has no token; other rows are not affected
     failures: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one pass decided for one sequence: tokens to emit (accepted drafts, then one recovered or bonus token)."""
+class VerifyResult:
+    """Tokens that one pass commits for one sequence: accepted drafts, then one recovered or bonus token."""
 
     tokens: tuple[int, ...]
     num_drafted: int
     num_accepted: int
     logprobs: tuple[TokenLogprob | None, ...] = ()
-    error: str = ""  # why no token comes after the accepted ones
+    error: str = ""  # why no token follows the accepted ones
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Newly committed tokens of one sequence, in order. `draft`: what the pass judged, of which it accepted the first
-    `num_accepted`; the text may end before them."""
+    """Newly committed tokens of one sequence, in order."""
 
     request_id: str
     choice: int
@@ -358,16 +393,16 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     stats: DraftStats | None = None  # set with finish_reason
-    error: str = ""  # why finish_reason is "error"
-    embedding: Any = None  # [H] float64: the mean of the prompt's hidden states behind the final norm, if it is wanted
-    draft: Draft | None = None
-    num_accepted: int = 0
+    error: str = ""  # reason if finish_reason is "error"
+    embedding: Any = None  # [H] float64 mean of the prompt's hidden states after the final norm, if requested
+    draft: Draft | None = None  # the draft that this pass verified
+    num_accepted: int = 0  # leading draft tokens that were accepted; the text may end before them
 
 
 @dataclass
 class Report:
-    """What a tool found: `ok` decides the exit code, `data` is the one JSON document, `lines` the text for people."""
+    """Result of a tool."""
 
-    ok: bool
-    data: dict[str, Any]
-    lines: list[str] = field(default_factory=list)
+    ok: bool  # False: exit code 1
+    data: dict[str, Any]  # the one JSON document of --json
+    lines: list[str] = field(default_factory=list)  # text for people

@@ -1,16 +1,4 @@
-"""User errors: what was wrong, which value, what to do. Everything else is a bug and may raise as it likes.
-
-HeadstartError
-  UsageError       a flag, parameter or request value is wrong
-  ModelError       a checkpoint, head or tokenizer cannot be read or does not fit
-  CapacityError    the request is well formed but does not fit this engine (context, memory)
-  CheckFailed      a check ran and its answer is no (verify, doctor)
-  BusyError        the server has too much to do, or is about to end
-  LimitError       whoever asks has had what there is for him
-  TimeLimitError   a request took longer than it may
-  GenerationError  a text could not be finished: NaN in the logits, a fault in a step
-    DeadEndError   what the request demands left no token to choose
-"""
+"""Errors shown to users: what was wrong, which value, what to do. Any other exception is a bug."""
 
 from __future__ import annotations
 
@@ -19,7 +7,7 @@ from dataclasses import dataclass
 
 
 class HeadstartError(Exception):
-    """Base of all errors shown to users: one line and, where there is one, a hint."""
+    """Base of all errors shown to users: one line, and a hint unless empty."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -39,7 +27,7 @@ class ModelError(HeadstartError):
 
 
 class CapacityError(HeadstartError):
-    """A well-formed request that does not fit this engine: context length or memory."""
+    """A well-formed request that does not fit this engine's context length or memory."""
 
 
 class CheckFailed(HeadstartError):
@@ -47,38 +35,39 @@ class CheckFailed(HeadstartError):
 
 
 class BusyError(HeadstartError):
-    """The server has too much to do, or is about to end: later, or somewhere else. `seconds`: after which to try."""
+    """The server is overloaded or shutting down."""
 
     def __init__(self, message: str, hint: str = "", seconds: float = 1.0) -> None:
         super().__init__(message, hint)
-        self.seconds = seconds
+        self.seconds = seconds  # until the client should try again
 
 
 class LimitError(HeadstartError):
-    """Whoever asks has had what there is for him. `seconds`: after which to try; `headers`: what he is told of it."""
+    """The client has used up its quota."""
 
     def __init__(
         self, message: str, hint: str = "", seconds: float = 1.0, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message, hint)
-        self.seconds, self.headers = seconds, dict(headers or {})
+        self.seconds = seconds  # until the client should try again
+        self.headers = dict(headers or {})  # of the response: the quota and what is left
 
 
 class TimeLimitError(HeadstartError):
-    """A request took longer than it may."""
+    """A request took longer than its time limit."""
 
 
 class GenerationError(HeadstartError):
-    """A text broke off: no token was left to choose, the logits were not finite, or a step failed. Others ran on."""
+    """A text broke off: no token was left to choose, the logits were not finite, or a step failed."""
 
 
 class DeadEndError(GenerationError):
-    """A text broke off because of what its request demands: a constraint, or bans that left no token to choose."""
+    """A text broke off because its constraint, or its banned tokens, left no token to choose."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What an error means to the outside: process exit code and HTTP status."""
+    """Exit code of a command and HTTP status of a response."""
 
     exit_code: int
     http: int

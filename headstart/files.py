@@ -1,7 +1,7 @@
-"""Files and folders that are there in full or not at all: written aside, then renamed.
+"""Atomic writes of files and folders: a temporary file or folder is written, then renamed.
 
-What is written aside lies beside its place, called `.NAME.` and twelve hex digits, and is locked by its writer. What a
-killed process has left there is nobody's, and the next writer of that name removes it.
+Temporary names are `.NAME.` and twelve hex digits, beside the target; the writer holds a lock. The next writer of the
+same name removes temporary files that a killed process has left.
 """
 
 from __future__ import annotations
@@ -19,88 +19,86 @@ from pathlib import Path
 from headstart import system
 from headstart.errors import CapacityError, UsageError
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OLD = ".old"
-_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-"""A pipe would wait for its writer."""
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+"""O_NONBLOCK: opening a pipe would wait for its writer."""
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a regular file. Raises OSError, also for a pipe or a device, which would never end, and for a file
-    of more than `most` bytes."""
-    with os.fdopen(os.open(path, _READ), "rb") as file:
+def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for a pipe, a device, and a file of more than `max_bytes`."""
+    with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:
         found = os.fstat(file.fileno())
         if stat.S_ISDIR(found.st_mode):
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
-        if most is not None and found.st_size > most:
-            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, and at most {most} make sense")
+        if max_bytes is not None and found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, but the limit is {max_bytes}")
         return file.read()
 
 
-def write_whole(path: Path, content: str | bytes | memoryview) -> None:
-    """Readers see the old file or the new one. Raises OSError, which names `path`."""
-    write_pieces(path, [content.encode() if isinstance(content, str) else content])
+def write_atomic(path: Path, content: str | bytes | memoryview) -> None:
+    """Write a file so that readers see the old or the new content. Raises OSError, which names `path`."""
+    write_atomic_chunks(path, [content.encode() if isinstance(content, str) else content])
 
 
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """The same, of pieces that are made while it is written."""
+def write_atomic_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write a file like `write_atomic`, from chunks that are produced while it is written."""
     remove_leftovers(path)
-    aside = _aside(path)
+    temporary = _temporary_path(path)
     try:
-        with aside.open("xb") as file:
-            system.lock(file.fileno())
-            for piece in pieces:
-                file.write(piece)
+        with temporary.open("xb") as file:
+            system.try_lock(file.fileno())
+            for chunk in chunks:
+                file.write(chunk)
             file.flush()
             os.fsync(file.fileno())  # else a crash could leave the name without the bytes
             if system.RENAMES_OPEN_FILES:
-                aside.replace(path)  # locked until then
+                temporary.replace(path)  # locked until then
         if not system.RENAMES_OPEN_FILES:
-            aside.replace(path)
+            temporary.replace(path)
     except OSError as error:
-        if error.filename in (None, str(aside)):  # a full disk names none, and nobody knows the name aside
+        if error.filename in (None, str(temporary)):  # a full disk names no file
             error.filename = str(path)
         raise
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def written_aside(out: Path, *, keep: bool = False) -> Iterator[Path]:
-    """A new folder that takes the place of `out` (or of what that links to) when the block ends well; otherwise nothing
-    is left of it. `keep`: what else lies in the old folder moves into the new one. Raises CapacityError where it cannot
-    be written."""
+def atomic_folder(out: Path, *, keep: bool = False) -> Iterator[Path]:
+    """A new folder that replaces `out` (or the target of that link) when the block ends without an error; else it is
+    removed. `keep`: other files of the old folder move into the new one. Raises CapacityError if a write fails."""
     out = out.resolve()
     made = [folder for folder in out.parents if not folder.exists()]
-    aside = _aside(out)
+    temporary = _temporary_path(out)
     done = False
     try:
         remove_leftovers(out)
-        aside.mkdir(parents=True)
-        with _locked(aside):
-            yield aside
-            _replace(aside, out, keep)
+        temporary.mkdir(parents=True)
+        with _locked(temporary):
+            yield temporary
+            _replace(temporary, out, keep)
         done = True
     except OSError as error:
         raise _cannot_write(out, error) from None
     finally:
         if not done:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             for folder in made:
                 if folder.exists() and not any(folder.iterdir()):
                     folder.rmdir()
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """A folder, made if need be, that no other process works in so; one that stays empty goes again. Raises UsageError,
-    or OSError where it cannot be made."""
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Create and lock a folder; a folder that stays empty is removed. Raises UsageError if another process has locked
+    it, OSError if it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = system.open_folder(folder)
     try:
-        if handle is not None and system.taken(handle):
+        if handle is not None and system.try_lock(handle) is False:
             raise UsageError(f"another process writes into {folder}", "wait until it has ended, or give another name")
         try:
             yield
@@ -113,13 +111,13 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed writers of `path` have left beside it. A folder that one of them had moved away, and put
-    nothing in its place, comes back."""
+    """Remove temporary files that killed writers of `path` have left. A folder that was moved away without a
+    replacement is moved back."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}({re.escape(_OLD)})?")
-    with suppress(OSError):  # whoever cannot look there cannot write there: that is said later
+    with suppress(OSError):  # the write that follows reports it
         for left in list(path.parent.iterdir()):
             found = pattern.fullmatch(left.name)
-            if found and not left.is_symlink() and _is_left(left):
+            if found and not left.is_symlink() and _is_abandoned(left):
                 if found[1] and not path.exists():
                     left.rename(path)
                 elif left.is_dir():
@@ -128,19 +126,19 @@ def remove_leftovers(path: Path) -> None:
                     left.unlink(missing_ok=True)
 
 
-def _aside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}")
 
 
-def _replace(aside: Path, out: Path, keep: bool) -> None:
+def _replace(temporary: Path, out: Path, keep: bool) -> None:
     if not out.exists():
-        aside.rename(out)
+        temporary.rename(out)
         return
-    old = aside.with_name(f"{aside.name}{_OLD}")
+    old = temporary.with_name(f"{temporary.name}{_OLD}")
     with _locked(out):
         out.rename(old)
         try:
-            aside.rename(out)
+            temporary.rename(out)
         except BaseException:
             old.rename(out)
             raise
@@ -152,27 +150,27 @@ def _replace(aside: Path, out: Path, keep: bool) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Other processes see that somebody is at work on it."""
+    """Lock a folder, to show other processes that it is being written."""
     handle = system.open_folder(folder)
     try:
         if handle is not None:
-            system.lock(handle)
+            system.try_lock(handle)
         yield
     finally:
         if handle is not None:
             os.close(handle)
 
 
-def _is_left(path: Path) -> bool:
-    handle = os.open(path, _READ)
+def _is_abandoned(path: Path) -> bool:
+    handle = os.open(path, _READ_FLAGS)
     try:
-        return system.lock(handle)
+        return bool(system.try_lock(handle))
     finally:
         os.close(handle)
 
 
 def _cannot_write(out: Path, error: OSError) -> CapacityError:
-    if error.errno in FULL:
+    if error.errno in DISK_FULL:
         hint = "make room (or raise the limit on file sizes), then try again: nothing was left behind"
         return CapacityError(f"no space to write {out}: {error.strerror}", hint)
     return CapacityError(f"cannot write {out}: {error.strerror}", "may you write there?")

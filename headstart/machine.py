@@ -1,6 +1,6 @@
-"""What this machine leaves to this process: processor, threads, memory. Containers and their limits are read here only.
+"""Processor, threads and memory that this process may use, with the limits of containers (cgroups).
 
-`root` is where the system's files lie; tests make up others.
+`root` is the folder with the system's files; tests pass folders of their own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ INSTRUCTION_SETS = (
     "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
 UNKNOWN_MEMORY = 4 << 30
-"""Taken to be free where the system does not tell."""
+"""Free bytes that are assumed if the system does not report them."""
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """Its name, and the instruction sets that matter to kernels."""
+    """A processor, with its instruction sets that kernels use."""
 
     model: str
     instruction_sets: tuple[str, ...]
@@ -34,11 +34,11 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Threads:
-    """Cores of the machine, those this process may run on, those that its cgroup's quota is worth (None: no quota)."""
+    """CPUs of this machine and of this process."""
 
-    cores: int
-    affinity: int
-    quota: float | None
+    cores: int  # of the machine
+    affinity: int  # that this process may run on
+    quota: float | None  # worth of the cgroup's CPU quota; None: no quota
 
     @property
     def usable(self) -> int:
@@ -47,11 +47,10 @@ class Threads:
 
 @dataclass(frozen=True)
 class Node:
-    """A node of memory (a socket, or a part of one) and the CPUs there that this process may run on: those that share
-    a last-level cache stand together."""
+    """A NUMA node: a socket, or a part of one."""
 
     number: int
-    caches: tuple[tuple[int, ...], ...]
+    caches: tuple[tuple[int, ...], ...]  # CPUs that this process may run on, grouped by last-level cache
 
     @property
     def cpus(self) -> tuple[int, ...]:
@@ -60,14 +59,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: of the machine, free for this process without swapping, and its cgroup's limit (None: no limit)."""
+    """Memory in bytes."""
 
-    total: int
-    available: int
-    limit: int | None
+    total: int  # of the machine
+    available: int  # to this process, without swapping
+    limit: int | None  # of the cgroup; None: no limit
 
 
 def cpu(root: Path = ROOT) -> Cpu:
+    """The processor of this machine."""
     text = read(root / "proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
@@ -77,14 +77,14 @@ def cpu(root: Path = ROOT) -> Cpu:
 
 
 def threads(root: Path = ROOT) -> Threads:
+    """Numbers of CPUs: of the machine, of the affinity mask, of the cgroup quota."""
     cores = os.cpu_count() or 1
     affinity = len(system.cpus())
     return Threads(cores, affinity, min(_quotas(root), default=None))
 
 
 def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Node, ...]:
-    """Nodes that have CPUs which this process may run on (`usable` stands in for them); one node where the system
-    does not tell."""
+    """NUMA nodes with CPUs that this process may run on (or with `usable`); one node if the system reports none."""
     if usable is None:
         usable = system.cpus()
     folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda each: int(each.name[4:]))
@@ -93,17 +93,17 @@ def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Nod
     return tuple(Node(number, _caches(root, cpus)) for number, cpus in found)
 
 
-def cores(of: Sequence[Node], root: Path = ROOT) -> list[tuple[int, ...]]:
-    """The CPUs of each core, which share its arithmetic: node by node, and there cache by cache. One CPU each where the
-    system does not tell."""
+def cores(nodes: Sequence[Node], root: Path = ROOT) -> list[tuple[int, ...]]:
+    """The CPUs of each core (hardware threads), in order of node and cache; one CPU each if the system reports none."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for cpu in (cpu for node in of for cpu in node.cpus):
+    for cpu in (cpu for node in nodes for cpu in node.cpus):
         shared = _numbers(read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
         found.setdefault(tuple(sorted(shared | {cpu})), []).append(cpu)
     return [tuple(each) for each in found.values()]
 
 
 def memory(root: Path = ROOT) -> Memory:
+    """Total, available and allowed memory of this process."""
     found = {
         name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)
     }
@@ -114,12 +114,12 @@ def memory(root: Path = ROOT) -> Memory:
 
 
 def identity() -> dict[str, Any]:
-    """What measurements hold for."""
+    """Facts that identify this machine in cached measurements."""
     return {"system": platform.uname()[:5], "cpu": cpu().model}
 
 
 def read(path: Path) -> str:
-    """Stripped text of a file of the system; empty if it is not there."""
+    """Stripped text of a system file; empty if it does not exist."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -127,13 +127,13 @@ def read(path: Path) -> str:
 
 
 def _numbers(text: str) -> set[int]:
-    """Of a list as the system writes it, such as 0-3,8."""
+    """The numbers of a list such as 0-3,8."""
     ranges = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
     return {n for each in ranges if each for n in range(int(each[1]), int(each[2] or each[1]) + 1)}
 
 
 def _caches(root: Path, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """These CPUs by the last-level cache that they share; together where the system does not tell."""
+    """CPUs grouped by last-level cache; one group if the system reports none."""
     found: dict[tuple[int, ...], None] = {}
     for cpu in cpus:
         levels = (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*")
@@ -144,17 +144,17 @@ def _caches(root: Path, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those around it, each of which may limit it: of version 1 if
-    the controller has a folder of its own, else of version 2."""
+    """The folders of this process's cgroup and of its parents, each of which may set a limit: of version 1 if the
+    controller has a folder, else of version 2."""
     top, own = root / "sys/fs/cgroup", ""
-    first = (top / controller).is_dir()
+    is_version_1 = (top / controller).is_dir()
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if (controller in controllers.split(",")) if first else not controllers:
+        if (controller in controllers.split(",")) if is_version_1 else not controllers:
             own = path.strip("/")
-    top = top / controller if first else top
+    top = top / controller if is_version_1 else top
     folder = top / own
-    if ".." in folder.parts or not folder.is_dir():  # a container that sees only its own group, under another name
+    if ".." in folder.parts or not folder.is_dir():  # a container sees only its own group, under another name
         folder = top
     yield folder
     while folder != top:
@@ -163,7 +163,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores that each group's quota is worth."""
+    """The CPU quota of each group that has one, in cores."""
     for group in _groups(root, "cpu"):
         limit, _, period = read(group / "cpu.max").partition(" ")
         if not limit:
@@ -173,7 +173,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, use) of each group that has one. Cached files that can be dropped at once are no use of it."""
+    """(limit, use) in bytes of each group with a limit, without cached files that the system can drop at once."""
     for group in _groups(root, "memory"):
         limit = read(group / "memory.max") or read(group / "memory.limit_in_bytes")
         if limit.isdigit():

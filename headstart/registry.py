@@ -2,7 +2,7 @@
 
 Order: directories added with `search_path`, the package's own folder, then entry points of group `headstart.<kind>`.
 A plug-in is a file that defines the constant of its kind (`KINDS`: `FAMILY`, `DRAFTER`, `FORMAT`, ...) at top level;
-other files of the folder serve them. An underscore says that a file is private to its folder.
+other files of the folder are helpers. A file whose name begins with an underscore is private to its folder.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ KindName = Literal[
 
 @dataclass(frozen=True)
 class Kind:
-    """Where plug-ins of one kind live and what each must define."""
+    """One kind of plug-in."""
 
-    package: str
-    constant: str
-    word: str
-    error: type[HeadstartError]
+    package: str  # folder of its modules
+    constant: str  # that each module defines
+    word: str  # in messages
+    error: type[HeadstartError]  # for an unknown name
 
 
 KINDS: dict[KindName, Kind] = {
@@ -54,32 +54,41 @@ KINDS: dict[KindName, Kind] = {
     "reasoning_formats": Kind("headstart.text.reasoning", "REASONING", "reasoning format", UsageError),
 }
 
-_added: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # changed by `search_path` only
+_search_paths: dict[str, list[Path]] = {kind: [] for kind in KINDS}  # only `search_path` changes it
 
 
 @contextmanager
 def search_path(kind: KindName, folder: Path) -> Iterator[None]:
     """Look for plug-ins of `kind` in `folder` too, before all others, while the context is open."""
-    _added[kind].insert(0, folder)
+    _search_paths[kind].insert(0, folder)
     try:
         yield
     finally:
-        _added[kind].remove(folder)
-        if folder not in _added[kind]:
+        _search_paths[kind].remove(folder)
+        if folder not in _search_paths[kind]:
             for path in folder.glob("*.py"):
                 sys.modules.pop(_module_name(kind, path), None)
 
 
 def available(kind: KindName) -> list[str]:
     """Sorted names of all plug-ins of one kind; imports none of them."""
-    names = {path.stem for folder in _folders(kind) for path in folder.glob("*.py") if _defines(kind, path)}
-    return sorted(names | set(_entry_points(kind)))
+    return sorted({*_names_in(kind, _search_paths[kind]), *_own_names(kind), *_entry_points(kind)})
+
+
+def _names_in(kind: KindName, folders: list[Path]) -> set[str]:
+    return {path.stem for folder in folders for path in folder.glob("*.py") if _defines(kind, path)}
+
+
+@cache
+def _own_names(kind: KindName) -> set[str]:
+    """Names of the package's own plug-ins."""
+    return _names_in(kind, _package_folders(KINDS[kind].package))
 
 
 def find(kind: KindName, name: str) -> ModuleType:
     """The module of one plug-in. Raises the kind's user error for an unknown name, listing what exists."""
     key = name.replace("-", "_")
-    if not _is_there(kind, key):
+    if not is_available(kind, name):
         raise _unknown(kind, name)
     module = _load(kind, key)
     if not hasattr(module, KINDS[kind].constant):
@@ -91,21 +100,26 @@ def find(kind: KindName, name: str) -> ModuleType:
     return module
 
 
-def _is_there(kind: KindName, key: str) -> bool:
-    """Without a look at all the others."""
-    if any((folder / f"{key}.py").is_file() for folder in _added[kind]):
+def is_available(kind: KindName, name: str) -> bool:
+    """Does a plug-in of this name exist? Reads fewer files than `available`."""
+    key = name.replace("-", "_")
+    if any((folder / f"{key}.py").is_file() for folder in _search_paths[kind]):
         return True
+    return _is_own(kind, key) or key in _entry_points(kind)
+
+
+@cache
+def _is_own(kind: KindName, key: str) -> bool:
     own = [folder / f"{key}.py" for folder in _package_folders(KINDS[kind].package)]
-    return any(path.is_file() and _defines(kind, path) for path in own) or key in _entry_points(kind)
+    return any(path.is_file() and _defines(kind, path) for path in own)
 
 
 def _load(kind: KindName, key: str) -> ModuleType:
-    for folder in _added[kind]:
+    for folder in _search_paths[kind]:
         if (path := folder / f"{key}.py").is_file():
             return _load_file(kind, path)
-    package = KINDS[kind].package
-    if any((folder / f"{key}.py").is_file() for folder in _package_folders(package)):
-        return importlib.import_module(f"{package}.{key}")
+    if _is_own(kind, key):
+        return importlib.import_module(f"{KINDS[kind].package}.{key}")
     loaded = _entry_points(kind)[key].load()
     if not isinstance(loaded, ModuleType):
         raise KINDS[kind].error(f"entry point {key!r} of headstart.{kind} is not a module", "point it at a module")
@@ -142,10 +156,7 @@ def _unknown(kind: KindName, name: str) -> HeadstartError:
     return KINDS[kind].error(f"unknown {KINDS[kind].word} {name!r}", hint)
 
 
-def _folders(kind: KindName) -> list[Path]:
-    return [*_added[kind], *_package_folders(KINDS[kind].package)]
-
-
+@cache
 def _package_folders(package: str) -> list[Path]:
     try:
         spec = importlib.util.find_spec(package)
@@ -155,12 +166,12 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def _defines(kind: KindName, path: Path) -> bool:
-    """Does a file define its kind's constant? Told by its text: importing costs time, and helpers need not import."""
+    """Does a file define its kind's constant? Searched in its text: an import takes time."""
     found = path.stat()
     return KINDS[kind].constant in _constants(path, found.st_mtime_ns, found.st_size)
 
 
-@cache  # a file that changes is another
+@cache  # a changed file has other arguments
 def _constants(path: Path, changed_ns: int, num_bytes: int) -> frozenset[str]:
     return frozenset(re.findall(r"^[A-Z_]+\b", path.read_text("utf-8"), re.MULTILINE))
 
@@ -170,8 +181,8 @@ def _entry_points(kind: str) -> dict[str, EntryPoint]:
     return {point.name.replace("-", "_"): point for point in _installed().select(group=f"headstart.{kind}")}
 
 
-@cache  # what is installed does not change while we run, and a look at all of it takes 10 ms
+@cache  # takes 10 ms
 def _installed() -> Any:
-    from importlib.metadata import entry_points  # 15 ms, and all commands import this file
+    from importlib.metadata import entry_points  # takes 15 ms, and all commands import this file
 
     return entry_points()

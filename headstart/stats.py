@@ -1,4 +1,4 @@
-"""Counts of what drafting did."""
+"""Statistics of drafting."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 
 def synthetic_note(rates: Iterable[float]) -> str:
-    """For people, wherever rates decided and not the model."""
+    """The warning wherever synthetic acceptance rates were used."""
     shown = ", ".join(f"{rate:g}" for rate in rates)
     return f"SYNTHETIC ACCEPTANCE at {shown}: for load tests, the text is not the model's"
 
 
 @dataclass
 class DraftStats:
-    """Counts of drafting, in vLLM's terms. `per_position[i]` = drafts whose token i was accepted;
-    `drafted_at[i]` = drafts that had a token i. Forced drafts are `forced` only: they say nothing of a drafter."""
+    """Counts of drafting, in vLLM's terms. Drafts forced by a constraint count as `forced` only."""
 
     drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0  # passes that gave at least one token
-    emitted: int = 0
-    forced: int = 0  # emitted tokens that a constraint had left no choice about, and that were drafted for it
-    per_position: list[int] = field(default_factory=list)
-    drafted_at: list[int] = field(default_factory=list)
-    sources: Counter[str] = field(default_factory=Counter)  # accepted tokens by who drafted them
-    synthetic: tuple[float, ...] = ()  # rates of synthetic acceptance, where they decided and not the model
+    drafted: int = 0  # tokens
+    accepted: int = 0  # tokens
+    passes: int = 0  # that emitted at least one token
+    emitted: int = 0  # tokens
+    forced: int = 0  # emitted tokens that were drafted because a constraint allowed no other
+    per_position: list[int] = field(default_factory=list)  # [i]: drafts whose token i was accepted
+    drafted_at: list[int] = field(default_factory=list)  # [i]: drafts with a token i
+    sources: Counter[str] = field(default_factory=Counter)  # accepted tokens by drafter
+    synthetic: tuple[float, ...] = ()  # acceptance rates of --synthetic-acceptance, if it was used
 
     def record(self, drafted: int, accepted: int, source: str = "") -> None:
+        """Count one draft: `drafted` tokens, of which the first `accepted` were accepted."""
         if drafted:
             self.sources[source] += accepted
             self.drafts += 1
@@ -44,6 +44,7 @@ class DraftStats:
                 self.per_position[i] += i < accepted
 
     def add(self, other: DraftStats) -> None:
+        """Add the counts of another text."""
         for name in ("drafts", "drafted", "accepted", "passes", "emitted", "forced"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.sources.update(other.sources)
@@ -56,7 +57,7 @@ class DraftStats:
             self.drafted_at[i] += tries
 
     def document(self, method: str) -> dict[str, Any]:
-        """As every JSON output has it; `per_position` counts accepted drafts by position."""
+        """The `speculation` object of JSON outputs."""
         return {
             **({"synthetic_acceptance": list(self.synthetic)} if self.synthetic else {}),
             "method": method,
@@ -72,8 +73,10 @@ class DraftStats:
 
     @property
     def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def acceptance_length(self) -> float:
+        """1 + accepted tokens per draft; 1.0 without drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0

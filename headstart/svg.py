@@ -1,5 +1,7 @@
-"""Small plots as SVG text, without a library: lines with error bars over a linear, logarithmic or category axis, and
-intervals by name. Each series has a colour, a marker and a dash of its own, so that they can be told apart in grey."""
+"""Small plots as SVG text: lines with error bars over a linear, logarithmic or category axis, and intervals by name.
+
+Each series has its own colour, marker and dash, so that series differ in greyscale too.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,22 @@ from typing import Literal, NamedTuple
 WIDTH, HEIGHT = 420, 270
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 30, 44
 ROW = 18
-"""Height of one interval in `intervals`."""
-MOST_LOG_TICKS = 8
+"""Height of one interval in `draw_intervals`."""
+MAX_LOG_TICKS = 8
 DODGE = 5
-"""Pixels between markers of several series at the same place."""
+"""Pixels between markers of several series at the same x."""
 LETTER = 6.4
-"""Width of a letter, about."""
+"""Approximate width of a letter."""
 AXIS, GRID, TEXT = "#6b7280", "#e5e7eb", "#374151"
 Scale = Literal["linear", "log", "steps"]
 
 
 class Style(NamedTuple):
-    """How a series looks. `dash`: of SVG's stroke-dasharray."""
+    """Appearance of a series."""
 
     colour: str
     marker: Literal["circle", "square", "triangle", "diamond", "cross"]
-    dash: str = ""
+    dash: str = ""  # SVG's stroke-dasharray
 
 
 PALETTE = (
@@ -40,18 +42,18 @@ PALETTE = (
 
 
 class Point(NamedTuple):
-    """`low` and `high`: ends of the error bar; `note`: said under the pointer."""
+    """One measured value."""
 
     x: float
     y: float
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
+    low: float | None = None  # end of the error bar
+    high: float | None = None  # end of the error bar
+    note: str = ""  # added to the tooltip
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points in order of x. Without `markers` it is a plain line."""
+    """Points in order of x; without `markers` a plain line."""
 
     name: str
     points: Seq[Point]
@@ -61,35 +63,33 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A titled plot. x_scale "steps": the values that occur, evenly spaced. `reference`: a line drawn at this height.
-    `floor`: the y axis begins there; None: below the lowest value. `y_ticks`: where they are known. `beside`: points of
-    other plots, which the axes hold too."""
+    """A plot with a title and axes."""
 
     title: str
     x_label: str
     y_label: str
     series: Seq[Series] = field(default=(), repr=False)
-    x_scale: Scale = "linear"
-    reference: float | None = None
-    floor: float | None = 0.0
-    y_ticks: Seq[float] = ()
-    beside: Seq[Point] = field(default=(), repr=False)
+    x_scale: Scale = "linear"  # "steps": the occurring values, evenly spaced
+    reference: float | None = None  # y (in intervals x) of a reference line
+    floor: float | None = 0.0  # start of the y axis; None: below the lowest value
+    y_ticks: Seq[float] = ()  # empty: chosen
+    other_points: Seq[Point] = field(default=(), repr=False)  # of other plots, within the same axes
     x_format: Callable[[float], str] = "{:g}".format
     y_format: Callable[[float], str] = "{:g}".format
 
 
-def alike(plots: Seq[Plot]) -> list[Plot]:
-    """The same plots with the same axes, so that they can be compared."""
+def with_same_axes(plots: Seq[Plot]) -> list[Plot]:
+    """The plots with equal axes, for comparison."""
     points = [point for plot in plots for series in plot.series for point in series.points]
-    return [replace(plot, beside=points) for plot in plots]
+    return [replace(plot, other_points=points) for plot in plots]
 
 
-def lines(plot: Plot) -> str:
-    """The plot as an <svg> element; nothing when there is nothing to draw."""
+def draw_lines(plot: Plot) -> str:
+    """The plot as an <svg> element; empty without points."""
     points = [point for series in plot.series for point in series.points]
     if not points:
         return ""
-    points += plot.beside
+    points += plot.other_points
     xs = sorted({point.x for point in points})
     x_at, x_ticks = _x_axis(plot.x_scale, xs)
     y_values = [value for p in points for value in (p.y, p.low, p.high) if value is not None]
@@ -107,8 +107,8 @@ def lines(plot: Plot) -> str:
     return _svg(plot.title, parts, HEIGHT)
 
 
-def document(plot: Plot) -> str:
-    """The plot as a file of its own, with a legend below."""
+def draw_document(plot: Plot) -> str:
+    """The plot as an SVG file, with a legend below."""
     legend = [
         f'<g transform="translate({LEFT + 95 * (index % 4)} {HEIGHT + 20 * (index // 4)})">'
         f"{swatch(series.style)}{_text(38, 12, series.name, anchor='start')}</g>"
@@ -116,16 +116,16 @@ def document(plot: Plot) -> str:
     ]
     height = HEIGHT + 20 * -(-len(legend) // 4)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">'
-    picture = lines(plot).replace("<svg ", f'<svg width="{WIDTH}" height="{HEIGHT}" ', 1)
-    return "\n".join([head, picture, *legend, "</svg>", ""])
+    body = draw_lines(plot).replace("<svg ", f'<svg width="{WIDTH}" height="{HEIGHT}" ', 1)
+    return "\n".join([head, body, *legend, "</svg>", ""])
 
 
-def intervals(plot: Plot, names: Seq[str]) -> str:
-    """One band per name: the points of each series whose y is the name's index, with their error bars along x."""
+def draw_intervals(plot: Plot, names: Seq[str]) -> str:
+    """One band per name: points whose y is the index of the name, with error bars along x."""
     points = [point for series in plot.series for point in series.points]
     if not points:
         return ""
-    points += plot.beside
+    points += plot.other_points
     shown = [series for series in plot.series if series.points]
     band = ROW * max(len(shown), 1) + 8
     height = TOP + band * len(names) + BOTTOM
@@ -163,7 +163,7 @@ def intervals(plot: Plot, names: Seq[str]) -> str:
 def _series(
     series: Series, x_at: Callable[[float], float], shift: float, y_at: Callable[[float], float], plot: Plot
 ) -> Iterator[str]:
-    """Everything drawn `shift` pixels to the right."""
+    """Line, error bars and markers, moved right by `shift` pixels."""
     style = series.style
     path = " ".join(f"{x_at(point.x) + shift:.1f},{y_at(point.y):.1f}" for point in series.points)
     dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
@@ -179,7 +179,7 @@ def _series(
 
 
 def marker(style: Style, x: float, y: float, hint: str = "") -> str:
-    """A marker; `hint` is shown under the pointer."""
+    """A marker with a tooltip."""
     title = f"<title>{escape(hint)}</title>" if hint else ""
     fill = f'fill="{style.colour}" stroke="#fff" stroke-width="0.8"'
     if style.marker == "circle":
@@ -196,14 +196,14 @@ def marker(style: Style, x: float, y: float, hint: str = "") -> str:
 
 
 def swatch(style: Style) -> str:
-    """For a legend."""
+    """Line and marker of a series in a legend."""
     dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
     line = f'<line x1="1" x2="33" y1="8" y2="8" stroke="{style.colour}" stroke-width="1.8"{dash}/>'
     return f'<svg width="34" height="16" viewBox="0 0 34 16" aria-hidden="true">{line}{marker(style, 17, 8)}</svg>'
 
 
 def _x_axis(scale: Scale, xs: Seq[float]) -> tuple[Callable[[float], float], Seq[float]]:
-    """Where a value is, and the ticks."""
+    """A function from x to pixels, and the ticks."""
     inner = WIDTH - LEFT - RIGHT
     if scale == "steps":
         places = {x: LEFT + inner * (i + 0.5) / len(xs) for i, x in enumerate(xs)}
@@ -223,8 +223,9 @@ def _x_axis(scale: Scale, xs: Seq[float]) -> tuple[Callable[[float], float], Seq
 
 
 def _y_axis(plot: Plot, values: Seq[float]) -> tuple[Callable[[float], float], Seq[float]]:
-    known = [*values, *([plot.reference] if plot.reference is not None else []), *plot.y_ticks]
-    low, high = _padded(known, plot.floor)
+    """A function from y to pixels, and the ticks."""
+    shown = [*values, *([plot.reference] if plot.reference is not None else []), *plot.y_ticks]
+    low, high = _padded(shown, plot.floor)
     if plot.y_ticks:
         low, high = min(plot.y_ticks), max(plot.y_ticks)
     inner = HEIGHT - TOP - BOTTOM
@@ -233,8 +234,8 @@ def _y_axis(plot: Plot, values: Seq[float]) -> tuple[Callable[[float], float], S
 
 def _padded(values: Seq[float], floor: float | None) -> tuple[float, float]:
     low, high = min(values), max(values)
-    room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    return (low - room if floor is None else floor), high + room
+    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    return (low - margin if floor is None else floor), high + margin
 
 
 def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
@@ -247,14 +248,14 @@ def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`: as many of 1, 2, 3, 5 and 7 times a power of ten as there is room for, and
-    evenly spaced ones where even these are too few."""
+    """Round numbers from `low` to `high`: at most MAX_LOG_TICKS of 1, 2, 3, 5 and 7 times a power of ten, or evenly
+    spaced numbers if these are fewer than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     chosen = list[float]()
     for factors in ((1,), (1, 3), (1, 2, 5), (1, 2, 3, 5, 7)):
         ticks = [factor * 10.0**power for power in powers for factor in factors]
         finer = [tick for tick in ticks if low * 0.999 <= tick <= high * 1.001]
-        if len(finer) > MOST_LOG_TICKS:
+        if len(finer) > MAX_LOG_TICKS:
             break
         chosen = finer
     return chosen if len(chosen) >= 3 else nice_ticks(low, high)

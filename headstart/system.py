@@ -1,7 +1,8 @@
-"""What only some operating systems have: locks of files, affinity, signals, terminals, forks with limits. Nobody else
-asks which system this is. Where something is missing, what stands here does without it, and says so.
+"""Differences between operating systems: file locks, CPU affinity, signals, terminals, forks with limits.
 
-Linux is what it runs on; macOS and Windows are checked by types and by hiding what they lack, and were never tried.
+No other module asks for the operating system. A function whose feature is missing says in its docstring what happens
+instead. headstart runs on Linux; support of macOS and Windows is checked by types and by tests that hide what these
+systems lack, and was never tried there.
 """
 
 from __future__ import annotations
@@ -24,48 +25,36 @@ CAN_FORK = not WINDOWS
 RENAMES_OPEN_FILES = not WINDOWS
 
 if sys.platform == "win32":
-    HANG_UP: signal.Signals | None = None
-    TIME_IS_UP: frozenset[int] = frozenset()
-    """Signals that end who has used up its time."""
+    HANGUP: signal.Signals | None = None
+    TIMEOUT_SIGNALS: frozenset[int] = frozenset()
+    """Signals that end a process whose time limit is over."""
 else:
-    HANG_UP = signal.SIGHUP
-    TIME_IS_UP = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM})
+    HANGUP = signal.SIGHUP
+    TIMEOUT_SIGNALS = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM})
 
-ENDING = tuple(each for each in (signal.SIGINT, signal.SIGTERM, HANG_UP) if each is not None)
+TERMINATION_SIGNALS = tuple(each for each in (signal.SIGINT, signal.SIGTERM, HANGUP) if each is not None)
 """Signals that ask a command to end."""
 _STATM = Path("/proc/self/statm")
 
 
-def lock(handle: int) -> bool:
-    """Lock an open file; True once it is ours. False when another process has it, and where there are no locks."""
+def try_lock(handle: int) -> bool | None:
+    """Lock an open file. False if another process has locked it, None if there are no locks."""
     if sys.platform == "win32":
-        return False
-    import fcntl
-
-    with suppress(OSError):  # a file system without them
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def taken(handle: int) -> bool:
-    """Has another process locked an open file? If not, it is ours from now on, where there are locks."""
-    if sys.platform == "win32":
-        return False
+        return None
     import fcntl
 
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    except OSError:  # a file system without them
         return False
-    return False
+    except OSError:  # a file system without locks
+        return None
+    return True
 
 
 @contextmanager
-def alone(handle: int) -> Iterator[None]:
-    """While no other process has an open file so; where there are no locks, with whoever else comes."""
+def exclusive_lock(handle: int) -> Iterator[None]:
+    """Hold the lock of an open file, after waiting for it. Does nothing if there are no locks."""
     if sys.platform == "win32":
         yield
         return
@@ -83,38 +72,38 @@ def open_folder(path: Path) -> int | None:
     return None if WINDOWS else os.open(path, os.O_RDONLY)
 
 
-def sync() -> None:
-    """Have what was written reach the disk, where a system can be asked for that."""
+def sync_disks() -> None:
+    """Flush written files to disk. Does nothing on Windows."""
     if sys.platform != "win32":
         os.sync()
 
 
 def cpus() -> frozenset[int]:
-    """CPUs that this process may run on; all where the system does not tell."""
+    """CPUs that this process may run on; all CPUs if the system does not report them."""
     if sys.platform == "linux":
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
-def keep_to(cpus: Iterable[int]) -> None:
-    """Run on these CPUs alone, and so what is started from here; where a system knows no such thing, anywhere."""
+def set_affinity(cpus: Iterable[int]) -> None:
+    """Bind this process and its children to these CPUs. Does nothing outside Linux."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, cpus)
 
 
 def end_with_parent() -> None:
-    """Have SIGTERM come when the process that has started this one is gone, however it ended. Linux alone."""
+    """Send SIGTERM to this process when its parent ends. Does nothing outside Linux."""
     if sys.platform == "linux":
         import ctypes
 
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # gone meanwhile
+        if os.getppid() != parent:  # the parent ended before the call
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def has_terminal() -> bool:
-    """Does this process belong to one?"""
+    """Does this process have a controlling terminal? False on Windows."""
     if sys.platform == "win32":
         return False
     try:
@@ -125,7 +114,7 @@ def has_terminal() -> bool:
 
 
 def has_no_reader(stream: TextIO) -> bool:
-    """Has the other end of a pipe been closed? False where nobody knows."""
+    """Has the reader of a pipe closed it? False if the system does not report it."""
     if sys.platform != "win32":
         with suppress(OSError, AttributeError):  # no file behind it
             poll = select.poll()
@@ -134,15 +123,15 @@ def has_no_reader(stream: TextIO) -> bool:
     return False
 
 
-def input_follows(seconds: float) -> bool:
-    """Does stdin, a terminal, have more within that time? False on Windows, which waits for sockets only."""
+def has_input(seconds: float) -> bool:
+    """Does stdin, a terminal, have input within this time? False on Windows, which can wait for sockets only."""
     return not WINDOWS and bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
 @contextmanager
-def edited_lines(history: Path, most: int) -> Iterator[None]:
-    """Have `input` edit lines, where Python was built with readline; and know where a paste ends. `history`: a file of
-    the user's own that keeps so many lines, for the arrow keys of the next time; where it cannot be written, none."""
+def line_editing(history: Path, max_lines: int) -> Iterator[None]:
+    """Let `input` edit lines and recognize pasted text, if Python was built with readline. `history`: a private file
+    that keeps `max_lines` lines for the arrow keys; errors of reading and writing it are ignored."""
     try:
         import readline
     except ImportError:
@@ -152,7 +141,7 @@ def edited_lines(history: Path, most: int) -> Iterator[None]:
         readline.parse_and_bind("set enable-bracketed-paste on")
     with suppress(OSError):
         readline.read_history_file(history)
-    readline.set_history_length(most)
+    readline.set_history_length(max_lines)
     try:
         yield
     finally:
@@ -162,17 +151,17 @@ def edited_lines(history: Path, most: int) -> Iterator[None]:
             readline.write_history_file(history)
 
 
-def on_signal(loop: asyncio.AbstractEventLoop, number: int, work: Callable[[], None]) -> None:
-    """Have a signal do `work` on the loop."""
+def add_signal_handler(loop: asyncio.AbstractEventLoop, number: int, work: Callable[[], None]) -> None:
+    """Run `work` on the event loop when a signal comes."""
     try:
         loop.add_signal_handler(number, work)
     except NotImplementedError:  # Windows
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(work))
 
 
-def end_group(process: subprocess.Popen[bytes], *, kill: bool) -> bool:
-    """Ask a process that has a session of its own, and those that it has started, to end, or kill them; False when
-    there are none. On Windows the process alone."""
+def end_process_group(process: subprocess.Popen[bytes], *, kill: bool) -> bool:
+    """Interrupt or kill a process with a session of its own, and its children. False if there are none. On Windows
+    only the process itself."""
     try:
         if sys.platform == "win32":
             process.kill() if kill else process.terminate()
@@ -183,20 +172,20 @@ def end_group(process: subprocess.Popen[bytes], *, kill: bool) -> bool:
     return True
 
 
-def reads_escapes(stream: TextIO) -> bool:
-    """Is it a terminal that knows escape sequences? Of those on Windows the newer ones do."""
+def supports_escapes(stream: TextIO) -> bool:
+    """Is the stream a terminal that interprets escape sequences? On Windows only newer terminals do."""
     known = "WT_SESSION" in os.environ if sys.platform == "win32" else os.environ.get("TERM", "dumb") != "dumb"
     return stream.isatty() and known
 
 
-def be_nice(by: int) -> None:
-    """Let others go first."""
+def lower_priority(by: int) -> None:
+    """Lower the priority of this process. Does nothing on Windows."""
     if sys.platform != "win32":
         os.nice(by)
 
 
-def in_fork(work: Callable[[], None]) -> int:
-    """Do `work` in a fork of this process; the signal that ended it, or 0. Only where CAN_FORK."""
+def run_in_fork(work: Callable[[], None]) -> int:
+    """Run `work` in a fork of this process; returns the signal that ended it, or 0. Needs CAN_FORK."""
     if sys.platform == "win32":
         raise NotImplementedError("Windows has no fork")
     child = os.fork()
@@ -209,9 +198,9 @@ def in_fork(work: Callable[[], None]) -> int:
     return signal.SIGABRT if status else 0
 
 
-def limit(seconds: float, wall_seconds: int, more_bytes: int) -> None:
-    """End this process after so much time of a processor, or of a clock; no core dumps, and no more than `more_bytes`
-    of address space beyond what it has. Only where CAN_FORK."""
+def limit_resources(seconds: float, wall_seconds: int, more_bytes: int) -> None:
+    """Limit this process to `seconds` of CPU time, `wall_seconds` of time and `more_bytes` of additional address space,
+    with no core dumps. Needs CAN_FORK."""
     if sys.platform == "win32":
         raise NotImplementedError("Windows has no such limits")
     import math
@@ -219,11 +208,11 @@ def limit(seconds: float, wall_seconds: int, more_bytes: int) -> None:
 
     used = int(_STATM.read_text().split()[0]) * resource.getpagesize() if _STATM.exists() else 0
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, math.ceil(seconds) + 1)]
-    if used:  # macOS does not tell how much it has
+    if used:  # macOS does not report it
         limits.append((resource.RLIMIT_AS, used + more_bytes))
-    for kind, most in limits:
+    for kind, value in limits:
         hard = resource.getrlimit(kind)[1]
         with suppress(ValueError, OSError):  # not every system has every limit
-            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+            resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(wall_seconds)

@@ -7,11 +7,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "kernels")]  # where `native_ops` is
+from headstart.cli.main import GC_THRESHOLD
+
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent / each) for each in ("kernels", "contract"))]
 
 if not Path("/dev/nvidia0").exists():  # Triton reads it when it is imported, by whoever is first
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,6 +24,8 @@ for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SI
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, handler)
 
+os.fsync = lambda _: None  # type: ignore[assignment]  # what tests write need not outlive a crash of the machine
+gc.set_threshold(GC_THRESHOLD)
 settings.register_profile("headstart", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("headstart")
 
@@ -42,6 +47,17 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
         settle()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With --durations, as in `make test`: seconds of every test in build/test-durations.txt."""
+    if terminalreporter.config.option.durations is None:
+        return
+    reports = [each for group in terminalreporter.stats.values() for each in group if hasattr(each, "duration")]
+    reports.sort(key=lambda report: -report.duration)
+    path = terminalreporter.config.rootpath / "build/test-durations.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(f"{each.duration:.2f}s {each.when:8} {each.nodeid}\n" for each in reports), "utf-8")
 
 
 def settle() -> None:

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md: of each kind one file, as it stands on the page."""
+"""The plug-in examples of docs/extend: one file for each kind, exactly as printed there."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from pathlib import Path
 from headstart import registry
 from headstart.registry import KindName
 
-PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
-SECTIONS: dict[KindName, str] = {
-    "drafters": "Write a drafter",
-    "models": "Write a family",
-    "heads": "Write a head kind",
-    "backends": "Write a backend",
-    "formats": "Write a checkpoint format",
-    "quantizations": "Write a quantization",
-    "exports": "Write an export",
-    "launchers": "Write a launcher",
-    "tool_formats": "Write a tool format",
-    "reasoning_formats": "Write a reasoning format",
+PAGES = Path(__file__).parents[1] / "docs" / "extend"
+TUTORIALS: dict[KindName, str] = {
+    "drafters": "drafter",
+    "models": "family",
+    "heads": "head-kind",
+    "backends": "backend",
+    "formats": "checkpoint-format",
+    "quantizations": "quantization",
+    "exports": "export",
+    "launchers": "launcher",
+    "tool_formats": "tool-format",
+    "reasoning_formats": "reasoning-format",
 }
+"""Kind of plug-in -> its page in docs/extend."""
 
 
 def example(kind: KindName) -> tuple[str, str]:
-    """File name and content of the one example of a section."""
-    text = PAGE.split(f"## {SECTIONS[kind]}\n")[1].split("\n## ")[0]
+    """File name and content of the one example on a tutorial page."""
+    text = (PAGES / f"{TUTORIALS[kind]}.md").read_text("utf-8")
     names, blocks = re.findall(r"^`(\w+\.py)`", text, re.M), re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     assert len(names) == len(blocks) == 1
     return names[0], blocks[0]
@@ -35,7 +36,7 @@ def example(kind: KindName) -> tuple[str, str]:
 
 @contextmanager
 def plugged_in(folder: Path, *kinds: KindName) -> Iterator[None]:
-    """The examples of these kinds on the search path, and nothing else changed. A file may be of several kinds."""
+    """Put the examples of these kinds on the search path and change nothing else. A file may serve several kinds."""
     with ExitStack() as stack:
         for kind in kinds:
             name, code = example(kind)

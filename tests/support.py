@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import as_tensors
+from family_rows import row_of
 
 from headstart import registry
 from headstart.config import MAX_DEPTH, EngineConfig
@@ -28,11 +29,10 @@ from headstart.core import (
     Sequence,
     TokenLogprob,
 )
-from headstart.drafters.base import Drafter, Wish
-from headstart.engine.draft_model import load_draft_model
+from headstart.drafters.base import Drafter, DraftRequest
+from headstart.engine.build import build_engine
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model
-from headstart.engine.make import make_engine
+from headstart.engine.load import Model, load_draft_model, load_model
 from headstart.formats import open_checkpoint
 from headstart.heads import files
 from headstart.heads.base import BlockSpec, Head, HeadSpec
@@ -49,14 +49,10 @@ from headstart.models.base import Family
 from headstart.models.small import Arrays, random_arrays
 from headstart.tools.tiny import write_model
 
-RELATIVES = (
-    "bailing_moe", "cohere2", "cohere2_moe", "ernie4_5", "exaone4", "exaone_moe", "falcon_h1", "gemma2", "gemma3n",
-    "glm", "glm4", "granite", "granitemoehybrid", "hunyuan_v1_dense", "hy_v3", "llama4", "mellum", "minicpm", "mistral",
-    "mixtral", "olmo2", "phi3", "qwen2_moe", "seed_oss", "stablelm",
-)  # fmt: skip
+ALL_FAMILIES = registry.available("models")
+RELATIVES = [name for name in ALL_FAMILIES if row_of(name).is_relative]
 """Layers of other families with declared differences: tests/contract/test_relatives.py has those, and no grid of its
 own."""
-ALL_FAMILIES = registry.available("models")
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
 DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})
 """Without assistants, which need a trunk of their own, and EAGLE, which drafts as MTP does: tests/drafters, /heads."""
@@ -102,12 +98,15 @@ def soften(arrays: Arrays, factor: float) -> Arrays:
     return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
 
 
+def model_at(path: Path, backend: str = "reference", dtype: str = "float32", **settings: Any) -> Model:
+    return load_model(str(path), EngineConfig(backend=backend, dtype=dtype, threads=1, **settings))
+
+
 @cache
 def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **changes: Any) -> Model:
     """The family's tiny model, read back from disk; loaded once per set of arguments."""
     config, arrays = family_of(family).tiny(**changes)
-    folder = write_model(new_folder(), config, soften(arrays, softness))
-    return load_model(str(folder), EngineConfig(backend="reference", dtype=dtype, threads=1))
+    return model_at(write_model(new_folder(), config, soften(arrays, softness)), dtype=dtype)
 
 
 def head_of(
@@ -255,7 +254,7 @@ def agreeing_model(family: str) -> Model:
 
 def make(model: Model, **settings: Any) -> Engine:
     """An engine over a model; settings are EngineConfig fields over `SMALL`."""
-    return make_engine(model, EngineConfig(**{**SMALL, "dtype": "float64", **settings}))
+    return build_engine(model, EngineConfig(**{**SMALL, "dtype": "float64", **settings}))
 
 
 # Requests.
@@ -364,7 +363,7 @@ def assert_clean(engine: Engine) -> None:
     assert engine.memory.pool.num_free == len(engine.memory.pool.blocks)
     if engine.memory.states:
         engine.memory.states.check()
-        assert not engine.memory.states._held
+        assert not engine.memory.states._states
 
 
 def assert_same(found: Outputs, expected: Outputs) -> None:
@@ -402,8 +401,8 @@ class OracleDrafter(Drafter):
         self._rng = np.random.default_rng(seed)
         self.proposed = self.released = 0
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        for sequence, depth in [(wish.sequence, wish.depth) for wish in wishes]:
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        for sequence, depth in [(request.sequence, request.depth) for request in requests]:
             if self._rng.random() < 0.15:
                 continue
             done = sequence.num_output

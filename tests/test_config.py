@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from headstart.config import EngineConfig, config_fields, parse_speculative_config
+from headstart.config import EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.errors import UsageError
 
 
 def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
     for name, item in config_fields().items():
-        assert item.metadata["flag"] == "--" + name.replace("_", "-")
+        assert flag_of(name) == "--" + name.replace("_", "-")
         assert item.metadata["doc"].endswith(".")
     assert EngineConfig() == EngineConfig()
 
@@ -26,11 +26,17 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
         ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be between 5 and 1024"),
         ({"threads": 0}, "--threads is 0"),
         ({"seed": -1}, "--seed is -1"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is 'fp8_e5m2', which is unknown.*int8, fp8"),
     ],
 )
 def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**values)
+
+
+def test_other_engines_words_for_cache_types() -> None:
+    spellings: list[Any] = ["fp8", "fp8_e4m3", "bf16"]
+    assert [EngineConfig(kv_cache_dtype=each).kv_cache_dtype for each in spellings] == ["fp8", "fp8", "bfloat16"]
 
 
 def test_speculative_config() -> None:

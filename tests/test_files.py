@@ -13,20 +13,20 @@ import pytest
 
 from headstart import files
 from headstart.errors import CapacityError, UsageError
-from headstart.files import alone_in
+from headstart.files import locked_folder
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from headstart.files import write_pieces, written_aside
+from headstart.files import write_atomic_chunks, atomic_folder
 out = Path(sys.argv[1])
 def pieces():
     yield b"half"
     print("writing", flush=True)
     time.sleep(60)
 if out.suffix:
-    write_pieces(out, pieces())
-with written_aside(out) as aside:
+    write_atomic_chunks(out, pieces())
+with atomic_folder(out) as aside:
     (aside / "half").write_text("x")
     print("writing", flush=True)
     time.sleep(60)
@@ -43,8 +43,8 @@ def killed_while_writing(out: Path) -> None:
 
 def written(out: Path) -> AbstractContextManager[Path]:
     if not out.suffix:
-        return files.written_aside(out)
-    files.write_whole(out, "whole")
+        return files.atomic_folder(out)
+    files.write_atomic(out, "whole")
     return nullcontext(out)
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_was_moved_away_comes_back(tmp_path: Path) -> None:
     old = tmp_path / f".out.{'a' * 12}.old"
     old.mkdir()
     (old / "mine").write_text("x")
-    with pytest.raises(ZeroDivisionError), files.written_aside(tmp_path / "out"):
+    with pytest.raises(ZeroDivisionError), files.atomic_folder(tmp_path / "out"):
         raise ZeroDivisionError
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out", "out/mine"]
 
@@ -74,7 +74,7 @@ def test_what_lies_beside_stays_where_it_is_kept(tmp_path: Path) -> None:
     (out / ".git").mkdir(parents=True)
     (out / "model.safetensors").write_text("old")
     link.symlink_to(out)
-    with files.written_aside(link, keep=True) as aside:
+    with files.atomic_folder(link, keep=True) as aside:
         (aside / "model.safetensors").write_text("new")
     assert link.is_symlink() and (out / ".git").is_dir() and (out / "model.safetensors").read_text() == "new"
     assert {path.name for path in tmp_path.iterdir()} == {"out", "link"}
@@ -95,7 +95,7 @@ def test_a_pipe_a_device_and_a_big_file_are_not_read(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_said() -> None:
     with (
         pytest.raises(CapacityError, match="cannot write /proc/headstart"),
-        files.written_aside(Path("/proc/headstart/x")),
+        files.atomic_folder(Path("/proc/headstart/x")),
     ):
         pass
 
@@ -106,7 +106,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(OSError, match=r"manifest\.json") as told:
-            files.write_whole(tmp_path / "manifest.json", b"x" * 10_000)
+            files.write_atomic(tmp_path / "manifest.json", b"x" * 10_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert told.value.filename == str(tmp_path / "manifest.json")
@@ -115,11 +115,11 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
     folder = tmp_path / "work"
-    with alone_in(folder):
-        with pytest.raises(UsageError, match="another process writes into"), alone_in(folder):
+    with locked_folder(folder):
+        with pytest.raises(UsageError, match="another process writes into"), locked_folder(folder):
             pass
         assert folder.exists()
         (folder / "made").touch()
-    with alone_in(folder):
+    with locked_folder(folder):
         (folder / "made").unlink()
     assert not folder.exists()

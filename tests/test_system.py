@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[1]
 def test_a_lock_is_had_once(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("w") as first, path.open("w") as second:
-        assert system.lock(first.fileno())
-        assert not system.lock(second.fileno())
+        assert system.try_lock(first.fileno())
+        assert not system.try_lock(second.fileno())
     with path.open("w") as third:
-        assert system.lock(third.fileno())
+        assert system.try_lock(third.fileno())
 
 
 def test_a_pipe_without_a_reader_is_noticed() -> None:
@@ -36,27 +36,27 @@ def test_a_pipe_without_a_reader_is_noticed() -> None:
 
 
 def test_a_fork_says_what_ended_it() -> None:
-    assert system.in_fork(lambda: None) == 0
-    assert system.in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == signal.SIGTERM
+    assert system.run_in_fork(lambda: None) == 0
+    assert system.run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == signal.SIGTERM
 
 
 def test_a_fork_has_limits() -> None:
     def spin() -> None:
-        system.limit(0.05, 60, 1 << 30)
+        system.limit_resources(0.05, 60, 1 << 30)
         while True:
             pass
 
     def fill() -> None:
-        system.limit(60.0, 60, 1 << 26)
+        system.limit_resources(60.0, 60, 1 << 26)
         try:
             mmap.mmap(-1, 1 << 27)  # not of a heap that has so much free
         except OSError:
             os.kill(os.getpid(), signal.SIGTERM)
 
     begun = time.monotonic()
-    assert system.in_fork(spin) in system.TIME_IS_UP
+    assert system.run_in_fork(spin) in system.TIMEOUT_SIGNALS
     assert time.monotonic() - begun < 10
-    assert system.in_fork(fill) == signal.SIGTERM
+    assert system.run_in_fork(fill) == signal.SIGTERM
 
 
 def test_a_group_of_processes_is_ended() -> None:
@@ -65,7 +65,7 @@ def test_a_group_of_processes_is_ended() -> None:
     assert process.stdout is not None
     with process.stdout as stream:
         stream.readline()
-        assert system.end_group(process, kill=True)
+        assert system.end_process_group(process, kill=True)
         process.wait()
         assert not stream.read(), "sleep has it open as long as it runs"
 
@@ -75,7 +75,7 @@ import sys
 
 import asyncio, concurrent.futures, multiprocessing.connection, subprocess, tempfile  # these are the system's own
 import gguf, jinja2, llguidance, numpy, prometheus_client, pydantic, rich.progress, safetensors, tokenizers
-import typer, uvicorn
+import uvicorn
 import os, signal, types
 
 for name in ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "pty", "uvloop"):
@@ -102,9 +102,9 @@ for name in sorted(names):
     if not name.startswith(skipped):  # torch
         import_module(name.removesuffix(".__init__"))
 
-from headstart.cli import edge
+from headstart.cli import app
 
-sys.exit(edge.run(["generate", sys.argv[1], "--prompt", "Hi", "--max-tokens", "3"]))
+sys.exit(app.run(["generate", sys.argv[1], "--prompt", "Hi", "--max-tokens", "3"]))
 """
 
 

@@ -132,7 +132,7 @@ def old_processors(tried: Tried) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
     for name in OLD:
         begun = time.monotonic()
-        command = [qemu, "-cpu", name, str(tried.python)]
+        command = [qemu, "-cpu", name, str(tried.python), "-P"]  # the wheel's package, not this checkout's
         found = run([*command, "-c", paths], plain).strip()
         asked = ["-m", "headstart", "generate", MODELS[0], *ASKED, "--max-tokens", "8", "--threads", "1"]
         answer = json.loads(run([*command, *asked], plain))

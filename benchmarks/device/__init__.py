@@ -1,1 +1,1 @@
-"""Parts of gpu.py: what a machine with a GPU is for."""
+"""Parts of gpu.py and kernels.py."""

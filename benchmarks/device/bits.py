@@ -15,7 +15,7 @@ import numpy as np
 from device.clock import Clock, Results, table
 from headstart.core import Request, Rows, SamplingParams, Sequence
 from headstart.engine.load import Model
-from headstart.engine.plan import build_plan
+from headstart.engine.runner import build_plan
 
 CHUNKS = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 127, 128, 129, 512)
 COMPANY = (1, 2, 7, 15, 31, 63)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.files import write_whole
+from headstart.files import write_atomic
 
 RESERVE_S = 20.0
 """Left for the last files."""
@@ -57,7 +57,7 @@ class Results:
         self.rows.append({"part": part, **row})
         for path in filter(None, (self.path, self.kept)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({"about": self.about, "rows": self.rows}, indent=1, default=str) + "\n")
+            write_atomic(path, json.dumps({"about": self.about, "rows": self.rows}, indent=1, default=str) + "\n")
 
     def done(self, part: str, **keys: Any) -> bool:
         """Is there such a row without an error already?"""

@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headstart.kernels.cuda import backend as cuda_backend, kernels
-from headstart.kernels.cuda.device import Device
+from headstart.kernels.cuda.device import CudaDevice
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,7 +37,7 @@ TARGETS = {
 }
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a program may have."""
-LIKE_A_GPU = Device(torch.device("cpu"), columns=64, elements=1024, wide=False)
+LIKE_A_GPU = CudaDevice(torch.device("cpu"), columns=64, elements=1024, wide=False)
 """As open_device makes it for a GPU, but that tensors lie here."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

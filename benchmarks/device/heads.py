@@ -35,23 +35,21 @@ from device.writer import Writer
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
-from headstart.files import write_whole
+from headstart.files import write_atomic
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import ORACLE
 from headstart.layers.decoder import tapped_layers
-from headstart.layers.fingerprint import trunk_fingerprint
-from headstart.train.batches import Batch, collate, plan_epoch
-from headstart.train.begin import existing_head
-from headstart.train.data import Example, coverage, draft_vocabulary
+from headstart.layers.weights import trunk_fingerprint
+from headstart.train.dataset import Batch, collate, plan_epoch
 from headstart.train.evaluate import Acceptance, evaluate
-from headstart.train.export import export_head
-from headstart.train.features import Trunk
-from headstart.train.head import first_weights, modules_of, stream_scale
-from headstart.train.loop import Recipe, Trainer, rate_factor
-from headstart.train.objective import Target, Weighting
-from headstart.train.rounding import rounded
-from headstart.train.setup import Subject, subject_of
+from headstart.train.frozen_model import FrozenModel, make_frozen_model
+from headstart.train.head_weights import existing_head, export_head, first_weights, stream_scale
+from headstart.train.hidden_states import TorchTrunk
+from headstart.train.objective import DistillationTarget, LossConfig
+from headstart.train.records import Example, draft_vocabulary, vocabulary_coverage
+from headstart.train.torch_weights import build_modules, round_weights
+from headstart.train.trainer import Recipe, Trainer, rate_factor
 
 KINDS = ("mtp", "eagle3", "block")
 STOOD = "stood.json"
@@ -110,11 +108,11 @@ class Student:
 class View:
     """A trunk's states as one head reads them: for evaluation."""
 
-    def __init__(self, trunk: Trunk, columns: list[int]) -> None:
+    def __init__(self, trunk: TorchTrunk, columns: list[int]) -> None:
         self._trunk, self._columns, self.hidden_size = trunk, columns, trunk.hidden_size
 
-    def padded(self, *asked: Any) -> tuple[Tensor, Tensor]:
-        hidden, best = self._trunk.padded(*asked)
+    def batch_features(self, *asked: Any) -> tuple[Tensor, Tensor]:
+        hidden, best = self._trunk.batch_features(*asked)
         width = self.hidden_size
         parts = [hidden[..., i * width : (i + 1) * width] for i in (*self._columns, hidden.shape[-1] // width - 1)]
         return torch.cat(parts, -1), best
@@ -129,10 +127,10 @@ class School:
             torch.set_float32_matmul_precision("high")
         config = EngineConfig(backend=ORACLE, device=plan.device, dtype=plan.dtype, drafter="none", seed=0)
         self.model: Model = load_model(plan.model, config)
-        self.subjects: dict[str, Subject] = {
-            kind: subject_of(self.model, config, kind, _depth(kind)) for kind in plan.kinds
+        self.frozen_models: dict[str, FrozenModel] = {
+            kind: make_frozen_model(self.model, config, kind, _depth(kind)) for kind in plan.kinds
         }
-        self.text = next(iter(self.subjects.values())).text
+        self.text = next(iter(self.frozen_models.values())).text
         self.state = work / "state.pt"
         self.round, self.batch, self.seconds, self.written = 1, 0, 0.0, 0
         ends = sorted(self.text.end_ids)
@@ -185,11 +183,11 @@ class School:
     def _enrol(self) -> None:
         first = self.texts.examples(1 if self.texts.there(1) else self.round_kept)
         self.held_out = self.texts.examples(0)
-        union = sorted({layer for s in self.subjects.values() for layer in tapped_layers(s.spec.tap)})
+        union = sorted({layer for s in self.frozen_models.values() for layer in tapped_layers(s.spec.tap)})
         shipped = {kind: self._known(kind) for kind in self.plan.kinds}
         union = sorted({*union, *(layer for spec, *_ in shipped.values() for layer in tapped_layers(spec.tap))})
-        base = next(iter(self.subjects.values())).trunk
-        self.trunk = Trunk(base.model, base.lm_head, tuple(union))
+        base = next(iter(self.frozen_models.values())).trunk
+        self.trunk = TorchTrunk(base.model, base.lm_head, tuple(union))
         self.students = [self._student(kind, *shipped[kind], union, first) for kind in self.plan.kinds]
         if self.state.exists():
             self._load()
@@ -207,11 +205,11 @@ class School:
             progress.tokens, progress.step, progress.seconds = stood["tokens"], stood["step"], stood["seconds"]
 
     def _known(self, kind: str) -> tuple[HeadSpec, dict[str, Tensor] | None, np.ndarray | None]:
-        subject, start = self.subjects[kind], self.plan.start
+        frozen_model, start = self.frozen_models[kind], self.plan.start
         path = hub.shipped_heads(self.plan.model).get(kind) if start == "shipped" else Path(start) / kind
         if start == "new" or path is None or not path.is_dir():
-            return subject.spec, None, None
-        found = existing_head(subject, kind, path)
+            return frozen_model.spec, None, None
+        found = existing_head(frozen_model, kind, path)
         assert not found.own, "its LM head or embedding is not the trunk's"
         weights = {name: each.to(self.plan.device) for name, each in found.weights.items()}
         return found.spec, weights, found.draft_token_ids
@@ -234,14 +232,14 @@ class School:
             mask = min(self.text.end_ids, default=0)
             spec = replace(spec, block=replace(spec.block, mask_token_id=mask, **sizes))
         tokens = torch.from_numpy(max(first, key=len).tokens).long().to(self.plan.device)
-        masters = start or first_weights(training, spec, self.trunk.model, stream_scale(self.trunk.model, tokens))
-        weighting = (Weighting.of_block if spec.block else Weighting.of)(_depth(kind))
+        masters = start or first_weights(training, spec, self.model, stream_scale(self.trunk.model, tokens))
+        loss_config = (LossConfig.of_block if spec.block else LossConfig.of)(_depth(kind))
         recipe = Recipe(
             tokens=self.plan.tokens, minutes=self.plan.minutes, batch_tokens=self.plan.batch_tokens,
-            weighting=weighting, seed=self.plan.seed, dtype=self.trunk.dtype, rounded=True,
+            loss=loss_config, seed=self.plan.seed, dtype=self.trunk.dtype, int4_drafts=True,
         )  # fmt: skip
         ids = torch.from_numpy(np.asarray(vocabulary)).to(self.plan.device)
-        target = Target.of(self.trunk, ids, rounded=True)
+        target = DistillationTarget.of(self.trunk, ids, int4_drafts=True)
         columns = [union.index(layer) for layer in tapped_layers(spec.tap)]
         return Student(kind, Trainer(masters, spec, target, recipe), columns, np.asarray(vocabulary))
 
@@ -292,7 +290,7 @@ class School:
         }  # fmt: skip
         content = io.BytesIO()
         torch.save(state, content)
-        write_whole(self.state, content.getbuffer())
+        write_atomic(self.state, content.getbuffer())
 
     def _load(self) -> None:
         state = torch.load(self.state, map_location=self.plan.device, weights_only=False)
@@ -316,9 +314,10 @@ class School:
         before = [student.best for student in self.students]
         for student in self.students:
             trainer = student.trainer
-            modules = modules_of(rounded(trainer.average), trainer.spec, self.trunk.hidden_size, trainer.recipe.dtype)
-            states, weighting = View(self.trunk, student.columns), trainer.recipe.weighting
-            student.results = evaluate(modules, trainer.spec, trainer.target, self.held_out, states, weighting)
+            weights, recipe = round_weights(trainer.average), trainer.recipe
+            modules = build_modules(weights, trainer.spec, self.trunk.hidden_size, recipe.dtype)
+            states = View(self.trunk, student.columns)
+            student.results = evaluate(modules, trainer.spec, trainer.target, self.held_out, states, recipe.loss)
             told = student.results["all"]
             loss = None if student.loss is None else round(float(student.loss), 4)
             row[student.kind] = {"loss": loss, **told.data()}
@@ -331,7 +330,7 @@ class School:
             file.write(json.dumps(row) + "\n")
         if before != [student.best for student in self.students]:
             stood = {**row, "round": self.round, "step": self.students[0].trainer.progress.step}
-            write_whole(self.work / "heads" / STOOD, json.dumps(stood) + "\n")
+            write_atomic(self.work / "heads" / STOOD, json.dumps(stood) + "\n")
             archive(self.work / "heads", self.out, "heads", PART_BYTES)
         lengths = "  ".join(f"{s.kind} {row[s.kind]['length']:.3f} (loss {row[s.kind]['loss']})" for s in self.students)
         say(f"{self._tokens:,} tokens, {self.seconds:.0f} s: held-out acceptance length {lengths}")
@@ -347,7 +346,7 @@ class School:
             "steps": trainer.progress.step,
             "minutes": round(self.seconds / 60, 1),
             "draft_coverage": {
-                kind: round(share, 4) for kind, share in coverage(self.held_out, student.vocabulary).items()
+                kind: round(share, 4) for kind, share in vocabulary_coverage(self.held_out, student.vocabulary).items()
             },
             "held_out": {kind: each.data() for kind, each in student.results.items()},
         }

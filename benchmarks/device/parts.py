@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart import hub
-from headstart.files import write_pieces, write_whole
+from headstart.files import write_atomic, write_atomic_chunks
 
 PIECE, PART_BYTES = 1 << 22, 15 << 20
 CALL_BYTES = 63 << 20
@@ -64,7 +64,7 @@ def join(folders: list[Path], name: str, target: Path) -> bool:
             raise ValueError(f"the parts of {name} do not come to the file that was split: pack again")
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_pieces(target, pieces())
+    write_atomic_chunks(target, pieces())
     return True
 
 
@@ -123,7 +123,7 @@ def unpack(carried: Path, store: Path) -> Path | None:
     store.mkdir(parents=True, exist_ok=True)
     for path in sorted([*carried.glob("*"), *carried.glob("[0-9]*/*")]):
         if path.is_file():
-            write_whole(store / path.name, path.read_bytes())
+            write_atomic(store / path.name, path.read_bytes())
     if (trunk := hub.cached_trunk()) is None:
         file = Path(hub.BUILTIN[hub.DEFAULT_MODEL].trunk.member).name
         join([store], TRUNK, hub.cache_dir() / "models" / hub.DEFAULT_MODEL / file)

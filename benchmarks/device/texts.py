@@ -21,14 +21,21 @@ import numpy as np
 from device.clock import say
 from device.writer import Job, Writer, Written
 from headstart.errors import UsageError
-from headstart.files import write_whole
+from headstart.files import write_atomic
 from headstart.text.tokenizer import Tokenizer
-from headstart.train.corpus import read_documents
-from headstart.train.data import ChatText, Example, Problems, example_of_answer
-from headstart.train.generate import GREEDY_SHARE, WARM, read_prompts
-from headstart.train.own_prompts import KIND, PROMPT_TOKENS, TEMPERATURE, TOP_P, usable
+from headstart.train.generate import (
+    GREEDY_SHARE,
+    OWN_KIND,
+    PROMPT_TOKENS,
+    TEMPERATURE,
+    TEMPERATURES,
+    TOP_P,
+    is_usable,
+    read_prompts,
+)
+from headstart.train.plain_text import TextPiece, passages, read_documents
 from headstart.train.prompts import templated_prompts
-from headstart.train.textfiles import Piece, passages
+from headstart.train.records import ChatTokenizer, Example, SkippedRecords, example_of_answer
 
 MARK = "user-turn-mark"
 OWN_SHARE, FILE_SHARE = 0.45, 0.15
@@ -46,7 +53,7 @@ class Prompts:
     """Jobs by chunk number; the same for the same seed. `answer`: most tokens of an answer."""
 
     tokenizer: Tokenizer
-    text: ChatText
+    text: ChatTokenizer
     files: Sequence[Path]
     seed: int
     every: int
@@ -59,15 +66,15 @@ class Prompts:
         self.turn = self.text.encode(self.text.render(asked, False).split(MARK)[0])
         given = read_prompts(self.files) if self.files else []
         self._given = [(each.kind, str(each.messages[-1]["content"])) for each in given]
-        prose = read_documents([ROOT / "docs"], Problems()) + read_documents([], Problems())
-        pieces = [Piece(each.text, each.kind, "at hand") for each in prose if each.kind == "prose"]
+        prose = read_documents([ROOT / "docs"], SkippedRecords()) + read_documents([], SkippedRecords())
+        pieces = [TextPiece(each.text, each.kind, "at hand") for each in prose if each.kind == "prose"]
         self._passages = [text for text, _ in passages(pieces)]
 
     def held_out(self, prompt: str) -> bool:
         return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") % self.every == 0
 
     def own(self, count: int) -> list[Job]:
-        return [Job(tuple(self.turn), KIND, TEMPERATURE, min(PROMPT_TOKENS, self.answer), TOP_P)] * count
+        return [Job(tuple(self.turn), OWN_KIND, TEMPERATURE, min(PROMPT_TOKENS, self.answer), TOP_P)] * count
 
     def given(self, number: int, count: int) -> list[Job]:
         """Of files and templates, of the side of this chunk."""
@@ -89,12 +96,12 @@ class Prompts:
             return None
         rng = random.Random(f"{self.seed} {again} {prompt}")
         greedy = rng.random() < GREEDY_SHARE and not again
-        return Job(tuple(ids), kind, 0.0 if greedy else round(rng.uniform(*WARM), 2), self.answer)
+        return Job(tuple(ids), kind, 0.0 if greedy else round(rng.uniform(*TEMPERATURES), 2), self.answer)
 
     def asked(self, written: Written, number: int) -> Job | None:
         """The answer to a prompt that the model has written, if that is of use."""
         prompt = self.tokenizer.decode(written.tokens, skip_special=True).strip()
-        return self.job(KIND, prompt, number) if written.ended and usable(prompt, "en") else None
+        return self.job(OWN_KIND, prompt, number) if written.ended and is_usable(prompt, "en") else None
 
 
 @dataclass
@@ -166,7 +173,7 @@ class Texts:
             names=np.asarray(kinds),
         )
         aside.replace(self.path(number))
-        write_whole(self.folder / "chunks", f"{number + 1}\n")
+        write_atomic(self.folder / "chunks", f"{number + 1}\n")
         say(f"chunk {number}: {len(found):,} answers, {sum(map(len, ids)):,} tokens with their prompts")
 
     def examples(self, number: int) -> list[Example]:

@@ -22,8 +22,8 @@ from headstart.kernels.ops import AttentionSpec, StepInputs
 from headstart.kernels.specs import RopeSpec
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import Decoder
-from headstart.train.features import on_device, pad
-from headstart.train.ops import DraftMemory, TrainOps
+from headstart.train.hidden_states import pad, to_device
+from headstart.train.ops import TrainingKV, TrainOps
 
 PASSES = 16
 """Between looks of the host."""
@@ -114,12 +114,12 @@ class Writer:
         weight = model.embedding
         self.device, dtype = weight.device, weight.dtype
         self.caches = [
-            Cache(*(torch.zeros(slots, m.spec.num_kv_heads, length, m.spec.head_dim, dtype=dtype, device=self.device)
+            Cache(*(torch.zeros(slots, spec.num_kv_heads, length, spec.head_dim, dtype=dtype, device=self.device)
                     for _ in range(2)))
-            for m in mixers
+            for spec in (m.config.spec for m in mixers)
         ]  # fmt: skip
         ops, places = TrainOps(self.device, dtype), torch.arange(length, device=self.device)
-        self._ropes = {m.rope: ops._rope_table(places, m.rope) for m in mixers if m.rope}
+        self._ropes = {m.config.rope: ops._rope_table(places, m.config.rope) for m in mixers if m.config.rope}
         self._ends = frozenset(ends)
         self._program = model.program(self.caches)
         self._rows = torch.arange(slots, device=self.device)
@@ -165,11 +165,11 @@ class Writer:
 
     def _prefill(self, group: list[tuple[int, Job]]) -> None:
         """Keys and values of all but the last token of each prompt, which the next pass reads."""
-        slots = on_device(torch.tensor([slot for slot, _ in group]), self.device)
+        slots = to_device(torch.tensor([slot for slot, _ in group]), self.device)
         prompts = [torch.tensor(job.ids) for _, job in group]
         if (longest := max(map(len, prompts)) - 1) > 0:
-            ids = on_device(pad([each[:-1] for each in prompts]), self.device)
-            memories = [DraftMemory() for _ in self.caches]
+            ids = to_device(pad([each[:-1] for each in prompts]), self.device)
+            memories = [TrainingKV() for _ in self.caches]
             places = torch.arange(longest, device=self.device)
             none = torch.empty(0, dtype=torch.int64, device=self.device)
             ops = TrainOps(self.device, self.model.embedding.dtype)
@@ -186,7 +186,7 @@ class Writer:
             (self.top_p, [job.top_p for job in jobs]),
         )
         for tensor, values in columns:
-            tensor[slots] = on_device(torch.tensor(values, dtype=tensor.dtype), self.device)
+            tensor[slots] = to_device(torch.tensor(values, dtype=tensor.dtype), self.device)
         for slot, job in group:
             assert len(job.ids) + job.most <= self.length and (job.top_p == 1 or slot < self.narrow)
             self._jobs[slot], self._texts[slot] = job, []
@@ -245,5 +245,5 @@ class Writer:
 
 
 def _plain(mixer: Attention) -> bool:
-    spec = mixer.spec
-    return mixer.shares is None and mixer.sinks is None and not (spec.window or spec.chunk or spec.softcap)
+    spec = mixer.config.spec
+    return mixer.config.source_layer is None and mixer.sinks is None and not (spec.window or spec.chunk or spec.softcap)

@@ -1,1 +1,7 @@
-"""Small random models of every family beside other programs: transformers' classes, and llama.cpp by its converter."""
+"""Parts of verify_families.py: small random models beside transformers, llama.cpp and the reference backend."""
+
+import sys
+from pathlib import Path
+
+_TESTS = Path(__file__).parents[2] / "tests"
+sys.path[:0] = [str(_TESTS), str(_TESTS / "contract")]

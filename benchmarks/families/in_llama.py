@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines.llamacpp.server import LlamaServer
+from engines.llama_engine import LlamaServer
+from family_rows import row_of
 from numpy.typing import NDArray
 
 from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams, Sequence, Span
+from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
-from headstart.engine.make import make_engine
 from headstart.models.base import Family
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
@@ -46,61 +47,12 @@ WIDE: Mapping[str, Any] = {
     "ffn_hidden_size": 512,
 }  # fmt: skip
 """Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
-_LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
 OWN: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT, "longcat_flash": _LATENT, "deepseek_v32": _LATENT,
-    "glm_moe_dsa": _LATENT,
-    "mixtral": {"intermediate_size": 256}, "granitemoehybrid": {"intermediate_size": 256},
-    "gemma3": {"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},  # as long as its tokenizer
-    "gemma4": {"vocab_size": 97, "vocab_size_per_layer_input": 97},
-    "gemma3n": {  # llama.cpp knows the softcap, the cutoff and which layers have one, and shares from layer 20 on
-        "final_logit_softcapping": 30.0, "vocab_size": 97, "vocab_size_per_layer_input": 97,
-        "num_kv_shared_layers": 0, "altup_num_inputs": 4, "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
-    },
-    "deepseek_v4": {
-        "num_key_value_heads": 1, "o_lora_rank": 128, "index_n_heads": 64,
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
-    },
-    "cohere2_moe": {"prefix_dense_intermediate_size": 512, "intermediate_size": 256},
     "gemma4_shared": {  # the last layers before those that share have a window and none, as released ones
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
-    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},  # llama.cpp knows no other
-    "exaone4": {"sliding_window": None, "num_nextn_predict_layers": 0},  # windows in that of 64 layers only
-    "gpt_oss": {  # llama.cpp rounds YaRN's ramp, the model and headstart do not: compared without
-        "intermediate_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
-    },
-    "qwen3_moe": {"mlp_only_layers": []},  # llama.cpp has experts in all layers
-    "mellum": {  # its module is not converted, all layers rotate by one base, one must have a window
-        "num_nextn_predict_layers": 0, "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
-        "rope_parameters": {
-            f"{kind}_attention": {"rope_type": "default", "rope_theta": 5e4} for kind in ("sliding", "full")
-        },
-    },
-    "nemotron_h": {"hybrid_override_pattern": "ME*EM"},  # no MLP beside experts there
-    "phi3": {"sliding_window": None},  # which llama.cpp does not apply
-    "ernie4_5_moe": {"intermediate_size": 1024},  # by kv heads: what the converter takes for shared experts' width
-    "step3p5": {"moe_layers_enum": "1,2", "share_expert_dim": 256},  # all behind the first ones, as released
-    "mimo_v2_flash": {
-        "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,
-        "swa_rope_theta": 300.0, "partial_rotary_factor": 0.5, "swa_num_key_value_heads": 2,
-    },
-}  # fmt: skip
-"""Keys of one family."""
-RELEASED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"scoring_func": "sigmoid"}, "glm4_moe_lite": {"scoring_func": "sigmoid"},
-    "deepseek_v32": {"scoring_func": "sigmoid"}, "glm_moe_dsa": {"scoring_func": "sigmoid"},
-    "cohere2": {"rotary_pct": 1.0}, "bailing_moe": {"norm_topk_prob": True}, "exaone_moe": {"scoring_func": "sigmoid"},
-    "step3p5": {"norm_expert_weight": True},
-    "deepseek_v4": {"norm_topk_prob": True, "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus"},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mimo_v2_flash": {
-        "swa_head_dim": 64, "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
-        "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1],
-    },
-}  # fmt: skip
-"""Keys that the converter reads, and that released files have."""
+}
+"""Keys of one row."""
 NOT_BY_TRANSFORMERS = ("deepseek_v4", "mimo_v2_flash", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("mimo", "longcat_flash")
@@ -149,7 +101,7 @@ def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapp
     """A Hugging Face directory; `row`: the family's name, or a variant's."""
     there = {**family.tiny(**changes)[0]}
     wide = {key: value for key, value in WIDE.items() if there.get(key) is not None}
-    config, arrays = family.tiny(**{**changes, **wide, **OWN.get(name, {}), **OWN.get(row, {})})
+    config, arrays = family.tiny(**{**changes, **wide, **row_of(name).llama_cpp, **OWN.get(row, {})})
     # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
     arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays)
     return write_model(folder / name / "small", config, arrays)
@@ -196,7 +148,7 @@ def convert(folder: Path, path: Path, source: Path, *, half: bool) -> None:
     from conversion import get_model_class  # type: ignore[import-not-found]
 
     config = json.loads((folder / "config.json").read_text())
-    config |= RELEASED.get(config["model_type"], {})
+    config |= row_of(config["model_type"]).released
     (folder / "config.json").write_text(json.dumps(config))
     kind: Any = get_model_class(config["architectures"][0])
     kind.no_mtp = True
@@ -244,7 +196,7 @@ def ours(file: Path, tokens: list[int], first: int, backend: str) -> NDArray[np.
         backend=backend, dtype="float32", drafter="none", threads=1, block_size=16, kv_blocks=40,
         max_model_len=len(tokens) + 16, **({"kv_cache_dtype": "float32"} if backend == "native" else {}),
     )  # fmt: skip
-    engine = make_engine(load_model(str(file), settings), settings)
+    engine = build_engine(load_model(str(file), settings), settings)
     request = Request(
         request_id="r", prompt_ids=tuple(tokens[:1]), params=SamplingParams(), seed=0, stop_ids=frozenset()
     )

@@ -1,26 +1,22 @@
-"""A small random model of a family beside transformers' own class, and its drafter beside the formula that
-tests/contract/native_heads.py writes down: the oracles are those of the tests."""
+"""A small random model of a family beside transformers' own class, and its drafter beside the oracle of
+tests/contract/oracles.py."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from family_rows import row_of
+from oracles import greedy_text, logits_of_oracle, oracle_of
+from support import make, prompt_of, request, run
+from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "contract")]
-from native_heads import NATIVE_HEADS  # noqa: E402
-from support import make, prompt_of, request, run  # noqa: E402
-from test_families import behind, logits_in_chunks, oracle_of, test_draft_logits_of_a_growing_sequence  # noqa: E402
-
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.engine.load import Model, load_model  # noqa: E402
-from headstart.models.base import Family  # noqa: E402
-from headstart.tools.tiny import write_model  # noqa: E402
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.models.base import Family
+from headstart.tools.tiny import write_model
 
 LENGTH, GREEDY = 90, 100
 LIMIT = 2e-4
@@ -48,27 +44,16 @@ def compare(family: Family, name: str, folder: Path, changes: Mapping[str, Any])
     model = loaded(folder / name, "reference")
     oracle = oracle_of(name, model)
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0]
+    expected = logits_of_oracle(oracle, tokens)
     found = logits_in_chunks(make(model, dtype="float32", drafter="none"), tokens, LENGTH, 1)
     prompt = [token % model.config.vocab_size for token in prompt_of(12, 8)]
-    theirs = _greedy(oracle, prompt)
+    theirs = greedy_text(oracle, prompt, GREEDY)
     ours = _text(model, prompt, {})
     native = _text(
         loaded(folder / name, "native"), prompt,
         {"backend": "native", "block_size": 16, "kv_cache_dtype": "float32", "drafter": "auto"},
     )  # fmt: skip
     return Found(float((found - expected).abs().max()), same_until(ours, theirs), same_until(native, ours))
-
-
-def _greedy(oracle: Any, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    with torch.inference_mode():
-        output = oracle(torch.tensor([prompt]), use_cache=True)
-        for _ in range(GREEDY):
-            tokens.append(int(output.logits[0, -1].argmax()))
-            output = oracle(torch.tensor([tokens[-1:]]), **behind(output))
-    return tokens[len(prompt) :]
 
 
 def _text(model: Model, prompt: list[int], more: dict[str, Any]) -> list[int]:
@@ -84,7 +69,7 @@ def same_until(left: list[int], right: list[int]) -> int:
 
 
 def has_drafter(name: str) -> bool:
-    return name in NATIVE_HEADS
+    return row_of(name).mtp is not None
 
 
 def check_drafter(name: str) -> None:

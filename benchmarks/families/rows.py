@@ -1,4 +1,4 @@
-"""Rows of the table of verify_families.py: a small random model each, of a family, of a variant, in a weight format."""
+"""Rows of the table of verify_families.py: small random models of families, variants and weight formats."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import formats
 
 from families.softened import QUIET, agreeing, has_head
+from families.weight_formats import FORMATS
 from headstart import registry
 from headstart.models.base import Family
 from headstart.models.small import Arrays
@@ -31,10 +31,6 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Rows beside those of each family: the family, and changes of its small config."""
 QUANTIZED, SIZES = "mimo", {"hidden_size": 128, "intermediate_size": 256}
 """The family of rows of weight formats: its trunk's q, k, v, gate and up are quantized; its MTP module is not."""
-FORMATS: Mapping[str, tuple[Mapping[str, Any], formats.Stored]] = {
-    "fp8_blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, formats.fp8_blocks),
-    **formats.FORMATS,
-}
 
 
 @dataclass(frozen=True)
@@ -42,8 +38,7 @@ class Row:
     name: str
     module: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    form: str = ""
-    """Of FORMATS; empty: as it is."""
+    weight_format: str = ""  # of FORMATS; empty: float32
 
     @property
     def family(self) -> Family:
@@ -51,33 +46,33 @@ class Row:
         return found
 
     @property
-    def of_family(self) -> bool:
-        """Is it the row of a family as it is?"""
-        return not self.changes and not self.form
+    def is_plain(self) -> bool:
+        """A family without changes."""
+        return not self.changes and not self.weight_format
 
     def write(self, folder: Path) -> tuple[Path, int, bool]:
         """The softened model: its directory, its vocabulary's size, and whether it has an MTP module."""
         config, arrays = self.family.tiny(**self.changes)
         drafts, arrays = has_head(arrays), agreeing(arrays)
-        if self.form:
-            told, stored = FORMATS[self.form]
-            config, arrays = {**config, "quantization_config": dict(told)}, quantized(arrays, stored)
+        if self.weight_format:
+            config = {**config, "quantization_config": dict(FORMATS[self.weight_format][0])}
+            arrays = quantize_trunk(arrays, self.weight_format)
         return write_model(folder / self.name, config, arrays), config["vocab_size"], drafts
 
 
-def quantized(arrays: Arrays, stored: formats.Stored) -> Arrays:
-    """With random weights of a format in the place of the trunk's matrices, but for those that are softened."""
-    rng, found = np.random.default_rng(0), dict[str, Any]()
+def quantize_trunk(arrays: Arrays, weight_format: str) -> Arrays:
+    """Random weights of a format instead of the trunk's matrices, except for softened ones."""
+    rng, result = np.random.default_rng(0), dict[str, Any]()
     for name, array in arrays.items():
         if ".layers." in name and name.endswith("_proj.weight") and not name.endswith(QUIET):
-            found |= {part.name: (part.make(rng), part.dtype) for part in stored(name, array.shape)}
+            result |= FORMATS[weight_format][1](rng, name, array.shape)
         else:
-            found[name] = array
-    return found
+            result[name] = array
+    return result
 
 
 def all_rows() -> dict[str, Row]:
     rows = [Row(name, name) for name in registry.available("models")]
     rows += [Row(name, family, changes) for name, (family, changes) in VARIANTS.items()]
-    rows += [Row(f"{QUANTIZED}+{form}", QUANTIZED, SIZES, form) for form in FORMATS]
+    rows += [Row(f"{QUANTIZED}+{name}", QUANTIZED, SIZES, name) for name in FORMATS]
     return {row.name: row for row in rows}

@@ -1,1 +1,1 @@
-"""What several benchmarks share: questions, prompts, other processes' load, turns, tables."""
+"""Parts that benchmarks share: prompts, machine load, turns, tables, files of random weights."""

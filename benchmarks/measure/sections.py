@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engines.process import Engine, EngineFailed, WorkerEngine
-from engines.starter import Starter
+from engines.process import Engine, EngineFailed, Starter, WorkerEngine
 
-from measure.load import load_now, others, verdict
+from measure.machine import load_now, others, verdict
 from measure.prompts import Prompts
 from measure.start import first_token_s, peak_memory
 from measure.tables import Record, rates, speed_table, start_table

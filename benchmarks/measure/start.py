@@ -6,8 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from engines.process import EngineFailed
-from engines.starter import Starter
+from engines.process import EngineFailed, Starter
 
 SAMPLE_SECONDS = 0.05
 

@@ -16,13 +16,13 @@ WINDOW = "5m"
 INTRODUCTION = """\
 # Monitoring
 
-`headstart serve` shows its metrics at `/metrics` under vLLM's names, so dashboards made for vLLM work, and its own
-under `headstart:`. Counters end in `_total` in Prometheus: `rate(vllm:spec_decode_num_accepted_tokens[5m])`, as some
-guides write it, gives nothing. SGLang needs `--enable-metrics`, llama.cpp's server `--metrics`.
+`headstart serve` exports metrics at `/metrics` under vLLM's names, so dashboards made for vLLM work, and its own under
+`headstart:`. Counters end in `_total` in Prometheus. SGLang needs `--enable-metrics`, llama.cpp `--metrics`.
+Below, (sglang:) means: this prefix instead of vllm:.
 
-- [dashboard.json](monitoring/dashboard.json): import it into Grafana. It shows any of the engines below, by job.
-- [alerts.yml](monitoring/alerts.yml): for Prometheus: drafting that is dead, or does not help; requests that wait.
-- [queries.toml](monitoring/queries.toml): the queries below as data; `python docs/monitoring/make.py` writes the rest.
+- [dashboard.json](monitoring/dashboard.json): Grafana dashboard for all engines below.
+- [alerts.yml](monitoring/alerts.yml): Prometheus alerts.
+- [queries.toml](monitoring/queries.toml): the queries; `python docs/monitoring/make.py` writes dashboard and page.
 
 ```yaml
 # prometheus.yml
@@ -52,11 +52,14 @@ def markdown(panels: list[dict[str, str]]) -> str:
     parts = [INTRODUCTION]
     for panel in panels:
         parts.append(f"\n## {panel['title']}\n\n{panel['text']}\n")
-        told: dict[tuple[str, ...], list[str]] = {}
+        by_query: dict[tuple[str, ...], list[str]] = {}
         for engine, queries in engines_of(panel).items():
-            told.setdefault(tuple(queries), []).append(ENGINES[engine])
-        for queries, names in told.items():
-            parts.append(f"\n{', '.join(names)}:\n\n```promql\n" + "\n".join(queries) + "\n```\n")
+            alike = tuple(query.replace(f"{engine}:", "vllm:") for query in queries)
+            shown = alike if alike in by_query else tuple(queries)
+            prefix = "" if shown == tuple(queries) else f" ({engine}:)"
+            by_query.setdefault(shown, []).append(ENGINES[engine] + prefix)
+        blocks = ["\n".join((f"# {', '.join(names)}", *queries)) for queries, names in by_query.items()]
+        parts.append("\n```promql\n" + "\n".join(blocks) + "\n```\n")
     return "".join(parts)
 
 

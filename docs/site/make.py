@@ -7,6 +7,7 @@ Nothing on the pages is fetched from elsewhere when somebody reads them.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import html
 import json
@@ -27,10 +28,19 @@ QUIET = {"NO_MKDOCS_2_WARNING": "1"}
 """The theme asks those who build to move on; its makers look after it until May 2027."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 HEADS = ("smollm2-135m-mtp", "smollm2-135m-eagle3", "smollm2-135m-block")
+EXTEND = {
+    "Write a drafter": "drafter", "Write a family": "family", "Write a head kind": "head-kind",
+    "Write a backend": "backend", "Write a checkpoint format": "checkpoint-format",
+    "Write a quantization": "quantization", "Write an export": "export", "Write a launcher": "launcher",
+    "Write a tool format": "tool-format", "Write a reasoning format": "reasoning-format",
+    "Write a sampling parameter": "sampling-parameter",
+}  # fmt: skip
 NAV: dict[str, dict[str, str]] = {
     "Home": {"headstart": "README.md"},
     "Start": {
         "Quick start": "docs/quickstart.md",
+        "Commands": "docs/commands.md",
+        "Support": "docs/support.md",
         "How it works": "docs/how-it-works.md",
         "From Python": "docs/python.ipynb",
         "Deploy": "docs/deploy.md",
@@ -60,7 +70,11 @@ NAV: dict[str, dict[str, str]] = {
     "Inside": {
         "Architecture": "docs/ARCHITECTURE.md",
         "Contributing": "CONTRIBUTING.md",
-        "Log": "docs/LOG.md",
+        **{title: f"docs/extend/{page}.md" for title, page in EXTEND.items()},
+        "Decisions": "docs/decisions/README.md",
+        **{path.stem: str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/decisions").glob("0*.md"))},
+        "Log": "docs/log/README.md",
+        **{path.stem: str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/log").glob("2*.md"), reverse=True)},
         "Libraries of the pages": "headstart/server/web/vendor/README.md",
     },
 }
@@ -104,8 +118,11 @@ def write_pages(folder: Path) -> list[Any]:
     for name, text in commands.items():
         put(folder / "commands" / f"{name.replace(' ', '-')}.md", text)
     put(folder / "http.md", http_page())
+    put(folder / "modules.md", module_page())
+    put(folder / "tables.md", tables_page())
     listed = [{name: f"commands/{name.replace(' ', '-')}.md"} for name in commands]
-    nav.insert(4, {"Reference": [{"HTTP": "http.md"}, {"Commands": listed}]})
+    single = {"HTTP": "http.md", "Modules": "modules.md", "All measured tables": "tables.md"}
+    nav.insert(4, {"Reference": [*({title: page} for title, page in single.items()), {"Commands": listed}]})
     return nav
 
 
@@ -162,32 +179,31 @@ def notebook(path: Path) -> str:
 
 def command_pages() -> Iterator[tuple[str, str]]:
     """Name and page of each command."""
-    from headstart.cli.app import root
+    from headstart.cli.app import application
+    from headstart.cli.parser import CommandGroup
 
-    def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, command in group.commands.items():
-            yield prefix + name, command
-            if hasattr(command, "commands"):
-                yield from below(command, f"{prefix}{name} ")
+    def below(group: CommandGroup, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, entry in group.commands.items():
+            yield prefix + name, entry
+            if isinstance(entry, CommandGroup):
+                yield from below(entry, f"{prefix}{name} ")
 
-    for name, command in below(root(), ""):
-        yield name, command_page(name, command)
+    for name, entry in below(application(), ""):
+        yield name, command_page(name, entry)
 
 
-def command_page(name: str, command: Any) -> str:
-    import typer
+def command_page(name: str, entry: Any) -> str:
+    """The page of a command or of a group of commands."""
+    from headstart.cli.help import arguments_of, panels_of, usage
 
-    from headstart.cli.help import MORE, arguments_of, panels_of, usage
-
-    context = typer.Context(command, info_name=f"headstart {name}")
-    parts = [f"# headstart {name}", *(prose(each) for each in (command.help or "").split("\n\n"))]
-    parts.append(f"```text\n{usage(command, context)}\n```")
-    examples = "\n".join(f"$ {line}" for line in (command.epilog or "").split("\n\n")[1:])
+    parts = [f"# headstart {name}", *(prose(each) for each in entry.help.split("\n\n"))]
+    parts.append(f"```text\n{usage(entry, f'headstart {name}')}\n```")
+    examples = "\n".join(f"$ {line}" for line in entry.examples)
     parts += ["## Examples", f"```console\n{examples}\n```"]
-    if arguments := arguments_of(command):
+    if arguments := arguments_of(entry):
         parts += ["## Arguments", table("argument", arguments)]
-    for title, rows in panels_of(command).items():
-        parts += [f"## {title.removeprefix(MORE)}", table("option", rows)]
+    for title, rows in panels_of(entry).items():
+        parts += [f"## {title}", table("option", rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -211,12 +227,12 @@ def http_page() -> str:
     import httpx
 
     from headstart import LLM
-    from headstart.server.app import ServerConfig, make_app
-    from headstart.server.docs_page import operations
+    from headstart.server.app import ServerConfig, app_over, single_model_manager
+    from headstart.server.pages import operations
 
     async def described() -> dict[str, Any]:
         with LLM("qwen3_5-tiny") as llm:
-            app, _ = make_app(llm, ServerConfig())
+            app = app_over(single_model_manager(llm, ServerConfig()), ServerConfig())
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
                 found: dict[str, Any] = (await client.get("/openapi.json")).json()
                 return found
@@ -225,6 +241,29 @@ def http_page() -> str:
              " has this page at `/docs`, and `/openapi.json` for programs."]  # fmt: skip
     for name, text in operations(asyncio.run(described())):
         parts += [f"## `{name}`", text]
+    return "\n\n".join(parts) + "\n"
+
+
+def module_page() -> str:
+    """The summary of every module, by package."""
+    package = ROOT / "headstart"
+    parts = ["# Modules"]
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        summaries = {
+            path: ast.get_docstring(ast.parse(path.read_text("utf-8"))) for path in sorted(folder.glob("*.py"))
+        }
+        rows = [(path.name, text.partition("\n")[0]) for path, text in summaries.items() if text]
+        parts += [f"## {folder.relative_to(ROOT)}", table("module", rows)] if rows else []
+    return "\n\n".join(parts) + "\n"
+
+
+def tables_page() -> str:
+    """All tables of docs/results.json, each with its command and machine."""
+    parts = ["# All measured tables"]
+    for name, each in json.loads((ROOT / "docs" / "results.json").read_text("utf-8"))["tables"].items():
+        rows = (each["columns"], ["---"] * len(each["columns"]), *each["rows"])
+        about = f"`{each['command']}`, {each['machine']}. {each.get('note', '')}"
+        parts += [f"## {name}", about, "\n".join(f"| {' | '.join(row)} |" for row in rows)]
     return "\n\n".join(parts) + "\n"
 
 

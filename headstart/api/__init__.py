@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headstart.api.completion import Completion, TextDelta
 from headstart.api.llm import LLM, Prompt
-from headstart.api.session import Choice, Session
+from headstart.api.session import Choice, Completion, Session, TextDelta
 
 if TYPE_CHECKING:
     from headstart.api.asynchronous import AsyncLLM

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from headstart.api.completion import Completion, TextDelta, gather
-from headstart.api.session import Session
+from headstart.api.session import Completion, Session, TextDelta, gather
 from headstart.config import AUTO, EngineConfig, config_fields
-from headstart.core import Progress, Request, SamplingParams, no_progress
+from headstart.core import Progress, Request, SamplingParams, no_progress, token_mask
+from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
-from headstart.engine.make import change_head, identity, make_engine
-from headstart.engine.sampling import token_mask
 from headstart.engine.shared import SharedEngine
 from headstart.errors import ModelError, UsageError
-from headstart.params import recommended
+from headstart.hub import chat_sampling
+from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
-from headstart.text.grammar_spec import GrammarSpec
+from headstart.text.grammar_spec import GrammarSpec, with_subschemas
 
 if TYPE_CHECKING:
     from headstart.text.grammar import GrammarCompiler
@@ -38,7 +37,8 @@ Message = Mapping[str, Any]
 Prompt = str | Seq[int] | Seq[Message]
 """A user message (or raw text), token ids, or chat messages."""
 Constraint = GrammarSpec | Mapping[str, Any] | type
-"""What a text must be: a grammar, a JSON schema, or a pydantic model, whose schema it is."""
+"""A grammar, a JSON schema, or a pydantic model that the text must fit. Objects of a pydantic model have no other keys
+than its fields, unless its config has extra="allow"."""
 
 JSON_SAFE_BITS = 53
 """Seeds we draw survive a JSON reader that keeps numbers as doubles."""
@@ -56,16 +56,25 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
 
 
 def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
-    """Raises UsageError for what is none."""
+    """The GrammarSpec of a constraint. Raises UsageError for any other type."""
     if constraint is None or isinstance(constraint, GrammarSpec):
         return constraint
     if isinstance(constraint, Mapping):
         return GrammarSpec("json_schema", constraint)
     if hasattr(constraint, "model_json_schema"):
-        return GrammarSpec("json_schema", constraint.model_json_schema())
+        return GrammarSpec("json_schema", _without_extra_keys(constraint.model_json_schema()))
     raise UsageError(
         f"constraint is {constraint!r}", "give a JSON schema, a pydantic model or a GrammarSpec(kind, value)"
     )
+
+
+def _without_extra_keys(schema: Any) -> Any:
+    """A pydantic model's schema in which objects have no other keys than their fields, unless it says otherwise."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = with_subschemas(schema, _without_extra_keys)
+    is_object = schema.get("type") == "object" and isinstance(schema.get("properties"), Mapping)
+    return {**found, "additionalProperties": schema.get("additionalProperties", False)} if is_object else found
 
 
 def _recommended(model: Model) -> dict[str, Any]:
@@ -76,14 +85,13 @@ def _recommended(model: Model) -> dict[str, Any]:
 
 
 class LLM:
-    """A model with its engine. Raises ModelError or UsageError when the model cannot be loaded as asked.
+    """A model with its engine. Raises ModelError or UsageError if the model cannot be loaded.
 
-    Several threads may use one: what they ask for runs in one batch, and each text is what it is alone.
-    model: path, Hub name or alias; None is the default model. `Model` objects already loaded can be shared, by LLMs in
-    several threads too; their passes go one after the other.
-    progress: told (done, total, of what) while weights are read.
-    room: bytes that its caches take at most; one sequence always has its place.
-    options: fields of EngineConfig, by name: `LLM("model", depth=2, max_model_len=4096)`.
+    Threads may share an LLM: their requests run in one batch, and each text is the same as alone.
+    model: path, Hub name or alias; None: the default model. LLMs may share a loaded `Model`; their passes take turns.
+    progress: called with (done, total, description) while weights are read.
+    room: maximum bytes of the caches; one sequence always fits.
+    options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`.
     """
 
     def __init__(
@@ -101,13 +109,14 @@ class LLM:
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
-        self.engine = make_engine(self.model, self.config, room)
+        self.engine = build_engine(self.model, self.config, room)
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
+        self.turn_end: tuple[str, ...] = ()  # stop texts of the answers of a chat template
         self.recommended = _recommended(self.model)
         self._ids = count()
 
@@ -118,24 +127,30 @@ class LLM:
         self.close()
 
     @property
+    def chat_sampling(self) -> dict[str, Any]:
+        """Sampling parameters that chats without their own take: what the model recommends."""
+        return {**chat_sampling(self.model.name), **self.recommended}
+
+    @property
     def default_params(self) -> SamplingParams:
-        """Of requests that bring none: greedy, or what the model's generation_config.json recommends."""
+        """Sampling parameters of requests without any: greedy, or those that generation_config.json recommends."""
         return SamplingParams(**self.recommended)
 
     @property
     def closed(self) -> bool:
+        """True after `close`."""
         return "shared" not in self.__dict__
 
     def close(self) -> None:
-        """Give weights and caches back (weights once nobody else holds the `Model`). Texts that still run, in other
-        threads, end with GenerationError; whatever is asked for afterwards raises UsageError."""
+        """Free caches and weights (weights when no other LLM shares the `Model`). Running texts of other threads end
+        with GenerationError; later calls raise UsageError."""
         if self.closed:
             return
         self.shared.stop()
         if spill := self.engine.memory.spill:
             spill.close()
         del self.shared, self.engine, self.model
-        gc.collect()  # networks and what runs them know each other
+        gc.collect()  # networks and runners refer to each other
 
     def _check_open(self) -> None:
         if self.closed:
@@ -145,8 +160,8 @@ class LLM:
         raise UsageError("an LLM cannot be copied, pickled or sent to another process", "make one there")
 
     def change_head(self, path: str | None) -> None:
-        """Draft with the head at `path` (None: the model's own) from the next step on; the texts stay the same. For
-        whoever steps the engine. Raises UsageError or ModelError; the old one then goes on."""
+        """Draft with the head at `path` (None: the model's own) from the next step on; texts stay the same. Must be
+        called in the engine's thread. Raises UsageError or ModelError and then keeps the old head."""
         self._check_open()
         config = replace(self.config, head=path)
         model = with_head(self.model, config)
@@ -163,9 +178,22 @@ class LLM:
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 
+    def use_chat_template(self, template: ChatTemplate) -> None:
+        """Replace the model's chat template. The text that ends an answer becomes an end token or a stop text."""
+        bos, end = self.tokenizer.bos_id, template.turn_end
+        begins = bos in self.tokenizer.encode("", add_special=True)
+        tokens = {} if bos is None or (end and not begins) else {"bos_token": self.tokenizer.token_text(bos)}
+        own = self.chat_template.tokens if self.chat_template and not end else {}
+        self.chat_template = template.with_tokens(tokens | dict(own))
+        token = self.tokenizer.id_of(end)
+        if token is not None and token in self.tokenizer.special_ids:
+            self.tokenizer.eos_ids |= {token}
+        elif end:
+            self.turn_end = (end,)
+
     @property
     def info(self) -> dict[str, Any]:
-        """Names and sizes worth printing."""
+        """Names and sizes for logs and /v1/models."""
         self._check_open()
         head = self.model.head
         return {
@@ -197,7 +225,7 @@ class LLM:
             hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
             raise UsageError("a prompt is neither token ids nor messages", hint)
         if self.chat_template is None:
-            raise UsageError(f"{self.model.name} has no chat template", "use raw prompts (--raw)")
+            raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
 
     @cached_property
@@ -216,8 +244,8 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """A request as the engine takes it; an unset seed is drawn here. With a constraint the text ends where the
-        constraint says: ignore_eos has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
+        """The engine's request for a prompt; draws an unset seed. A constraint decides where the text ends: ignore_eos
+        has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
@@ -227,7 +255,7 @@ class LLM:
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
         size = self.model.config.vocab_size
-        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for name in [row.name for row in parameters().values() if row.kind in ("token_ids", "token_numbers")]:
             if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
                 raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
@@ -251,7 +279,7 @@ class LLM:
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
-        """Of words as they are and behind a space: their tokens but the last, and the last ones."""
+        """Token ids before the last of each word, as written and after a space -> banned last ids."""
         banned: dict[tuple[int, ...], frozenset[int]] = {}
         for text in (spelled for word in words for spelled in (word, f" {word.lstrip()}")):
             *before, last = self.tokenizer.encode(text, parse_special=False)
@@ -269,11 +297,11 @@ class LLM:
         on_finish: Callable[[int, Completion], None] | None = None,
         abort: threading.Event | None = None,
     ) -> list[Completion]:
-        """All prompts together, continuously batched; results in the order of the prompts. One text is a list of one.
+        """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
-        `constraint` is what each text must be. `on_finish(index, completion)` is called as each prompt ends. Whoever
-        sets `abort` ends what runs; what had finished by then is returned. Raises UsageError before anything runs when
-        one of the prompts is wrong, GenerationError when a text breaks off.
+        constraint: grammar of each text. on_finish(index, completion): called as each prompt ends. abort: when set,
+        running prompts end, and only finished completions are returned. Raises UsageError for a wrong prompt before any
+        prompt runs, GenerationError when a text breaks off.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -332,18 +360,18 @@ class LLM:
             yield delta
 
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
-        """The unit of every comparison with plain decoding: one prompt, by whether drafting was on. Which one is first
-        alternates with `number`, so that what slows the machine down for a while hits both alike."""
+        """Completions of one prompt with drafting (True) and without (False), for demo, tune and bench. The order
+        alternates with `number`, so that disturbances of the machine affect both alike."""
         completions = {}
         for drafting in (False, True) if number % 2 == 0 else (True, False):
-            self.engine.drafting.forget()  # the other's answer
+            self.engine.drafting.clear()  # the other's answer
             completions[drafting] = self.generate([prompt], params, depth=None if drafting else 0)[0]
         return completions
 
     def session(self, *, continues: bool = False) -> Session:
-        """Requests that come one by one. `continues`: texts go on in the middle of their prompts (raw ones)."""
+        """A session, which takes requests one by one. `continues`: texts continue raw prompts."""
         self._check_open()
-        return Session(self, continues=continues)
+        return Session(self.shared, self.tokenizer, self.load_s, continues=continues)
 
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
         """Submit all, step until all have ended."""
@@ -354,5 +382,5 @@ class LLM:
             while session.running:
                 for choice, delta in session.step():
                     if delta.finish_reason is not None:
-                        delta = replace(delta, completion=choice.completion(self))
+                        delta = replace(delta, completion=choice.completion())
                     yield choice.request, delta

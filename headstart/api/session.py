@@ -1,40 +1,39 @@
-"""Requests through the engine of an LLM, sent whenever one likes."""
+"""`Session`: requests that are submitted to an LLM's engine at any time; `Choice`: one output while it grows."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from headstart.api.completion import Completion, TextDelta
-from headstart.core import NOT_FINITE, Delta, FinishReason, Request, Sequence, TokenLogprob
-from headstart.engine.shared import Inbox
+from headstart.core import NOT_FINITE, Delta, DraftStats, FinishReason, Request, Sequence, TokenLogprob
+from headstart.engine.shared import Inbox, SharedEngine
 from headstart.errors import DeadEndError, GenerationError
-from headstart.text.output import TextOutput
-
-if TYPE_CHECKING:
-    from headstart.api.llm import LLM
+from headstart.text.detokenizer import TextOutput
+from headstart.text.tokenizer import Tokenizer
 
 
 @dataclass
 class Choice:
-    """One choice while it runs. `started`, `arrivals`: when it was sent or due, and when the engine gave tokens."""
+    """One output of a request while it grows."""
 
     request: Request
     output: TextOutput
-    started: float
+    started: float  # when the request was sent or due, by time.perf_counter()
+    method: str  # of drafting
+    load_s: float = 0.0  # seconds that the model took to load
     sequence: Sequence | None = None  # once the engine has it
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # times at which tokens came
     finish_reason: FinishReason | None = None
     error: str = ""
 
     def push(self, delta: Delta, now: float) -> TextDelta:
-        """Take the tokens of a delta in; the result's finish_reason says whether the text is complete."""
+        """Add the tokens of a delta; the result's finish_reason says whether the text is complete."""
         piece = self.output.push(delta)
         tokens = list(delta.tokens[: piece.num_tokens])
         self.arrivals += [now] if tokens else []
@@ -45,8 +44,8 @@ class Choice:
         self.finish_reason, self.error = piece.finish_reason, delta.error
         return TextDelta(piece.text, tokens, piece.finish_reason)
 
-    def completion(self, llm: LLM) -> Completion:
-        """Of a text that has ended. Raises GenerationError where it broke off."""
+    def completion(self) -> Completion:
+        """The result of a text that has ended. Raises GenerationError where the text broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "it still runs"
         if self.finish_reason == "error":
             kind = GenerationError if self.error == NOT_FINITE else DeadEndError
@@ -65,10 +64,10 @@ class Choice:
                 "completion_tokens": len(self.tokens),
                 "cached_tokens": self.sequence.num_cached,
             },
-            method=llm.method,
+            method=self.method,
             speculation=self.sequence.stats,
             timing={
-                "load_s": llm.load_s,
+                "load_s": self.load_s,
                 "ttft_s": first - self.started,
                 "decode_s": last - first,
                 "decode_tokens_per_s": (len(self.tokens) - 1) / (last - first) if last > first else 0.0,
@@ -79,12 +78,13 @@ class Choice:
 
 
 class Session:
-    """Requests through the engine of an LLM, sent whenever one likes: `submit`, and `step` while choices are running.
-    Nothing is left in the engine when its context ends. Several sessions share the engine, in one thread or in many; a
-    session is for one thread at a time."""
+    """Submits requests at any time, and steps while choices are running. The end of its context ends its requests.
+    Sessions of several threads may share an engine; a session is for one thread at a time."""
 
-    def __init__(self, llm: LLM, *, continues: bool = False) -> None:
-        self._llm, self._shared, self._continues = llm, llm.shared, continues
+    def __init__(
+        self, shared: SharedEngine, tokenizer: Tokenizer, load_s: float = 0.0, *, continues: bool = False
+    ) -> None:
+        self._shared, self._tokenizer, self._load_s, self._continues = shared, tokenizer, load_s, continues
         self._inbox = Inbox()
         self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
 
@@ -95,15 +95,17 @@ class Session:
         self._shared.close(self._inbox)
 
     def submit(self, request: Request, since: float | None = None) -> None:
-        """`since`: when it was due, if not now. Raises what `Engine.submit` raises."""
+        """`since`: when the request was due, if not now. Raises what `Engine.submit` raises."""
         started = time.perf_counter() if since is None else since
+        method = self._shared.engine.drafting.method
         for sequence in self._shared.submit(request, self._inbox):
-            output = TextOutput(self._llm.tokenizer, request, self._continues)
-            self.running[request.request_id, sequence.choice] = Choice(request, output, started, sequence)
+            output = TextOutput(self._tokenizer, request, self._continues)
+            choice = Choice(request, output, started, method, self._load_s, sequence)
+            self.running[request.request_id, sequence.choice] = choice
 
     def step(self) -> Iterator[tuple[Choice, TextDelta]]:
-        """What has come, after a step of the engine where nothing waits to be taken. Choices that end are no longer
-        running. Raises GenerationError where a step of another session took them with it."""
+        """New pieces of text; the engine makes a step where none are there. Choices that end leave `running`. Raises
+        GenerationError where a failed step of another session ended them."""
         self._shared.wait(self._inbox)
         while self._inbox.deltas:
             now, delta = self._inbox.deltas.popleft()
@@ -116,3 +118,56 @@ class Session:
                 del self.running[key]
                 self._shared.abort(*key)  # a stop string ends the text before the engine knows
             yield choice, piece
+
+
+@dataclass
+class Completion:
+    """One finished choice. On the first, `choices` holds all n of its request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    seed: int
+    usage: dict[str, int]
+    method: str
+    speculation: DraftStats
+    timing: dict[str, float]  # seconds to load, to the first token, from first to last; tokens/s of the latter
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    others: list[Completion] = field(default_factory=list, repr=False)  # after the first
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether max_tokens or the context ended the text. Under a constraint such a text is incomplete."""
+        return self.finish_reason == "length"
+
+    @property
+    def choices(self) -> list[Completion]:
+        """All n choices of the request, if this is the first one."""
+        return [self, *self.others]
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """The choices under vLLM's name: `completion.outputs[0].text`."""
+        return self.choices
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of streamed text; `completion` comes with the last one."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    completion: Completion | None = None
+
+
+def gather(choices: Seq[Completion]) -> Completion:
+    """The first choice, holding all of them in order of their index."""
+    first, *others = sorted(choices, key=lambda each: each.index)
+    first.others = others
+    for each in others:
+        each.prompt_logprobs = first.prompt_logprobs
+    return first

@@ -1,4 +1,4 @@
-"""Blocks of KV slots: reference counts, and a prefix index over the content of full, committed blocks."""
+"""KV blocks: reference counts, a prefix index over full blocks, and the parts of a block that are stored together."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
+
+from headstart.kernels.ops import Backend, Pool
 
 ROOT = b""
-"""Parent key of a sequence's first block, where it has no salt."""
+"""Parent key of a sequence's first block without a cache salt."""
 
 
 def root_key(salt: str) -> bytes:
-    """Parent key of a sequence's first block; longer than other keys, so that no salt is one of those."""
+    """Parent key of a sequence's first block. Salted roots are longer than other keys, so they never equal one."""
     return hashlib.blake2b(salt.encode(), digest_size=24).digest() if salt else ROOT
 
 
 def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
-    """Names a full block by its tokens and everything before them (a 128-bit hash chain: collisions do not happen)."""
+    """Key of a full block: hash of its tokens and all before them (128-bit chain, where collisions do not occur)."""
     content = np.asarray(tokens, dtype=np.int64).tobytes()
     return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 
-def keys_of(tokens: Seq[int], salt: str, size: int) -> Iterator[bytes]:
-    """Of all full blocks, one after the other."""
+def prefix_keys(tokens: Seq[int], salt: str, size: int) -> Iterator[bytes]:
+    """Keys of all full blocks of a prompt, in order."""
     parent = root_key(salt)
     for start in range(0, len(tokens) - size + 1, size):
         parent = block_key(parent, tokens[start : start + size])
@@ -34,20 +38,23 @@ def keys_of(tokens: Seq[int], salt: str, size: int) -> Iterator[bytes]:
 
 @dataclass
 class Block:
-    """`key` is set once the block is full of committed tokens. `filled`: of each network beside the trunk, the leading
-    slots that hold its KV too (slots before its first position hold none and count as filled). `kept`: when which part
-    of it was last seen to in a store (cache/spill.py)."""
+    """One KV block."""
 
     index: int
     references: int = 0
-    key: bytes | None = None
+    key: bytes | None = None  # set when the block is full of committed tokens
+    # network beside the trunk -> leading slots with its KV (slots before its first position count)
     filled: dict[int, int] = field(default_factory=dict)
-    kept: dict[int, float] = field(default_factory=dict)
+    # block part -> time when it was last known to be in the store (cache/spill.py)
+    stored_at: dict[int, float] = field(default_factory=dict)
 
 
 class BlockPool:
-    """Hands out blocks. A released block keeps its content and its key until it is handed out again, oldest first; one
-    that cannot be found comes before all others: it is warm, and memory that was never written stays the system's."""
+    """Allocates blocks. A released block keeps content and key until it is reused, oldest first.
+
+    Free blocks without a findable key are reused before others, most recently used first: their memory is warm, and
+    memory that was never written stays the system's.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -59,34 +66,34 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self) -> Block:
-        """A block of our own, emptied. The caller has checked num_free."""
+        """An empty block with one reference. The caller has checked `num_free`."""
         index, _ = self._free.popitem(last=False)
         block = self.blocks[index]
         if block.key is not None and self._index.get(block.key) == index:
             del self._index[block.key]
         block.key, block.references = None, 1
         block.filled.clear()
-        block.kept.clear()
+        block.stored_at.clear()
         return block
 
     def find(self, key: bytes) -> Block | None:
-        """The block with this content, whether in use or free."""
+        """The block with this content, in use or free; None if there is none."""
         index = self._index.get(key)
         return None if index is None else self.blocks[index]
 
     def share(self, block: Block) -> None:
-        """Take one more reference to a found block."""
+        """Adds a reference to a found block."""
         if block.references == 0:
             del self._free[block.index]
         block.references += 1
 
     def publish(self, block: Block, key: bytes) -> None:
-        """The block is full of committed tokens: others may find it. An equal block published before stays first."""
+        """Enters a full block into the prefix index. An equal block published earlier stays the one that is found."""
         block.key = key
         self._index.setdefault(key, block.index)
 
-    def forget(self) -> None:
-        """Nothing that was published before is found again; free blocks of it are the first to be handed out."""
+    def clear(self) -> None:
+        """Empties the prefix index; its free blocks are reused first."""
         for index in self._index.values():
             if index in self._free:
                 self._free.move_to_end(index, last=False)
@@ -101,8 +108,41 @@ class BlockPool:
                 self._free.move_to_end(block.index, last=False)
 
     def check(self) -> None:
-        """Assert the invariants (tests): free means unreferenced, the index names published blocks only."""
+        """Asserts the invariants (tests): free blocks are unreferenced, and the index has published blocks only."""
         for block in self.blocks:
             assert (block.references == 0) == (block.index in self._free), block
         for key, index in self._index.items():
             assert self.blocks[index].key == key
+
+
+TRUNK, STATE = -1, -2
+"""Part numbers of the trunk's KV and hidden states, and of recurrent state; a network's part has its own index."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPart:
+    """What is stored together of a block: `slots` slots of each pool, or one recurrent state."""
+
+    name: str  # 32 hex digits: digest of all that the bits depend on, besides the tokens
+    backend: Backend
+    pools: Seq[Pool]
+    slots: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of one item, by pool."""
+        return [len(piece) for piece in self.read(0)]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    def read(self, index: int) -> list[NDArray[np.uint8]]:
+        """Bytes of item `index` by pool, possibly views of the pools."""
+        return [self.backend.read_slots(pool, index * self.slots, self.slots) for pool in self.pools]
+
+    def write(self, index: int, content: NDArray[np.uint8]) -> None:
+        """Writes an item's bytes to the pools."""
+        for pool, size in zip(self.pools, self.sizes, strict=True):
+            self.backend.write_slots(pool, index * self.slots, content[:size])
+            content = content[size:]

@@ -1,8 +1,8 @@
-"""Slots of recurrent state: one for each sequence that runs, the others for snapshots of prefixes.
+"""Slots of recurrent state: one per running sequence, and snapshots of prefixes.
 
-A sequence's slot holds the state after its true rows; rows that were drafted are kept and, as far as they came true,
-go first in the next pass (StateSteps). So a draft costs no copy of the state, which is a megabyte and more per layer.
-A snapshot is written by the pass that computes its prefix, and is found by the key of the prefix's last block.
+A sequence's slot holds the state after its committed rows. Drafted rows are kept beside it and, if accepted, applied
+first in the next pass (core.StateSteps): a draft needs no copy of the state, which has a megabyte and more per layer. A
+snapshot is written by the pass that computes its prefix, and found by the key of the prefix's last block.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ import numpy as np
 from headstart.core import Int32, Sequence, Span, StateSteps
 
 SNAPSHOT_EVERY = 256
-"""Positions between two snapshots of one sequence, beside the one at the end of its prompt."""
+"""Positions between snapshots of a sequence, besides the one at the end of its prompt."""
 
 
 @dataclass
-class _Held:
-    """`own`: the sequence's slot. Its state stands before `position`, and is read in slot `source` (-1: zeros).
-    `pending`: snapshots that are written but not yet found, by their position."""
+class _SequenceState:
+    """State of one sequence."""
 
-    own: int
-    source: int = -1
-    position: int = 0
+    own: int  # the sequence's slot
+    source: int = -1  # slot of the current state; -1: zeros
+    position: int = 0  # position that the state precedes
+    # position -> slot of snapshots that are written but not published
     pending: dict[int, int] = field(default_factory=dict)
 
 
-class StateMemory:
-    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; others are snapshots."""
+class StateCacheManager:
+    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; the others are
+    snapshots."""
 
     def __init__(
         self, num_running: int, num_snapshots: int, num_kept: int, *, block_size: int, every: int = SNAPSHOT_EVERY
@@ -40,86 +41,86 @@ class StateMemory:
         self._block_size, self._every = block_size, -(-every // block_size) * block_size
         self._free = list(range(num_running))[::-1]
         self._unused = list(range(num_running, self.num_slots))[::-1]
-        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._held: dict[Sequence, _Held] = {}
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # block key -> slot, least recently used first
+        self._states: dict[Sequence, _SequenceState] = {}
         self._reading: set[int] = set()  # slots that the latest pass reads
-        self._pinned: Counter[int] = Counter()  # snapshots that somebody copies, or waits for
-        self._arriving: set[int] = set()  # slots that are written from elsewhere
+        self._pinned: Counter[int] = Counter()  # slot -> number of holders (spill, loads)
+        self._loading: set[int] = set()  # slots that are being loaded
 
     @property
     def every(self) -> int:
-        """Positions between two snapshots, whole blocks."""
+        """Positions between snapshots, a multiple of the block size."""
         return self._every
 
     def hold(self, sequence: Sequence) -> bool:
-        """Give the sequence a slot of its own, unless it has one; False when none is free."""
-        if sequence not in self._held:
+        """Gives the sequence a slot unless it has one; False if none is free."""
+        if sequence not in self._states:
             if not self._free:
                 return False
-            self._held[sequence] = _Held(self._free.pop())
+            self._states[sequence] = _SequenceState(self._free.pop())
         return True
 
     def attach(self, sequence: Sequence, keys: Seq[bytes]) -> int:
-        """Start from the longest prefix with a snapshot, of those whose blocks have these keys; returns its number of
+        """Starts from the longest prefix with a snapshot, among blocks with these keys; returns its number of
         blocks."""
         if not self.hold(sequence):
             return 0
         count = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._snapshots), 0)
         if count:
             self._snapshots.move_to_end(keys[count - 1])
-            held = self._held[sequence]
-            held.source, held.position = self._snapshots[keys[count - 1]], count * self._block_size
+            state = self._states[sequence]
+            state.source, state.position = self._snapshots[keys[count - 1]], count * self._block_size
         return count
 
     def plan(self, spans: Iterable[Span]) -> StateSteps:
-        """What a pass over these spans does, and note it as done. All rows but those of drafts are true."""
+        """StateSteps of a pass over these spans, which counts as done. All rows except drafted ones are committed."""
         self._reading = set()
-        own, reads, starts, keeps, store_starts = [], [], [], [], [0]
+        own, sources, starts, keeps, store_starts = [], [], [], [], [0]
         positions: list[int] = []
         slots: list[int] = []
         for span in spans:
-            held, end = self._held[span.sequence], span.start + span.num_rows
+            state, end = self._states[span.sequence], span.start + span.num_rows
             true_end = min(end, max(len(span.sequence.tokens), span.start))
-            assert held.position <= span.start, "a recurrent state cannot go back"
+            assert state.position <= span.start, "a recurrent state cannot go back"
             assert end - true_end <= self.num_kept, "more drafted rows than are kept"
-            own.append(held.own)
-            reads.append(held.source)
-            starts.append(held.position)
+            own.append(state.own)
+            sources.append(state.source)
+            starts.append(state.position)
             keeps.append(true_end)
-            self._reading.add(held.source)
-            snapshots = self._new_snapshots(span.sequence, held, true_end)
+            self._reading.add(state.source)
+            snapshots = self._new_snapshots(span.sequence, state, true_end)
             positions += [*snapshots, true_end]
-            slots += [*snapshots.values(), held.own]
+            slots += [*snapshots.values(), state.own]
             store_starts.append(len(slots))
-            held.pending |= snapshots
-            held.source, held.position = held.own, true_end
-        arrays = (own, reads, starts, keeps, store_starts, positions, slots)
+            state.pending |= snapshots
+            state.source, state.position = state.own, true_end
+        arrays = (own, sources, starts, keeps, store_starts, positions, slots)
         return StateSteps(*(np.array(each, np.int32) for each in arrays))
 
-    def _new_snapshots(self, sequence: Sequence, held: _Held, end: int) -> dict[int, int]:
-        """Slots of the snapshots that a walk from the sequence's state to `end` passes, in ascending order."""
-        size, taken = self._block_size, {}
-        for position in range(held.position // size * size + size, end + 1, size):
+    def _new_snapshots(self, sequence: Sequence, state: _SequenceState, end: int) -> dict[int, int]:
+        """Position -> slot of the snapshots to write between the sequence's state and `end`, in ascending order."""
+        size, snapshot_slots = self._block_size, {}
+        for position in range(state.position // size * size + size, end + 1, size):
             if position % self._every == 0 or position == (sequence.num_prompt - 1) // size * size:
                 slot = self._take()
                 if slot is not None:
-                    taken[position] = slot
-        return taken
+                    snapshot_slots[position] = slot
+        return snapshot_slots
 
     def _take(self) -> int | None:
-        """A slot for a snapshot: an unused one, else that of the snapshot whose last use is the longest ago."""
+        """A slot for a snapshot: an unused one, or else the least recently used snapshot's."""
         if self._unused:
             return self._unused.pop()
-        busy = self._reading | {held.source for held in self._held.values()} | self._pinned.keys()
+        busy = self._reading | {state.source for state in self._states.values()} | self._pinned.keys()
         key = next((key for key, slot in self._snapshots.items() if slot not in busy), None)
         return None if key is None else self._snapshots.pop(key)
 
     def publish(self, sequence: Sequence, keys: Seq[bytes]) -> list[tuple[bytes, int]]:
-        """The sequence's first blocks have these keys: snapshots at their ends can be found from now on. Returns those
-        that are new, with their slots."""
-        held, new = self._held[sequence], list[tuple[bytes, int]]()
-        for position in [each for each in held.pending if each <= len(keys) * self._block_size]:
-            key, slot = keys[position // self._block_size - 1], held.pending.pop(position)
+        """Makes snapshots at the ends of the sequence's first blocks findable by these keys; returns new (key, slot)
+        pairs."""
+        state, new = self._states[sequence], list[tuple[bytes, int]]()
+        for position in [each for each in state.pending if each <= len(keys) * self._block_size]:
+            key, slot = keys[position // self._block_size - 1], state.pending.pop(position)
             if key in self._snapshots:
                 self._unused.append(slot)
             else:
@@ -129,11 +130,11 @@ class StateMemory:
         return new
 
     def has(self, key: bytes) -> bool:
-        """Is there a snapshot behind the block with this key?"""
+        """True if there is a snapshot after the block with this key."""
         return key in self._snapshots
 
     def pin(self, slot: int) -> None:
-        """A snapshot stays where it is until it is unpinned as often."""
+        """Keeps a snapshot in its slot until it is unpinned as often."""
         self._pinned[slot] += 1
 
     def unpin(self, slot: int) -> None:
@@ -142,16 +143,16 @@ class StateMemory:
             del self._pinned[slot]
 
     def reserve_slot(self) -> int | None:
-        """A slot for a snapshot from elsewhere, until it has `arrived`; None where all are busy."""
+        """A slot for a snapshot to be loaded, until `loaded`; None if all are busy."""
         slot = self._take()
         if slot is not None:
-            self._arriving.add(slot)
+            self._loading.add(slot)
         return slot
 
-    def arrived(self, slot: int, key: bytes | None) -> bool:
-        """The slot holds the state behind the block with this key, and is found and pinned; or nothing (None). False
-        where it is not needed."""
-        self._arriving.remove(slot)
+    def loaded(self, slot: int, key: bytes | None) -> bool:
+        """Ends a load into a reserved slot: publishes and pins the snapshot of `key`. Returns False, and frees the
+        slot, if key is None (the load failed) or known."""
+        self._loading.remove(slot)
         if key is None or key in self._snapshots:
             self._unused.append(slot)
             return False
@@ -160,25 +161,25 @@ class StateMemory:
         return True
 
     def rewind(self, sequence: Sequence, position: int) -> None:
-        """Take the state for that before `position`, whatever it is: for measurements that repeat a pass."""
-        self._held[sequence].position = position
+        """Sets the position of the state without changing it, for measurements that repeat a pass."""
+        self._states[sequence].position = position
 
     def release(self, sequence: Sequence) -> None:
-        held = self._held.pop(sequence, None)
-        if held is not None:
-            self._free.append(held.own)
-            self._unused += held.pending.values()
+        state = self._states.pop(sequence, None)
+        if state is not None:
+            self._free.append(state.own)
+            self._unused += state.pending.values()
 
     def check(self) -> None:
-        """Assert that every slot is in one place (tests)."""
-        own = [held.own for held in self._held.values()]
+        """Asserts that every slot has one use (tests)."""
+        own = [state.own for state in self._states.values()]
         assert sorted(own + self._free) == list(range(self.num_running))
-        pending = [slot for held in self._held.values() for slot in held.pending.values()]
-        taken = pending + self._unused + list(self._snapshots.values()) + list(self._arriving)
-        assert sorted(taken) == list(range(self.num_running, self.num_slots))
+        pending = [slot for state in self._states.values() for slot in state.pending.values()]
+        snapshot_slots = pending + self._unused + list(self._snapshots.values()) + list(self._loading)
+        assert sorted(snapshot_slots) == list(range(self.num_running, self.num_slots))
 
 
 def states_from_zero(ends: Int32) -> StateSteps:
-    """Of a pass over whole sequences of these lengths, after which nothing is kept."""
-    zeros, nothing = np.zeros_like(ends), np.zeros(0, np.int32)
-    return StateSteps(zeros, zeros - 1, zeros, ends, np.zeros(len(ends) + 1, np.int32), nothing, nothing)
+    """StateSteps of a pass over whole sequences of these lengths, from zero states; nothing is kept."""
+    zeros, empty = np.zeros_like(ends), np.zeros(0, np.int32)
+    return StateSteps(zeros, zeros - 1, zeros, ends, np.zeros(len(ends) + 1, np.int32), empty, empty)

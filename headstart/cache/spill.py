@@ -1,8 +1,8 @@
-"""Blocks on their way between pools and a store: saved behind the engine's back, loaded while a request waits.
+"""Moves KV blocks between pools and files (--kv-spill): saves in the background, loads while a request waits.
 
-Two worlds. Methods without an underscore run in the engine's thread, which alone counts references and publishes.
-Workers read and write files, and the bytes of blocks that are held for them; what they have done comes back in queues.
-Nobody has to wait for a file: where blocks run short, what only waits to be saved or loaded is given up.
+Public methods run in the engine's thread, which alone changes reference counts and publishes blocks. Worker threads
+copy bytes between files and blocks held for them, and return results in queues. The engine does not wait for files:
+when blocks run short, saves and loads are cancelled.
 """
 
 from __future__ import annotations
@@ -14,52 +14,98 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
-from headstart.cache.blocks import Block, BlockPool
-from headstart.cache.moving import LONGEST, Item, Load
-from headstart.cache.parts import STATE, TRUNK, Part
-from headstart.cache.recurrent import StateMemory
+from headstart.cache.blocks import STATE, TRUNK, Block, BlockPart, BlockPool
+from headstart.cache.recurrent import StateCacheManager
 from headstart.cache.store import BlockStore, Tier
 from headstart.core import Sequence
+
+MAX_LOAD_S = 30.0
+"""Seconds after which a request no longer waits for a load."""
+
+
+@dataclass(eq=False)
+class BlockTransfer:
+    """Transfer of one part of a block, or of a recurrent state (`block` is None)."""
+
+    number: int  # part number
+    part: BlockPart
+    key: bytes
+    index: int  # block or state slot
+    block: Block | None = None
+    when_ns: int = 0  # time of last use, stored with the file (time.time_ns)
+    known: bool = False  # was stored before
+    cold: bool = False  # was on disk, and is being read ahead
+    tier: Tier | None = None  # where it was read from; None: missing
+
+
+@dataclass(eq=False)
+class PrefixLoad:
+    """Load of one prefix, and the sequences that wait for it."""
+
+    sequences: list[Sequence]
+    keys: list[bytes]  # key of each block in `blocks`
+    blocks: list[Block]
+    num_present: int  # number of leading blocks that were in the pool
+    items: list[tuple[int, BlockTransfer]]  # (index in `blocks`, transfer)
+    todo: deque[BlockTransfer] = field(default_factory=deque)  # transfers not started
+    running: int = 0  # number of workers
+    begun: float = field(default_factory=time.monotonic)
+    state: int | None = None  # slot held for the recurrent state
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() - self.begun > MAX_LOAD_S
+
+    @property
+    def first(self) -> bytes | None:
+        """Key of the first block to load; None: no block."""
+        return self.keys[self.num_present] if self.num_present < len(self.keys) else None
+
 
 log = logging.getLogger("headstart.cache")
 
 TOUCH_EVERY = 60.0
-"""Seconds after which a block that is used again is marked as used in the store, or saved if it has gone from there."""
+"""Seconds after which a reused block is marked as used in the store, or saved again if it was removed there."""
 LOADERS = 4
-"""Threads that read, at most: checking takes longer than reading from memory."""
+"""Maximum number of reading threads: checking a file takes longer than reading it from memory."""
 AHEAD = 16
-"""Files of a load that a disk may begin to read at once."""
+"""Number of files of a load that are read ahead."""
 PATIENCE = 0.2
-"""Seconds that the engine waits for reads that have begun, where it needs their blocks."""
+"""Seconds that the engine waits for running reads when it needs their blocks."""
 STATES_BACK = 64
-"""Blocks from the end of a known prefix at which a recurrent state is looked for."""
+"""Number of last blocks of a prefix that are searched for a recurrent state."""
 
 
-class Spill:
-    """The store behind one engine's pools. `parts`: what of a block is kept, by number; of STATE items are slots of
-    `states`. `hits`: tokens of prompts that were found in the store, by where they were."""
+class KVSpill:
+    """The block store behind one engine's pools. `hits`: prompt tokens found in the store, by tier."""
 
     def __init__(
-        self, store: BlockStore, pool: BlockPool, states: StateMemory | None, parts: Mapping[int, Part], block_size: int
+        self,
+        store: BlockStore,
+        pool: BlockPool,
+        states: StateCacheManager | None,
+        parts: Mapping[int, BlockPart],
+        block_size: int,
     ) -> None:
         self.store, self.hits = store, Counter[Tier]()
         self._pool, self._states, self._parts, self._block_size = pool, states, dict(parts), block_size
-        self._guard = threading.Lock()  # of queues that workers take from
-        self._to_save: deque[Item] = deque()
-        self._saved: deque[Item] = deque()
-        self._loaded: deque[Load] = deque()
-        self._came = threading.Event()  # something was loaded
-        self._loads: list[Load] = []
+        self._guard = threading.Lock()  # protects the queues that workers take from
+        self._to_save: deque[BlockTransfer] = deque()
+        self._saved: deque[BlockTransfer] = deque()
+        self._loaded: deque[PrefixLoad] = deque()
+        self._came = threading.Event()  # set when a worker has finished
+        self._loads: list[PrefixLoad] = []
         self._ready: list[Sequence] = []
-        self._led: set[Sequence] = set()  # sequences that had a load of their own
-        self._held: dict[Sequence, Load] = {}  # loaded, and not yet attached to
+        self._led: set[Sequence] = set()  # sequences that started a load
+        self._held: dict[Sequence, PrefixLoad] = {}  # loaded, but not yet attached
         self._saver = ThreadPoolExecutor(1, "headstart-save")
         self._loaders = ThreadPoolExecutor(min(LOADERS, os.cpu_count() or 1), "headstart-load")
 
     @property
     def names(self) -> dict[int, str]:
-        """Under which each part of a block is stored."""
+        """Store name of each part, by part number."""
         return {number: part.name for number, part in self._parts.items()}
 
     @property
@@ -67,44 +113,44 @@ class Spill:
         return self._parts[TRUNK].name
 
     def extent(self, keys: Seq[bytes]) -> int:
-        """How many of the first keys are in the pool or the store, as far as can be told from a few. Any thread."""
+        """Number of leading keys in pool or store, by a few look-ups. Thread-safe."""
         known = next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
         return self._extent(keys, known)
 
-    # Saving.
-
     def save(self, chain: Iterable[tuple[int, bytes, Block]]) -> None:
-        """Blocks by their place in a prefix, first to last, with their keys: what the store does not have yet."""
+        """Saves published blocks (index in the prefix, key, block) that are not in the store."""
         now, now_ns, items = time.monotonic(), time.time_ns(), []
         for place, key, block in chain:
-            if self._pool.find(key) is not block:  # an equal one was there before
+            if self._pool.find(key) is not block:  # an equal block was published before
                 continue
             for number, part in self._parts.items():
                 if number == STATE or (number != TRUNK and block.filled.get(number, 0) < self._block_size):
                     continue
-                before = block.kept.get(number)
+                before = block.stored_at.get(number)
                 if before is not None and now - before < TOUCH_EVERY:
                     continue
-                block.kept[number] = now
+                block.stored_at[number] = now
                 self._pool.share(block)
-                # the end of a prefix is worth nothing without its begin, which goes last
-                items.append(Item(number, part, key, block.index, block, now_ns - place * 1000, before is not None))
+                # later blocks get older times, to be evicted first: they are useless without the start
+                items.append(
+                    BlockTransfer(number, part, key, block.index, block, now_ns - place * 1000, before is not None)
+                )
         self._send(items)
 
     def save_states(self, snapshots: Iterable[tuple[bytes, int]]) -> None:
-        """Recurrent states, by the key of the last block before them, in their slots."""
+        """Saves recurrent states: (key of the last block before the state, slot)."""
         assert self._states is not None
         part, items = self._parts[STATE], []
         for key, slot in snapshots:
             self._states.pin(slot)
-            items.append(Item(STATE, part, key, slot, None, time.time_ns()))
+            items.append(BlockTransfer(STATE, part, key, slot, None, time.time_ns()))
         self._send(items)
 
-    def _send(self, items: list[Item]) -> None:
+    def _send(self, items: list[BlockTransfer]) -> None:
         if items:
             with self._guard:
                 self._to_save.extend(items)
-            self._saver.submit(self._save_all).add_done_callback(_tell)
+            self._saver.submit(self._save_all).add_done_callback(_log_error)
 
     def _save_all(self) -> None:
         while True:
@@ -118,22 +164,20 @@ class Spill:
                 with self._guard:
                     self._saved.append(item)
 
-    def _save(self, item: Item) -> None:
+    def _save(self, item: BlockTransfer) -> None:
         part, store = item.part, self.store
-        # what was computed is written even where there is a file, which was broken or nobody had time to read
+        # an existing file is overwritten unless known: it may be damaged
         if item.known and store.touch(part.name, item.key, item.when_ns):
             return
         if not store.put(part.name, item.key, part.read(item.index), item.when_ns) and item.block:
-            item.block.kept.pop(item.number, None)
+            item.block.stored_at.pop(item.number, None)
 
     def flush(self, seconds: float | None = None) -> None:
-        """Until all that was to be saved by now is in the store. For any thread. Raises TimeoutError."""
+        """Waits until all queued saves are done. Thread-safe. Raises TimeoutError."""
         self._saver.submit(int).result(seconds)
 
-    # Loading.
-
     def fetch(self, sequence: Sequence, keys: Seq[bytes]) -> bool:
-        """Begin to read what the store has of a prefix beyond what is in the pool; False where there is nothing."""
+        """Starts to load the blocks of a prefix that are in the store but not in the pool; False if there are none."""
         if sequence in self._led or any(load.is_overdue for load in self._loads):
             return False
         known = next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
@@ -144,8 +188,8 @@ class Spill:
         count = self._extent(keys, known)
         state = self._state_before(keys, count) if self._states else None
         if state is not None:
-            count, found = state
-            if count <= known and (not count or found):
+            count, result = state
+            if count <= known and (not count or result):
                 return False
         elif count == known:
             return False
@@ -153,7 +197,7 @@ class Spill:
         return True
 
     def _extent(self, keys: Seq[bytes], known: int) -> int:
-        """How many of the first keys are in the pool or, as far as can be told from a few, in the store."""
+        """Number of leading keys in the pool (`known`) or the store, by a doubling search."""
         name, low, step = self._parts[TRUNK].name, known, 1
         while low < len(keys) and self.store.has(name, keys[min(low + step, len(keys)) - 1]):
             low = min(low + step, len(keys))
@@ -165,7 +209,8 @@ class Spill:
         return low
 
     def _state_before(self, keys: Seq[bytes], count: int) -> tuple[int, bool]:
-        """The longest of these prefixes, of those with a state, and whether that is in memory; 0 blocks: none has."""
+        """(number of keys of the longest prefix with a recurrent state, whether the state is in memory); (0, True):
+        none."""
         assert self._states is not None
         name = self._parts[STATE].name
         every = self._states.every // self._block_size
@@ -185,23 +230,23 @@ class Spill:
             blocks.append(block)
         while len(blocks) < len(keys) and pool.num_free:
             blocks.append(pool.allocate())
-        load = Load([sequence], keys, blocks, known, [])
+        load = PrefixLoad([sequence], keys, blocks, known, [])
         for place in range(known, len(blocks)):
             parts = ((number, part) for number, part in self._parts.items() if number != STATE)
-            load.items += [(place, Item(n, part, keys[place], blocks[place].index)) for n, part in parts]
+            load.items += [(place, BlockTransfer(n, part, keys[place], blocks[place].index)) for n, part in parts]
         if wants_state and len(blocks) == len(keys):
             assert self._states is not None
             load.state = self._states.reserve_slot()
             if load.state is not None:
-                load.items.append((len(keys) - 1, Item(STATE, self._parts[STATE], keys[-1], load.state)))
+                load.items.append((len(keys) - 1, BlockTransfer(STATE, self._parts[STATE], keys[-1], load.state)))
         load.todo.extend(item for _, item in load.items)
         self._loads.append(load)
         self._led.add(sequence)
         load.running = min(LOADERS, len(load.items)) or 1
         for _ in range(load.running):
-            self._loaders.submit(self._load_all, load).add_done_callback(_tell)
+            self._loaders.submit(self._load_all, load).add_done_callback(_log_error)
 
-    def _load_all(self, load: Load) -> None:
+    def _load_all(self, load: PrefixLoad) -> None:
         try:
             while True:
                 with self._guard:
@@ -213,7 +258,7 @@ class Spill:
                     ahead.cold = self.store.read_ahead(ahead.part.name, ahead.key)
                 if not self._load(item) and item.number == TRUNK:
                     with self._guard:
-                        load.todo.clear()  # what comes behind it is of no use
+                        load.todo.clear()  # later blocks are useless without this one
         finally:
             with self._guard:
                 load.running -= 1
@@ -221,22 +266,20 @@ class Spill:
                     self._loaded.append(load)
             self._came.set()
 
-    def _load(self, item: Item) -> bool:
-        found = self.store.get(item.part.name, item.key, item.part.num_bytes, cold=item.cold)
-        if found is None:
+    def _load(self, item: BlockTransfer) -> bool:
+        result = self.store.get(item.part.name, item.key, item.part.num_bytes, cold=item.cold)
+        if result is None:
             return False
-        item.part.write(item.index, found[0])
-        item.tier = found[1]
+        item.part.write(item.index, result[0])
+        item.tier = result[1]
         return True
 
-    # Both.
-
     def collect(self) -> list[Sequence]:
-        """What workers have done comes into its place; sequences that need wait no longer."""
+        """Processes the workers' results; returns sequences that no longer wait."""
         self._absorb()
         for load in self._loads:
             if load.is_overdue and load.sequences:
-                log.warning("a prefix could not be read within %.0f s: it is computed", LONGEST)
+                log.warning("a prefix could not be read within %.0f s: it is computed", MAX_LOAD_S)
                 self._ready += load.sequences
                 load.sequences = []
                 self._give_up(load)
@@ -245,7 +288,7 @@ class Spill:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that nothing but the store holds."""
+        """Number of blocks that are held only for saving."""
         with self._guard:
             items = [item for item in (*self._to_save, *self._saved) if item.block]
         waiting = Counter(item.index for item in items)
@@ -257,36 +300,36 @@ class Spill:
         with self._guard:
             saved, self._saved = self._saved, deque()
         for item in saved:
-            self._let_go(item)
+            self._unpin(item)
         while self._loaded:
             self._settle(self._loaded.popleft())
 
-    def _let_go(self, item: Item) -> None:
+    def _unpin(self, item: BlockTransfer) -> None:
         if item.block:
             self._pool.release(item.block)
         elif self._states:
             self._states.unpin(item.index)
 
-    def _settle(self, load: Load) -> None:
-        """Publish what was read, up to the first gap. The blocks stay held for the sequence that asked."""
+    def _settle(self, load: PrefixLoad) -> None:
+        """Publishes blocks up to the first gap. They stay held for the sequence that started the load."""
         self._loads.remove(load)
-        good, now = self._good(load), time.monotonic()
+        num_usable, now = self._num_usable(load), time.monotonic()
         for place, item in load.items:
-            if item.number == STATE or item.tier is None or place >= good:
+            if item.number == STATE or item.tier is None or place >= num_usable:
                 continue
             block = load.blocks[place]
-            if item.part is self._parts.get(item.number):  # else another head has come meanwhile
-                block.kept[item.number] = now
+            if item.part is self._parts.get(item.number):  # False if the head was changed since
+                block.stored_at[item.number] = now
                 if item.number != TRUNK:
                     block.filled[item.number] = self._block_size
-        for place in range(load.fresh, good):
+        for place in range(load.num_present, num_usable):
             self._pool.publish(load.blocks[place], load.keys[place])
-        while len(load.blocks) > good:
+        while len(load.blocks) > num_usable:
             self._pool.release(load.blocks.pop())
         if load.state is not None:
             assert self._states is not None
-            whole = good == len(load.keys) and load.items[-1][1].tier is not None
-            if not self._states.arrived(load.state, load.keys[-1] if whole else None):
+            is_complete = num_usable == len(load.keys) and load.items[-1][1].tier is not None
+            if not self._states.loaded(load.state, load.keys[-1] if is_complete else None):
                 load.state = None
         self._ready += load.sequences
         if load.sequences and load.sequences[0] in self._led:
@@ -294,13 +337,13 @@ class Spill:
         else:
             self._free(load)
 
-    def _good(self, load: Load) -> int:
-        """Blocks up to the first whose keys and values of the trunk are missing."""
-        bad = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
-        return min(bad, default=len(load.blocks))
+    def _num_usable(self, load: PrefixLoad) -> int:
+        """Number of blocks before the first one whose trunk KV is missing."""
+        missing = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
+        return min(missing, default=len(load.blocks))
 
     def attached(self, sequence: Sequence) -> None:
-        """It holds its blocks by itself now."""
+        """Frees the hold on loaded blocks, which the admitted sequence now references."""
         self._led.discard(sequence)
         if load := self._held.pop(sequence, None):
             for place, item in load.items:
@@ -309,7 +352,7 @@ class Spill:
             self._free(load)
 
     def drop(self, sequence: Sequence) -> None:
-        """Nobody waits for it any more."""
+        """Removes a sequence that will not be admitted from its load."""
         self._led.discard(sequence)
         if sequence in self._ready:
             self._ready.remove(sequence)
@@ -322,12 +365,12 @@ class Spill:
                     self._give_up(load)
 
     def relieve(self, wanted: int) -> None:
-        """Make so many blocks free, as far as they are held for saving and loading only."""
+        """Frees blocks held only for saving or loading, until `wanted` are free if possible."""
         pool = self._pool
         self._absorb()
-        for item in self._unsaved(wanted - pool.num_free):
+        for item in self._take_unsaved(wanted - pool.num_free):
             assert item.block is not None
-            item.block.kept.pop(item.number, None)
+            item.block.stored_at.pop(item.number, None)
             pool.release(item.block)
         while pool.num_free < wanted and self._held:
             self._free(self._held.popitem()[1])
@@ -341,33 +384,33 @@ class Spill:
             while pool.num_free < wanted and self._held:
                 self._free(self._held.popitem()[1])
 
-    def _unsaved(self, wanted: int) -> list[Item]:
-        """What waits to be saved of blocks that nobody else holds: of the latest such blocks, so many at most."""
-        taken: list[Item] = []
+    def _take_unsaved(self, wanted: int) -> list[BlockTransfer]:
+        """Removes queued saves of up to `wanted` blocks that nothing else references, latest blocks first."""
+        removed: list[BlockTransfer] = []
         with self._guard:
             waiting = Counter(item.index for item in self._to_save if item.block)
             blocks = {item.index: item.block for item in reversed(self._to_save) if item.block}
             alone = [index for index, block in blocks.items() if block.references == waiting[index]]
             chosen = set(alone[: max(wanted, 0)])
-            kept: deque[Item] = deque()
+            kept: deque[BlockTransfer] = deque()
             for item in self._to_save:
-                (taken if item.block and item.index in chosen else kept).append(item)
+                (removed if item.block and item.index in chosen else kept).append(item)
             self._to_save = kept
-        return taken
+        return removed
 
-    def _give_up(self, load: Load) -> None:
+    def _give_up(self, load: PrefixLoad) -> None:
         with self._guard:
             load.todo.clear()
 
-    def _free(self, load: Load) -> None:
+    def _free(self, load: PrefixLoad) -> None:
         while load.blocks:
             self._pool.release(load.blocks.pop())
         if load.state is not None and self._states:
             self._states.unpin(load.state)
             load.state = None
 
-    def change(self, parts: Mapping[int, Part]) -> None:
-        """Other networks stand beside the trunk from here on: nothing of the old ones is on its way any more."""
+    def change(self, parts: Mapping[int, BlockPart]) -> None:
+        """Replaces the parts after a change of head; drops all transfers."""
         with self._guard:
             self._saved.extend(self._to_save)
             self._to_save.clear()
@@ -375,22 +418,22 @@ class Spill:
             self._give_up(load)
         self.flush()
         for block in self._pool.blocks:
-            block.kept.clear()
+            block.stored_at.clear()
         self._parts = dict(parts)
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, where something is on its way."""
+        """Waits until something is loaded, if a load is running."""
         if self._loads:
             self._came.wait(seconds)
 
     def close(self) -> None:
-        """What is to be saved is saved; nothing else happens."""
+        """Finishes all saves and stops the workers."""
         for load in self._loads:
             self._give_up(load)
         self._loaders.shutdown()
         self._saver.shutdown()
 
 
-def _tell(work: Future[None]) -> None:
+def _log_error(work: Future[None]) -> None:
     if error := work.exception():
         log.error("blocks could not be moved", exc_info=error)

@@ -1,12 +1,11 @@
-"""Blocks in files: a directory that outlives the process, and that all processes of a machine may use at once.
+"""KV blocks in files: a directory that outlives the process and that several processes may use at once.
 
-DIR/PART/KK/KEY is one block of one part (the trunk's keys and values, a head's, a recurrent state): PART names all that
-its bits depend on, KEY its tokens and everything before them. A file is a header, a digest of all else, the bytes. It
-is written aside and renamed, and checked whenever it is read: what is cut, bent or of something else is removed.
-Nothing is forced to the disk, since a file that a crash has left in pieces is found by its digest.
+DIR/PART/KK/KEY is one part of one block (the trunk's KV, a head's KV, a recurrent state). PART names all that the bits
+depend on, KEY the block's tokens and all before them. A file has a header, a digest of the rest, and the bytes. It is
+written under a temporary name, renamed, and checked at every read; damaged files are removed. Nothing is synced to
+disk, because the digest detects files that a crash left incomplete.
 
-The system's page cache is the tier of memory above the disk: a file that was written or read lately is read from there,
-in every process, and goes when memory is needed for something else.
+The system's page cache is the memory tier above the disk: recently used files are read from there, by every process.
 """
 
 from __future__ import annotations
@@ -42,49 +41,48 @@ DIGEST_BYTES, KEY_BYTES = 32, 16
 _HEAD = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}s{KEY_BYTES}sQ")
 HEADER_BYTES = _HEAD.size + DIGEST_BYTES
 PAGE = 4096
-"""Files are counted in whole pages, as most disks store them."""
+"""Files count in whole pages, as most disks store them."""
 FULL_AT, SCAN_EVERY = 7 / 8, 64
-"""Share of the bound from which the oldest go, and the part of it that a process writes between two looks at what
-others have written: so as many as eight processes stay within the bound."""
+"""FULL_AT: share of the size limit from which the oldest files are removed. A process scans the directory again after
+writing 1 / SCAN_EVERY of the limit, so that up to eight processes together stay within it."""
 PAUSE = 30.0
-"""Seconds without a write after one that failed."""
+"""Seconds without writes after a failed one."""
 LEFT_AFTER = 600.0
-"""Seconds after which a file aside is nobody's."""
-_ASIDE = ".new-"
+"""Age in seconds at which a temporary file is removed."""
+_TEMPORARY = ".new-"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 @dataclass
-class Counts:
-    """What one process has done. `loaded` and `loaded_bytes` by tier; `dropped`: files that were not what they should
-    be; `evicted`: the oldest, for want of room; `failed`: writes."""
+class StoreCounts:
+    """What one process has done."""
 
     saved: int = 0
     saved_bytes: int = 0
-    loaded: Counter[Tier] = field(default_factory=Counter)
-    loaded_bytes: Counter[Tier] = field(default_factory=Counter)
-    dropped: int = 0
-    evicted: int = 0
-    failed: int = 0
+    loaded: Counter[Tier] = field(default_factory=Counter)  # files, by tier
+    loaded_bytes: Counter[Tier] = field(default_factory=Counter)  # by tier
+    dropped: int = 0  # damaged files removed
+    evicted: int = 0  # oldest files removed to make room
+    failed: int = 0  # writes
 
 
 class BlockStore:
-    """A directory of blocks within `max_bytes`. Any thread may use it, and any number of processes. Raises UsageError
-    for a directory that cannot be made or written."""
+    """A directory of blocks with at most `max_bytes`. Thread-safe and process-safe. Raises UsageError if the directory
+    cannot be created or written."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self.folder, self.max_bytes, self.counts = folder, max_bytes, Counts()
-        self._guard = threading.Lock()  # of what follows, and of counts
-        self._used = self._since_scan = 0  # bytes that were seen at the last look and written since; the latter alone
-        self._oldest: deque[tuple[int, int, Path]] = deque()  # (time of last use, bytes, path) at the last look
-        self._scanned = self._told_dropped = self._told_failed = False
+        self.folder, self.max_bytes, self.counts = folder, max_bytes, StoreCounts()
+        self._guard = threading.Lock()  # protects all fields below and the counts
+        self._used = self._since_scan = 0  # bytes in the directory (as of the last scan, plus own writes); own writes
+        self._oldest: deque[tuple[int, int, Path]] = deque()  # (time of last use, bytes, path) at the last scan
+        self._scanned = self._logged_drop = self._logged_failure = False
         self._paused_until = 0.0
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what it holds is made of prompts
-            trial = folder / f"{_ASIDE}{secrets.token_hex(6)}"
-            trial.touch()
-            trial.unlink()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # private: blocks are derived from prompts
+            probe = folder / f"{_TEMPORARY}{secrets.token_hex(6)}"
+            probe.touch()
+            probe.unlink()
         except OSError as error:
             what = f"--kv-spill: cannot write {folder}: {error.strerror}"
             raise UsageError(what, "name a directory that may be written") from None
@@ -97,7 +95,7 @@ class BlockStore:
         return self.path(part, key).exists()
 
     def touch(self, part: str, key: bytes, when_ns: int) -> bool:
-        """It was used just now; False where it is not there."""
+        """Marks a block as used now; False if it is not stored."""
         try:
             os.utime(self.path(part, key), ns=(when_ns, when_ns))
         except OSError:
@@ -105,8 +103,10 @@ class BlockStore:
         return True
 
     def put(self, part: str, key: bytes, content: Seq[Bytes], when_ns: int) -> bool:
-        """Keep a block, whose bytes are those of `content` one after the other; `when_ns` tells how old it is. False
-        where it was not kept: the disk is full, or cannot be written; the log has said so once."""
+        """Writes a block, the concatenated `content`; `when_ns` is its time of last use.
+
+        Returns False if it was not stored because the disk is full or not writable, which is logged once.
+        """
         if time.monotonic() < self._paused_until:
             return False
         size = HEADER_BYTES + sum(piece.nbytes for piece in content)
@@ -117,7 +117,7 @@ class BlockStore:
         try:
             self._write(self.path(part, key), pieces, when_ns)
         except OSError as error:
-            self._fail(error)
+            self._log_failure(error)
             return False
         with self._guard:
             self.counts.saved += 1
@@ -125,31 +125,31 @@ class BlockStore:
         return True
 
     def put_file(self, part: str, key: bytes, data: bytes, when_ns: int) -> bool:
-        """Keep a block as its file has it elsewhere; False where it is no such file, or cannot be kept."""
+        """Stores a block file of another store; False if it is damaged or cannot be stored."""
         content = np.frombuffer(data, np.uint8)
         if not _is_whole(part, key, content):
             return False
         return self.put(part, key, [content[HEADER_BYTES:]], when_ns)
 
     def read_file(self, part: str, key: bytes) -> bytes | None:
-        """A block as its file has it, for `put_file` elsewhere; nothing is checked here."""
+        """Bytes of a block's file, for `put_file` elsewhere; not checked."""
         try:
             return read_regular(self.path(part, key))
         except OSError:
             return None
 
     def get(self, part: str, key: bytes, num_bytes: int, *, cold: bool = False) -> tuple[Bytes, Tier] | None:
-        """The bytes of a block and where they were, or None where it is not there or not as it should be. `cold`: it
-        was not in memory before it was read ahead."""
+        """A block's bytes and the tier they came from; None if it is missing or damaged. cold: it was on disk before
+        `read_ahead`."""
         path = self.path(part, key)
         try:
             handle = os.open(path, _READ)
         except OSError:
             return None
         try:
-            found = os.fstat(handle)
-            whole = stat.S_ISREG(found.st_mode) and found.st_size == HEADER_BYTES + num_bytes
-            data, tier = _read(handle, found.st_size) if whole else (np.empty(0, np.uint8), None)
+            files = os.fstat(handle)
+            whole = stat.S_ISREG(files.st_mode) and files.st_size == HEADER_BYTES + num_bytes
+            data, tier = _read(handle, files.st_size) if whole else (np.empty(0, np.uint8), None)
         except OSError as error:
             log.warning("cannot read %s: %s", path, error.strerror)
             return None
@@ -165,7 +165,7 @@ class BlockStore:
         return data[HEADER_BYTES:], tier
 
     def read_ahead(self, part: str, key: bytes) -> bool:
-        """It will be read soon: a disk may begin. True where it has to."""
+        """Asks the disk to read a file; False if it is already in memory."""
         with suppress(OSError):
             handle = os.open(self.path(part, key), _READ)
             try:
@@ -177,29 +177,29 @@ class BlockStore:
         return False
 
     def _write(self, path: Path, pieces: Seq[bytes | memoryview], when_ns: int) -> None:
-        aside = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}")
+        temporary = path.with_name(f"{_TEMPORARY}{secrets.token_hex(6)}")
         try:
             try:
-                handle = _create(aside)
+                handle = _create(temporary)
             except FileNotFoundError:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                handle = _create(aside)
+                handle = _create(temporary)
             with os.fdopen(handle, "wb", buffering=0) as file:
                 for piece in pieces:
                     _write_all(file, piece)
-            os.utime(aside, ns=(when_ns, when_ns))
-            aside.replace(path)
+            os.utime(temporary, ns=(when_ns, when_ns))
+            temporary.replace(path)
         finally:
-            with suppress(OSError):  # it is there only where something went wrong
-                aside.unlink(missing_ok=True)
+            with suppress(OSError):  # exists only after an error
+                temporary.unlink(missing_ok=True)
 
-    def _fail(self, error: OSError) -> None:
-        """Serving goes on without; the next one tries again after a while."""
+    def _log_failure(self, error: OSError) -> None:
+        """Logs the first failure and pauses writes; requests go on without."""
         with self._guard:
             self.counts.failed += 1
-            told, self._told_failed = self._told_failed, True
+            was_logged, self._logged_failure = self._logged_failure, True
             self._paused_until = time.monotonic() + PAUSE
-        if not told:
+        if not was_logged:
             log.warning("cannot keep blocks in %s: %s; requests are served without", self.folder, error.strerror)
 
     def _drop(self, path: Path) -> None:
@@ -207,18 +207,16 @@ class BlockStore:
             path.unlink()
         with self._guard:
             self.counts.dropped += 1
-            told, self._told_dropped = self._told_dropped, True
-        if not told:
+            was_logged, self._logged_drop = self._logged_drop, True
+        if not was_logged:
             log.warning("a broken block was dropped: %s (more of them are only counted)", path)
 
-    # The bound.
-
     def _make_room(self, size: int) -> bool:
-        """Count a file that will be written, after the oldest have gone where there is no room; False for one that is
-        too large to keep."""
+        """Counts a file to be written, after removing the oldest ones if there is no room; False for a file that is too
+        large."""
         pages, limit = _pages(size), int(self.max_bytes * FULL_AT)
         if pages > limit // SCAN_EVERY:
-            limit = self.max_bytes - pages  # a bound of few blocks: look each time
+            limit = self.max_bytes - pages  # a limit of few blocks: scan each time
         if limit < 0:
             return False
         with self._guard:
@@ -233,8 +231,8 @@ class BlockStore:
             return True
 
     def _evict(self, when_ns: int, taken: int, path: Path) -> None:
-        """Remove a file that was last used then; one that has been used since goes later."""
-        with suppress(OSError):  # another process was quicker
+        """Removes a file last used at `when_ns`; a file used since then is removed later."""
+        with suppress(OSError):  # another process removed it
             if (used_ns := path.stat().st_mtime_ns) != when_ns:
                 self._oldest.append((used_ns, taken, path))
                 return
@@ -243,19 +241,19 @@ class BlockStore:
         self._used -= taken
 
     def _scan(self) -> None:
-        """What all processes have in the directory by now."""
-        found, now = [], time.time_ns()
+        """Lists what all processes have stored."""
+        files, now = [], time.time_ns()
         for each in _files(self.folder):
-            with suppress(OSError):  # gone meanwhile
-                known = each.stat(follow_symlinks=False)
-                left = each.name.startswith(_ASIDE) and now - known.st_mtime_ns > LEFT_AFTER * 1e9
-                if left:
+            with suppress(OSError):  # removed meanwhile
+                status = each.stat(follow_symlinks=False)
+                is_stale = each.name.startswith(_TEMPORARY) and now - status.st_mtime_ns > LEFT_AFTER * 1e9
+                if is_stale:
                     Path(each.path).unlink()
                 else:
-                    found.append((known.st_mtime_ns, _pages(known.st_size), Path(each.path)))
-        found.sort()
-        self._used, self._since_scan, self._scanned = sum(size for _, size, _ in found), 0, True
-        self._oldest = deque(each for each in found if not each[2].name.startswith(_ASIDE))
+                    files.append((status.st_mtime_ns, _pages(status.st_size), Path(each.path)))
+        files.sort()
+        self._used, self._since_scan, self._scanned = sum(size for _, size, _ in files), 0, True
+        self._oldest = deque(each for each in files if not each[2].name.startswith(_TEMPORARY))
 
 
 def _files(folder: str | Path) -> Iterator[os.DirEntry[str]]:
@@ -296,14 +294,14 @@ def _digest(head: bytes, content: Seq[Bytes]) -> bytes:
 
 
 def _is_whole(part: str, key: bytes, data: Bytes) -> bool:
-    """Is it the file of this very block, as it was written?"""
+    """True if the bytes are an undamaged file of this block."""
     head = _head(part, key, len(data) - HEADER_BYTES) if len(data) >= HEADER_BYTES else b""
-    given = data[: _HEAD.size].tobytes()
-    return given == head and data[_HEAD.size : HEADER_BYTES].tobytes() == _digest(head, [data[HEADER_BYTES:]])
+    header = data[: _HEAD.size].tobytes()
+    return header == head and data[_HEAD.size : HEADER_BYTES].tobytes() == _digest(head, [data[HEADER_BYTES:]])
 
 
 def _read(handle: int, size: int) -> tuple[Bytes, Tier | None]:
-    """All bytes, and whether they were in memory; the tier is None for a file that ends before."""
+    """All bytes and the tier they came from; the tier is None for a truncated file."""
     data: Bytes = np.empty(size, np.uint8)
     view, at = data.data, 0
     tier: Tier = "ram"
@@ -321,10 +319,10 @@ def _read(handle: int, size: int) -> tuple[Bytes, Tier | None]:
 
 
 def _read_cached(handle: int, view: memoryview, at: int) -> int | None:
-    """Bytes that were read without a disk; None where that needs one, or nobody can tell."""
+    """Number of bytes read from memory; None if that needs a disk or is not known."""
     if not hasattr(os, "RWF_NOWAIT"):
         return None
     try:
         return os.preadv(handle, [view], at, os.RWF_NOWAIT)
-    except OSError:  # not there, or a file system that does not tell
+    except OSError:  # not in memory, or not supported by the file system
         return None

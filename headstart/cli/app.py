@@ -1,75 +1,192 @@
-"""The commands of `headstart`, put together from the modules of this package."""
+"""The `headstart` application: finds and runs the command of a command line; errors become a line and an exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
+from headstart.cli import completion, foreign_flags, settings
+from headstart.cli.help import help_text
+from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup, Option, ParseError, all_commands
+from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_error, stdout_error
+from headstart.cli.settings import Settings
+from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+from headstart.system import TERMINATION_SIGNALS
+from headstart.version import __version__
 
-from headstart import __version__
-from headstart.cli.help import NAMES, Command, Group
-from headstart.cli.options import expand
+SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "Use": {
+        "demo": "bench.demo", "generate": "generate.run", "chat": "chat.run", "serve": "serve.run",
+        "pull": "models.pull", "models": "models.GROUP", "ps": "models.ps", "stop": "models.stop",
+        "doctor": "models.doctor", "completion": "completion.run",
+    },
+    "Measure": {"bench": "bench.GROUP", "tune": "bench.tune", "verify": "verify.verify", "plan": "plan.run"},
+    "Heads": {
+        "inspect": "checkpoints.inspect", "train": "train.train", "data": "train.data", "adapt": "train.adapt",
+        "graft": "checkpoints.graft", "export": "checkpoints.export",
+    },
+    "Other engines": {"launch": "launch.run", "probe": "verify.probe"},
+}  # fmt: skip
+"""Sections of `--help` -> commands in their order -> module and name in this package."""
+COMMANDS: Mapping[str, str] = {name: place for section in SECTIONS.values() for name, place in section.items()}
+VERSION = Option(name="version", help="Print the version.", kind=bool, flags=("--version",), default=False)
+TRACEBACK_VARIABLE = "HEADSTART_TRACEBACK"
+USAGE_EXIT_CODE = status_of(UsageError("")).exit_code
+CHECK_PATH = "is the path right? HEADSTART_CACHE and HF_HOME say where caches are"
+WRITE_HINTS = {
+    errno.ENOSPC: "free some space there, or write to another place",
+    errno.EDQUOT: "free some space there, or write to another place",
+    errno.EFBIG: "a limit on the size of files is set: see ulimit -f",
+}
+SYSTEM_HINTS = {
+    **WRITE_HINTS,
+    errno.EMFILE: "a limit on open files is set: see ulimit -n",
+    errno.ENOMEM: "free some memory",
+    **dict.fromkeys(
+        (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
+         errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.ENOTEMPTY),
+        CHECK_PATH,
+    ),
+}  # fmt: skip
+"""Errors of the operating system that are no bugs -> what to do."""
 
-COMMANDS = (
-    "demo", "generate", "chat", "serve", "verify", "inspect", "launch", "probe", "plan", "tune", "data", "train",
-    "adapt", "export", "graft", "pull", "ps", "stop", "doctor",
-    "completion",
-)  # fmt: skip
-GROUPS = ("bench", "models")
-"""Modules of this package, in the order of `--help`."""
 
-
-def _examples(lines: Sequence[str]) -> str:
-    """Help text that ends a command's `--help`, an example a paragraph."""
-    return "\n\n".join(["Examples:", *lines])
-
-
-def application(only: str | None = None) -> typer.Typer:
-    """All commands; or what a line begins with, a command or --version, as all of them take a third of a second."""
-    app = typer.Typer(
-        name="headstart",
-        cls=Group,
+def application(names: Iterable[str] = COMMANDS) -> CommandGroup:
+    """The group of these commands. Importing all of them takes a third of a second."""
+    commands: dict[str, Command | CommandGroup] = {}
+    for name in names:
+        module, _, attribute = COMMANDS[name].partition(".")
+        commands[name] = getattr(import_module(f"headstart.cli.{module}"), attribute)
+    return CommandGroup(
+        commands,
         help="An LLM engine built around multi-token prediction: the model's own heads draft, the text stays the same."
         "\n\nOptions may also stand in headstart.toml, or in the environment as HEADSTART_...: headstart doctor shows "
         "them.",
-        epilog=_examples(["headstart demo", "headstart generate --prompt 'Why is the sky blue?'"]),
-        add_completion=False,
-        context_settings={"help_option_names": NAMES},
-        rich_markup_mode=None,  # it would read "[ngram]" in a help text as a colour
+        examples=("headstart demo", "headstart generate --prompt 'Why is the sky blue?'"),
+        options=(VERSION,),
+        sections=SECTIONS,
     )
-    known = (*COMMANDS, *GROUPS)
-    for name in (only,) if only in known else () if only == "--version" else known:
-        module = import_module(f"headstart.cli.{name}")
-        if name in COMMANDS:
-            app.command(name, cls=getattr(module, "COMMAND", Command), epilog=_examples(module.EXAMPLES))(
-                expand(module.run)
-            )
-        else:
-            app.add_typer(_group(name, module))
-    app.callback(invoke_without_command=True)(_root)
-    return app
 
 
-def root(only: str | None = None) -> Any:
-    """The command that all these are parts of."""
-    return typer.main.get_command(application(only))
+def run(arguments: list[str]) -> int:
+    """Run the command that `arguments` name and flush all output; returns the exit code."""
+    prepare_streams()
+    places: dict[str, str] = {}  # where options are set, by flag
+    try:
+        with _interruptible():
+            code = _dispatch(arguments, places)
+    except HeadstartError as error:
+        print_error(settings.add_places(error.message, places), error.hint)
+        code = status_of(error).exit_code
+    except KeyboardInterrupt as error:
+        print_error("interrupted", str(error))  # a command that can be resumed says how
+        code = status_of(error).exit_code
+    except Exception as error:  # noqa: BLE001  # the process edge
+        code = _system_error(error) if isinstance(error, OSError | MemoryError) else _internal_error(error)
+    return flush_all(code)
 
 
-def _group(name: str, module: Any) -> typer.Typer:
-    """A command of commands; alone it does what its first one does."""
-    group = typer.Typer(name=name, cls=module.GROUP, help=module.HELP, epilog=_examples(module.EXAMPLES))
-    for each, (run, examples) in module.COMMANDS.items():
-        group.command(each, cls=Command, epilog=_examples(examples))(expand(run))
-    return group
-
-
-def _root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def _dispatch(words: list[str], places: dict[str, str]) -> int:
+    """Find and run the command, or print help, the version or completions. Adds to `places`."""
+    if completion.COMPLETION_VARIABLE in os.environ:
+        return completion.answer(application(), os.environ)
+    if words[:1] == ["--version"]:
         print(f"headstart {__version__}")
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
+        return 0
+    has_settings = settings.are_given(os.environ, words)  # they are checked against the options of all commands
+    root = application(words[:1] if words and words[0] in COMMANDS and not has_settings else COMMANDS)
+    entry: Command | CommandGroup = root
+    names, rest = list[str](), words
+    while isinstance(entry, CommandGroup):
+        if rest and rest[0] in entry.commands:
+            name, rest = rest[0], rest[1:]
+        elif (rest and rest[0] in HELP) or not (rest or entry.default):
+            print(help_text(entry, " ".join(["headstart", *names])))
+            return 0
+        elif entry.default:
+            name = entry.default
+        else:
+            what = f"option: {rest[0]}" if rest[0].startswith("-") else f"command '{rest[0]}'."
+            raise UsageError(f"No such {what}", foreign_flags.command_hint(rest[0], COMMANDS) or "see headstart --help")
+        names.append(name)
+        entry = entry.commands[name]
+    return _run_command(" ".join(names), entry, rest, root, places)
+
+
+def _run_command(name: str, command: Command, words: list[str], root: CommandGroup, places: dict[str, str]) -> int:
+    try:
+        given, help_flag = command.split(words)
+        if help_flag:
+            print(help_text(command, f"headstart {name}", rare=help_flag == HELP_ALL))
+            return 0
+        found = Settings(all_commands(root), os.environ, settings.named_file(words))
+        options = settings.options_of(command)
+        typed = {key for key, item in options.items() if item.name in given}
+        for key, setting in found.for_command(name, typed).items():
+            given[options[key].name] = setting.value
+            places[_spelling(options[key], setting.value)] = setting.place
+        arguments = command.read(given, found)
+    except ParseError as error:
+        hint = foreign_flags.option_hint(error, name, command)
+        fallback = f"leave {error.flag} out; headstart {name} --help-all lists all options" if error.flag else ""
+        raise UsageError(error.message, hint or fallback or f"see headstart {name} --help") from None
+    return int(command.run(**arguments) or 0)
+
+
+def _spelling(option: Option, value: Any) -> str:
+    """How an error names an option: by its flag; the argument MODEL by its value."""
+    if not option.is_argument:
+        return option.label
+    return str(value[0] if isinstance(value, list) and value else value)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal all raise KeyboardInterrupt, so that temporary files and started engines
+    are cleaned up."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _system_error(error: OSError | MemoryError) -> int:
+    """Report a full disk, a missing right or no memory in one line. Other errors of the system are bugs."""
+    if isinstance(error, MemoryError):
+        print_error("the memory is full", "close other programs, or take a smaller model, context or batch")
+        return USAGE_EXIT_CODE
+    if (lost := stdout_error()) is not None:  # not a socket of the command
+        return lost_stdout(lost)
+    if error.errno not in SYSTEM_HINTS or (error.filename is None and error.errno not in WRITE_HINTS):
+        return _internal_error(error)
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else "cannot write: "
+    print_error(f"{where}{error.strerror}", SYSTEM_HINTS[error.errno])
+    return USAGE_EXIT_CODE
+
+
+def _internal_error(error: Exception) -> int:
+    """Report a bug in one line, and its traceback if TRACEBACK_VARIABLE is set."""
+    if os.environ.get(TRACEBACK_VARIABLE) == "1":
+        traceback.print_exc()
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    print_error(
+        f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
+        f"{TRACEBACK_VARIABLE}=1 shows the trace; please report it",
+    )
+    return INTERNAL.exit_code

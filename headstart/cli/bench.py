@@ -1,27 +1,106 @@
-"""`headstart bench`: what this machine does with a model. Each subcommand is a function here."""
+"""Commands that measure speed: `headstart bench` (under load, or single passes), `tune` and `demo`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headstart.cli.help import RunsByDefault
-from headstart.cli.options import EngineOptions, LoadTestOptions, Model, OptionGroup, OutputOptions, option
-from headstart.cli.render import finish, print_table, progress
-from headstart.core import SamplingParams
+from headstart.cli.options import MAX_MINUTES, EngineOptions, LoadTestOptions, ModelOptions, OutputOptions
+from headstart.cli.parser import CommandGroup, command, option
+from headstart.cli.render import finish, print_note, print_records, print_table, progress
 from headstart.errors import UsageError
+from headstart.params import SamplingParams
 
-HELP = "Measure speed, latency, acceptance and cost: of a model here, or of a server. Without a command: run."
-EXAMPLES = (
-    "headstart bench --concurrency 1,4,16 --modes off,3,auto --report bench.html",
-    "headstart bench step",
-    "headstart bench run --help",
-)
-RUN_EXAMPLES = (
+MODE_OPTIONS = {"depth"}
+"""Engine options that --modes sets."""
+MAX_COUNT = 10_000_000
+"""More requests, runs or tokens are a typing error."""
+CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
+STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
+                "depth", "block_size"}  # fmt: skip
+"""Engine options of passes of one sequence; the others are refused."""
+IN_PLACE_COLUMNS = {
+    "rows": "{rows}", "forward\nms": "{forward_ms:.2f}", "times\nfirst": "{ratio:.2f}",
+    "sampling\nms": "{sampling_ms:.2f}", "draft\nms": "{draft_ms:.2f}", "host\nms": "{host_ms:.2f}",
+    "step\nms": "{step_ms:.2f}", "steps": "{steps}",
+}  # fmt: skip
+PASS_COLUMNS = {
+    "rows": "{rows}", "ms": "{median_ms:.2f}", "quartiles": "{q1_ms:.2f} - {q3_ms:.2f}", "times\nfirst": "{ratio:.2f}",
+    "rows/s": "{rows_per_s:.0f}", "GB/s": "{gb_per_s:.1f}", "of read\nspeed": "{share_of_bandwidth:.0%}",
+    "passes": "{num_passes}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchStepFlags(ModelOptions):
+    """StepOptions from the command line."""
+
+    rows: tuple[int, ...] = option(
+        "Rows per pass, comma-separated. Default: 1 to 512, as far as the context goes.", min=1
+    )
+    context: int = option("Cached positions before the rows.", default=128, min=0)
+    repeats: int | None = option("Passes of each kind. Default: 5 to 50, as time allows.", min=1)
+    profile: bool = option("Also show the parts of the time of passes and engine steps.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags(ModelOptions):
+    """BenchOptions from the command line; options that are not given keep the defaults there."""
+
+    workloads: tuple[str, ...] = option(
+        "Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
+        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed.",
+        "--workload",
+    )
+    preset: str | None = option("Named load: sharegpt-2500-1500 (80 long requests).")
+    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0, above=0, max=MAX_COUNT)
+    concurrency: tuple[int, ...] = option("Requests at a time, comma-separated. Default: 1,4,16.", min=1, max=MAX_COUNT)
+    rates: tuple[float, ...] = option(
+        "Instead: requests per second, at random (Poisson) times.", "--request-rate", above=0, max=MAX_COUNT
+    )
+    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MAX_COUNT)
+    input_tokens: int | None = option("Length of prompts, which are then made of running text.", min=1, max=MAX_COUNT)
+    output_tokens: int | None = option(
+        "Maximum length of answers; the exact length with --input-tokens.", min=1, max=MAX_COUNT
+    )
+    prompts: Path | None = option("JSONL file of texts for --input-tokens.")
+    temperatures: tuple[float, ...] = option(
+        "Comma-separated; each workload is run at each temperature.", "--temperature"
+    )
+    modes: tuple[str, ...] = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
+    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1, max=MAX_COUNT)
+    chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on", choices=tuple(CHUNKED))
+    url: str | None = option("Measure the OpenAI-compatible server at this address.")
+    off_url: str | None = option("Address of a second server without drafting, for mode off.")
+    api_key: str | None = option("API key of the server.")
+    price_per_hour: float | None = option(
+        "Dollars for the machine; gives the cost of a million tokens.", above=0, max=MAX_COUNT
+    )
+    out: Path | None = option(
+        "Write the JSON document to this file; an interrupted run keeps its results.", is_output=True
+    )
+    report: Path | None = option("Write an HTML report to this file.", is_output=True)
+    force: bool = option("Replace files of an earlier run.", default=False)
+    compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
+
+    def chosen(self) -> dict[str, Any]:
+        """Fields of BenchOptions. Raises UsageError for a temperature out of range."""
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # checks it
+        values = {name: value for name, value in vars(self).items() if name != "compare"}
+        return values | {"chunked_prefill": CHUNKED[self.chunked_prefill]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchEngineOptions(LoadTestOptions):
+    """EngineOptions of a bench; --modes has the depths."""
+
+    common: ClassVar[frozenset[str]] = LoadTestOptions.common - MODE_OPTIONS
+
+
+@command(
     "headstart bench run",
     "headstart bench --workload code,prose,agent --pairs 10 --out bench.json --report bench.html",
     "headstart bench --workload question.jsonl:each --temperature 0,0.7,1.0,1.5 --price-per-hour 3.31",
@@ -29,103 +108,21 @@ RUN_EXAMPLES = (
     "headstart bench --url http://127.0.0.1:8000 --request-rate 0.5,2",
     "headstart bench --compare before.json after.json",
 )
-RUN_REFUSED = {"depth"}
-"""Engine options that the modes of a bench decide."""
-MOST = 10_000_000
-"""Requests, runs and tokens beyond this are a slip of the hand."""
-CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
-STEP_EXAMPLES = (
-    "headstart bench step",
-    "headstart bench step --rows 1,4,8 --context 1000 --repeats 20",
-    "headstart bench step ./my-model --quantization int8 --profile --json",
-)
-STEP_USES = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
-             "depth", "block_size"}  # fmt: skip
-"""Engine options that matter to passes of one sequence; the others are refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepFlags(OptionGroup):
-    """What bench step times; defaults are StepOptions'."""
-
-    rows: str | None = option("Rows per pass, comma-separated. Default: 1 to 512, as far as the context goes.")
-    context: int = option("Cached positions before the rows.", default=128, min=0)
-    repeats: int | None = option("Passes of each kind. Default: 5 to 50, as time allows.", min=1)
-    profile: bool = option("Also show where the time goes, in passes and in engine steps.", default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFlags(OptionGroup):
-    """What is asked of the model, and how; what is not given keeps the default of BenchOptions."""
-
-    workloads: str | None = option(
-        "Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
-        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed.",
-        "--workload",
-    )
-    preset: str | None = option("sharegpt-2500-1500: 80 long requests.")
-    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0)
-    concurrency: str | None = option("Requests at a time, comma-separated. Default: 1,4,16.")
-    rates: str | None = option("Instead: requests per second, at random (Poisson) times.", "--request-rate")
-    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MOST)
-    input_tokens: int | None = option("Prompts of this length, made of running text.", min=1, max=MOST)
-    output_tokens: int | None = option("Longest answers; exact with --input-tokens.", min=1, max=MOST)
-    prompts: Path | None = option("JSONL of texts to make prompts of a given length of.")
-    temperatures: str | None = option("Comma-separated; each workload at each of them.", "--temperature")
-    modes: str | None = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
-    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1, max=MOST)
-    chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on")
-    url: str | None = option("Measure the OpenAI-compatible server at this address.")
-    off_url: str | None = option("A second server, without drafting, for mode off.")
-    api_key: str | None = option("For the server.")
-    price_per_hour: float | None = option("Of the machine: gives cost per million tokens.")
-    out: Path | None = option("Write the JSON document here; what is done is kept.")
-    report: Path | None = option("Write an HTML report here.")
-    force: bool = option("Replace what an earlier run has written there.", default=False)
-    compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
-
-    def chosen(self) -> dict[str, Any]:
-        """Fields of BenchOptions. Raises UsageError for lists and numbers that mean nothing."""
-        values = self.parsed(workloads=str, concurrency=int, rates=float, temperatures=float, modes=str)
-        positive("--concurrency", values["concurrency"])
-        positive("--request-rate", values["rates"])
-        positive("--scale", (self.scale,))
-        positive("--price-per-hour", () if self.price_per_hour is None else (self.price_per_hour,))
-        for temperature in values["temperatures"]:
-            SamplingParams(temperature=temperature)  # checks it
-        if self.chunked_prefill not in CHUNKED:
-            raise UsageError(f"--chunked-prefill is {self.chunked_prefill!r}", f"choose {', '.join(CHUNKED)}")
-        del values["compare"]
-        return values | {"chunked_prefill": CHUNKED[self.chunked_prefill]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunEngine(LoadTestOptions):
-    """EngineOptions of a bench, whose modes say how deep to draft."""
-
-    usual: ClassVar[frozenset[str]] = LoadTestOptions.usual - RUN_REFUSED
-
-
-def positive(flag: str, values: Sequence[float]) -> None:
-    """Raises UsageError for a value that is not a finite number above 0."""
-    for value in values:
-        if not 0 < value < math.inf:
-            raise UsageError(f"{flag} is {value:g}, but must be a finite number above 0")
-
-
-def run(model: Model = None, *, flags: RunFlags, engine: RunEngine, output: OutputOptions) -> int:
-    """Measure speed with and without drafting, under load: in this process, or a server over HTTP (--url)."""
+def run(flags: BenchFlags, engine: BenchEngineOptions, output: OutputOptions) -> int:
+    """Measure speed under load with and without drafting, in this process or of a server (--url)."""
     if flags.compare is not None:
         return _compare(flags.compare, output)
-    if engine.given & RUN_REFUSED:
+    if engine.given & MODE_OPTIONS:
         raise UsageError("--depth and --no-mtp have no meaning for bench run", "--modes says which depths to measure")
     if flags.url is not None:
         engine.refuse_others({"seed"}, "a server: it was started with its own")
 
     from headstart.tools.bench import run as bench
-    from headstart.tools.bench.summary import tables
+    from headstart.tools.bench.summary import MIN_PAIRS, tables
 
-    options = bench.BenchOptions(model=model, config=engine.config, **flags.chosen())
+    options = bench.BenchOptions(config=engine.config, **flags.chosen())
+    if not output.as_json and flags.pairs < MIN_PAIRS:
+        print_note(f"{flags.pairs} pairs show speeds; a verdict on them needs --pairs {MIN_PAIRS}")
     with progress("loading", quiet=output.as_json) as report_progress:
         report, document = bench.run(options, report_progress)
     if not output.as_json:
@@ -138,50 +135,43 @@ def run(model: Model = None, *, flags: RunFlags, engine: RunEngine, output: Outp
 
 
 def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
-    from headstart.tools.bench import compare
+    from headstart.tools.bench.summary import COLUMNS, compare_documents, comparison_rows
 
     def table(data: dict[str, Any]) -> None:
-        print_table(compare.COLUMNS, compare.table(data))
+        print_table(COLUMNS, comparison_rows(data))
 
-    return output.run("comparing", lambda progress: compare.run(*paths), table)
+    return output.run("comparing", lambda progress: compare_documents(*paths), table)
 
 
-def step(model: Model = None, *, flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
-    """Time one pass by its number of rows, a draft, and the share of the memory's speed that a pass reaches."""
-    engine.refuse_others(STEP_USES, "single passes of one sequence")
-    values = flags.parsed(rows=int)
-    if any(count < 1 for count in values["rows"]):
-        raise UsageError(f"--rows is {flags.rows!r}, but a pass has at least 1 row", "for example --rows 1,4,8")
+@command(
+    "headstart bench step",
+    "headstart bench step --rows 1,4,8 --context 1000 --repeats 20",
+    "headstart bench step ./my-model --quantization int8 --profile --json",
+)
+def step(flags: BenchStepFlags, engine: EngineOptions, output: OutputOptions) -> int:
+    """Measure the time of a pass by number of rows, of a draft, and the share of memory bandwidth that a pass
+    reaches."""
+    engine.refuse_others(STEP_OPTIONS, "single passes of one sequence")
 
     from headstart.tools.bench import step as bench_step
 
     def tables(data: dict[str, Any]) -> None:
         for line in bench_step.header(data):
             print(line)
-        _print_passes(data["passes"])
+        print("steps of running greedy generations, medians:")
+        steps = data["in_place"]
+        print_records(
+            IN_PLACE_COLUMNS, [each | {"ratio": each["forward_ms"] / steps[0]["forward_ms"]} for each in steps]
+        )
+        print(f"the same pass repeated behind {data['context']} positions:")
+        passes, first_ms = data["passes"], data["passes"][0]["median_ms"]
+        more = [{"ratio": each["median_ms"] / first_ms, "num_passes": len(each["samples_ms"])} for each in passes]
+        print_records(PASS_COLUMNS, [each | added for each, added in zip(passes, more, strict=True)])
         if data["profile"]:
             _print_profile(data["profile"])
 
-    options = bench_step.StepOptions(model=model, config=engine.config, **values)
+    options = bench_step.StepOptions(config=engine.config, **vars(flags))
     return output.run("loading", partial(bench_step.run, options), tables)
-
-
-def _print_passes(passes: list[dict[str, Any]]) -> None:
-    columns = ("rows", "ms", "quartiles", "times\nfirst", "rows/s", "GB/s", "of read\nspeed", "passes")
-    rows = [
-        (
-            row["rows"],
-            f"{row['median_ms']:.2f}",
-            f"{row['q1_ms']:.2f} - {row['q3_ms']:.2f}",
-            f"{row['median_ms'] / passes[0]['median_ms']:.2f}",
-            f"{row['rows_per_s']:.0f}",
-            f"{row['gb_per_s']:.1f}",
-            f"{row['share_of_bandwidth']:.0%}",
-            len(row["samples_ms"]),
-        )
-        for row in passes
-    ]
-    print_table(columns, rows)
 
 
 def _print_profile(profile: dict[str, list[dict[str, Any]]]) -> None:
@@ -198,5 +188,94 @@ def _print_profile(profile: dict[str, list[dict[str, Any]]]) -> None:
     print_table(("ms", *names), rows)
 
 
-GROUP = RunsByDefault
-COMMANDS = {"run": (run, RUN_EXAMPLES), "step": (step, STEP_EXAMPLES)}
+GROUP = CommandGroup(
+    {"run": run, "step": step},
+    default="run",
+    help="Measure speed, latency, acceptance and cost of a model or a server. Without a command: run.",
+    examples=(
+        "headstart bench --concurrency 1,4,16 --modes off,3,auto --report bench.html",
+        "headstart bench step",
+        "headstart bench run --help",
+    ),
+)
+
+
+DEMO_COLUMNS = {
+    "prompt": "{kind}", "same\ntext": "{same}", "tokens": "{tokens}", "passes": "{passes_off} → {passes_on}",
+    "passes\n/token": "{passes_per_token:.2f}", "accept.\nlength": "{acceptance_length:.2f}",
+    "tokens/s": "{tokens_per_s_off:.1f} → {tokens_per_s_on:.1f}", "ratio": "{speed_ratio:.2f}x",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoFlags(ModelOptions):
+    """DemoOptions from the command line."""
+
+    max_tokens: int | None = option("Tokens per prompt. Default: up to 64, as time allows.", min=1)
+
+
+@command("headstart demo", "headstart demo --depth 5 --max-tokens 128", "headstart demo --drafter ngram --json")
+def demo(flags: DemoFlags, engine: EngineOptions, output: OutputOptions) -> int:
+    """Decode the same prompts with and without drafting, and compare texts and speed."""
+    if engine.config.depth == 0 or engine.config.drafter == "none":
+        raise UsageError("demo compares with drafting, but drafting is switched off", "leave out --no-mtp or --depth 0")
+
+    from headstart.tools import demo as demo_run
+
+    options = demo_run.DemoOptions(config=engine.config, **vars(flags))
+    return output.run("decoding", partial(demo_run.run, options), _print_prompts)
+
+
+def print_demo(data: dict[str, Any]) -> None:
+    """Print the JSON document of `demo` for people; also used by benchmarks/results.py."""
+    from headstart.tools.demo import lines_of
+
+    _print_prompts(data)
+    for line in lines_of(data):
+        print(line)
+
+
+def _print_prompts(data: dict[str, Any]) -> None:
+    same = ["yes" if each["identical"] else f"no, at {each['first_difference']}" for each in data["prompts"]]
+    print_records(DEMO_COLUMNS, [{**each, "same": text} for each, text in zip(data["prompts"], same, strict=True)])
+
+
+TUNED = {"depth", "depth_by_batch", "rule"}
+"""Engine options that tune finds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags(ModelOptions):
+    """TuneOptions from the command line."""
+
+    workload: str = option("A workload of headstart bench, or FILE.jsonl.", default="mixed")
+    concurrency: tuple[int, ...] = option("Requests at a time, comma-separated.", default="1,4", min=1)
+    minutes: float = option("Time limit in minutes.", default=5.0, above=0, max=MAX_MINUTES)
+    retune: bool = option("Measure again, ignoring earlier results.", default=False)
+
+
+@command(
+    "headstart tune",
+    "headstart tune ./my-model --workload my-prompts.jsonl --concurrency 1,8 --minutes 10",
+    "headstart tune --workload high-temperature --retune",
+)
+def tune(flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
+    """Find the fastest drafter and depth on this machine; serve and launch then use them."""
+    engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
+
+    from headstart.tools.tune import TuneOptions, run as find_fastest
+
+    options = TuneOptions(config=engine.config, **vars(flags))
+    return output.run("tuning", partial(find_fastest, options), _print_candidates)
+
+
+def _print_candidates(data: dict[str, Any]) -> None:
+    if data["kept"]:
+        return
+    rows = [
+        (each["drafter"], each["depth"], f"{each['speedup']:.2f}x" if each["speedup"] else "",
+         "" if each["low"] is None else f"{each['low']:.2f} to {each['high']:.2f}", each["pairs"],
+         f"{each['acceptance_length']:.2f}")
+        for each in data["candidates"]
+    ]  # fmt: skip
+    print_table(("drafter", "depth", "speed", "95 % interval", "pairs", "acceptance\nlength"), rows)

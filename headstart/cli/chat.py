@@ -1,82 +1,111 @@
-"""`headstart chat`: a conversation in the terminal."""
+"""`headstart chat`: a conversation in the terminal, with commands such as /set and /save."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from headstart.cli.adapt import with_adapted
-from headstart.cli.chat_commands import Talk
-from headstart.cli.documents import print_stream
-from headstart.cli.options import EngineOptions, Model, SamplingOptions
-from headstart.cli.render import print_aside, print_error, progress
-from headstart.cli.wrap import Wrap
+from headstart.cli.generate import WordWrap, print_stream
+from headstart.cli.options import EngineOptions, ModelOptions, SamplingOptions, read_template, with_adapted
+from headstart.cli.parser import command, option
+from headstart.cli.render import print_error, print_note, progress
+from headstart.cli.settings import suggest
 from headstart.errors import CapacityError, UsageError
-from headstart.hub import cache_dir
-from headstart.system import edited_lines, input_follows
+from headstart.files import write_atomic
+from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
+from headstart.params import SamplingParams, parameters
+from headstart.server.options import CHAT_TEMPLATE_HELP
+from headstart.system import has_input, line_editing
 
 if TYPE_CHECKING:
     from headstart.api import LLM
 
-EXAMPLES = (
+ENDS = ("/exit", "/quit", "/bye")
+HELP = "/help lists commands, /exit ends the conversation; Ctrl-C ends an answer"
+QUOTES = '"""'
+"""Enclose a text of several lines."""
+MAX_HISTORY = 1000
+"""Lines of the history that the arrow keys show."""
+COLUMNS = 80
+"""Width of a terminal that does not report one."""
+PASTE_S = 0.05
+"""Lines within this time of each other were pasted together."""
+ROLES = ("system", "user", "assistant")
+WHOLE_NUMBERS = ("top_k", "max_tokens", "min_tokens", "seed")
+PARAMETERS = (*(row.name for row in parameters().values() if row.kind == "number"), *WHOLE_NUMBERS)
+"""Sampling parameters that /set changes."""
+SYSTEM = "system"
+NO_SEED = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags(ModelOptions):
+    """The model and its system message."""
+
+    system: str | None = option("A system message.", may_be_empty=True)
+    chat_template: str | None = option(CHAT_TEMPLATE_HELP, metavar="NAME|FILE")
+
+
+@command(
     "headstart chat",
     "headstart chat --system 'Answer in one sentence.' --temperature 0.7",
     "printf 'Hello!\\nAnd again?\\n' | headstart chat",
 )
-HELP = "/help lists commands, /exit ends the conversation; Ctrl-C ends an answer"
-QUOTES = '"""'
-"""Around a text of several lines."""
-MOST_LINES = 1000
-"""Of what was typed, for the arrow keys of the next conversation."""
-COLUMNS = 80
-"""Of a terminal that does not tell."""
-PASTE_S = 0.05
-"""Nobody types a second line so soon after the first: it was pasted with it."""
-
-
-def run(
-    model: Model = None,
-    *,
-    system: Annotated[str | None, typer.Option("--system", help="A system message.")] = None,
-    sampling: SamplingOptions,
-    engine: EngineOptions,
-) -> int:
-    """Talk with a model, turn by turn; reads lines from a terminal or a pipe."""
+def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> int:
+    """Chat with a model; reads lines from a terminal or a pipe."""
     if sampling.params(engine.config.seed).n > 1:
         raise UsageError("chat gives one answer per turn", "leave out --n")
+
+    template = read_template(flags.chat_template)
 
     from headstart.api import LLM
 
     with progress("loading") as report_progress:
-        llm = LLM(model, with_adapted(model, engine.config), report_progress)
-    talk = Talk(sampling.params(engine.config.seed, llm.recommended), system)
-    for text in _turns():
-        if text == "/exit":
+        llm = LLM(flags.model, with_adapted(flags.model, engine.config), report_progress)
+    if template is not None:
+        llm.use_chat_template(template)
+    if llm.model.name == DEFAULT_MODEL:
+        print_note(DEMO_NOTE)
+    if not llm.has_chat_template:
+        print_note(f"{llm.model.name} has no chat template: it continues your text; --chat-template chatml makes turns")
+    params = sampling.params(engine.config.seed, llm.chat_sampling)
+    session = ChatSession(replace(params, stop=(*llm.turn_end, *params.stop)), flags.system)
+    for text in _read_turns():
+        if text in ENDS:
             break
         try:
-            asked = talk.command(text) if text.startswith("/") else text
+            prompt = session.run_command(text) if text.startswith("/") else text
         except UsageError as error:
             print_error(error.message, error.hint)
             continue
-        if asked:
-            _turn(llm, talk, asked)
+        if prompt:
+            _answer(llm, session, prompt)
     return 0
 
 
-def _turn(llm: LLM, talk: Talk, text: str) -> None:
-    """Answer one text; the conversation stays as it was if it does not fit the context."""
+def _answer(llm: LLM, session: ChatSession, text: str) -> None:
+    """Print the answer to one text and record the turn, unless it does not fit the context."""
+    from headstart.text.conversation import plain_text
+
+    messages = [*session.messages, {"role": "user", "content": text}]
     try:
-        with _one_ctrl_c() as pressed:
-            wrap = Wrap(_columns) if sys.stdout.isatty() else None
-            talk.answered(text, print_stream(llm.stream(talk.asking(text), talk.params), pressed, wrap))
+        with _catch_ctrl_c() as is_pressed:
+            wrap = WordWrap(_columns) if sys.stdout.isatty() else None
+            is_raw = not llm.has_chat_template
+            prompt = plain_text(messages) if is_raw else messages
+            answer = print_stream(llm.stream(prompt, session.params, raw=is_raw), is_pressed, wrap)
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
+    else:
+        session.turns += [messages[-1], {"role": "assistant", "content": answer}]
 
 
 def _columns() -> int:
@@ -84,12 +113,12 @@ def _columns() -> int:
 
 
 @contextmanager
-def _one_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Was Ctrl-C pressed? At a terminal the first one asks the answer to end, as a step of the engine must not be cut;
-    the second one ends the chat."""
+def _catch_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """A function that returns whether Ctrl-C was pressed. At a terminal the first Ctrl-C ends the answer after the
+    running step of the engine, the second one ends the chat."""
     pressed: list[int] = []
 
-    def note(number: int, frame: object) -> None:
+    def record(number: int, frame: object) -> None:
         if pressed:
             raise KeyboardInterrupt
         pressed.append(number)
@@ -97,26 +126,32 @@ def _one_ctrl_c() -> Iterator[Callable[[], bool]]:
     if not sys.stdin.isatty():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, record)
     try:
         yield lambda: bool(pressed)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _turns() -> Iterator[str]:
-    """What the user says, stripped: a line of a pipe; at a terminal, with line editing, a line or a pasted text; what
-    stands between QUOTES."""
+def _read_turns() -> Iterator[str]:
+    """The texts of the user: lines of a pipe, edited lines or pasted texts of a terminal, texts between QUOTES."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
-            yield "\n".join(_quoted(line.strip(), lambda: next(sys.stdin, QUOTES).rstrip("\n")))
+            yield "\n".join(_read_quoted(line.strip(), lambda: next(sys.stdin, QUOTES).rstrip("\n")))
         return
-    with edited_lines(cache_dir() / "chat_history", MOST_LINES):
-        yield from _typed()
+    with line_editing(history_file(), MAX_HISTORY):
+        yield from _read_terminal()
 
 
-def _quoted(first: str, more: Callable[[], str]) -> list[str]:
-    """The lines of a text that begins with QUOTES, without them; else the one line."""
+def history_file() -> Path:
+    """Typed lines of earlier conversations."""
+    from headstart.hub import cache_dir
+
+    return cache_dir() / "chat_history"
+
+
+def _read_quoted(first: str, more: Callable[[], str]) -> list[str]:
+    """The lines of a text between QUOTES; else the first line alone."""
     if not first.startswith(QUOTES):
         return [first]
     lines = [first.removeprefix(QUOTES)]
@@ -126,23 +161,138 @@ def _quoted(first: str, more: Callable[[], str]) -> list[str]:
     return lines
 
 
-def _typed() -> Iterator[str]:
-    print_aside(HELP)
-    leaving = False
+def _read_terminal() -> Iterator[str]:
+    print_note(HELP)
+    is_leaving = False
     while True:
         try:
-            lines = _quoted(input("> "), lambda: input("... "))
-            while not lines[-1].startswith("/") and input_follows(PASTE_S):
+            lines = _read_quoted(input("> "), lambda: input("... "))
+            while not lines[-1].startswith("/") and has_input(PASTE_S):
                 lines.append(input())
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
-            if leaving:
+            if is_leaving:
                 raise
-            leaving = True
-            print_aside("\nCtrl-C again, or /exit, ends the conversation")
+            is_leaving = True
+            print_note("\nCtrl-C again, or /exit, ends the conversation")
             continue
-        leaving = False
+        is_leaving = False
         command = [lines.pop()] if lines[-1].startswith("/") else []
         yield from (text.strip() for text in ("\n".join(lines), *command) if text)
+
+
+@dataclass
+class ChatSession:
+    """A conversation and its settings."""
+
+    params: SamplingParams
+    system: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)  # messages without the system message
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return [*([{"role": SYSTEM, "content": self.system}] if self.system else []), *self.turns]
+
+    def run_command(self, line: str) -> str | None:
+        """Run a line that begins with a slash; returns a text to answer. Raises UsageError."""
+        name, _, rest = line.partition(" ")
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1)
+            raise UsageError(f"unknown command {name}", f"did you mean {near[0]}?" if near else "/help lists them")
+        return COMMANDS[name][0](self, rest.strip())
+
+
+def _help(session: ChatSession, rest: str) -> None:
+    for name, (_, usage) in COMMANDS.items():
+        _say(f"{name + ' ' + usage.partition(':')[0]:24} {usage.partition(':')[2].strip()}")
+    _say('Lines between """ and """ are one text, as is what is pasted. Ctrl-C ends an answer, twice the conversation.')
+
+
+def _reset(session: ChatSession, rest: str) -> None:
+    session.turns.clear()
+
+
+def _set(session: ChatSession, rest: str) -> None:
+    name, _, text = rest.partition(" ")
+    name, text = name.replace("-", "_"), text.strip()
+    if not name:
+        for known in PARAMETERS:
+            _say(f"{known} {NO_SEED if (value := getattr(session.params, known)) is None else value}")
+        _say(f"{SYSTEM} {session.system or ''}")
+    elif name == SYSTEM:
+        session.system = text or None
+    elif name not in PARAMETERS:
+        raise UsageError(f"{name} cannot be set", suggest(name, (*PARAMETERS, SYSTEM)))
+    elif name == "seed" and text == NO_SEED:
+        session.params = replace(session.params, seed=None)
+    else:
+        try:
+            number: Any = int(text) if name in WHOLE_NUMBERS else float(text)
+        except ValueError:
+            raise UsageError(f"{name} is {text!r}, which is no number", f"for example /set {name} 1") from None
+        session.params = replace(session.params, **{name: number})
+
+
+def _save(session: ChatSession, rest: str) -> None:
+    path = _path(rest, "/save")
+    if path.exists():
+        raise UsageError(f"{path} is there already", "choose another name")
+    document = {"messages": session.messages, "settings": {name: getattr(session.params, name) for name in PARAMETERS}}
+    try:
+        write_atomic(path, json.dumps(document, ensure_ascii=False, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", "choose another place") from None
+    _say(f"saved to {path}")
+
+
+def _load(session: ChatSession, rest: str) -> None:
+    path = _path(rest, "/load")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in document["messages"]]
+        settings = {name: value for name, value in document.get("settings", {}).items() if name in PARAMETERS}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"{path} holds no conversation", "/save writes one") from None
+    if any(each["role"] not in ROLES for each in messages):
+        raise UsageError(f"{path} has a role other than {', '.join(ROLES)}", "/save writes one")
+    session.params = replace(session.params, **settings)
+    session.system = next((each["content"] for each in messages if each["role"] == SYSTEM), None)
+    session.turns = [each for each in messages if each["role"] != SYSTEM]
+    _say(f"{len(session.turns)} turns")
+
+
+def _regenerate(session: ChatSession, rest: str) -> str:
+    if [each["role"] for each in session.turns[-2:]] != ["user", "assistant"]:
+        raise UsageError("there is no answer yet", "ask something first")
+    if session.params.temperature == 0:
+        raise UsageError("at temperature 0 the answer would be the same", "/set temperature 0.7")
+    if session.params.seed is not None:
+        raise UsageError("with this seed the answer would be the same", f"/set seed {NO_SEED}")
+    question, _ = session.turns.pop(-2), session.turns.pop()
+    return question["content"]
+
+
+def _path(text: str, command: str) -> Path:
+    if not text:
+        raise UsageError(f"{command} needs the name of a file", f"for example {command} talk.json")
+    return Path(text).expanduser()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+COMMANDS: Mapping[str, tuple[Callable[[ChatSession, str], str | None], str]] = {
+    "/help": (_help, ": this list"),
+    "/set": (_set, "NAME VALUE: temperature, top_p, max_tokens, seed, system, ...; alone: what is set"),
+    "/regenerate": (_regenerate, ": another answer to the last question"),
+    "/save": (_save, "FILE: the conversation and its settings, as JSON"),
+    "/load": (_load, "FILE: go on with a saved conversation"),
+    "/reset": (_reset, ": forget the conversation"),
+    **dict.fromkeys(ENDS, (_reset, ": end it")),
+}
+"""Name -> function and usage; `run` itself handles ENDS."""

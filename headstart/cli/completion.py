@@ -1,25 +1,123 @@
-"""`headstart completion`: what a shell needs to complete commands, options and models."""
+"""`headstart completion`: scripts for shells, and the completions that these scripts ask for."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-import typer
-from typer.completion import get_completion_script
+from headstart.cli.help import options_of, summary
+from headstart.cli.parser import HELP, REQUIRED, Command, CommandGroup, OptionGroup, argument, command
 
-from headstart.errors import UsageError
-
-EXAMPLES = ("headstart completion bash", "headstart completion fish")
-SHELLS = ("bash", "zsh", "fish")
 COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"
-"""Set by these scripts when they ask."""
+"""Set by the scripts when they ask for completions."""
+SCRIPTS = {
+    "bash": """\
+_headstart_completion() {
+    local IFS=$'\n'
+    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \\
+                   COMP_CWORD=$COMP_CWORD \\
+                   _HEADSTART_COMPLETE=complete_bash $1 ) )
+    return 0
+}
+
+complete -o default -F _headstart_completion headstart""",
+    "zsh": """\
+#compdef headstart
+
+_headstart_completion() {
+  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _HEADSTART_COMPLETE=complete_zsh headstart)
+}
+
+compdef _headstart_completion headstart""",
+    "fish": """\
+complete --command headstart --no-files \
+--arguments "(env _HEADSTART_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \
+_TYPER_COMPLETE_ARGS=(commandline -cp) headstart)" \
+--condition "env _HEADSTART_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args \
+_TYPER_COMPLETE_ARGS=(commandline -cp) headstart\"""",
+}
+"""Users have installed these scripts: names of variables must not change."""
+HELP_WIDTH = 45
 
 
-def run(shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(OptionGroup):
+    """The shell."""
+
+    shell: str = argument("bash, zsh or fish.", default=REQUIRED, choices=tuple(SCRIPTS))
+
+
+@command("headstart completion bash", "headstart completion fish")
+def run(options: CompletionOptions) -> int:
     """Print a script that completes commands, options and models, to be sourced by the shell.
 
     bash: in ~/.bashrc, eval "$(headstart completion bash)". fish: a file in ~/.config/fish/completions."""
-    if shell not in SHELLS:
-        raise UsageError(f"shell is {shell!r}, which is unknown", f"choose from: {', '.join(SHELLS)}")
-    print(get_completion_script(prog_name="headstart", complete_var=COMPLETION_VARIABLE, shell=shell))
+    print(SCRIPTS[options.shell])
     return 0
+
+
+def answer(root: CommandGroup, environment: Mapping[str, str]) -> int:
+    """Print the completions for the command line in a shell's environment variables; returns the exit code."""
+    shell = environment[COMPLETION_VARIABLE].removeprefix("complete_")
+    if shell == "bash":
+        words = _split(environment.get("COMP_WORDS", ""))
+        number = int(environment.get("COMP_CWORD", "0"))
+        words, last = words[1:number], (words[number : number + 1] or [""])[0]
+    else:
+        line = environment.get("_TYPER_COMPLETE_ARGS", "")
+        words = _split(line)[1:]
+        last = words.pop() if words and not line.endswith(" ") else ""
+    found = [(value, text) for value, text in _completions(root, words, last) if value.startswith(last)]
+    if environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
+        return 0 if found else 1
+    if shell == "zsh":
+        pairs = [f'"{_zsh(value)}":"{_zsh(text)}"' if text else f'"{_zsh(value)}"' for value, text in found]
+        print(f"_arguments '*: :(({chr(10).join(pairs)}))'" if pairs else "_files")
+    else:
+        for value, text in found:
+            print(f"{value}\t{' '.join(text.split())}" if shell == "fish" and text else value)
+    return 0
+
+
+def _completions(root: CommandGroup, words: list[str], last: str) -> Iterator[tuple[str, str]]:
+    """Words that may replace `last`, after `words`, with their descriptions."""
+    entry: Command | CommandGroup = root
+    while isinstance(entry, CommandGroup) and words and words[0] in entry.commands:
+        entry = entry.commands[words.pop(0)]
+    if isinstance(entry, CommandGroup) and not words and not last.startswith("-"):
+        for name, each in entry.commands.items():
+            yield name, textwrap.shorten(summary(each), HELP_WIDTH, placeholder="...")
+        return
+    options = options_of(entry)
+    before = next((item for item in options if words and words[-1] in item.flags), None)
+    if before and not before.is_switch:
+        yield from ((choice, "") for choice in before.choices)
+    elif last.startswith("-"):
+        for item in options:
+            if not item.is_hidden and (item.is_list or not set(item.flags) & set(words)):
+                yield from ((flag, item.help) for flag in item.flags)
+        yield from ((flag, "Show this message.") for flag in HELP)
+    else:
+        for item in options:
+            if item.is_argument and item.complete:
+                yield from ((value, "") for value in item.complete())
+
+
+def _split(line: str) -> list[str]:
+    """The words of a line that may end within quotes."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words = []
+    try:
+        for word in lexer:
+            words.append(word)
+    except ValueError:  # an open quote at the end
+        words.append(lexer.token)
+    return words
+
+
+def _zsh(text: str) -> str:
+    return re.sub(r"[$`]", r"\\\g<0>", text.replace('"', '""').replace("'", "''")).replace(":", r"\\:")

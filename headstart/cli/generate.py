@@ -1,42 +1,50 @@
-"""`headstart generate`: one prompt in, its continuation out."""
+"""`headstart generate`, and the output of generated text: streamed, wrapped, summarized, as JSON."""
 
 from __future__ import annotations
 
 import shlex
+import unicodedata
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headstart.cli.adapt import with_adapted
-from headstart.cli.documents import completion_document, print_stream, summary
-from headstart.cli.options import LoadTestOptions, Model, OutputOptions, PromptOptions, SamplingOptions
-from headstart.cli.render import print_aside, print_json, progress
+from headstart.cli.options import (
+    LoadTestOptions,
+    ModelOptions,
+    OutputOptions,
+    PromptOptions,
+    SamplingOptions,
+    with_adapted,
+)
+from headstart.cli.parser import command
+from headstart.cli.render import print_json, print_note, progress
 from headstart.errors import UsageError
+from headstart.stats import synthetic_note
 
 if TYPE_CHECKING:
-    from headstart.api import LLM
-    from headstart.core import SamplingParams
+    from headstart.api import Completion, TextDelta
 
-EXAMPLES = (
-    "headstart generate --prompt 'Write a haiku about rain.'",
+
+@command(
+    "headstart generate --prompt 'Give me three tips for sleeping better.'",
     "headstart generate ./my-model --prompt-file task.txt --temperature 0.7 --seed 1 --json",
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
-
-
 def run(
-    model: Model = None,
-    *,
+    named: ModelOptions,
     prompts: PromptOptions,
     sampling: SamplingOptions,
     engine: LoadTestOptions,
     output: OutputOptions,
 ) -> int:
-    """Continue one prompt; streams to the terminal, or prints one JSON document."""
+    """Continue one prompt; prints streamed text or one JSON document."""
+    model = named.model
     if model and " " in model.strip() and not Path(model).exists():
-        hint = f"headstart generate --prompt {shlex.quote(model)}"
-        raise UsageError(f"{model!r} stands where the model does, and is none", f"for a prompt: {hint}")
+        hint = f"for a prompt: headstart generate --prompt {shlex.quote(model)}"
+        raise UsageError(f"{model!r} is no model", hint)
     prompt = prompts.text()
-    sampling.params(engine.config.seed)  # what is wrong is said before a model is loaded
+    sampling.params(engine.config.seed)  # errors come before a model is loaded
 
     from headstart.api import LLM
 
@@ -44,18 +52,124 @@ def run(
     with progress("loading", quiet=output.as_json) as report_progress:
         llm = LLM(model, config, report_progress)
     params = sampling.params(engine.config.seed, llm.recommended)
-    if output.as_json:
-        print_json(completion_document(llm.generate([prompt], params, raw=prompts.raw)[0]))
-    elif params.n > 1:
-        _print_choices(llm, prompt, params, prompts.raw)
-    else:
+    if params.n == 1 and not output.as_json:
         print_stream(llm.stream(prompt, params, raw=prompts.raw))
+        return 0
+    (completion,) = llm.generate([prompt], params, raw=prompts.raw)
+    if output.as_json:
+        print_json(completion_document(completion))
+    else:
+        for index, choice in enumerate(completion.choices):
+            print(f"--- {index + 1} of {len(completion.choices)} ---")
+            print(choice.text)
+        print_note(summary(completion))
     return 0
 
 
-def _print_choices(llm: LLM, prompt: str, params: SamplingParams, raw: bool) -> None:
-    completion = llm.generate([prompt], params, raw=raw)[0]
-    for index, choice in enumerate(completion.choices):
-        print(f"--- {index + 1} of {len(completion.choices)} ---")
-        print(choice.text)
-    print_aside(summary(completion))
+FENCE = "```"
+TAB_WIDTH = 8
+
+
+def completion_document(completion: Completion) -> dict[str, Any]:
+    """The document of `generate --json`; with `logprobs` and `choices` only if they were requested."""
+    document: dict[str, Any] = {
+        **{name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "seed")},
+        "usage": {name: completion.usage[name] for name in ("prompt_tokens", "completion_tokens")},
+        "speculation": completion.speculation.document(completion.method),
+        "timing": {name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")},
+    }
+    if completion.logprobs:
+        document["logprobs"] = [asdict(entry) for entry in completion.logprobs]
+    if len(completion.choices) > 1:
+        document["choices"] = [
+            {name: getattr(choice, name) for name in ("index", "text", "token_ids", "finish_reason")}
+            for choice in completion.choices
+        ]
+    return document
+
+
+def print_stream(
+    deltas: Iterator[TextDelta], stopped: Callable[[], bool] = lambda: False, wrap: WordWrap | None = None
+) -> str:
+    """Print text on stdout as it is generated, until `stopped`, and a summary on stderr. Returns the text."""
+    text = ""
+    for delta in deltas:
+        print(wrap.push(delta.text) if wrap else delta.text, end="", flush=True)
+        text += delta.text
+        if delta.completion is not None or stopped():
+            print(wrap.flush() if wrap else "", flush=True)
+            print_note("stopped" if delta.completion is None else summary(delta.completion))
+            break
+    if isinstance(deltas, Generator):
+        deltas.close()  # takes the request out of the engine
+    return text
+
+
+def summary(completion: Completion) -> str:
+    """One line with tokens, speed and acceptance length."""
+    stats, tokens = completion.speculation, completion.usage["completion_tokens"]
+    parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
+    if tokens > 1:  # the first one belongs to the prompt
+        parts.append(f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s")
+    if stats.drafts:
+        parts.append(f"acceptance length {stats.acceptance_length:.2f} ({completion.method})")
+    if stats.synthetic:
+        parts.append(synthetic_note(stats.synthetic))
+    return ", ".join(parts)
+
+
+class WordWrap:
+    """Breaks lines of streamed text at spaces, but neither code between lines of FENCE nor words longer than a line. A
+    word is held back until its end is known. `width`: the current columns of the terminal."""
+
+    def __init__(self, width: Callable[[], int]) -> None:
+        self._width = width
+        self._column = 0
+        self._spaces = self._word = ""  # held back
+        self._line = ""  # the first characters of the line, to see a fence
+        self._is_code = self._after_wide = False
+
+    def push(self, text: str) -> str:
+        """The text that can be printed now."""
+        return "".join(map(self._push_letter, text))
+
+    def _push_letter(self, letter: str) -> str:
+        if letter == "\n":
+            shown = self.flush() + letter
+            self._is_code ^= self._line == FENCE
+            self._column, self._spaces, self._line = 0, "", ""
+            return shown
+        if len(self._line) < len(FENCE):
+            self._line = (self._line + letter).lstrip()
+        if letter in " \t":
+            shown = self.flush()
+            self._spaces += letter
+            return shown
+        if _cells(letter) < 2:
+            self._word += letter
+            return self.flush() if _cells(self._word) >= self._width() else ""
+        shown = self.flush()  # Chinese and Japanese have no spaces: lines end anywhere
+        self._word = letter
+        return shown + self.flush()
+
+    def flush(self) -> str:
+        """The held-back word, after its spaces or on a new line."""
+        spaces, word = self._spaces, self._word
+        if not word:
+            return ""
+        self._spaces = self._word = ""
+        column, width = self._column, self._width()
+        for each in spaces:
+            column = column + 1 if each == " " else (column // TAB_WIDTH + 1) * TAB_WIDTH
+        column += _cells(word)
+        may_end = spaces or self._after_wide or _cells(word[0]) == 2
+        if column > width and self._column and may_end and not self._is_code and self._line != FENCE:
+            spaces, column = "\n", _cells(word)
+        self._column = column and (column - 1) % width + 1  # the terminal breaks longer words
+        self._after_wide = _cells(word[-1]) == 2
+        return spaces + word
+
+
+def _cells(text: str) -> int:
+    """Terminal columns of a text."""
+    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)

@@ -1,4 +1,4 @@
-"""The `headstart` program. Everything else is imported inside `main`: Ctrl-C is one line from the first moment on."""
+"""The `headstart` program. Other modules are imported inside `main`, so that Ctrl-C prints one line from the start."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # the one of typing takes longer than all of this
+TYPE_CHECKING = False  # importing typing takes longer than this module
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INTERRUPTED = 130
-UNSEEN = 50_000
-"""New objects before some are looked for that nobody needs. Python's 700 have it look through all modules and a whole
-vocabulary, of which nothing ever goes, again and again: a tenth of a start."""
+GC_THRESHOLD = 50_000
+"""New objects between garbage collections. Python's 700 takes a tenth of the start: modules and vocabularies are
+searched again and again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (the `headstart` script exits with it)."""
+    """Run one command; returns the exit code."""
     if arguments is None:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as after nohup
-            signal.signal(signal.SIGINT, _end_at_once)
-            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is said: the exit code is that of it
-        gc.set_threshold(UNSEEN)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
+            signal.signal(signal.SIGINT, _interrupt)
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the exit code is already decided
+        gc.set_threshold(GC_THRESHOLD)
         arguments = sys.argv[1:]
-    from headstart.cli import edge  # with all commands: a third of a second
+    from headstart.cli import app
 
-    return edge.run(list(arguments))
+    return app.run(list(arguments))
 
 
-def _end_at_once(*_: object) -> None:
-    """Ctrl-C while nothing is begun, or when all is done."""
+def _interrupt(*_: object) -> None:
+    """Ctrl-C before a command begins, or after its end."""
     sys.stderr.write("headstart: error: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -1,63 +1,204 @@
-"""`headstart models`: what is kept on this machine. Each subcommand is a function here."""
+"""Commands about this machine (`headstart doctor`, `models`, `pull`) and a running server's memory (`ps`, `stop`)."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from headstart.cli.help import ListsByDefault
-from headstart.cli.options import OutputOptions
-from headstart.cli.render import finish, print_table
-from headstart.core import Report
+from headstart.cli.options import ModelOptions, OutputOptions
+from headstart.cli.parser import REQUIRED, CommandGroup, OptionGroup, argument, command, option
+from headstart.cli.render import finish, print_note, print_table
+from headstart.cli.settings import Settings
 from headstart.errors import UsageError
 
-HELP = "List the models that are kept on this machine, or remove some. Without a command: list."
-EXAMPLES = ("headstart models", "headstart models list --json", "headstart models remove org/model")
-LIST_EXAMPLES = ("headstart models list", "headstart models --json")
-REMOVE_EXAMPLES = ("headstart models remove org/model", "headstart models remove smollm2-135m-mtp org/model --yes")
+if TYPE_CHECKING:
+    from headstart.core import Report
 
 
-def listed(*, output: OutputOptions) -> int:
-    """Models in the caches: name, size, format, heads, and when they were last used."""
+@dataclass(frozen=True, kw_only=True)
+class RemoveFlags(OptionGroup):
+    """The models to remove."""
+
+    names: list[str] = argument("As headstart models lists it.", metavar="MODEL", default=REQUIRED)
+    yes: bool = option("Do not ask for confirmation.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress(OptionGroup):
+    """A running server."""
+
+    url: str = option("Address of the server.", default="http://127.0.0.1:8000")
+    api_key: str | None = option("Bearer token of the server. Or $HEADSTART_API_KEY.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopFlags(OptionGroup):
+    """The model to unload."""
+
+    name: str = argument("As headstart ps lists it.", default=REQUIRED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListFlags(OptionGroup):
+    """What is listed."""
+
+    available: bool = option("List published models with heads of their own, by short name.", default=False)
+    prune: bool = option("Remove what is made anew when it is needed: packed weights and measurements.", default=False)
+
+
+@command("headstart models list", "headstart models --json", "headstart models --available", "headstart models --prune")
+def list_models(flags: ListFlags, output: OutputOptions) -> int:
+    """List name, size, format, heads and time of last use of cached models."""
+    if flags.available and flags.prune:
+        raise UsageError("--available and --prune are both given", "give one of them")
+    if flags.available:
+        from headstart.tools.plan.sources import available
+
+        return finish(available(), output.as_json, _print_available)
     from headstart.tools.inspect import cached
 
-    return finish(cached.run(), output.as_json, _print)
+    if flags.prune:
+        return finish(cached.prune(), output.as_json)
+    return finish(cached.run(), output.as_json, _print_models)
 
 
-def remove(
-    names: Annotated[list[str], typer.Argument(metavar="MODEL", help="As headstart models lists it.")],
-    *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    output: OutputOptions,
-) -> int:
-    """Remove models from the caches; asks first."""
+@command("headstart models remove org/model", "headstart models remove smollm2-135m-mtp org/model --yes")
+def remove(flags: RemoveFlags, output: OutputOptions) -> int:
+    """Remove models from the caches, after confirmation."""
+    from headstart.core import Report
     from headstart.tools.inspect import cached
 
-    for each in cached.found(names):
-        if not yes and not _agreed(f"remove {each.name} ({each.size / 1e6:.0f} MB)?"):
+    for each in cached.found(flags.names):
+        if not flags.yes and not _confirm(f"remove {each.name} ({each.size / 1e6:.0f} MB)?"):
             return finish(Report(True, {"removed": [], "bytes": 0}, ["nothing was removed"]), output.as_json)
-    return finish(cached.remove(names), output.as_json)
+    return finish(cached.remove(flags.names), output.as_json)
 
 
-def _agreed(question: str) -> bool:
+@command("headstart pull", "headstart pull org/model", "headstart pull smollm2-135m-mtp --json")
+def pull(flags: ModelOptions, output: OutputOptions) -> int:
+    """Download a model into the user cache, and check it; a cached model is only checked."""
+    from headstart import hub
+    from headstart.core import Report
+
+    hub.pull(flags.model)
+    alias = hub.resolve_alias(flags.model)
+    heads = {kind: str(path) for kind, path in alias.heads.items()}
+    document = {"model": alias.name, "path": str(alias.trunk), "heads": heads}
+    print_note(hub.DEMO_NOTE if alias.name == hub.DEFAULT_MODEL else f"next: headstart chat {alias.name}")
+    return finish(Report(True, document, [str(alias.trunk)]), output.as_json)
+
+
+@command("headstart ps", "headstart ps --url http://localhost:9000 --json")
+def ps(server: ServerAddress, output: OutputOptions) -> int:
+    """List the models in the memory of a running server, when they are unloaded, and its replicas."""
+    from headstart.tools import loaded
+
+    return finish(loaded.ps(server.url, server.api_key), output.as_json, _print_loaded)
+
+
+@command("headstart stop small", "headstart stop small --url http://localhost:9000")
+def stop(flags: StopFlags, server: ServerAddress, output: OutputOptions) -> int:
+    """Unload a model of a server with several models; exit code 1: its requests are still running."""
+    from headstart.tools import loaded
+
+    return finish(loaded.stop(flags.name, server.url, server.api_key), output.as_json)
+
+
+def _confirm(question: str) -> bool:
+    """Ask on stderr until the answer is yes or no. Raises UsageError without a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError("nobody is there to be asked", "--yes removes without asking")
-    return typer.confirm(question, err=True)
+        raise UsageError("stdin is no terminal to confirm at", "--yes removes without asking")
+    while True:
+        print(f"{question} [y/N]: ", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+        if not answer:
+            raise KeyboardInterrupt
+        if answer.strip().lower() in ("", "y", "yes", "n", "no"):
+            return answer.strip().lower().startswith("y")
 
 
-def _print(data: dict[str, Any]) -> None:
+def _print_models(data: dict[str, Any]) -> None:
     if not data["models"]:
-        print("none yet: headstart pull fetches one")
-        return
+        print("none yet: headstart pull fetches one; headstart models --available lists some")
     rows = [
         (each["name"], f"{each['bytes'] / 1e6:.0f} MB", each["format"] or "?", each["heads"] or "?",
          each["last_used"].partition("T")[0])
         for each in data["models"]
     ]  # fmt: skip
-    print_table(("model", "size", "format", "heads", "last used"), rows)
+    if rows:
+        print_table(("model", "size", "format", "heads", "last used"), rows)
+    if size := sum(data["derived"].values()):
+        parts = ", ".join(f"{name} {each / 1e6:.0f} MB" for name, each in data["derived"].items() if each >= 5e5)
+        print(f"also cached: {parts or f'{size / 1e6:.1f} MB'}; headstart models --prune removes it")
 
 
-GROUP = ListsByDefault
-COMMANDS = {"list": (listed, LIST_EXAMPLES), "remove": (remove, REMOVE_EXAMPLES)}
+def _print_available(data: dict[str, Any]) -> None:
+    rows = [
+        (each["name"], each["repo"], *(f"{each[size] / 1e9:.1f}" for size in ("bytes", "memory")), each["drafts"],
+         each["gain"] or "")
+        for each in data["models"]
+    ]  # fmt: skip
+    print_table(("name", "repository", "size\nGB", "memory\nGB", "drafts", "gain"), rows)
+    print("Size: the text part in bf16. Memory: with 8,192 positions; --quantization int4\ntakes about a third.")
+    print("Gain: as reported for other engines; headstart bench NAME measures it here.")
+    for each in data["models"]:
+        if each["gain"]:
+            print(f"  {each['name']} {each['gain']}: {each['gain_source']}")
+    print(f"headstart pull NAME fetches a model. The default, {data['default']}, is a\ntiny demo model.")
+
+
+def _print_loaded(data: dict[str, Any]) -> None:
+    from headstart.tools.loaded import until
+
+    if not data["models"]:
+        print("no model is in memory")
+        return
+    rows = [
+        (each["name"], f"{each['bytes'] / 1e6:.0f} MB", each["context"], until(each["expires_at"]))
+        for each in data["models"]
+    ]
+    print_table(("model", "weights", "context", "leaves"), rows)
+    if not data["replicas"]:
+        return
+    print()
+    replicas = []
+    for each in data["replicas"]:
+        runs, waits = ("" if each[name] is None else f"{each[name]:.0f}" for name in ("running", "waiting"))
+        cpus = ",".join(map(str, each["cpus"])) or "any"
+        replicas.append((each["number"], each["state"], runs, waits, each["starts"], cpus, each["pid"], each["url"]))
+    print_table(("replica", "state", "runs", "waits", "starts", "cpus", "process", "address"), replicas)
+
+
+GROUP = CommandGroup(
+    {"list": list_models, "remove": remove},
+    default="list",
+    help="List the models in the caches of this machine, or remove some. Without a command: list.",
+    examples=("headstart models", "headstart models --available", "headstart models remove org/model"),
+)
+
+
+@command("headstart doctor", "headstart doctor --json", "headstart doctor --config my-settings.toml")
+def doctor(settings: Settings, output: OutputOptions) -> int:
+    """Show the backend and the reason for it, CPU, threads, memory, compiler, GPU, versions, cached models and
+    settings."""
+    from headstart.tools import doctor as doctor_run
+
+    return finish(_with_settings(doctor_run.run(), settings), output.as_json)
+
+
+def _with_settings(report: Report, settings: Settings) -> Report:
+    file = str(settings.file) if settings.file else None
+    order = f"command line > environment > {file or 'headstart.toml (none here)'} > default"
+    rows, lines = [], [f"{'settings':10} {order}"]
+    for each in (*settings.from_environment, *settings.from_file):
+        by = settings.replaced_by(each)
+        rows.append({
+            "option": f"{each.scope} --{each.name}".strip(), "value": each.shown, "place": each.place,
+            "hidden_by": by.place if by else None,
+        })  # fmt: skip
+        hidden = f" ({by.place} comes first)" if by else ""
+        lines.append(f"{'':10} {rows[-1]['option']} {each.shown}: {each.place}{hidden}")
+    lines += [f"{'':10} model {name}: {file} [models.{name}]" for name in settings.models]
+    data = {"file": file, "set": rows, "models": list(settings.models)}
+    return replace(report, data=report.data | {"settings": data}, lines=[*report.lines, *lines])

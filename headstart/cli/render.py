@@ -1,56 +1,51 @@
-"""Output helpers: stdout is data, everything else goes to stderr."""
+"""Output of commands: data goes to stdout, everything else to stderr; both may be closed, full, or without a reader."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from headstart.core import Progress, Report, no_progress
-from headstart.system import reads_escapes
+from headstart.errors import UsageError, status_of
+from headstart.system import has_no_reader, supports_escapes
 
-if TYPE_CHECKING:  # rich costs start-up time that `--help` of other commands need not pay
+if TYPE_CHECKING:
     from rich.console import Console
 
+    from headstart.core import Progress, Report
 
 SLOW_SECONDS = 2.0
 """Work shorter than this shows no progress bar."""
-
 PIPE_WIDTH = 200
+"""Columns of a table in a pipe."""
 
 
-def stdout() -> Console:
-    # a pipe has no width that a table would have to be cut to
-    return _console(soft_wrap=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def stderr() -> Console:
-    return _console(stderr=True)
-
-
-def print_aside(text: str) -> None:
-    """A line for people beside the data, dim where they read it on a terminal and have not asked for plain text."""
-    dim = reads_escapes(sys.stderr) and not os.environ.get("NO_COLOR")
+def print_note(text: str) -> None:
+    """Print a line for people on stderr, dim on a terminal unless NO_COLOR is set."""
+    dim = supports_escapes(sys.stderr) and not os.environ.get("NO_COLOR")
     print(f"\033[2m{text}\033[0m" if dim else text, file=sys.stderr)
 
 
 def _console(**options: Any) -> Console:
     from rich.console import Console
 
-    class Plain(Console):
+    class RaisingConsole(Console):
         def on_broken_pipe(self) -> None:
             raise  # rich's own would end the process here, with exit code 1
 
-    return Plain(highlight=False, **options)
+    return RaisingConsole(highlight=False, **options)
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one JSON document of a command: what JSON has no number for is null, and bytes of no text are escaped."""
+    """Print the JSON document of a command. NaN and infinities become null, lone surrogates are escaped."""
     try:
         text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
         text.encode(sys.stdout.encoding or "utf-8")
@@ -68,11 +63,17 @@ def _finite(value: Any) -> Any:
 
 
 def print_error(message: str, hint: str = "") -> None:
-    """One line for what was wrong, one for what to do."""
-    with suppress(OSError):  # nobody listens: the exit code still says it
+    """Print an error and its hint on stderr, a line each."""
+    with suppress(OSError):  # stderr is closed: the exit code reports the error
         print(f"headstart: error: {' '.join(message.split())}", file=sys.stderr)
         if hint:
             print(f"hint: {' '.join(hint.split())}", file=sys.stderr)
+
+
+def print_records(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]], *, footer: str = "") -> None:
+    """A table with a row for each record. `columns`: heading -> format of a cell, with the record's keys."""
+    rows = [[cell.format_map(each) for cell in columns.values()] for each in records]
+    print_table(tuple(columns), rows, footer=footer)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, footer: str = "") -> None:
@@ -85,9 +86,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, foo
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index > 0)
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    console = stdout()
+    is_terminal = sys.stdout.isatty()
+    console = _console(soft_wrap=False, width=None if is_terminal else PIPE_WIDTH)
     wanted = console.measure(table, options=console.options.update(width=PIPE_WIDTH)).maximum
-    if not sys.stdout.isatty() or wanted <= console.width:
+    if not is_terminal or wanted <= console.width:
         console.print(table)
         return
     for row in rows:
@@ -99,8 +101,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, foo
 
 
 def finish(report: Report, as_json: bool, table: Callable[[dict[str, Any]], None] | None = None) -> int:
-    """Show a report, for people below a table, and give the exit code: 0 if its answer is yes, else 1."""
-    with suppress(BrokenPipeError):  # who stops reading still gets the verdict
+    """Print a report, for people below a table; returns the exit code."""
+    with suppress(BrokenPipeError):  # a reader such as head has enough: the exit code still counts
         if as_json:
             print_json(report.data)
         else:
@@ -111,25 +113,102 @@ def finish(report: Report, as_json: bool, table: Callable[[dict[str, Any]], None
     return 0 if report.ok else 1
 
 
+class _ProgressBar:
+    """A bar on stderr that appears after SLOW_SECONDS. rich is imported then."""
+
+    def __init__(self, what: str) -> None:
+        self._state: tuple[int, int | None, str] = 0, None, what
+        self._what = what
+        self._bar: Any = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(SLOW_SECONDS, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with self._lock:
+            if self._timer.finished.is_set():
+                return
+            self._bar = Bar(*columns, console=_console(stderr=True), transient=True)
+            self._bar.add_task(self._what, total=None)
+            self._bar.start()
+        self.report(*self._state)
+
+    def report(self, done: int, total: int | None, text: str) -> None:
+        self._state = done, total, text
+        if self._bar is not None:
+            self._bar.update(0, completed=done, total=total, description=text or self._what)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+
+
 @contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Progress]:
-    """A callback that draws a bar on stderr once the work has taken a while; silent when stderr is not a terminal."""
+    """A callback that draws a bar on stderr once the work has taken SLOW_SECONDS; silent if stderr is no terminal."""
     if quiet or not sys.stderr.isatty():
+        from headstart.core import no_progress
+
         yield no_progress
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Bar(*columns, console=stderr(), transient=True)
-    task = bar.add_task(what, total=None)
-    begin = time.monotonic()
-
-    def report(done: int, total: int, text: str) -> None:
-        if not bar.live.is_started and time.monotonic() - begin > SLOW_SECONDS:
-            bar.start()
-        bar.update(task, completed=done, total=total, description=text or what)
-
+    bar = _ProgressBar(what)
     try:
-        yield report
+        yield bar.report
     finally:
         bar.stop()
+
+
+NULL = Path(os.devnull)
+
+
+def prepare_streams() -> None:
+    """Replace closed streams by the null device; escape characters that a stream cannot encode."""
+    sys.stdin = sys.stdin or NULL.open(encoding="utf-8")
+    sys.stdout = sys.stdout or NULL.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or NULL.open("w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def stdout_error() -> OSError | None:
+    """Why nothing more can be written to stdout; None if it works. Unwritten text stays in the buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return error
+    return BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) if has_no_reader(sys.stdout) else None
+
+
+def lost_stdout(error: OSError, code: int = 0) -> int:
+    """The exit code after an error of stdout: `code` if a reader, such as head, has closed the pipe."""
+    _discard(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return code
+    print_error(f"cannot write to stdout: {error.strerror}", "is the disk full?")
+    return status_of(UsageError("")).exit_code
+
+
+def flush_all(code: int) -> int:
+    """Flush stdout and stderr; returns the exit code of a command that ended with `code`."""
+    if (error := stdout_error()) is not None:
+        code = lost_stdout(error, code)
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+    return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop the buffer of a stream: at exit the interpreter would fail on it again, with a traceback."""
+    with suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,108 +1,38 @@
-"""`headstart serve`: an OpenAI-compatible endpoint."""
+"""`headstart serve`: serves a model over HTTP, in this process or as several replicas behind a router."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from headstart.cli.adapt import with_adapted
-from headstart.cli.help import MORE
-from headstart.cli.options import OptionGroup, ServingOptions, model_names, option, read_text
+from headstart.cli.options import ServingOptions, read_template, with_adapted
+from headstart.cli.parser import OptionGroup, command, option
 from headstart.cli.render import finish, progress
-from headstart.cli.serve_elsewhere import OtherEngine, launch_options
-from headstart.cli.serve_replicas import ReplicaOptions, begin, check_alone, supervised
-from headstart.cli.serve_several import ModelsOptions, shelf, wants_several
-from headstart.cli.settings import of_context
-from headstart.cli.vllm_flags import VllmFlags
-from headstart.cli.vllm_words import ServeCommand
-from headstart.config import EngineConfig
+from headstart.cli.serve_engine import OtherEngineOptions, launch_options
+from headstart.cli.serve_models import ServedModelsOptions, model_manager
+from headstart.cli.settings import Settings
+from headstart.cli.vllm_flags import VllmFlags, rewrite
+from headstart.config import EngineConfig, flag_of
 from headstart.errors import UsageError
+from headstart.server.options import ServerOptions
 
 if TYPE_CHECKING:
-    from headstart.cli.settings import Settings
     from headstart.server.app import ServerConfig
-
-COMMAND = ServeCommand
-RARE = f"{MORE}Server, more"
-EXAMPLES = (
-    "headstart serve --port 8000",
-    "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
-    "headstart serve ./my-model org/model --keep-alive 10m",
-    "headstart serve --models models --memory 8",
-    "headstart serve --role decode --prefill http://localhost:8001 --kv-spill kv",
-    "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
-    "headstart serve --replicas 2 --threads 1",
-    "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
-    "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
-    """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
-)
-
-Models = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A path, a .gguf file, a Hugging Face repo id or an alias, or several; none: the default model.",
-        autocompletion=model_names,
-    ),
-]
+    from headstart.server.replicas.group import ReplicaId
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(OptionGroup):
-    """Where and how the server listens: ServerConfig, and another chat template."""
-
-    host: str = option("Address to listen on.", default="127.0.0.1")
-    port: int = option("Port; 0 takes a free one.", default=8000)
-    served_model_name: list[str] | None = option("Name that requests use; may be repeated.")
-    max_queue: int = option("Sequences that may wait; beyond: 503.", default=256)
-    request_timeout: float | None = option("Seconds that a request may take. Default: any.")
-    shutdown_timeout: int = option("Seconds that running requests get after SIGTERM.", default=30)
-    api_key: list[str] | None = option("Bearer token that requests must bring; may be repeated. Or $HEADSTART_API_KEY.")
-    api_key_file: Path | None = option("TOML file of more keys, with what each may have (docs/server.md).")
-    allowed_origins: list[str] | None = option("Origin of web pages that may call (CORS), or *; may be repeated.")
-    parse_special_tokens: bool = option(
-        "Names of special tokens in messages become those tokens.", default=False, panel=RARE
-    )
-    ssl_certfile: Path | None = option("TLS certificate (PEM).")
-    ssl_keyfile: Path | None = option("TLS key (PEM).")
-    chat_template: Path | None = option("Jinja file that replaces the model's template.")
-    tool_call_parser: str | None = option("Format of tool calls. Default: by the chat template.")
-    reasoning_parser: str | None = option("Format of thoughts. Default: by the chat template.")
-    price_per_hour: float | None = option("Dollars for this machine; /metrics then counts the cost.")
-    log_format: str = option("text or json.", default="text", panel=RARE)
-    access_log: bool = option("A line for every request: id, path, status, seconds.", default=False)
-    no_web: bool = option("No pages for browsers at / and /dashboard.", default=False)
-    role: str | None = option(
-        "prefill: compute prompts for decode servers; decode: have --prefill compute them.", panel=RARE
-    )
-    prefill: str | None = option("URL of the server that computes prompts for this one.", metavar="URL", panel=RARE)
-    record: Path | None = option("Keep token ids of prompts and answers in this folder, for headstart adapt.")
-    record_limit: int = option("Megabytes that they may take; the oldest go first.", default=256, panel=RARE)
-
-    def check(self) -> None:
-        """Raises UsageError for values out of range and files that are not there."""
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port is {self.port}, but must be between 0 and 65535")
-        for name, least in (("max_queue", 0), ("shutdown_timeout", 0), ("record_limit", 1)):
-            if (value := getattr(self, name)) < least:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise UsageError(f"--request-timeout is {self.request_timeout}, but must be above 0")
-        if self.price_per_hour is not None and not self.price_per_hour >= 0:
-            raise UsageError(f"--price-per-hour is {self.price_per_hour}, but must be at least 0")
-        if self.log_format not in ("text", "json"):
-            raise UsageError(f"--log-format is {self.log_format!r}, which is unknown", "choose text or json")
-        _check_tls(self.ssl_certfile, self.ssl_keyfile)
+class ServeOptions(ServerOptions, OptionGroup):
+    """ServerOptions from the command line."""
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Before a model is loaded. Raises UsageError. A key with a password is asked for later, once."""
+    """Raises UsageError unless the files are a certificate and its key. An encrypted key is checked later, with its
+    password."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
     if certificate is None or key is None:
@@ -122,26 +52,23 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 def check_role(serving: ServeOptions, config: EngineConfig) -> ServeOptions:
-    """`--prefill` alone makes a decode server. Raises UsageError for roles that do not work like that."""
+    """The options with the role; `--prefill` alone makes a decode server. Raises UsageError for contradictions."""
     role = serving.role or ("decode" if serving.prefill is not None else None)
-    if role not in (None, "prefill", "decode"):
-        raise UsageError(f"--role is {role!r}, which is unknown", "choose prefill or decode")
     if role == "decode" and serving.prefill is None:
-        raise UsageError("--role decode needs a server that computes prompts", "name it: --prefill http://HOST:PORT")
+        raise UsageError("--role decode needs a prefill server", "name it: --prefill http://HOST:PORT")
     if role == "prefill" and serving.prefill is not None:
         raise UsageError("--role prefill computes prompts itself", "--prefill is for --role decode")
     if role is not None and config.kv_spill is None:
-        raise UsageError(f"--role {role} hands prompts over in files", "say where they lie: --kv-spill DIR")
+        raise UsageError(f"--role {role} transfers prompts in files", "name their folder: --kv-spill DIR")
     if serving.prefill is not None:
-        from headstart.server.handoff import Address
+        from headstart.server.prefill_client import prefill_url
 
-        Address.of(serving.prefill)
+        prefill_url(serving.prefill)
     return replace(serving, role=role)
 
 
 def check_keys(keys: list[str] | None, file: Path | None) -> None:
-    """A variable that is not set must not open the server. (typer takes an empty environment variable for none.) Raises
-    UsageError, also for a file that is wrong."""
+    """Check --api-key and --api-key-file. Raises UsageError for an empty key and an invalid file."""
     if not all(key.strip() for key in keys or ()) or (not keys and os.environ.get("HEADSTART_API_KEY") == ""):
         raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
     if file is not None:
@@ -150,111 +77,132 @@ def check_keys(keys: list[str] | None, file: Path | None) -> None:
         Accounts.of(keys or (), file)
 
 
-def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
-    """What `headstart tune` has found for this model here, and said so; the user's own choice comes first."""
-    from headstart.tools.tune.setting import kept_setting
+def log_loading(model: str | None, log_format: str) -> None:
+    """Log that the model is being loaded, before modules that take long to import."""
+    from headstart.server.process import set_up_logs
 
-    setting = kept_setting(model, config)
+    set_up_logs(log_format)
+    logging.getLogger("headstart.server").info("loading %s", model or "the default model")
+
+
+def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
+    """The config with the drafter and depth that `headstart tune` has found, if any; prints them."""
+    from headstart.tools.saved import load_setting
+
+    setting = load_setting(model, config)
     if setting is None:
         return config
     print(f"headstart: tuned: {setting}", file=sys.stderr)
     return replace(config, drafter=setting.drafter, depth=setting.depth)
 
 
+@command(
+    "headstart serve --port 8000",
+    "headstart serve ./my-model --head my-head --depth 3 --max-num-seqs 16",
+    "headstart serve ./my-model org/model --keep-alive 10m",
+    "headstart serve --models models --memory 8",
+    "headstart serve --role decode --prefill http://localhost:8001 --kv-spill kv",
+    "headstart serve --host 0.0.0.0 --api-key-file keys.toml",
+    "headstart serve --replicas 2 --threads 1",
+    "headstart serve ./my-model --engine vllm --max-num-seqs 64 --dry-run",
+    "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' "
+    """-d '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 60}'""",
+    rewrite=rewrite,
+)
 def run(
-    model: Models = None,
-    *,
-    context: typer.Context,
     serving: ServeOptions,
-    several: ModelsOptions,
+    named: ServedModelsOptions,
     engine: ServingOptions,
     vllm: VllmFlags,
-    other: OtherEngine,
+    other: OtherEngineOptions,
     replicas: ReplicaOptions,
+    settings: Settings,
 ) -> int:
-    """Serve a model over HTTP, with OpenAI's and vLLM's request fields; or several, loaded as requests name them."""
-    serving.check()
-    several.check()
+    """Serve one or several models over HTTP with the APIs of OpenAI, vLLM, Anthropic and Ollama."""
+    _check_tls(serving.ssl_certfile, serving.ssl_keyfile)
+    named.check()
     check_keys(serving.api_key, serving.api_key_file)
     other.check()
-    member = replicas.member
-    if replicas.replicas is not None and member is None:
-        config, settings = vllm.apply(engine.config), of_context(context)
-        check_alone(wants_several(model or (), several, settings), other.engine_name is not None)
+    replica_id = replicas.replica_id
+    if other.engine_name is not None and (replicas.replicas is None or replica_id is not None):
+        return _serve_with_other_engine(other.engine_name, other.dry_run, named, serving, engine, vllm)
+    config = vllm.apply(engine.config)
+    has_several = named.has_several(settings)
+    if replicas.replicas is not None and replica_id is None:
+        if has_several:
+            raise UsageError("--replicas serve one model", "leave out the others, or --replicas")
+        if other.engine_name is not None:
+            raise UsageError("--replicas are headstart's own engines", "leave out --engine, or --replicas")
         check_role(serving, config)
-        return supervised(replicas, config, serving.chosen())
-    if other.engine_name is not None:
-        from headstart.cli import launch
-        from headstart.tools.launch.run import run as dry_run
+        return supervise_replicas(replicas, config, serving.chosen())
+    may_tune = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
+    if replica_id is None and has_several:
+        return _serve_several(named, settings, config, _server_config(serving, replicas), may_tune=may_tune)
+    return _serve_one(named.first, config, check_role(serving, config), replicas, may_tune=may_tune)
 
-        if len(model or ()) > 1:
-            raise UsageError("another engine serves one model", "leave the others out")
-        options = launch_options(other.engine_name, model[0] if model else None, serving, engine, vllm.given)
-        if other.dry_run:
-            return finish(dry_run(options), as_json=False)
-        return launch.started(options, stay=True, as_json=False)
-    config, settings = vllm.apply(engine.config), of_context(context)
-    tunes = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
-    if member is None and wants_several(model or (), several, settings):
-        serve_config = _server_config(serving, replicas)
-        return _serve_several(model or (), several, settings, config, serve_config, tunes=tunes)
-    return _serve_one(model[0] if model else None, config, check_role(serving, config), replicas, tunes=tunes)
+
+def _serve_with_other_engine(
+    name: str, dry: bool, models: ServedModelsOptions, serving: ServeOptions, engine: ServingOptions, vllm: VllmFlags
+) -> int:
+    from headstart.cli import launch
+    from headstart.tools.launch.run import run as dry_run
+
+    if len(models.model or ()) > 1:
+        raise UsageError("another engine serves one model", "leave the others out")
+    options = launch_options(name, models.first, serving, engine, vllm.given)
+    if dry:
+        return finish(dry_run(options), as_json=False)
+    return launch.start(options, stay=True, as_json=False)
 
 
 def _serve_several(
-    models: Sequence[str],
-    several: ModelsOptions,
-    settings: Settings,
-    config: EngineConfig,
-    serve_config: ServerConfig,
-    *,
-    tunes: bool,
+    named: ServedModelsOptions, settings: Settings, config: EngineConfig, serve_config: ServerConfig, *, may_tune: bool
 ) -> int:
+    if named.first is not None:
+        log_loading(named.first, serve_config.log_format)
+    from headstart.server.process import listening
     from headstart.server.run import serve
-    from headstart.server.sockets import listening
 
-    def known(model: str | None, config: EngineConfig) -> EngineConfig:
-        return with_adapted(model, with_tuned(model, config) if tunes else config)
+    def prepare(model: str | None, config: EngineConfig) -> EngineConfig:
+        return with_adapted(model, with_tuned(model, config) if may_tune else config)
 
     with listening(serve_config.host, serve_config.port) as sockets:
-        serve(shelf(models, several, settings, config, serve_config, known), serve_config, sockets)
+        serve(model_manager(named, settings, config, serve_config, prepare), serve_config, sockets)
     return 0
 
 
 def _serve_one(
-    model: str | None, config: EngineConfig, serving: ServeOptions, replicas: ReplicaOptions, *, tunes: bool
+    model: str | None, config: EngineConfig, serving: ServeOptions, replicas: ReplicaOptions, *, may_tune: bool
 ) -> int:
-    room = begin(replicas.member) if replicas.member is not None else None
-    if tunes:
+    replica_id = replicas.replica_id
+    if replica_id is None:
+        log_loading(model, serving.log_format)
+    room = start_replica(replica_id) if replica_id is not None else None
+    if may_tune:
         config = with_tuned(model, config)
     plain, config = config, with_adapted(model, config)
-    template = read_text(serving.chat_template, "--chat-template") if serving.chat_template else None
+    template = read_template(serving.chat_template)
 
     from headstart.api import LLM
-    from headstart.kernels.backend import KeepsWeights
-    from headstart.server.app import shelf_of_one
+    from headstart.kernels.backend import CachesWeights
+    from headstart.server.app import single_model_manager
+    from headstart.server.process import listening
     from headstart.server.records import prepare_folder
     from headstart.server.run import serve
-    from headstart.server.sockets import listening
-    from headstart.text.chat import ChatTemplate
 
     if serving.record is not None:
         prepare_folder(serving.record)
     serve_config = _server_config(serving, replicas)
-    with listening(serve_config.host, serve_config.port) as sockets:  # before a model is loaded for nothing
+    with listening(serve_config.host, serve_config.port) as sockets:  # before the model is loaded
         with progress("loading") as report_progress:
             llm = LLM(model, config, report_progress, room=room)
-            if (
-                replicas.member is not None
-                and isinstance(llm.model.backend, KeepsWeights)
-                and llm.model.backend.could_map
-            ):
-                llm.close()  # what the others map is shared with them
+            backend = llm.model.backend
+            if replica_id is not None and isinstance(backend, CachesWeights) and backend.wrote_weight_cache:
+                llm.close()  # load again: weights that another replica has mapped are shared
                 llm = LLM(model, config, report_progress, room=room)
         if template is not None:
-            known = llm.chat_template or ChatTemplate("")
-            llm.chat_template = known.replaced(template, str(serving.chat_template))
-        serve(shelf_of_one(llm, serve_config), serve_config, sockets, lambda: with_adapted(model, plain).head)
+            llm.use_chat_template(template)
+        serve(single_model_manager(llm, serve_config), serve_config, sockets, lambda: with_adapted(model, plain).head)
     return 0
 
 
@@ -262,12 +210,92 @@ def _server_config(serving: ServeOptions, replicas: ReplicaOptions) -> ServerCon
     """Raises UsageError."""
     from headstart.server.app import ServerConfig
 
-    settings = serving.chosen() | {"member": replicas.member}
-    if replicas.join is not None and replicas.member is None:
-        from headstart.server.replicas.join import check
+    settings = serving.chosen() | {"replica": replicas.replica_id}
+    if replicas.join is not None and replicas.replica_id is None:
+        from headstart.server.replicas.router import check_address
 
-        check(replicas.join, serving.host)
+        check_address(replicas.join, serving.host)
         settings["join"] = replicas.join
-    settings.pop("chat_template", None)
-    settings["web"] = not settings.pop("no_web")
     return ServerConfig(**settings)
+
+
+SINGLE_PROCESS = {
+    "record": "one process writes records",
+    "ssl_certfile": "the router speaks HTTP: let a proxy in front of it speak TLS",
+}
+"""Server options that replicas cannot have -> why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions(OptionGroup):
+    """Several engines of one model."""
+
+    panel = "Several engines"
+
+    replicas: str | None = option(
+        "Engines behind a router on this machine: a number, or numa (one per NUMA node).", metavar="N|numa"
+    )
+    join: str | None = option(
+        "Address of a router that sends requests to this server.", metavar="URL", panel=f"{panel}, more", is_rare=True
+    )
+    replica: str | None = option("Internal: the replica that this process is.", is_hidden=True)
+
+    @property
+    def replica_id(self) -> ReplicaId | None:
+        """The replica of this process; None: no replica. Raises UsageError."""
+        if self.replica is None:
+            return None
+        from headstart.server.replicas.group import ReplicaId
+
+        return ReplicaId.of(self.replica)
+
+
+def start_replica(replica_id: ReplicaId) -> int:
+    """Bind this process to its CPUs, and end it with its supervisor; returns the bytes for its caches."""
+    from headstart.system import end_with_parent, set_affinity
+
+    end_with_parent()
+    group = replica_id.group()
+    if cpus := group.replicas[replica_id.number].cpus:
+        set_affinity(cpus)
+    return group.room
+
+
+def supervise_replicas(replicas: ReplicaOptions, config: EngineConfig, serving: dict[str, Any]) -> int:
+    """Start and supervise the replicas; returns the exit code. `serving`: ServeOptions by name. Raises UsageError."""
+    from headstart import machine
+    from headstart.server.process import listening, set_up_logs
+    from headstart.server.replicas.group import MEMORY_SHARE, divide_cpus
+    from headstart.server.replicas.router import check_address, check_installed
+    from headstart.server.replicas.supervisor import SupervisorSettings, supervise
+
+    for name, why in SINGLE_PROCESS.items():
+        if serving.get(name):
+            raise UsageError(f"{flag_of(name)} does not go with --replicas", why)
+    if serving.get("role") == "prefill":
+        raise UsageError(
+            "--role prefill does not go with --replicas: a decode server asks one server for a prompt and its blocks",
+            "start it by itself, and give the replicas its address: --prefill URL",
+        )
+    if config.device == "cuda":
+        raise UsageError("--replicas are for the CPU", "one engine per GPU: headstart serve on each, with --join")
+    assert replicas.replicas is not None
+    shares = divide_cpus(replicas.replicas, config.threads, machine.nodes(), machine.threads().quota)
+    check_installed()
+    if replicas.join is not None:
+        check_address(replicas.join, serving["host"])
+    with listening(serving["host"], serving["port"]) as sockets:
+        set_up_logs(serving["log_format"])
+        return supervise(
+            SupervisorSettings(
+                host=serving["host"],
+                port=serving["port"],
+                words=tuple(sys.argv[1:]),
+                shares=shares,
+                room=int(machine.memory().available * MEMORY_SHARE) // len(shares),
+                origins=serving.get("allowed_origins", ()),
+                shutdown_timeout=serving["shutdown_timeout"],
+                join=replicas.join,
+            ),
+            sockets,
+        )

@@ -1,4 +1,4 @@
-"""`headstart verify`: is the text with drafting really that of plain decoding?"""
+"""`headstart verify` and `probe`: check exactness and drafting, of this engine or of another endpoint."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headstart.cli.options import (
-    EngineOptions,
-    Model,
-    OptionGroup,
-    OutputOptions,
-    as_depth,
-    option,
-    read_text,
-)
+from headstart.cli.options import MAX_MINUTES, EngineOptions, ModelOptions, OutputOptions, number_or_word, read_text
+from headstart.cli.parser import REQUIRED, OptionGroup, argument, command, option
+from headstart.cli.render import print_table
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 
-EXAMPLES = (
-    "headstart verify",
-    "headstart verify --temperatures 0,0.7 --depths 1,3,5 --drafters mtp,ngram --batch-sizes 1,8",
-    "headstart verify --full --prompts prompts.jsonl",
-    "headstart verify ./my-model --head ./my-head --prompts prompts.jsonl --json",
-    "headstart verify --numerics",
-    "headstart verify --against transformers",
-)
 SWITCH = {"on": True, "off": False}.__getitem__
 VARIED = {
     "depth": "--depths",
@@ -36,105 +22,90 @@ VARIED = {
     "max_num_batched_tokens": "--chunk-sizes",
     "enable_prefix_caching": "--prefix-cache",
 }
-"""Engine options that verify varies by itself."""
-
-
-def _levels(doc: str, default: str, *flags: str) -> Any:
-    return option(f"{doc}, comma-separated. Default: {default}.", *flags, show_default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LevelOptions(OptionGroup):
-    """What verify varies; each is a comma-separated list. Defaults are VerifyOptions'."""
-
-    panel = "Levels"
-    temperatures: str | None = _levels("Temperatures", "0,0.7,1.0")
-    depths: str | None = _levels("Depths", "0,1,3,5,auto")
-    drafters: str | None = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
-    batch_sizes: str | None = _levels("Prompts at the same time", "1,8")
-    chunk_sizes: str | None = _levels("Rows per pass", "32,512")
-    prefix_caching: str | None = _levels("Prefix cache", "on,off", "--prefix-cache")
-    preemption: str | None = _levels("Too few KV blocks for all (on), or enough (off)", "on,off")
-    thread_counts: str | None = _levels("CPU threads", "1,2; on the reference backend one level, --threads")
-    seeds: str | None = _levels("Seeds", "0")
-    full: bool = option(
-        "The big grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, "
-        "and 2000 texts or more. Levels given by hand win.",
-        default=False,
-    )
-
-    def chosen(self) -> dict[str, Any]:
-        """The lists that were given, by the names that VerifyOptions has for them."""
-        values = self.parsed(
-            temperatures=float, depths=_depth, drafters=str, batch_sizes=int, chunk_sizes=int,
-            prefix_caching=SWITCH, preemption=SWITCH, thread_counts=int, seeds=int,
-        )  # fmt: skip
-        if any(seed < 0 for seed in values["seeds"]):
-            raise UsageError(f"--seeds is {self.seeds}, but a seed must be at least 0")
-        del values["full"]
-        return {name: levels for name, levels in values.items() if levels}
+"""Engine options that verify varies -> the option with their levels."""
 
 
 def _depth(text: str) -> Any:
-    if (depth := as_depth(text)) != AUTO and not isinstance(depth, int):
+    if (depth := number_or_word(text)) != AUTO and not isinstance(depth, int):
         raise ValueError(text)
     return depth
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseOptions(OptionGroup):
-    """What verify decodes and what it compares with."""
+def _levels(doc: str, default: str, *flags: str, **more: Any) -> Any:
+    """A comma-separated option; empty: the default of VerifyOptions."""
+    return option(f"{doc}, comma-separated. Default: {default}.", *flags, **more)
 
-    prompts: Path | None = option("Text file with a prompt per line, or .jsonl; none: built-in ones.")
+
+@dataclass(frozen=True, kw_only=True)
+class LevelOptions(OptionGroup):
+    """Levels that verify varies; defaults are those of VerifyOptions."""
+
+    panel = "Levels"
+
+    temperatures: tuple[float, ...] = _levels("Temperatures", "0,0.7,1.0")
+    depths: tuple[Any, ...] = _levels("Depths", "0,1,3,5,auto", parse=_depth)
+    drafters: tuple[str, ...] = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
+    batch_sizes: tuple[int, ...] = _levels("Prompts at the same time", "1,8")
+    chunk_sizes: tuple[int, ...] = _levels("Rows per pass", "32,512")
+    prefix_caching: tuple[bool, ...] = _levels("Prefix cache", "on,off", "--prefix-cache", parse=SWITCH)
+    preemption: tuple[bool, ...] = _levels("Too few KV blocks for all (on), or enough (off)", "on,off", parse=SWITCH)
+    thread_counts: tuple[int, ...] = _levels("CPU threads", "1,2; on the reference backend one level, --threads")
+    seeds: tuple[int, ...] = _levels("Seeds", "0", min=0)
+    full: bool = option(
+        "A larger grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, and at "
+        "least 2000 texts. Other options change its levels.",
+        default=False,
+    )
+
+    def chosen(self) -> dict[str, Any]:
+        """The lists that were given, by the names of VerifyOptions."""
+        return {name: levels for name, levels in vars(self).items() if levels and name != "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseOptions(ModelOptions):
+    """Prompts, and the reference of the comparison."""
+
+    prompts: Path | None = option("Text file with a prompt per line, or .jsonl. Default: built-in prompts.")
     raw: bool = option("Without the chat template.", default=False)
     max_tokens: int = option("Tokens per prompt.", default=64, min=1)
-    numerics: bool = option("Compare this backend's logits with float32 (needs torch).", default=False)
-    against: str | None = option("Compare greedy text with another implementation: transformers.")
+    numerics: bool = option("Compare the backend's logits with float32 (needs torch).", default=False)
+    against: str | None = option(
+        "Compare greedy text with another implementation: transformers.", choices=("transformers",)
+    )
 
 
-def run(
-    model: Model = None,
-    *,
-    case: CaseOptions,
-    levels: LevelOptions,
-    engine: EngineOptions,
-    output: OutputOptions,
-) -> int:
-    """Compare token ids with plain decoding over pairs of all levels; exit 1 on a difference that is not a tie."""
+@command(
+    "headstart verify",
+    "headstart verify --temperatures 0,0.7 --depths 1,3,5 --drafters mtp,ngram --batch-sizes 1,8",
+    "headstart verify --full --prompts prompts.jsonl",
+    "headstart verify ./my-model --head ./my-head --prompts prompts.jsonl --json",
+    "headstart verify --numerics",
+    "headstart verify --against transformers",
+)
+def verify(case: CaseOptions, levels: LevelOptions, engine: EngineOptions, output: OutputOptions) -> int:
+    """Compare token ids with plain decoding, over pairs of all levels; exit code 1: a difference that is no tie."""
     _check(case, levels, engine)
-    chosen = levels.chosen()
-    prompts = _read_prompts(case.prompts) if case.prompts else None
+    values = vars(case) | {"prompts": _read_prompts(case.prompts) if case.prompts else None}
+    del values["numerics"]
 
-    from headstart.tools.verify import numerics, run as verify
+    from headstart.tools.verify import numerics, run as verify_run
     from headstart.tools.verify.options import FULL, VerifyOptions
 
-    options = VerifyOptions(
-        model=model,
-        config=engine.config,
-        prompts=prompts,
-        raw=case.raw,
-        max_tokens=case.max_tokens,
-        against=case.against,
-        **{**(FULL if levels.full else {}), **chosen},
-    )
-    return output.run("verifying", partial((numerics if case.numerics else verify).run, options))
+    options = VerifyOptions(config=engine.config, **values, **{**(FULL if levels.full else {}), **levels.chosen()})
+    return output.run("verifying", partial((numerics if case.numerics else verify_run).run, options))
 
 
 def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> None:
     """Raises UsageError for options that contradict each other."""
-    if case.against not in (None, "transformers"):
-        raise UsageError(f"--against is {case.against!r}, which is unknown", "choose from: transformers")
     if fixed := sorted(engine.given & VARIED.keys()):
-        raise UsageError(f"verify goes through values of {flag_of(fixed[0])}", f"use {VARIED[fixed[0]]}")
+        raise UsageError(f"verify varies {flag_of(fixed[0])}", f"use {VARIED[fixed[0]]}")
     if "threads" in engine.given and levels.thread_counts:
         raise UsageError("--threads and --thread-counts are both given", "give one of them")
-    asked = [
-        flag
-        for flag, given in (("--numerics", case.numerics), ("--against", case.against), ("--full", levels.full))
-        if given
-    ]
-    if len(asked) > 1:
-        raise UsageError(f"{asked[0]} and {asked[1]} are both given", "give one of them")
+    modes = (("--numerics", case.numerics), ("--against", case.against), ("--full", levels.full))
+    given = [flag for flag, value in modes if value]
+    if len(given) > 1:
+        raise UsageError(f"{given[0]} and {given[1]} are both given", "give one of them")
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:
@@ -156,3 +127,64 @@ def _prompt_of(line: str, path: Path, number: int) -> str:
         hint = """a record is "text" or {"prompt": "text"}"""
         raise UsageError(f"--prompts: {path} line {number} has no prompt", hint)
     return prompt
+
+
+MAX_TOKENS = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFlags(OptionGroup):
+    """ProbeOptions from the command line."""
+
+    url: str = argument("Address of an OpenAI-compatible server, with or without /v1.", default=REQUIRED)
+    model: str | None = option("Model of the requests. Default: the first that the server lists.")
+    api_key: str | None = option("Bearer token of the server. Or $HEADSTART_API_KEY.")
+    no_metrics: bool = option("Judge by response times only.", default=False)
+    exact: bool = option("Check that equal requests get equal texts.", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactFlags(OptionGroup):
+    """ExactOptions from the command line."""
+
+    panel = "With --exact"
+
+    against: str | None = option("A second server with the same model, without drafting.", metavar="URL")
+    max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=MAX_TOKENS)
+    minutes: float | None = option("Time limit in minutes. Default: 3.", above=0, max=MAX_MINUTES)
+
+
+@command(
+    "headstart probe http://localhost:8000",
+    "headstart probe http://localhost:8000/v1 --no-metrics --json",
+    "headstart probe http://localhost:8000 --exact --minutes 5",
+    "headstart probe http://localhost:8000 --exact --against http://localhost:8001 --max-tokens 128",
+)
+def probe(flags: ProbeFlags, exact: ExactFlags, output: OutputOptions) -> int:
+    """Find out whether an endpoint of any engine uses speculative decoding.
+
+    Exit code 0: drafts are accepted; 1: there are none, or they cannot be detected.
+
+    With --exact: whether the endpoint gives the same text alone and in a batch, with a cold and a warm prefix cache,
+    streamed, with and without drafting, greedy and with a seed, with tools and schemas. Exit code 0: all texts are
+    equal; 1: some differ; 2: nothing could be compared."""
+    server: dict[str, Any] = {"url": flags.url, "model": flags.model, "api_key": flags.api_key}
+    if flags.exact:
+        if flags.no_metrics:
+            raise UsageError("--no-metrics is not for --exact", "leave it out")
+        from headstart.tools.probe import exact as probe_exact
+
+        exact_options = probe_exact.ExactOptions(**server, **exact.chosen())
+        return output.run("probing", partial(probe_exact.run, exact_options), _print_conditions)
+    for name in exact.chosen():
+        raise UsageError(f"{flag_of(name)} is for --exact", "give both, or leave it out")
+    from headstart.tools.probe import run as probe_run
+
+    options = probe_run.ProbeOptions(**server, use_metrics=not flags.no_metrics)
+    return output.run("probing", partial(probe_run.run, options))
+
+
+def _print_conditions(data: dict[str, Any]) -> None:
+    from headstart.tools.probe.exact import table
+
+    print_table(*table(data))

@@ -1,58 +1,83 @@
-"""vLLM's spellings that `serve` takes beside its own: each is honoured, or refused with what to do instead."""
+"""vLLM's flags on the command line of `serve`: rewritten to options here, honoured, or refused with a hint."""
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from headstart.cli.help import MORE
-from headstart.cli.options import OptionGroup, parameter
-from headstart.cli.vllm_words import OTHER
-from headstart.config import MAX_DEPTH, EngineConfig
+from headstart.cli.parser import HELP, HELP_ALL, Option, OptionGroup
+from headstart.config import EngineConfig, depth_rows
 from headstart.errors import UsageError
 
-ONE = "headstart runs one copy of a model on one machine; for more, run vLLM or SGLang"
+if TYPE_CHECKING:
+    from headstart.tools.launch.arguments import ArgumentTable
+
+OTHER = "--vllm"
+"""Hidden option that takes a vLLM flag that is no option here, as NAME or NAME=VALUE."""
+ENGINE = "--engine"
+ENGINE_VALUES = {"--quantization", "--kv-cache-dtype", "--dtype", "--device", "--max-model-len", "--block-size"}
+"""Options here whose values are vLLM's when --engine names another engine."""
+VLLM_DEFAULTS = {"--quantization": "none", "--kv-cache-dtype": "auto", "--dtype": "auto", "--max-model-len": "auto"}
+"""vLLM's values that mean the same as leaving the option out."""
+SIZED = ("--max-model-len", "--max-num-batched-tokens")
+SIZES = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+SPECULATIVE = "--speculative-config"
+SPECULATIVE_KEYS: Mapping[str, tuple[str, type]] = {
+    "--speculative-model": ("model", str),
+    "--num-speculative-tokens": ("num_speculative_tokens", int),
+    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
+    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
+    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+    "--spec-method": ("method", str),
+    "--spec-model": ("model", str),
+    "--spec-tokens": ("num_speculative_tokens", int),
+}
+"""Flags that each set one key of SPECULATIVE's JSON -> the key and its type."""
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "hf")
+SPILL_CONNECTORS = ("SharedStorageConnector", "ExampleConnector", "OffloadingConnector", "LMCacheConnectorV1")
+"""vLLM's KV connectors that keep prompts in files or memory, as --kv-spill does."""
+SPILL_HINT = "--kv-spill DIR keeps prompts in files, which servers of a machine share; --kv-spill-gb limits them"
+DISAGGREGATION_HINT = (
+    "start two servers with one --kv-spill DIR: one with --role prefill, one with --prefill http://HOST:PORT"
+)
+ONE_COPY = "headstart runs one copy of a model on one machine: leave it out, or add --engine vllm for several GPUs"
 
 
 @dataclass(frozen=True)
-class Flag:
-    """`hint` None: it asks for what happens anyway. `allowed`: values that do so; switches have none."""
+class VllmFlag:
+    """A vLLM flag that --help-all lists."""
 
     help: str
-    hint: str | None = None
+    hint: str | None = None  # what to do instead; None: the flag changes nothing
     takes_value: bool = False
-    allowed: tuple[str | bool, ...] = ()
+    allowed: tuple[str | bool, ...] = ()  # values that change nothing; True: the bare flag
 
 
-FLAGS: Mapping[str, Flag] = {
-    "--enable-prefix-caching": Flag("On anyway."),
-    "--enable-chunked-prefill": Flag("On anyway."),
-    "--enable-auto-tool-choice": Flag("On anyway."),
-    "--disable-log-requests": Flag("So it is anyway."),
-    "--no-enable-log-requests": Flag("So it is anyway."),
-    "--enable-log-requests": Flag("Refused: prompts are never logged.", "leave it out"),
-    "--no-enable-chunked-prefill": Flag(
-        "Refused: prompts go in chunks.", "--max-num-batched-tokens sets the size of the chunks"
+FLAGS: Mapping[str, VllmFlag] = {
+    "--enable-prefix-caching": VllmFlag("On anyway."),
+    "--enable-chunked-prefill": VllmFlag("On anyway."),
+    "--enable-auto-tool-choice": VllmFlag("On anyway."),
+    "--disable-log-requests": VllmFlag("So it is anyway."),
+    "--no-enable-log-requests": VllmFlag("So it is anyway."),
+    "--enable-log-requests": VllmFlag("Refused: prompts are never logged.", "leave it out"),
+    "--enforce-eager": VllmFlag("No effect: nothing is compiled or captured."),
+    "--trust-remote-code": VllmFlag("No effect: no code is run from checkpoints."),
+    "--swap-space": VllmFlag("No effect: preempted sequences are computed again.", takes_value=True),
+    "--tensor-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
+    "--pipeline-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
+    "--data-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
+    "--speculative-disable-by-batch-size": VllmFlag("No drafts while more sequences run.", takes_value=True),
+    "--load-format": VllmFlag(
+        "auto, safetensors or gguf.", "safetensors and GGUF are recognized: leave it out", True, LOAD_FORMATS
     ),
-    "--enforce-eager": Flag("Refused: nothing is compiled or captured.", "leave it out"),
-    "--trust-remote-code": Flag("Refused: no code is run from checkpoints.", "leave it out"),
-    "--gpu-memory-utilization": Flag("Refused.", "--kv-blocks sizes the KV cache", True),
-    "--swap-space": Flag("Refused: preempted sequences are computed again.", "leave it out", True),
-    "--tensor-parallel-size": Flag("1.", ONE, True, ("1",)),
-    "--pipeline-parallel-size": Flag("1.", ONE, True, ("1",)),
-    "--data-parallel-size": Flag("1.", ONE, True, ("1",)),
-    "--speculative-disable-by-batch-size": Flag("No drafts while more sequences run.", takes_value=True),
-    "--load-format": Flag("auto.", "safetensors and GGUF are recognized: leave it out", True, ("auto",)),
-    "--tokenizer": Flag("Refused.", "the checkpoint's own tokenizer is used: leave it out", True),
-    "--revision": Flag("Refused.", "write MODEL@REVISION", True),
+    "--tokenizer": VllmFlag("Refused.", "the checkpoint's own tokenizer is used: leave it out", True),
+    "--revision": VllmFlag("Refused.", "write MODEL@REVISION", True),
 }
-
-
-SAME: Mapping[str, tuple[str | bool, ...]] = {
+ALLOWED_VALUES: Mapping[str, tuple[str | bool, ...]] = {
     "--tokenizer-mode": ("auto", "hf"), "--config-format": ("auto", "hf"), "--runner": ("auto", "generate"),
     "--convert": ("auto", "none"), "--task": ("auto", "generate"), "--scheduling-policy": ("fcfs",),
     "--disable-log-stats": (True,), "--nnodes": ("1",), "--node-rank": ("0",), "--api-server-count": ("1",),
@@ -62,15 +87,18 @@ SAME: Mapping[str, tuple[str | bool, ...]] = {
     "--no-enable-lora": (True,), "--no-enforce-eager": (True,), "--no-trust-remote-code": (True,),
     "--no-async-scheduling": (True,), "--async-scheduling": (True,), "--allow-credentials": (True,),
     "--no-enable-expert-parallel": (True,), "--logprobs-mode": ("raw_logprobs",),
-    "--no-enable-sleep-mode": (True,),
+    "--no-enable-sleep-mode": (True,), "--cpu-offload-gb": ("0",),
 }  # fmt: skip
-"""Other flags of vLLM's, with values that ask for what happens anyway."""
-GROUPS: tuple[tuple[str, str], ...] = (
+"""Other vLLM flags -> values that change nothing; True: the bare flag."""
+HINTS: tuple[tuple[str, str], ...] = (
     (r"lora", "adapters are not served: merge the adapter into the checkpoint"),
     (r"mm-|media|image|video|audio|vision|multimodal|language-model-only", "headstart serves text only: leave it out"),
-    (r"parallel|nnodes|node-rank|master-|expert|eplb|all2all|distributed|numa|dcp|pcp|worker|ray|headless|ep-", ONE),
+    (r"parallel|nnodes|node-rank|master-|expert|eplb|all2all|distributed|numa|dcp|pcp|worker|ray|headless|ep-",
+     ONE_COPY),
     (r"cuda-?graph|compilation|optimization|enforce-eager|kernel|backend|fuse|performance|jit|autotune",
      "nothing is compiled or captured: leave it out"),
+    (r"cpu-offload", "weights are in the machine's memory: leave it out, or round them by --quantization int8 or int4"),
+    (r"kv-offload|kv-transfer|lmcache", SPILL_HINT),
     (r"kv-|offload|swap|mamba|cache|transfer|hybrid", "--kv-blocks sizes the KV cache, which is one: leave it out"),
     (r"speculative|spec-|ngram", "--speculative-config takes method, model and num_speculative_tokens"),
     (r"structured|guided|reasoning-config", "grammars and schemas work without a setting: leave it out"),
@@ -83,72 +111,195 @@ GROUPS: tuple[tuple[str, str], ...] = (
     (r"load|download|safetensors|hf-|tokenizer|config|model|revision|quantization|dtype|rope",
      "the checkpoint's own files decide it: leave it out"),
 )  # fmt: skip
-"""Words in the names of vLLM's other flags -> what to do instead; the first that fits."""
-ELSE = "headstart has nothing like it: leave it out, or serve with --engine vllm"
+"""Patterns in the names of other vLLM flags -> what to do instead; the first match counts."""
+NO_COUNTERPART = "headstart has nothing like it: leave it out, or serve with --engine vllm"
 
 
 def hint_of(flag: str) -> str:
-    """What to do instead of a flag of vLLM's that is no option here."""
-    from headstart.tools.launch.launchers.vllm import REMOVED
+    """What to do instead of a vLLM flag that is no option here."""
+    from headstart.tools.launch.launcher import engine_data
 
-    gone = REMOVED.get(flag)
-    return (
-        f"{gone}: leave it out"
-        if gone
-        else next((hint for word, hint in GROUPS if re.search(f"(?<![a-z])(?:{word})", flag)), ELSE)
-    )
-
-
-def count_of(flag: str, value: str | bool) -> int:
-    """Raises UsageError for a value that is no number above 0."""
-    if not str(value).isdigit() or int(value) < 1:
-        raise UsageError(f"{flag} is {value}, but must be a number above 0")
-    return int(value)
-
-
-def _name(flag: str) -> str:
-    return "vllm_" + flag.removeprefix("--").replace("-", "_")
+    if why := engine_data("vllm")["removed"].get(flag):
+        return f"{why}: leave it out"
+    return next((hint for words, hint in HINTS if re.search(f"(?<![a-z])(?:{words})", flag)), NO_COUNTERPART)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VllmFlags(OptionGroup):
-    """The flags of `FLAGS` that were given, with their values (True: a switch)."""
+    """vLLM flags that were given."""
 
-    panel = f"{MORE}vLLM's spellings"
-    given: Mapping[str, str | bool] = field(default_factory=dict)
+    panel = "vLLM's spellings"
+    given: Mapping[str, str | bool] = field(default_factory=dict)  # flag -> value; True: a switch
 
     @classmethod
-    def parameters(cls) -> list[inspect.Parameter]:
-        kinds: dict[bool, tuple[Any, Any]] = {True: (str | None, None), False: (bool, False)}
-        return [
-            parameter(_name(flag), *kinds[entry.takes_value], flag, panel=cls.panel, help=entry.help)
-            for flag, entry in FLAGS.items()
-        ] + [parameter("vllm_others", list[str] | None, None, OTHER, panel=cls.panel, hidden=True)]
+    def options(cls) -> list[Option]:
+        listed = [
+            Option(name=flag, help=each.help, flags=(flag,), kind=str if each.takes_value else bool, panel=cls.panel,
+                   is_rare=True)
+            for flag, each in FLAGS.items()
+        ]  # fmt: skip
+        return [*listed, Option(name=OTHER, help="", flags=(OTHER,), is_list=True, is_hidden=True)]
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
-        given = {flag: values[_name(flag)] for flag in FLAGS if values[_name(flag)] not in (None, False)}
-        for word in values["vllm_others"] or ():
+        given = {flag: values[flag] for flag in FLAGS if values[flag] not in (None, False)}
+        for word in values[OTHER] or ():
             flag, equals, value = word.partition("=")
             given[flag] = value if equals else True
         return cls(given=given)
 
     def apply(self, config: EngineConfig) -> EngineConfig:
-        """The engine's settings with those of vLLM's flags. Raises UsageError for what cannot be honoured."""
+        """The config with the values of vLLM flags. Raises UsageError for a refused flag."""
         self.check()
         text = self.given.get("--speculative-disable-by-batch-size")
         if text is None:
             return config
-        most = count_of("--speculative-disable-by-batch-size", text)
+        rows = depth_rows("--speculative-disable-by-batch-size", text)
         if config.depth_by_batch is not None:
             raise UsageError("--speculative-disable-by-batch-size and a table by batch size are both given", "give one")
-        rows = [[1, most, MAX_DEPTH], [most + 1, most + 1, 0]]
         return replace(config, depth_by_batch=json.dumps(rows))
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be honoured."""
+        """Raise UsageError for a refused flag."""
         for flag, value in self.given.items():
-            entry = FLAGS.get(flag) or Flag("", hint_of(flag), True, SAME.get(flag, ()))
+            entry = FLAGS.get(flag) or VllmFlag("", hint_of(flag), True, ALLOWED_VALUES.get(flag, ()))
             if entry.hint and value not in entry.allowed:
                 shown = flag if value is True else f"{flag} {value}"
                 raise UsageError(f"{shown} cannot be honoured", entry.hint)
+
+
+def rewrite(words: list[str], options: Mapping[str, Option]) -> list[str]:
+    """The command line with vLLM's spellings as `options` (by flag), or under OTHER. Raises UsageError for words that
+    contradict each other."""
+    return _Rewriter(words, options).run()
+
+
+class _Rewriter:
+    def __init__(self, words: list[str], options: Mapping[str, Option]) -> None:
+        self.rest, self.options = list(words), options
+        self.is_other_engine = any(word.partition("=")[0] == ENGINE for word in words)
+        self.words: list[str] = []  # rewritten
+        self.speculative: dict[str, Any] = {}  # keys of SPECULATIVE's JSON
+
+    def run(self) -> list[str]:
+        while self.rest:
+            word = self.rest.pop(0)
+            if word == "--":
+                self.words += [word, *self.rest]
+                break
+            if not word.startswith("-") or word in (*HELP, HELP_ALL):
+                self.words.append(word)
+                continue
+            flag, equals, value = word.partition("=")
+            self._take(flag.replace("_", "-") if flag.startswith("--") else flag, value if equals else None, word)
+        if self.speculative:
+            if any(word.partition("=")[0] == SPECULATIVE for word in self.words):
+                raise UsageError(f"{SPECULATIVE} and flags for its keys are both given", "give one of them")
+            self.words += [SPECULATIVE, json.dumps(self.speculative)]
+        return self.words
+
+    def _take(self, flag: str, value: str | None, word: str) -> None:
+        if self._is_own(flag):
+            self._take_own(flag, value)
+        elif flag in SPECULATIVE_KEYS:
+            self._take_speculative(flag, self._value(flag, value))
+        elif flag.startswith(f"{SPECULATIVE}."):
+            text: Any = self._value(flag, value)
+            with suppress(json.JSONDecodeError):
+                text = json.loads(text)
+            self.speculative[flag.partition(".")[2].replace("-", "_")] = text
+        elif name := vllm_name(flag):
+            self._take_vllm(flag, name, value)
+        else:
+            self.words.append(word)
+
+    def _is_own(self, flag: str) -> bool:
+        return flag in self.options and not (self.is_other_engine and flag in ENGINE_VALUES)
+
+    def _take_own(self, flag: str, value: str | None) -> None:
+        takes_value = not self.options[flag].is_switch
+        if takes_value and value is None and self.rest:
+            value = self.rest.pop(0)
+        if value is None:
+            self.words.append(flag)
+            return
+        if value.lower() == VLLM_DEFAULTS.get(flag) or (flag == "--max-model-len" and value == "-1"):
+            return
+        if flag in SIZED:
+            value = plain_size(value)
+        if flag == "--quantization":
+            value = value.lower()
+        self.words += [flag, value] if takes_value else [f"{flag}={value}"]
+
+    def _take_vllm(self, flag: str, name: str, value: str | None) -> None:
+        """A vLLM flag: another spelling of an option here, or no option here."""
+        if name == "--model":
+            self.words.append(self._value(flag, value))
+            return
+        if _takes_value(name):
+            value = self._value(flag, value)
+        if self._is_own(name):
+            self._take_own(name, value)
+        elif name == "--kv-transfer-config" and not self.is_other_engine:
+            self.words += transfer_options(value or "")
+        else:
+            self.words += [OTHER, name if value is None else f"{name}={value}"]
+
+    def _take_speculative(self, flag: str, value: str) -> None:
+        key, kind = SPECULATIVE_KEYS[flag]
+        if (key, value) == ("model", "[ngram]"):
+            key, value = "method", "ngram"
+        if kind is int and not value.isdigit():
+            raise UsageError(f"{flag} is {value!r}, which is not a number", "for example 3")
+        self.speculative[key] = kind(value)
+
+    def _value(self, flag: str, value: str | None) -> str:
+        if value is None and self.rest:
+            value = self.rest.pop(0)
+        if value is None:
+            raise UsageError(f"{flag} needs a value", "headstart serve --help-all lists what it may be")
+        return value
+
+
+def transfer_options(text: str) -> list[str]:
+    """vLLM's --kv-transfer-config JSON as options. Raises UsageError for a connector without a counterpart."""
+    try:
+        given = json.loads(text)
+        connector, more = given["kv_connector"], given.get("kv_connector_extra_config", {})
+        path = more.get("shared_storage_path")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UsageError(f"--kv-transfer-config is {text!r}, which names no kv_connector", SPILL_HINT) from None
+    if connector in SPILL_CONNECTORS and path:
+        return ["--kv-spill", str(path)]
+    hint = SPILL_HINT if connector in SPILL_CONNECTORS else DISAGGREGATION_HINT
+    raise UsageError(f"--kv-transfer-config with {connector} cannot be honoured", hint)
+
+
+def plain_size(text: str) -> str:
+    """A size as a number: 32k is 32000, 32K is 32768."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
+    return str(int(float(size[1]) * SIZES[size[2]])) if size else text
+
+
+def vllm_name(flag: str) -> str:
+    """The first spelling of a current or removed vLLM flag (with its --no-); empty for other words."""
+    table, data = _vllm_tables()
+    base = flag.partition(".")[0]
+    if base in table.aliases:
+        return table.aliases[base]
+    return flag if table.exact(base) or base in data["removed"] else ""
+
+
+def _takes_value(name: str) -> bool:
+    table, data = _vllm_tables()
+    is_switch = table.kinds.get(name.partition(".")[0]) in ("switch", "boolean")
+    return not is_switch and not name.startswith("--no-") and name not in data["switches"]
+
+
+def _vllm_tables() -> tuple[ArgumentTable, Mapping[str, Any]]:
+    from headstart.tools.launch.arguments import argument_table
+    from headstart.tools.launch.launcher import engine_data
+
+    table = argument_table("vllm")
+    assert table is not None
+    return table, engine_data("vllm")

@@ -1,4 +1,5 @@
-"""The one seam of drafters: attach to a target, propose, release. One file per drafter, named as the method is."""
+"""The drafter interface: attach to a target model, propose drafts, release sequences. One file per drafter, named after
+its method."""
 
 from __future__ import annotations
 
@@ -13,96 +14,110 @@ from numpy.typing import NDArray
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
 from headstart.heads.base import Head
-from headstart.kernels.chain import Drawn, GateRule
+from headstart.kernels.draft_loop import GateRule, PendingSample
 from headstart.kernels.ops import Backend, Buffer, Weight
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
-from headstart.layers.network import Network, Opened
-from headstart.layers.sketch import SketchedLinear
+from headstart.layers.linear import SketchedLinear
+from headstart.layers.network import Network, NetworkHandle
 from headstart.layers.weights import Weights
 
 
 class Gate(Protocol):
-    """Decides for one sequence how far its draft goes (engine.depth). `starts`: a draft that costs a pass of a head
-    is worth beginning. `reach`: of a draft that costs one pass, so many tokens may be worth their rows."""
+    """Decides how many tokens the draft of one sequence gets (implemented by engine.depth for depth `auto`)."""
 
-    starts: bool
-    reach: int
+    should_start: bool  # a draft that costs a pass of a head is worth starting
+    max_depth: int  # number of tokens worth their rows in a draft that costs one pass
 
-    def goes_on(self, draft: Draft) -> bool:
-        """Called once after each drafted token, with its score in place: shall there be another?"""
+    def should_continue(self, draft: Draft) -> bool:
+        """True if one more token is worth drafting. Called once after each token, when its score is set."""
 
     def rule(self, method: str, depth: int) -> GateRule:
-        """`goes_on` as data, for a draft by this method of up to so many tokens."""
+        """`should_continue` as data, for a draft of up to `depth` tokens by this method."""
 
-    def suffices(self, draft: Draft) -> bool:
-        """Is a draft that cost nothing good enough, or shall the head be asked?"""
+    def is_sufficient(self, draft: Draft) -> bool:
+        """True if a free draft (prompt lookup) is good enough; False: ask the head."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A sequence that wants a draft of up to `depth` tokens: exactly so many where there is no gate, as far as the
-    drafter knows any; a drafter may ignore the gate."""
+class DraftRequest:
+    """Request for a draft of one sequence.
+
+    Without a gate the draft has exactly `depth` tokens if the drafter can make as many; a drafter may ignore the gate.
+    """
 
     sequence: Sequence
-    depth: int
+    depth: int  # maximum number of tokens
     gate: Gate | None = None
 
     @property
-    def starts(self) -> bool:
-        """Is a draft that costs a pass worth beginning?"""
-        return self.gate is None or self.gate.starts
+    def should_start(self) -> bool:
+        """True if a draft that costs a pass is worth starting."""
+        return self.gate is None or self.gate.should_start
 
 
 @dataclass(frozen=True)
-class Hope:
-    """A sequence that will want a draft of up to `depth` tokens once it is known what its pass has drawn, from draw
-    number `draw` on, and how much of its draft that accepts (`accepted`, where it is known). scored: for a gate."""
+class EarlyDraftRequest:
+    """Request for a draft of a sequence whose pass is still running."""
 
     sequence: Sequence
-    depth: int
-    draw: int
-    accepted: int | None
-    scored: bool
+    depth: int  # maximum number of tokens
+    draw: int  # index of the sequence's first sampled token among those of the pass
+    accepted: int | None  # number of accepted draft tokens, if known before the pass ends
+    scored: bool  # scores are needed, for a gate
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
-    """How a network drafts token by token. `first`: the program over true rows, whose last one gives the first logits
-    and the vector that the next step reads in place of hidden states; draft step i >= 1 runs `others[i - 1]`: a
-    program, and how many rows lie between the true ones and its own. `rows_given`: `first` makes the logits of whole
-    drafts, and `others` is nothing, or the program that each token and the row of logits behind it go through."""
+class DraftPrograms:
+    """Programs of a network that drafts.
 
-    network: Opened
+    Step by step: `first` runs over rows of committed tokens; its last row gives the logits of the first draft token and
+    the vector that the next step reads in place of a hidden state. Draft step i >= 1 runs `others[i - 1]`.
+    With `is_block`: `first` gives the logits of all draft tokens; `others` is empty, or one program that corrects each
+    token's logits by the token before it (Markov head).
+    """
+
+    network: NetworkHandle
     first: str
-    others: Seq[tuple[str, int]]
-    token_ids: Weight | None
-    rows_given: bool = False
+    others: Seq[tuple[str, int]]  # program, and number of rows between the committed rows and its own row
+    token_ids: Weight | None  # [V'] target ids of the draft vocabulary (Backend.index); None: the full vocabulary
+    is_block: bool = False
 
 
 class DraftRunner(Protocol):
-    """The engine's services to a drafter."""
+    """Services of the engine for drafters."""
 
-    def open(self, network: Network) -> Opened:
-        """While attaching: have a network of one's own. Raises ModelError for what cannot run beside a trunk."""
+    def open(self, network: Network) -> NetworkHandle:
+        """Registers a network of the drafter; called by Drafter.attach. Raises ModelError for recurrent layers."""
 
-    def run(self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None) -> Mapping[str, Buffer]:
-        """A pass of a program. Rows read `hidden` [R, width] where it is given, else stored states of the trunk."""
+    def run(
+        self, handle: NetworkHandle, program: str, rows: Seq[Rows], *, hidden: Buffer = None
+    ) -> Mapping[str, Buffer]:
+        """Runs a program over rows. Rows read `hidden` [R, width] if given, else the trunk's stored hidden states."""
 
-    def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
-        """These rows, made from true states, are now the network's KV of their positions."""
+    def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
+        """Marks these rows' positions as valid in the network's KV cache. Rows must come from true hidden states."""
 
-    def filled(self, opened: Opened, sequence: Sequence) -> int:
-        """Positions below this one hold the network's KV, as far back as it reaches."""
+    def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
+        """First position that the network has not computed; positions below it hold its KV, as far back as it
+        attends."""
 
-    def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
-        """Whole drafts behind the rows of each wish, `parts`, for those that the backend can make with one call: their
-        `draft` is set. Returns the indices of the others, which go step by step with `run` and `draw`: the tokens are
-        the same."""
+    def draft(self, steps: DraftPrograms, requests: Seq[DraftRequest], parts: Seq[Rows], method: str) -> list[int]:
+        """Makes whole drafts in one call where the backend can, and sets `sequence.draft`.
 
-    def begin(self, steps: Steps, hopes: Seq[Hope], parts: Seq[Rows], drawn: Drawn) -> None:
-        """Have drafts made, where the backend can, for sequences whose pass is still running: `parts` end with a row
-        for each of its drafted tokens and one more, whose tokens are what is drawn. `draft` finds them later."""
+        `parts`: rows of each request. Returns the indices of the other requests, which the drafter makes step by step
+        with `run` and `draw`; the tokens are the same.
+        """
+
+    def draft_early(
+        self, steps: DraftPrograms, requests: Seq[EarlyDraftRequest], parts: Seq[Rows], sample: PendingSample
+    ) -> None:
+        """Starts drafts for sequences whose pass is still running, where the backend can; `draft` uses them if they
+        match.
+
+        `parts` end with a row for each drafted token of the running pass and one more; their tokens are those of
+        `sample`.
+        """
 
     def draw(
         self,
@@ -112,118 +127,135 @@ class DraftRunner(Protocol):
         *,
         scored: bool = False,
     ) -> Sampled:
-        """One token per entry (sequence, absolute position, drafted tokens before it), by the trunk's own sampling
-        pipeline, masks and noise; `probs` is kept when the engine's rule needs it. scored: with the raw log
-        probability of each token. A row may fail (see Sampled): its draft ends there."""
+        """Samples one token per entry (sequence, absolute position, drafted tokens before it), with the trunk's
+        sampling parameters, masks and noise (coupled sampling).
+
+        `probs` is set if the engine's rule needs it. scored: also the raw log probability of each token. A failed row
+        (see Sampled) ends its draft.
+        """
 
 
 @dataclass
-class Round:
-    """One sequence while its draft grows, token by token; `row`: where its logits are among those of a pass."""
+class GrowingDraft:
+    """A draft that grows token by token."""
 
     sequence: Sequence
-    depth: int
+    depth: int  # maximum number of tokens; lowered when the draft ends early
     gate: Gate | None
     draft: Draft
-    row: int = 0
+    row: int = 0  # row of its next logits in the latest pass
 
     @classmethod
-    def of(cls, wish: Wish, method: str, row: int = 0) -> Self:
-        """Its draft is the sequence's from now on."""
-        wish.sequence.draft = Draft(method=method)
-        return cls(wish.sequence, wish.depth, wish.gate, wish.sequence.draft, row)
+    def start(cls, request: DraftRequest, method: str, row: int = 0) -> Self:
+        """Gives the sequence an empty draft that grows with the returned object."""
+        request.sequence.draft = Draft(method=method)
+        return cls(request.sequence, request.depth, request.gate, request.sequence.draft, row)
 
     @property
-    def wants_more(self) -> bool:
+    def can_grow(self) -> bool:
         return len(self.draft.tokens) < self.depth
 
     @property
     def entry(self) -> tuple[Sequence, int, Seq[int]]:
-        """What `DraftRunner.draw` is to draw next."""
+        """Entry of the next token for `DraftRunner.draw`."""
         return self.sequence, len(self.sequence.tokens) + len(self.draft.tokens), self.draft.tokens
 
-    def take(self, sampled: Sampled, row: int, score: float | None = None) -> None:
-        """One more token, drawn in this row, with its distribution where those are kept, and with a score: this one, or
-        the token's own probability where that is known. No token (nothing allowed is in the draft vocabulary, or the
-        head fails) ends the draft; so may the gate behind one."""
-        token, drawn = int(sampled.tokens[row]), self.draft
+    def append(self, sampled: Sampled, row: int, score: float | None = None) -> None:
+        """Appends the token sampled in `row`. Its score is `score`, or else its own probability if that is known.
+
+        A failed row (no allowed token is in the draft vocabulary, or the head fails) and the gate end the draft."""
+        token, sample = int(sampled.tokens[row]), self.draft
         if token < 0:
-            self.depth = min(self.depth, len(drawn.tokens))
-        if not self.wants_more:
+            self.depth = min(self.depth, len(sample.tokens))
+        if not self.can_grow:
             return
-        drawn.tokens.append(token)
+        sample.tokens.append(token)
         if sampled.probs is not None:
-            drawn.probs = [*(drawn.probs or []), sampled.probs[row]]
+            sample.probs = [*(sample.probs or []), sampled.probs[row]]
         if score is not None:
-            drawn.scores.append(score)
+            sample.scores.append(score)
         elif known := sampled.logprobs[row]:
-            drawn.scores.append(math.exp(known.logprob))
-        if self.wants_more and self.gate is not None and not self.gate.goes_on(drawn):
-            self.depth = len(drawn.tokens)
+            sample.scores.append(math.exp(known.logprob))
+        if self.can_grow and self.gate is not None and not self.gate.should_continue(sample):
+            self.depth = len(sample.tokens)
+
+
+def draw_next(
+    runner: DraftRunner, logits: Buffer, growing: Seq[GrowingDraft], token_ids: Weight | None
+) -> list[GrowingDraft]:
+    """Samples the next token of each of n drafts from logits [n, V'] and appends it; returns the drafts that can
+    grow."""
+    scored = any(each.gate is not None for each in growing)
+    sampled = runner.draw(logits, [each.entry for each in growing], token_ids, scored=scored)
+    for row, each in enumerate(growing):
+        each.append(sampled, row)
+    return [each for each in growing if each.can_grow]
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """For a head that has no draft vocabulary of its own: `token_ids`, ascending, are all that it drafts (None: the
-    full vocabulary); `sketch` stands in for its LM head."""
+    """Reduced vocabulary, or cheaper LM head, for a head that has no draft vocabulary."""
 
-    token_ids: NDArray[np.int64] | None = None
-    sketch: SketchedLinear | None = None
+    token_ids: NDArray[np.int64] | None = None  # [V'] ascending target ids that are drafted; None: the full vocabulary
+    sketch: SketchedLinear | None = None  # replaces the LM head
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a drafter may borrow. The block table of a sequence serves the pools of its networks too, as far as blocks
-    are reserved."""
+class TargetModel:
+    """What a drafter may use of the target model.
+
+    A sequence's block table serves the pools of the drafter's networks too, as far as blocks are reserved.
+    """
 
     backend: Backend
     model: Decoder
     config: DecoderConfig
     weights: Weights
     runner: DraftRunner
-    token_budget: int
+    token_budget: int  # maximum rows per pass
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
-    shared_lookup: bool = False  # may other requests' texts be looked up?
+    shared_lookup: bool = False  # texts of other requests may be looked up
     head: Head | None = None
     vocabulary: DraftVocabulary = DraftVocabulary()
 
 
 class Drafter:
-    """Proposes tokens for sequences whose every token but the last is computed.
-
-    A drafter declares `tap`, the trunk hidden state that is kept for it (None: none), `max_depth`, and `costs_per`:
-    each drafted token costs a `step`, or all of them one `pass`.
-    """
+    """Proposes tokens for sequences that have computed every token but the last."""
 
     method: str
-    max_depth: int = MAX_DEPTH
-    tap: Tap | None = None
+    max_depth: int = MAX_DEPTH  # longest draft
+    tap: Tap | None = None  # trunk hidden state that is stored for the drafter; None: none
+    # "step": each token costs a pass of the drafter; "pass": one pass drafts all tokens
     costs_per: Literal["step", "pass"] = "step"
 
     @property
     def auto_limit(self) -> int:
-        """The deepest draft where depths are chosen step by step."""
+        """Longest draft with depth `auto`."""
         return self.max_depth
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
-        """Borrow, and open networks. Raises UsageError or ModelError when this target cannot feed the drafter."""
+    def attach(cls, target: TargetModel) -> Self:
+        """Creates the drafter for a target and opens its networks. Raises UsageError or ModelError if the target lacks
+        what the drafter needs."""
         return cls()
 
-    def missed(self, sequence: Sequence) -> int:
-        """Positions that its networks must make up for before the next draft, beside the newest."""
+    def num_uncached(self, sequence: Sequence) -> int:
+        """Number of positions, beside the newest, that the drafter's networks must compute before the next draft."""
         return 0
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        """Set `draft` of each sequence: at most the wished number of tokens. Slots for them are reserved."""
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        """Sets `draft` of each sequence, with at most `depth` tokens. KV slots for them are reserved."""
         raise NotImplementedError
 
-    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
-        """The pass of these sequences is running; drafts behind it may be begun (DraftRunner.begin). `propose` is asked
-        all the same. Slots for what was drafted, one more token and the hoped for depth are reserved."""
+    def propose_early(self, requests: Seq[EarlyDraftRequest], sample: PendingSample) -> None:
+        """Starts drafts while the pass of these sequences is running (DraftRunner.draft_early); optional.
+
+        `propose` is called afterwards all the same. KV slots are reserved for the drafted tokens, one more token and
+        `depth` further ones.
+        """
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence is finished: forget it. A preempted one comes back with the same tokens and other blocks."""
+        """Drops the state of a finished sequence. A preempted sequence keeps its tokens and gets other blocks."""
 
-    def forget(self) -> None:
-        """Know nothing any more of sequences that are finished."""
+    def clear(self) -> None:
+        """Drops what is known of all finished sequences."""

@@ -1,8 +1,9 @@
-"""Block drafters (heads/block.py): one pass over the last token and the mask drafts a whole block.
+"""Block drafters (heads/block.py): one pass over the last token and mask tokens drafts a whole block.
 
-The features of a true position p lie at slot p of the drafter's KV. A round makes up for those that came since the last
-one, then runs the block's rows at the slots behind them, which the next round writes again. Rows that do not hang on
-each other are drawn at once; with a Markov head, and where a draw depends on the tokens before it, one by one.
+KV of the trunk's hidden states at position p ("features") is stored at slot p. Each draft first computes the features
+of tokens committed since the last draft, then runs the block's rows at the slots after them; the next draft overwrites
+these slots. All tokens are sampled at once, unless a token's distribution depends on the tokens before it (Markov head,
+penalties, masks): then one by one.
 """
 
 from __future__ import annotations
@@ -16,35 +17,38 @@ from typing import Self
 import numpy as np
 
 from headstart.core import Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, Round, Steps, Target, Wish
+from headstart.drafters.base import Drafter, DraftPrograms, DraftRequest, GrowingDraft, TargetModel
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import STATES, BlockSpec, Head
 from headstart.heads.block import BlockModule
 from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
+from headstart.layers.linear import LMHead
 from headstart.layers.network import NetworkProgram, Pools
-from headstart.layers.sketch import LMHead
 
 FEATURES, BLOCK, MARKOV = "features", "block", "markov"
-MOST_LOGIT = 80.0
-"""Where exp ends."""
+MAX_LOGIT = 80.0
+"""exp of a larger number is clipped."""
 
 
 @dataclass(frozen=True)
 class BlockNetwork:
-    """Programs: `features` of true positions, which have keys and values only; the rows of a `block`, with their
-    logits; `states`, what the LM head reads of such rows; `markov`, logits of rows [R, V'] with what the tokens before
-    them add. `confidence` [R, 1]: parts of its logit, of rows and of tokens."""
+    """Network of a block drafter.
+
+    Programs: `features` stores KV of true positions; `block` gives the logits of a block's rows; `states` gives the LM
+    head's input for such rows; `markov` adds the effect of the tokens before to logits [R, V']. An output `confidence`
+    [R, 1] is one term of a confidence logit: of a row in `block`, of a token in `markov`.
+    """
 
     module: BlockModule
     embedding: Weight
     lm_head: LMHead
     hidden_width: int
-    num_logits: int
+    num_logits: int  # V', size of the draft vocabulary
     first_position: int = 0
-    behind: int = 0
+    hidden_offset: int = 0
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
@@ -64,15 +68,15 @@ class BlockNetwork:
 
         def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             y = states(ops, step)["states"]
-            sure = module.confidence
-            found = {"confidence": sure.of_row(ops, y)} if sure else {}
+            confidence = module.confidence
+            found = {"confidence": confidence.of_row(ops, y)} if confidence else {}
             return {"logits": module.logits(ops, y, self.lm_head), **found}
 
         def markov(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             assert module.markov
             embedded = module.markov.embed(ops, step.token_ids)
-            sure = module.confidence.of_token if module.confidence else None
-            found = {"confidence": sure(ops, embedded)} if sure else {}
+            confidence = module.confidence.of_token if module.confidence else None
+            found = {"confidence": confidence(ops, embedded)} if confidence else {}
             return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
 
         programs = {
@@ -84,11 +88,11 @@ class BlockNetwork:
 
 
 class BlockDrafter(Drafter):
-    """One module; a draft is as deep as its block at most."""
+    """Drafts with one block module; the maximum depth is the block size."""
 
     costs_per = "pass"
 
-    def __init__(self, target: Target, head: Head) -> None:
+    def __init__(self, target: TargetModel, head: Head) -> None:
         assert head.spec.block
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec.block, head.draft_token_ids
@@ -103,53 +107,58 @@ class BlockDrafter(Drafter):
         width, lm_head = tap_width(head.spec.tap, hidden_size), sketch or lm_head_of(target, head, ids)
         self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
         between = [(MARKOV, -1)] if self._module.markov else []
-        self._steps = Steps(self._network, BLOCK, between, self._token_ids, rows_given=True)
+        self._steps = DraftPrograms(self._network, BLOCK, between, self._token_ids, is_block=True)
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
+    def attach(cls, target: TargetModel) -> Self:
         if target.head is None or target.head.spec.block is None:
             raise UsageError("the model has no block drafter", "attach one with --head DIR, or use --drafter ngram")
         return cls(target, target.head)
 
-    def missed(self, sequence: Sequence) -> int:
+    def num_uncached(self, sequence: Sequence) -> int:
         return max(len(sequence.tokens) - 2 - self._runner.filled(self._network, sequence), 0)
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        wishes = [wish for wish in wishes if wish.starts]
-        if not wishes:
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        requests = [request for request in requests if request.should_start]
+        if not requests:
             return
-        if self._spec.all_causal:  # no row depends on a later one: those that promise nothing are left out
-            wishes = [replace(wish, depth=min(wish.depth, wish.gate.reach)) if wish.gate else wish for wish in wishes]
-        self._catch_up([wish.sequence for wish in wishes])
-        parts = [self._rows(wish) for wish in wishes]
-        if left := self._runner.draft(self._steps, wishes, parts, self.method):
-            self._draft([wishes[i] for i in left], [parts[i] for i in left])
+        if self._spec.all_causal:  # rows do not depend on later rows: leave out rows that are not worth their cost
+            requests = [
+                replace(request, depth=min(request.depth, request.gate.max_depth)) if request.gate else request
+                for request in requests
+            ]
+        self._catch_up([request.sequence for request in requests])
+        parts = [self._rows(request) for request in requests]
+        if left := self._runner.draft(self._steps, requests, parts, self.method):
+            self._draft([requests[i] for i in left], [parts[i] for i in left])
 
-    def _draft(self, wishes: Seq[Wish], parts: Seq[Rows]) -> None:
-        """One pass, and the draws, for those that a backend has not drafted by itself."""
+    def _draft(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> None:
+        """Drafts with one pass, then samples, the requests that the backend cannot draft in one call."""
         output = self._runner.run(self._network, BLOCK, parts)
-        firsts = accumulate([wish.depth for wish in wishes], initial=0)
-        rounds = [Round.of(wish, self.method, first) for wish, first in zip(wishes, firsts, strict=False)]
-        sure = output.get("confidence")
-        sureness = None if sure is None else self._backend.numpy(sure)[:, 0].copy()
-        if self._module.markov or any(_hangs(each.sequence) for each in rounds):
-            self._draw_in_turn(rounds, output["logits"], sureness)
+        firsts = accumulate([request.depth for request in requests], initial=0)
+        growing = [
+            GrowingDraft.start(request, self.method, first) for request, first in zip(requests, firsts, strict=False)
+        ]
+        confidence = output.get("confidence")
+        confidences = None if confidence is None else self._backend.numpy(confidence)[:, 0].copy()
+        if self._module.markov or any(_depends_on_draft(each.sequence) for each in growing):
+            self._draw_in_turn(growing, output["logits"], confidences)
         else:
-            self._draw(output["logits"], [(each, i) for each in rounds for i in range(each.depth)], sureness)
+            self._draw(output["logits"], [(each, i) for each in growing for i in range(each.depth)], confidences)
 
     def _catch_up(self, sequences: Seq[Sequence]) -> None:
-        """Features of all true positions since the last round, in passes within the token budget."""
+        """Computes the features of all true positions since the last draft, in passes within the token budget."""
         parts: list[Rows] = []
-        room = self._budget
+        rows_left = self._budget
         for sequence in sequences:
             start, end = self._runner.filled(self._network, sequence), len(sequence.tokens) - 1
             while start < end:
-                count = min(end - start, room)
+                count = min(end - start, rows_left)
                 parts.append(Rows(sequence, start, sequence.tokens[start : start + count], 0))
-                start, room = start + count, room - count
-                if not room:
+                start, rows_left = start + count, rows_left - count
+                if not rows_left:
                     self._keep(parts)
-                    parts, room = [], self._budget
+                    parts, rows_left = [], self._budget
         if parts:
             self._keep(parts)
 
@@ -157,51 +166,53 @@ class BlockDrafter(Drafter):
         self._runner.run(self._network, FEATURES, parts)
         self._runner.fill(self._network, parts)
 
-    def _rows(self, wish: Wish) -> Rows:
-        return block_rows(self._spec, wish.sequence, len(wish.sequence.tokens) - 1, wish.depth)
+    def _rows(self, request: DraftRequest) -> Rows:
+        return block_rows(self._spec, request.sequence, len(request.sequence.tokens) - 1, request.depth)
 
-    def _draw_in_turn(self, rounds: list[Round], logits: Buffer, sureness: Float32 | None) -> None:
-        """The first token of each draft, then the second of each, and so on."""
-        logits = self._backend.rows(logits, np.arange(sum(each.depth for each in rounds), dtype=np.int32))
-        while rounds := [each for each in rounds if each.wants_more]:
-            rows = np.array([each.row + len(each.draft.tokens) for each in rounds], np.int32)
-            of_rows = self._backend.rows(logits, rows)
-            sure = None if sureness is None else sureness[rows]
+    def _draw_in_turn(self, growing: list[GrowingDraft], logits: Buffer, confidences: Float32 | None) -> None:
+        """Samples the first token of each draft, then the second of each, and so on."""
+        logits = self._backend.rows(logits, np.arange(sum(each.depth for each in growing), dtype=np.int32))
+        while growing := [each for each in growing if each.can_grow]:
+            rows = np.array([each.row + len(each.draft.tokens) for each in growing], np.int32)
+            row_logits = self._backend.rows(logits, rows)
+            confidence = None if confidences is None else confidences[rows]
             if self._module.markov:
-                before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in rounds]
+                before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in growing]
                 parts = [
-                    Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(rounds, before, strict=True)
+                    Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(growing, before, strict=True)
                 ]
-                output = self._runner.run(self._network, MARKOV, parts, hidden=of_rows)
-                of_rows = output["logits"]
-                if sure is not None and "confidence" in output:
-                    sure = sure + self._backend.numpy(output["confidence"])[:, 0]
-            self._draw(of_rows, [(each, len(each.draft.tokens)) for each in rounds], sure)
+                output = self._runner.run(self._network, MARKOV, parts, hidden=row_logits)
+                row_logits = output["logits"]
+                if confidence is not None and "confidence" in output:
+                    confidence = confidence + self._backend.numpy(output["confidence"])[:, 0]
+            self._draw(row_logits, [(each, len(each.draft.tokens)) for each in growing], confidence)
 
-    def _draw(self, logits: Buffer, places: Seq[tuple[Round, int]], sureness: Float32 | None) -> None:
-        """The trunk's own sampling pipeline and noise for these places of drafts (coupled sampling). A token is scored
-        by the confidence head where there is one, else by its own probability."""
+    def _draw(self, logits: Buffer, draws: Seq[tuple[GrowingDraft, int]], confidences: Float32 | None) -> None:
+        """Samples a token for each (draft, index in the draft), with the trunk's sampling parameters and noise.
+
+        A token's score comes from the confidence head if there is one, else it is the token's own probability.
+        """
         entries = [
-            # what is not drawn yet does not matter to this draw
+            # tokens not drawn yet do not affect this draw: any id will do
             (each.sequence, len(each.sequence.tokens) + i, (each.draft.tokens + [0] * i)[:i])
-            for each, i in places
+            for each, i in draws
         ]
-        scored = sureness is None and any(each.gate for each, _ in places)
+        scored = confidences is None and any(each.gate for each, _ in draws)
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
-        for row, (each, _) in enumerate(places):
-            sure = None if sureness is None else 1 / (1 + math.exp(-max(float(sureness[row]), -MOST_LOGIT)))
-            each.take(sampled, row, sure)
+        for row, (each, _) in enumerate(draws):
+            confidence = None if confidences is None else 1 / (1 + math.exp(-max(float(confidences[row]), -MAX_LOGIT)))
+            each.append(sampled, row, confidence)
 
 
 def block_rows(spec: BlockSpec, sequence: Sequence, anchor: int, depth: int) -> Rows:
-    """The token at position `anchor` and the mask, as far as a draft of this depth takes them."""
+    """Rows of a block: the token at position `anchor`, and mask tokens as far as `depth` draft tokens need them."""
     count = spec.rows_for(depth)
     ids = [sequence.tokens[anchor], *[spec.mask_token_id] * (count - 1)]
-    return Rows(sequence, anchor, ids, depth, sees=None if spec.all_causal else anchor + count - 1)
+    return Rows(sequence, anchor, ids, depth, visible_end=None if spec.all_causal else anchor + count - 1)
 
 
-def _hangs(sequence: Sequence) -> bool:
-    """Does a draw depend on the tokens drafted before it?"""
+def _depends_on_draft(sequence: Sequence) -> bool:
+    """True if sampling a token depends on the tokens drafted before it."""
     constants = sequence.row_constants
     return sequence.is_masked or constants.has_penalties or constants.has_bias
 

@@ -1,7 +1,7 @@
-"""A second whole model drafts token by token, one pass for each; its keys lie under the same block table.
+"""A second, smaller model drafts token by token, one pass per token; it uses the trunk's block tables.
 
-A round first makes up for all tokens since the last one; the row of the newest gives the first draft token. The keys of
-drafted tokens that turn out right stay: those of a whole model depend on tokens alone.
+Each draft first computes all tokens committed since the last draft; the newest token's row gives the first draft token.
+KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from headstart.core import Rows, Sequence
-from headstart.drafters.base import Drafter, Round, Target, Wish
+from headstart.drafters.base import Drafter, DraftRequest, GrowingDraft, TargetModel, draw_next
 from headstart.errors import UsageError
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
@@ -20,98 +20,92 @@ from headstart.layers.network import FORWARD, DecoderNetwork
 
 
 @dataclass
-class _Guessed:
-    """Tokens whose keys were computed behind the true ones; `table` is replaced when the sequence is preempted, and the
-    keys are then lost."""
+class _Unverified:
+    """Drafted tokens whose KV has been computed and that are not verified yet."""
 
-    start: int
+    start: int  # position of the first token
     tokens: list[int]
-    table: array[int]
+    table: array[int]  # the sequence's block table; preemption replaces it, and the KV is lost
 
 
 class DraftModelDrafter(Drafter):
-    """Needs nothing of the trunk but its tokens."""
+    """Drafts with a whole model; uses only the trunk's tokens."""
 
     method = "draft_model"
 
-    def __init__(self, target: Target, model: DraftModel) -> None:
+    def __init__(self, target: TargetModel, model: DraftModel) -> None:
         self._runner, self._budget, self._model = target.runner, target.token_budget, model
         ids = model.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
         self._network = target.runner.open(DecoderNetwork(model.decoder))
-        self._guessed: dict[Sequence, _Guessed] = {}
+        self._unverified: dict[Sequence, _Unverified] = {}
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
+    def attach(cls, target: TargetModel) -> Self:
         if not isinstance(target.head, DraftModel):
             raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
         return cls(target, target.head)
 
-    def missed(self, sequence: Sequence) -> int:
-        self._keep_right(sequence)
+    def num_uncached(self, sequence: Sequence) -> int:
+        self._fill_accepted(sequence)
         return max(len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence), 0)
 
-    def _keep_right(self, sequence: Sequence) -> None:
-        """Keys of guesses that came true are those of true tokens."""
-        guessed = self._guessed.pop(sequence, None)
-        if guessed is None or guessed.table is not sequence.block_table:
+    def _fill_accepted(self, sequence: Sequence) -> None:
+        """Marks the KV of accepted draft tokens as valid."""
+        unverified = self._unverified.pop(sequence, None)
+        if unverified is None or unverified.table is not sequence.block_table:
             return
-        right = 0
-        for guess, token in zip(guessed.tokens, sequence.tokens[guessed.start :], strict=False):
+        num_accepted = 0
+        for guess, token in zip(unverified.tokens, sequence.tokens[unverified.start :], strict=False):
             if guess != token:
                 break
-            right += 1
-        if right:
-            self._runner.fill(self._network, [Rows(sequence, guessed.start, guessed.tokens[:right], 0)])
+            num_accepted += 1
+        if num_accepted:
+            self._runner.fill(self._network, [Rows(sequence, unverified.start, unverified.tokens[:num_accepted], 0)])
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        asked = [wish for wish in wishes if wish.starts and self._has_room(wish)]
-        if not asked:
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        eligible = [request for request in requests if request.should_start and self._has_room(request)]
+        if not eligible:
             return
-        parts = [self._true_rows(wish.sequence) for wish in asked]
+        parts = [self._committed_rows(request.sequence) for request in eligible]
         logits = self._pass(parts)
         self._runner.fill(self._network, parts)
-        growing = [Round.of(wish, self.method) for wish in asked]
-        while growing := self._draw(logits, growing):
+        growing = [GrowingDraft.start(request, self.method) for request in eligible]
+        while growing := draw_next(self._runner, logits, growing, self._token_ids):
             parts = []
             for each in growing:
                 sequence, drafted = each.sequence, each.draft.tokens
                 parts.append(Rows(sequence, len(sequence.tokens) + len(drafted) - 1, drafted[-1:], 1))
             logits = self._pass(parts)
-        for sequence in [wish.sequence for wish in asked]:
+        for sequence in [request.sequence for request in eligible]:
             if guesses := sequence.draft.tokens[:-1]:
-                self._guessed[sequence] = _Guessed(len(sequence.tokens), guesses, sequence.block_table)
+                self._unverified[sequence] = _Unverified(len(sequence.tokens), guesses, sequence.block_table)
 
-    def _has_room(self, wish: Wish) -> bool:
-        return len(wish.sequence.tokens) + wish.depth <= self._model.max_length
+    def _has_room(self, request: DraftRequest) -> bool:
+        return len(request.sequence.tokens) + request.depth <= self._model.max_length
 
-    def _true_rows(self, sequence: Sequence) -> Rows:
-        """What the network has not seen, up to the newest token; all but the last budget of it is computed here."""
+    def _committed_rows(self, sequence: Sequence) -> Rows:
+        """Rows of committed tokens that the draft model has not computed, at most a token budget of them; earlier rows
+        are computed here."""
         tokens = sequence.tokens
-        while self.missed(sequence) >= self._budget:
+        while self.num_uncached(sequence) >= self._budget:
             start = self._runner.filled(self._network, sequence)
             part = Rows(sequence, start, tokens[start : start + self._budget], 0)
             self._pass([part])
             self._runner.fill(self._network, [part])
-        start = len(tokens) - 1 - self.missed(sequence)
+        start = len(tokens) - 1 - self.num_uncached(sequence)
         return Rows(sequence, start, tokens[start:], 1)
 
     def _pass(self, parts: Seq[Rows]) -> Buffer:
-        """One pass over rows of the trunk's tokens; logits of those that want any."""
-        if (fed := self._model.fed) is not None:
-            parts = [Rows(part.sequence, part.start, fed[part.token_ids].tolist(), part.num_logits) for part in parts]
+        """Runs one pass over rows of the trunk's tokens and returns the requested logits."""
+        if (own_ids := self._model.own_ids) is not None:
+            parts = [
+                Rows(part.sequence, part.start, own_ids[part.token_ids].tolist(), part.num_logits) for part in parts
+            ]
         return self._runner.run(self._network, FORWARD, parts)["logits"]
 
-    def _draw(self, logits: Buffer, rounds: Seq[Round]) -> list[Round]:
-        """One more token for each, by the trunk's own sampling pipeline and noise; those that want yet another."""
-        scored = any(each.gate is not None for each in rounds)
-        sampled = self._runner.draw(logits, [each.entry for each in rounds], self._token_ids, scored=scored)
-        for row, each in enumerate(rounds):
-            each.take(sampled, row)
-        return [each for each in rounds if each.wants_more]
-
     def release(self, sequence: Sequence) -> None:
-        self._guessed.pop(sequence, None)
+        self._unverified.pop(sequence, None)
 
 
 DRAFTER = DraftModelDrafter

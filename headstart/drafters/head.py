@@ -1,9 +1,9 @@
-"""A head of the checkpoint's own, or a trained one: drafts from the trunk's hidden states, one token after the other.
+"""Drafts with a trained head (MTP, EAGLE-3, Medusa ...): token by token, from the trunk's hidden states.
 
-The pair (h_p, t_{p+1}) lives at position and slot p + 1 of the head's KV. A round first makes up for all pairs since
-the last one, from true hidden states; its last row gives the first draft token. Each further step feeds the drafted
-token and the recycled vector behind the last row of its module; those rows are made again from true hidden states
-later. A head without KV keeps nothing between rounds: the newest row is all it needs.
+The pair (h_p, t_{p+1}) is stored at position and slot p + 1 of the head's KV. Each draft first computes the pairs since
+the last draft from true hidden states; the last pair's row gives the first draft token. Each further step reads the
+drafted token and the output vector of the module's last row; such rows are computed again later from true hidden
+states. A head without KV needs only the newest pair.
 """
 
 from __future__ import annotations
@@ -16,22 +16,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Rows, Sequence
-from headstart.drafters.base import Drafter, Hope, Round, Steps, Target, Wish
+from headstart.drafters.base import (
+    Drafter,
+    DraftPrograms,
+    DraftRequest,
+    EarlyDraftRequest,
+    GrowingDraft,
+    TargetModel,
+    draw_next,
+)
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
-from headstart.kernels.chain import Drawn
+from headstart.kernels.draft_loop import PendingSample
 from headstart.kernels.ops import Buffer
-from headstart.layers.build import lm_head_name
+from headstart.layers.build import lm_head_tensor
 from headstart.layers.linear import Linear
 
-MOST_MISSED = 4
-"""Pairs that a draft begun early makes up for: whoever has more has just read a prompt, or has not drafted for long."""
+MAX_EARLY_PAIRS = 4
+"""Most uncached pairs for an early draft. More pairs mean a prompt or a long pause, where an early start gains
+little."""
 
 
 class HeadDrafter(Drafter):
-    """Any number of modules; step i runs module `spec.module_of(i)`. The method is the head's kind."""
+    """Drafts with a head of any number of modules; step i runs module `spec.module_of(i)`. The method is the head's
+    kind."""
 
-    def __init__(self, target: Target, head: Head) -> None:
+    def __init__(self, target: TargetModel, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec, head.draft_token_ids
         sketch = None
@@ -42,106 +52,105 @@ class HeadDrafter(Drafter):
         embedding = target.model.embedding if head.embedding is None else head.embedding
         lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
         self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_heads))
-        self._keeps = [i for i, module in enumerate(head.modules) if module.kv_specs]
-        self._fills = [f"pairs.{i}" for i in sorted({0, *self._keeps})]
+        self._modules_with_kv = [i for i, module in enumerate(head.modules) if module.kv_specs]
+        self._pair_programs = [f"pairs.{i}" for i in sorted({0, *self._modules_with_kv})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
-        self._steps = Steps(self._network, self._fills[0], others, self._token_ids)
+        self._steps = DraftPrograms(self._network, self._pair_programs[0], others, self._token_ids)
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
+    def attach(cls, target: TargetModel) -> Self:
         if target.head is None:
             raise UsageError("the model has no head", "attach one with --head DIR, or use --drafter ngram")
         return cls(target, target.head)
 
-    def missed(self, sequence: Sequence) -> int:
-        if not self._keeps:
+    def num_uncached(self, sequence: Sequence) -> int:
+        if not self._modules_with_kv:
             return 0
         return len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence)
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        wishes = [wish for wish in wishes if wish.starts]
-        if not wishes:
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        requests = [request for request in requests if request.should_start]
+        if not requests:
             return
-        parts = self._catch_up(wishes)
-        if left := self._runner.draft(self._steps, wishes, parts, self.method):
-            self._draft([wishes[i] for i in left], [parts[i] for i in left])
-        self._filled(parts)
+        parts = self._catch_up(requests)
+        if left := self._runner.draft(self._steps, requests, parts, self.method):
+            self._draft([requests[i] for i in left], [parts[i] for i in left])
+        self._mark_filled(parts)
 
-    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
-        """The pairs of `_pairs`, if all drafted tokens are right. Modules whose pairs take a pass of their own wait."""
-        if len(self._fills) > 1:
+    def propose_early(self, requests: Seq[EarlyDraftRequest], sample: PendingSample) -> None:
+        """Rows as of `_pairs`, as if all drafted tokens were accepted. Only for heads whose pairs take one pass."""
+        if len(self._pair_programs) > 1:
             return
         parts: list[Rows] = []
-        able: list[Hope] = []
-        for hope in hopes:
-            tokens = hope.sequence.tokens
-            start = min(self._runner.filled(self._network, hope.sequence), len(tokens)) if self._keeps else len(tokens)
-            if len(tokens) - start <= MOST_MISSED:
-                ids = [*tokens[start:], *hope.sequence.draft.tokens, 0]
-                parts.append(Rows(hope.sequence, start, ids, 1))
-                able.append(hope)
-        if able:
-            self._runner.begin(self._steps, able, parts, drawn)
+        eligible: list[EarlyDraftRequest] = []
+        for request in requests:
+            tokens = request.sequence.tokens
+            start = (
+                min(self._runner.filled(self._network, request.sequence), len(tokens))
+                if self._modules_with_kv
+                else len(tokens)
+            )
+            if len(tokens) - start <= MAX_EARLY_PAIRS:
+                ids = [*tokens[start:], *request.sequence.draft.tokens, 0]
+                parts.append(Rows(request.sequence, start, ids, 1))
+                eligible.append(request)
+        if eligible:
+            self._runner.draft_early(self._steps, eligible, parts, sample)
 
-    def _draft(self, wishes: Seq[Wish], parts: Seq[Rows]) -> None:
-        """One pass for each step: what `Steps` says, for those that a backend has not drafted by itself."""
+    def _draft(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> None:
+        """Drafts with one pass per draft step (see DraftPrograms) the requests that the backend cannot draft in one
+        call."""
         output = self._runner.run(self._network, self._steps.first, parts)
         ends = accumulate([len(part.token_ids) for part in parts])
-        rounds = [Round.of(wish, self.method, end - 1) for wish, end in zip(wishes, ends, strict=True)]
-        self._draw(output["logits"], rounds)
+        growing = [
+            GrowingDraft.start(request, self.method, end - 1) for request, end in zip(requests, ends, strict=True)
+        ]
+        draw_next(self._runner, output["logits"], growing, self._token_ids)
         hidden, step = output["hidden"], 1
-        while rounds := [each for each in rounds if each.wants_more]:
-            hidden = self._next_step(step, rounds, hidden)
+        while growing := [each for each in growing if each.can_grow]:
+            hidden = self._next_step(step, growing, hidden)
             step += 1
 
-    def _catch_up(self, wishes: Seq[Wish]) -> list[Rows]:
-        """All true pairs since the last round but those of the returned rows, which are within the token budget and
-        still to go through the first module."""
-        for sequence in [wish.sequence for wish in wishes]:
-            while self.missed(sequence) >= self._budget:
+    def _catch_up(self, requests: Seq[DraftRequest]) -> list[Rows]:
+        """Computes the uncached pairs; returns each request's last rows, within the token budget, which have yet to run
+        through the first module."""
+        for sequence in [request.sequence for request in requests]:
+            while self.num_uncached(sequence) >= self._budget:
                 chunk = [self._pairs(sequence, self._budget)]
-                for program in self._fills:
+                for program in self._pair_programs:
                     self._runner.run(self._network, program, chunk)
-                self._filled(chunk)
-        parts = [self._pairs(wish.sequence) for wish in wishes]
-        for program in self._fills[1:]:
+                self._mark_filled(chunk)
+        parts = [self._pairs(request.sequence) for request in requests]
+        for program in self._pair_programs[1:]:
             self._runner.run(self._network, program, parts)
         return parts
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
-        # one row is always remade, so that a fully caught-up sequence still has a row to draw from
-        start = len(sequence.tokens) - 1 - max(self.missed(sequence), 0)
+        # at least one row is recomputed, because the first draft token is drawn from it
+        start = len(sequence.tokens) - 1 - max(self.num_uncached(sequence), 0)
         end = len(sequence.tokens) if limit is None else min(start + limit, len(sequence.tokens))
         return Rows(sequence, start, sequence.tokens[start:end], 1 if limit is None else 0)
 
-    def _filled(self, parts: Seq[Rows]) -> None:
-        if self._keeps:
+    def _mark_filled(self, parts: Seq[Rows]) -> None:
+        if self._modules_with_kv:
             self._runner.fill(self._network, parts)
 
-    def _next_step(self, step: int, rounds: list[Round], hidden: Buffer) -> Buffer:
-        """One more token for each round, from its last drafted token and recycled vector."""
+    def _next_step(self, step: int, growing: list[GrowingDraft], hidden: Buffer) -> Buffer:
+        """Appends a token to each draft, from its last token and recycled vector; returns the new vectors [n, H]."""
         module = cast(int, self._spec.module_of(step))
         before = self._spec.rows_before(step)
-        parts = [Rows(r.sequence, len(r.sequence.tokens) + before, r.draft.tokens[-1:], 1) for r in rounds]
-        # a copy even where all rows are taken: the results of a pass are not its own next input
-        recycled = self._backend.rows(hidden, np.array([r.row for r in rounds], np.int32))
+        parts = [Rows(r.sequence, len(r.sequence.tokens) + before, r.draft.tokens[-1:], 1) for r in growing]
+        # a copy, also of all rows: a pass must not read the buffer it writes
+        recycled = self._backend.rows(hidden, np.array([r.row for r in growing], np.int32))
         output = self._runner.run(self._network, f"next.{module}", parts, hidden=recycled)
-        for row, each in enumerate(rounds):
+        for row, each in enumerate(growing):
             each.row = row
-        self._draw(output["logits"], rounds)
+        draw_next(self._runner, output["logits"], growing, self._token_ids)
         return output["hidden"]
 
-    def _draw(self, logits: Buffer, rounds: list[Round]) -> None:
-        """The trunk's own sampling pipeline and noise, on the head's logits (coupled sampling)."""
-        scored = bool([r for r in rounds if r.gate is not None])
-        sampled = self._runner.draw(logits, [r.entry for r in rounds], self._token_ids, scored=scored)
-        for row, each in enumerate(rounds):
-            each.take(sampled, row)
 
-
-def lm_head_of(target: Target, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
-    """The head's own LM head, or the trunk's; of a full one only the rows of the draft vocabulary (ascending target
-    ids)."""
+def lm_head_of(target: TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
+    """The head's own LM head, else the trunk's; only the rows of `token_ids` (ascending target ids) if given."""
     weights, config = target.weights, target.config
     if head.lm_head is not None and (token_ids is None or head.draft_token_ids is not None):
         return head.lm_head
@@ -149,7 +158,7 @@ def lm_head_of(target: Target, head: Head, token_ids: NDArray[np.int64] | None) 
         return target.model.lm_head
     rows = head.lm_rows
     if rows is None:
-        rows = weights.raw(lm_head_name(weights, config), (config.vocab_size, config.hidden_size))
+        rows = weights.raw(lm_head_tensor(weights, config), (config.vocab_size, config.hidden_size))
     return Linear(target.backend.weight(rows.take_rows(token_ids), drafts=True))
 
 

@@ -1,4 +1,4 @@
-"""Prompt lookup where the text repeats, the model's head elsewhere; both stay ready for every sequence."""
+"""Prompt lookup where the text repeats, the model's head elsewhere."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Self
 
 from headstart import registry
 from headstart.core import Draft, Sequence
-from headstart.drafters.base import Drafter, Hope, Target, Wish
+from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest, TargetModel
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
 from headstart.heads.kind import head_kind
-from headstart.kernels.chain import Drawn
+from headstart.kernels.draft_loop import PendingSample
 
 
 class MixedDrafter(Drafter):
-    """Asks the lookup first, which costs next to nothing, and the head where the gate is not content; the head alone
-    where there is no gate. The head makes up for what it has not seen when it is asked again (Sequence.filled)."""
+    """With a gate: tries the lookup, which costs almost nothing, and asks the head if the gate finds the draft
+    insufficient. Without a gate: the head alone."""
 
     method = "mixed"
 
@@ -27,39 +27,39 @@ class MixedDrafter(Drafter):
 
     @property
     def auto_limit(self) -> int:
-        """A lookup may go deeper than the head."""
+        """The lookup may draft more tokens than the head."""
         return self._lookup.max_depth
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
+    def attach(cls, target: TargetModel) -> Self:
         if target.head is None:
             raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
         head: type[Drafter] = registry.find("drafters", head_kind(target.head.spec.kind).drafter).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))
 
-    def missed(self, sequence: Sequence) -> int:
-        return self._head.missed(sequence)
+    def num_uncached(self, sequence: Sequence) -> int:
+        return self._head.num_uncached(sequence)
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        gated = [wish for wish in wishes if wish.gate is not None]
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        gated = [request for request in requests if request.gate is not None]
         self._lookup.propose(gated)
-        rest, most = [wish for wish in wishes if wish.gate is None], self.max_depth
-        for wish in gated:
-            assert wish.gate is not None
-            if not wish.gate.suffices(wish.sequence.draft):
-                wish.sequence.draft = Draft()
-                rest.append(wish if wish.depth <= most else replace(wish, depth=most))
-        self._head.propose(rest)
+        head_requests, head_limit = [request for request in requests if request.gate is None], self.max_depth
+        for request in gated:
+            assert request.gate is not None
+            if not request.gate.is_sufficient(request.sequence.draft):
+                request.sequence.draft = Draft()
+                head_requests.append(request if request.depth <= head_limit else replace(request, depth=head_limit))
+        self._head.propose(head_requests)
 
-    def begin(self, hopes: Seq[Hope], drawn: Drawn) -> None:
-        self._head.begin(hopes, drawn)
+    def propose_early(self, requests: Seq[EarlyDraftRequest], sample: PendingSample) -> None:
+        self._head.propose_early(requests, sample)
 
     def release(self, sequence: Sequence) -> None:
         self._lookup.release(sequence)
         self._head.release(sequence)
 
-    def forget(self) -> None:
-        self._lookup.forget()
+    def clear(self) -> None:
+        self._lookup.clear()
 
 
 DRAFTER = MixedDrafter

@@ -1,5 +1,5 @@
-"""Prompt lookup: the tokens that followed the same n-gram earlier, in this sequence (Saxena 2023; no model needed) or
-in what other requests of the same owner were answered."""
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed the same n-gram earlier in the sequence, or in outputs
+of other requests of the same owner. Needs no model."""
 
 from __future__ import annotations
 
@@ -7,54 +7,56 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from headstart.core import Draft, Sequence
-from headstart.drafters.base import Drafter, Target, Wish
-from headstart.drafters.recent import LONGEST as LONGEST_SHARED, RecentTexts
+import numpy as np
 
-LONGEST = 16
-"""Longer matches in the sequence itself say no more."""
+from headstart.core import Draft, Sequence
+from headstart.drafters.base import Drafter, DraftRequest, TargetModel
+
+MAX_MATCH = 16
+"""Longest match in the sequence that is counted; longer ones are no more reliable."""
 SHARED = "shared"
-"""Method of drafts from other requests' texts: how often they are right is learned apart."""
+"""Draft.method of drafts from other requests' texts; their acceptance is estimated separately."""
 
 
 @dataclass
 class _Index:
-    """Per n, the position after the latest occurrence of each n-gram that ends before the last token."""
+    """n-grams of one sequence."""
 
     num_indexed: int = 0
+    # n-gram that ends before the last token -> position after its latest occurrence
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
 
 
 class NgramDrafter(Drafter):
-    """Longest match first, latest occurrence wins; the index grows with the sequence. `recent`: texts of others."""
+    """The longest match wins, then the latest one. The index grows with the sequence."""
 
     method = "ngram"
 
-    def __init__(self, smallest: int, largest: int, recent: RecentTexts | None = None) -> None:
-        self._sizes, self._recent = range(smallest, largest + 1), recent
+    def __init__(self, smallest: int, largest: int, shared: SharedLookup | None = None) -> None:
+        self._sizes, self._shared = range(smallest, largest + 1), shared
         self._indexes: dict[Sequence, _Index] = {}
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
-        return cls(*target.ngram, RecentTexts() if target.shared_lookup else None)
+    def attach(cls, target: TargetModel) -> Self:
+        return cls(*target.ngram, SharedLookup() if target.shared_lookup else None)
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        for wish in wishes:
-            sequence, tokens = wish.sequence, wish.sequence.tokens
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        for request in requests:
+            sequence, tokens = request.sequence, request.sequence.tokens
             start, size = self._find(sequence)
             matched = _matched(tokens, start, size) if size else 0
-            if self._recent and matched < LONGEST:
-                found, longer = self._recent.find(_owner(sequence), tokens, wish.depth)
+            if self._shared and matched < MAX_MATCH:
+                found, longer = self._shared.find(_owner(sequence), tokens, request.depth)
                 if longer > matched:
-                    sequence.draft = Draft(found, method=SHARED, scores=[longer / LONGEST_SHARED] * len(found))
+                    sequence.draft = Draft(found, method=SHARED, scores=[longer / MAX_SHARED_MATCH] * len(found))
                     continue
             if size:
-                following = tokens[start : start + wish.depth]
-                # longer matches are right more often; how often is for others to learn
-                sequence.draft = Draft(following, method=self.method, scores=[matched / LONGEST] * len(following))
+                following = tokens[start : start + request.depth]
+                # longer matches are right more often; engine.acceptance calibrates the scores
+                sequence.draft = Draft(following, method=self.method, scores=[matched / MAX_MATCH] * len(following))
 
     def _find(self, sequence: Sequence) -> tuple[int, int]:
-        """Where the continuation of the longest match begins, and the length of the match; 0 if there is none."""
+        """Position after the longest match, and the match's length; length 0: no match."""
         tokens, index = sequence.tokens, self._indexes.setdefault(sequence, _Index())
         for end in range(max(index.num_indexed, 1), len(tokens)):
             for size in self._sizes:
@@ -68,25 +70,139 @@ class NgramDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         self._indexes.pop(sequence, None)
-        if self._recent and sequence.num_output and sequence.finish_reason != "error":
+        if self._shared and sequence.num_output and sequence.finish_reason != "error":
             prompt, tokens = sequence.num_prompt, sequence.tokens
-            self._recent.add(_owner(sequence), tokens[:prompt], tokens[prompt:])
+            self._shared.add(_owner(sequence), tokens[:prompt], tokens[prompt:])
 
-    def forget(self) -> None:
-        if self._recent:
-            self._recent.forget()
+    def clear(self) -> None:
+        if self._shared:
+            self._shared.clear()
 
 
 def _owner(sequence: Sequence) -> int:
-    """Texts are shared within an API key and a cache salt. Python's hash of strings has a secret of the process."""
+    """Texts are shared within an API key and a cache salt. Python's string hash is salted per process."""
     return hash((sequence.request.owner, sequence.request.cache_salt))
 
 
 def _matched(tokens: Seq[int], start: int, size: int) -> int:
-    """How many tokens before `start` are those at the end of the text; at least `size` are."""
-    while size < LONGEST and size < start and tokens[start - 1 - size] == tokens[-1 - size]:
+    """Length of the match before position `start` with the end of the text; at least `size` tokens are known to
+    match."""
+    while size < MAX_MATCH and size < start and tokens[start - 1 - size] == tokens[-1 - size]:
         size += 1
     return size
 
 
 DRAFTER = NgramDrafter
+
+
+MEMORY = 64 << 20
+"""Bytes for all stored texts."""
+PER_TOKEN = 36
+"""Bytes per stored token."""
+SHORT, LONG = 4, 16
+"""Minimum match length; n-gram length of the second chain."""
+MAX_SHARED_MATCH = 32
+"""Longest match that is counted; longer ones are no more reliable."""
+CANDIDATES = 8
+"""Latest places of each chain that are compared."""
+END = -1
+"""Separates texts in the ring; matches no token."""
+
+
+class _Chain:
+    """Ring positions after equal n-grams, latest first: `_latest` by hash, `_before` by position, as distances."""
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self.size, self._capacity = size, capacity
+        self._latest = np.zeros(capacity, np.int64).data
+        self._before = np.zeros(capacity, np.int32).data
+
+    def add(self, place: int, owner: int, gram: tuple[int, ...]) -> None:
+        slot = hash((owner, gram)) % self._capacity
+        self._before[place % self._capacity] = min(place - self._latest[slot], self._capacity)
+        self._latest[slot] = place
+
+    def places(self, oldest: int, owner: int, gram: tuple[int, ...]) -> list[int]:
+        """Positions after `oldest` where the n-gram may have occurred."""
+        found: list[int] = []
+        place = self._latest[hash((owner, gram)) % self._capacity]
+        while place > oldest and len(found) < CANDIDATES:
+            found.append(place)
+            place -= self._before[place % self._capacity]
+        return found
+
+
+class SharedLookup:
+    """Index over recent outputs of all requests; an owner finds only its own texts.
+
+    A ring of tokens, oldest dropped first, with a hash chain for each of two n-gram lengths, as in LZ77 compressors.
+    The long n-gram finds the text that a request repeats among many that start alike; the short one finds all else.
+    Candidates are compared token by token: the result is the longest match among the latest ones (numbers in docs/log).
+    """
+
+    def __init__(self, memory: int = MEMORY) -> None:
+        self.capacity, self.end = max(memory // PER_TOKEN, MAX_SHARED_MATCH), 1
+        self._first = 0  # places before this one are forgotten
+        self._tokens = np.zeros(0, np.int32).data  # the ring comes with the first text
+        self._owners = np.zeros(0, np.int64).data
+        self._chains: tuple[_Chain, ...] = ()
+
+    def add(self, owner: int, context: Seq[int], text: Seq[int]) -> None:
+        """Adds a text; `context` is the text before it, whose end helps to find the beginning."""
+        if not self._chains:
+            self._tokens = np.zeros(self.capacity, np.int32).data
+            self._owners = np.zeros(self.capacity, np.int64).data
+            self._chains = _Chain(LONG, self.capacity), _Chain(SHORT, self.capacity)
+        whole = [*context[-MAX_SHARED_MATCH:], *text][-self.capacity + 1 :]
+        first, start = len(whole) - len(text), self.end + 1
+        for index, token in enumerate((END, *whole), self.end):
+            self._tokens[index % self.capacity], self._owners[index % self.capacity] = token, owner
+        self.end = start + len(whole)
+        for chain in self._chains:
+            for index in range(max(first, chain.size), len(whole)):
+                chain.add(start + index, owner, tuple(whole[index - chain.size : index]))
+
+    def find(self, owner: int, tokens: Seq[int], limit: int) -> tuple[list[int], int]:
+        """Up to `limit` tokens that followed the longest match with the end of `tokens`, and the match's length; 0:
+        none."""
+        if not self._chains or len(tokens) < SHORT:
+            return [], 0
+        tail = list(tokens[-MAX_SHARED_MATCH:])
+        best, longest = 0, SHORT - 1
+        for chain in self._chains:
+            for place in chain.places(self._oldest, owner, tuple(tail[-chain.size :])):
+                if (size := self._matched(place, owner, tail)) > longest:
+                    best, longest = place, size
+            if longest >= chain.size:
+                return self._following(best, limit), longest
+        return [], 0
+
+    @property
+    def _oldest(self) -> int:
+        """First position that the ring still holds."""
+        return max(self.end - self.capacity, self._first)
+
+    def _matched(self, place: int, owner: int, tail: Seq[int]) -> int:
+        """Number of tokens before `place` that equal the end of `tail`."""
+        ring, capacity, oldest = self._tokens, self.capacity, self._oldest
+        size = 0
+        if self._owners[place % capacity] != owner:
+            return 0
+        while (
+            size < len(tail) and place - 1 - size >= oldest and ring[(place - 1 - size) % capacity] == tail[-1 - size]
+        ):
+            size += 1
+        return size
+
+    def _following(self, place: int, limit: int) -> list[int]:
+        found: list[int] = []
+        for index in range(place, min(place + limit, self.end)):
+            token = self._tokens[index % self.capacity]
+            if token == END:
+                break
+            found.append(token)
+        return found
+
+    def clear(self) -> None:
+        """Drops all texts. The ring's memory is kept: new memory would have to be zeroed by the system page by page."""
+        self._first = self.end

@@ -1,4 +1,4 @@
-"""A short calibration: what passes, drafts and long contexts cost here, from real steps of the engine itself."""
+"""Calibration at start: measures what passes, drafts and long contexts cost, with real steps of the engine."""
 
 from __future__ import annotations
 
@@ -15,66 +15,70 @@ import numpy as np
 
 from headstart import hub
 from headstart.core import Request, SamplingParams
-from headstart.engine.costs import TRIAL, Costs, Curve, Samples, undisturbed
+from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, undisturbed
 from headstart.engine.engine import Engine
 
-MOST_SECONDS = 2.0
-"""Within so much all is measured; the curves take three quarters of it at most. No step begins after that."""
+MAX_SECONDS = 2.0
+"""Time limit: no step starts later."""
 FOR_CURVES = 0.75
+"""Share of the time limit for the cost curves."""
 WORTH_KEEPING_S = 0.25
-"""Shorter calibrations are made again at each start."""
+"""Shorter calibrations are not stored: they are repeated at each start."""
 PROMPT = 24
+"""Prompt tokens of a measured sequence."""
 WARM_UP, STEPS, ROUNDS = 1, 2, 3
-"""Each depth gets so many steps, in so many rounds: whatever slows the machine down for a while then slows all depths
-down, and the lower quartile (Curve.fit) passes it by."""
+"""Steps per depth and round. With several rounds a temporary slowdown affects all depths, and CostCurve.fit, which
+takes the lower quartile, ignores it."""
 PLAN = ((1, (0, 1, 3, 7, 2, 5)), (4, (0, 3)), (16, (0, 3)), (1, (11,)), (64, (0, 3)))
-"""(sequences, depths), what matters most first: a slow machine gets as far as the time goes, and learns the rest."""
-LEAST_CONTEXT = 8
-"""In a shorter one there is nothing to measure, nor to gain."""
+"""(number of sequences, depths), most important first; what is not reached in time is extrapolated."""
+MIN_CONTEXT = 8
+"""Shorter contexts are not measured."""
 LONG, LONG_DEPTH = 448, 3
-MOST_REACH = 0.5
-"""Of a pass near position 0: what LONG positions more cost at most. The difference of two measured times is noisy."""
-LEAST_SHARE = 0.3
+"""Prompt tokens and depth of the long sequence."""
+MAX_REACH = 0.5
+"""Upper bound of the cost of LONG positions, as a share of a pass near position 0: differences of times are noisy."""
+MIN_SHARE = 0.3
+"""Lower bound of Costs.prompt_share."""
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
-"""What is kept is confirmed at the next start, once: by t(4) / t(1), which is the same up to so much. Where that takes
-longer than so, it is not."""
+"""Stored costs are confirmed once, at the next start: the ratio of a pass at CHECKED_DEPTH to a plain one must be the
+same within TOLERANCE. The check is skipped if it would take longer than CHECK_SECONDS."""
 BUSY = 1.2
-"""A median step of so many times the fastest one: somebody else has the cores, and nothing can be told."""
+"""Ratio of median to fastest step from which other processes are assumed to use the cores."""
 
 
 @dataclass
 class _Run:
-    """An engine, with the steps of one setting at a time."""
+    """Runs and times steps with one number of sequences at a time."""
 
     engine: Engine
-    until: float  # by time.perf_counter(): once something is measured, no step begins later
+    until: float  # deadline by time.perf_counter(), once something is measured
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-    count: int = 0
+    count: int = 0  # requests submitted so far
     measured: bool = False
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         return self.measured and time.perf_counter() > self.until
 
-    def measure(self, sequences: int, depths: Seq[int], length: int) -> tuple[Samples, Samples]:
-        """Samples of the prompts' passes, and of decode steps at each depth; none where the time is over."""
-        drafting, before, decoding = self.engine.drafting, Samples(), Samples()
-        asked, names = drafting.depth, self._submit(sequences, max(depths), length, len(depths))
+    def measure(self, sequences: int, depths: Seq[int], length: int) -> tuple[CostSamples, CostSamples]:
+        """Samples of the prompts' passes, and of decode steps at each depth, as far as time allows."""
+        drafting, before, decoding = self.engine.drafting, CostSamples(), CostSamples()
+        configured, names = drafting.depth, self._submit(sequences, max(depths), length, len(depths))
         drafting.depth, drafting.samples = depths[0], before
         try:
-            while self._reads() and not self.late:
-                self.engine.step(_nowhere)
+            while self._is_prefilling() and not self.is_late:
+                self.engine.step(_discard)
             for depth in ROUNDS * tuple(depths):
                 drafting.depth = depth
-                for step in range(WARM_UP + STEPS):  # the first has the drafts of the depth before
-                    if self.late or not self.engine.has_work:
+                for step in range(WARM_UP + STEPS):  # the first step still verifies drafts of the previous depth
+                    if self.is_late or not self.engine.has_work:
                         return before, decoding
-                    drafting.samples = decoding if step >= WARM_UP else Samples()
-                    self.engine.step(_nowhere)
+                    drafting.samples = decoding if step >= WARM_UP else CostSamples()
+                    self.engine.step(_discard)
                     self.measured |= bool(decoding.passes)
             return before, decoding
         finally:
-            drafting.depth, drafting.samples = asked, None
+            drafting.depth, drafting.samples = configured, None
             for name in names:
                 self.engine.abort(name)
 
@@ -89,28 +93,28 @@ class _Run:
             self.engine.submit(request)
         return names
 
-    def _reads(self) -> bool:
-        """Has a sequence got no token yet?"""
+    def _is_prefilling(self) -> bool:
+        """True if a sequence has no output token yet."""
         scheduler = self.engine.scheduler
         return any(sequence.num_output == 0 for sequence in (*scheduler.waiting, *scheduler.running))
 
 
-def _nowhere(deltas: Any) -> None:
-    """Nobody waits for the tokens of a calibration."""
+def _discard(deltas: Any) -> None:
+    """Drops the tokens of a calibration."""
 
 
 def calibrate(engine: Engine) -> Costs:
-    """Measure for about MOST_SECONDS; what was not reached is extrapolated. The engine must be idle."""
-    if engine.max_length < LEAST_CONTEXT:
+    """Measures costs within MAX_SECONDS; what was not reached is extrapolated. The engine must be idle."""
+    if engine.max_length < MIN_CONTEXT:
         return Costs.unknown()
     begun = time.perf_counter()
-    run, samples = _Run(engine, begun + FOR_CURVES * MOST_SECONDS), Samples()
-    deepest, most = engine.drafting.max_depth, engine.config.max_num_seqs
+    run, samples = _Run(engine, begun + FOR_CURVES * MAX_SECONDS), CostSamples()
+    max_depth, max_seqs = engine.drafting.max_depth, engine.config.max_num_seqs
     length = min(PROMPT, engine.max_length // 4)
     blocks = engine.memory.blocks_for(length + 16 * STEPS * ROUNDS)
     for sequences, planned in PLAN:
-        depths = [depth for depth in planned if depth <= deepest]
-        too_many = sequences > most or sequences * blocks > len(engine.memory.pool.blocks)
+        depths = [depth for depth in planned if depth <= max_depth]
+        too_many = sequences > max_seqs or sequences * blocks > len(engine.memory.pool.blocks)
         if not depths or (sequences > 1 and too_many):
             continue
         _, measured = run.measure(sequences, depths, length)
@@ -119,22 +123,24 @@ def calibrate(engine: Engine) -> Costs:
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
     if not samples.passes:
         return Costs.unknown()
-    costs = Costs(Curve.fit(samples.passes), Curve.fit(samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}))
+    costs = Costs(
+        CostCurve.fit(samples.passes), CostCurve.fit(samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]})
+    )
     costs.busy = _busy(samples.passes[1])
-    run.until = begun + MOST_SECONDS
+    run.until = begun + MAX_SECONDS
     _measure_long(run, costs, length)
     engine.reset_stats()
-    engine.drafting.forget()
+    engine.drafting.clear()
     return costs
 
 
 def _busy(seconds: Seq[float]) -> bool:
-    """Do equal steps differ so much that others must have had the cores?"""
+    """True if equal steps differ so much that other processes must have used the cores."""
     return median(seconds) > BUSY * min(seconds)
 
 
 def _measure_long(run: _Run, costs: Costs, short: int) -> None:
-    """What prompt rows, far positions and missed pairs cost, from one longer prompt: as long as the time allows."""
+    """Measures the costs of prompt rows, far positions and uncached pairs with a longer prompt, if time allows."""
     engine, left = run.engine, run.until - time.perf_counter()
     length = min(LONG, engine.max_length // 2, engine.scheduler.budget)
     steps = ROUNDS * (WARM_UP + STEPS)
@@ -146,67 +152,67 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     rows, seconds = next(((rows, values) for rows, values in decoding.passes.items()), (0, []))
     if seconds:
         far = max(0.0, undisturbed(seconds) - costs.passes.at(rows))
-        costs.reach = min(far, MOST_REACH * costs.passes.at(rows)) / (rows * (length - short))
+        costs.reach = min(far, MAX_REACH * costs.passes.at(rows)) / (rows * (length - short))
     if prompts.prompts:
         work, taken = prompts.prompts[0]
-        own = taken - costs.reach * work.reach / 2  # rows of a prompt attend to half of it
-        low, high = LEAST_SHARE, 1.5
-        for _ in range(20):  # the share at which the pass would cost what it did
+        own = taken - costs.reach * work.reach / 2  # on average, prompt rows attend to half of the prompt
+        low, high = MIN_SHARE, 1.5
+        for _ in range(20):  # bisection: the share that explains the measured time
             middle = (low + high) / 2
             low, high = (
                 (middle, high) if costs.passes.at(work.rows + middle * work.prompt_rows) < own else (low, middle)
             )
         costs.prompt_share = low
     if prompts.caught_up:
-        missed, count, taken = prompts.caught_up[0]
-        costs.catch_up = max(0.0, (taken - count * costs.drafts.at(1)) / missed)
+        num_uncached, count, taken = prompts.caught_up[0]
+        costs.catch_up = max(0.0, (taken - count * costs.drafts.at(1)) / num_uncached)
 
 
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
-    """Of this machine, model and settings: as kept from an earlier start, which steps correct, or measured now. What
-    two starts have measured alike is not measured again."""
+    """Costs of this machine, model and settings: stored by an earlier start (and corrected by each step), or measured
+    now. Costs that two starts have measured alike are not measured again."""
     path = hub.record_path("costs", identity)
-    record = _kept(path)
-    with engine.memory.alone():
+    record = _load_record(path)
+    with engine.memory.without_spill():
         if record:
-            kept, confirmed = record
-            holds = True if confirmed else _holds(engine, kept)
+            stored, confirmed = record
+            holds = True if confirmed else _holds(engine, stored)
             if holds and not confirmed:
-                _keep(path, kept, identity, confirmed=True)
+                _save_record(path, stored, identity, confirmed=True)
             if holds is not False:
-                return replace(kept, trial=TRIAL)
+                return replace(stored, trial=TRIAL)
         begun = time.perf_counter()
         costs = calibrate(engine)
     if record or time.perf_counter() - begun > WORTH_KEEPING_S:
-        _keep(path, costs, identity, confirmed=False)
+        _save_record(path, costs, identity, confirmed=False)
     return costs
 
 
-def _kept(path: Path) -> tuple[Costs, bool] | None:
-    """Costs, and whether they are confirmed; None where there is nothing of use."""
+def _load_record(path: Path) -> tuple[Costs, bool] | None:
+    """Stored costs and whether they are confirmed; None if there are none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         document = json.loads(path.read_text())
-        return Costs.of(document["costs"]), bool(document["confirmed"])
+        return Costs.from_document(document["costs"]), bool(document["confirmed"])
     return None
 
 
-def _keep(path: Path, costs: Costs, identity: Mapping[str, Any], *, confirmed: bool) -> None:
-    with contextlib.suppress(OSError):  # a cache that cannot be written is none
-        hub.keep_record(path, {"costs": costs.document(), "of": identity, "confirmed": confirmed})
+def _save_record(path: Path, costs: Costs, identity: Mapping[str, Any], *, confirmed: bool) -> None:
+    with contextlib.suppress(OSError):  # works without a writable cache, too
+        hub.save_record(path, {"costs": costs.document(), "of": identity, "confirmed": confirmed})
 
 
 def _holds(engine: Engine, costs: Costs) -> bool | None:
-    """Are a plain pass and a deeper one in the proportion that was measured? None: others have the cores now, or a few
-    steps take too long to tell."""
+    """True if the ratio of a deeper pass to a plain pass matches the stored costs; None if unknown, because other
+    processes use the cores or the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
     if 2 * ROUNDS * (STEPS + WARM_UP) * costs.passes.at(1) > CHECK_SECONDS:
         return None
     run = _Run(engine, time.perf_counter() + CHECK_SECONDS)
     _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
-    engine.drafting.forget()
+    engine.drafting.clear()
     factors = []
-    for rows, seconds in measured.passes.items():  # drafters may draft less than they are asked for
+    for rows, seconds in measured.passes.items():  # by rows: drafters may draft fewer tokens than requested
         if len(seconds) < STEPS or _busy(seconds):
             return None
         factors.append(undisturbed(seconds) / costs.passes.at(rows))

@@ -1,4 +1,4 @@
-"""What passes and drafts cost on this machine: measured once, then corrected by every step."""
+"""Costs of passes and drafts on this machine: measured once, then corrected by every step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Row counts at which a cost curve has its knots."""
 RATE = 0.05
-"""Share of a surprise that is believed at once."""
+"""Share of a deviation that a step corrects."""
 DRIFT = 0.2
-"""Of that, the share that holds for counts not seen, too: a machine is slower or faster as a whole now and then."""
+"""Share of the correction that applies to all counts: now and then a machine becomes slower or faster as a whole."""
 OUTLIER = 2.0
-"""A step that took more than so many times what was expected counts as that many: somebody else had the core."""
+"""Bound of the ratio measured / expected that is believed: longer steps shared the cores with other processes."""
 TRIAL, TRIAL_RATE = 8, 0.25
-"""Costs of an earlier start follow the machine as a whole for so many passes, by this share of each surprise."""
+"""Costs loaded from an earlier start: for TRIAL passes, deviations scale all curves by this share of each."""
 MANY = 8
-"""So many missed pairs for each drafted token say what making up for them costs; fewer are part of a draft."""
+"""Uncached pairs per drafted token from which a draft measures the cost of catching up; fewer belong to a draft
+step."""
 
 
 def undisturbed(seconds: Seq[float]) -> float:
-    """The lower quartile: what others do on the machine only ever adds."""
+    """The lower quartile: other processes only ever add time."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 @dataclass
-class Curve:
-    """Seconds by a count of 1 or more: `scale` times what is piecewise linear between KNOTS, and on beyond the last."""
+class CostCurve:
+    """Seconds as a function of a count >= 1: piecewise linear between KNOTS, extrapolated beyond, times `scale`."""
 
-    seconds: list[float]
+    seconds: list[float]  # at each knot
     scale: float = 1.0
 
     @classmethod
     def fit(cls, samples: Mapping[int, Seq[float]]) -> Self:
-        """Through what was measured. Knots between counts lie on the line; those beyond the last grow as fast as
-        between the last two, or by a twentieth of the first for each count where only one was measured."""
+        """Curve through measured points. Beyond them it continues with the last slope; with a single point, a twentieth
+        of its value per count."""
         points = sorted((count, undisturbed(values)) for count, values in samples.items())
         counts, seconds = [count for count, _ in points], [value for _, value in points]
         for i in range(1, len(seconds)):  # noise must not make more rows look cheaper
@@ -50,7 +52,7 @@ class Curve:
         return self.scale * (self.seconds[low] + share * (self.seconds[low + 1] - self.seconds[low]))
 
     def learn(self, count: float, factor: float) -> None:
-        """What was expected at `count` was wrong by `factor` (measured / expected)."""
+        """Corrects the curve at `count`, where the ratio measured / expected was `factor`."""
         surprise = RATE * _bounded(factor)
         low, share = _place(count)
         share = min(share, 1.0)
@@ -60,12 +62,12 @@ class Curve:
 
 
 def _bounded(factor: float) -> float:
-    """What may be believed of a surprise, by which share it was more or less."""
+    """Relative deviation, limited to what is believed."""
     return min(max(factor, 1 / OUTLIER), OUTLIER) - 1
 
 
 def _place(count: float) -> tuple[int, float]:
-    """The knot below and the share of the way to the next; beyond 1 past the last."""
+    """Index of the knot below, and the fraction of the way to the next one; above 1 beyond the last knot."""
     low = min(max(bisect_left(KNOTS, count) - 1, 0), len(KNOTS) - 2)
     return low, (count - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])
 
@@ -81,47 +83,43 @@ def _interpolate(at: int, counts: Seq[int], seconds: Seq[float], slope: float) -
 
 
 @dataclass(frozen=True)
-class Work:
-    """One pass: `rows` that are sampled, `prompt_rows` that are not, and `reach`, the sum of their positions."""
+class PassShape:
+    """Size of one pass."""
 
-    rows: int
-    prompt_rows: int = 0
-    reach: int = 0
+    rows: int  # rows that are sampled
+    prompt_rows: int = 0  # rows that are not sampled
+    reach: int = 0  # sum of the rows' positions
 
 
 @dataclass
 class Costs:
-    """Seconds. `passes`: of a pass by its sampled rows, with sampling and all Python of the step, at position 0.
-    `prompt_share`: of a row that is not sampled, against one that is. `reach`: per row and position that it attends
-    to. `drafts`: of one draft step by its sequences. `catch_up`: per pair that a head has to make up for. `busy`:
-    others had the cores while this was measured. `trial`: for so many passes all of it follows the machine, which may
-    be slower or faster as a whole than when it was measured."""
+    """Costs in seconds."""
 
-    passes: Curve
-    drafts: Curve
-    prompt_share: float = 1.0
-    reach: float = 0.0
-    catch_up: float = 0.0
-    busy: bool = False
-    trial: int = 0
+    passes: CostCurve  # of a pass by its sampled rows, with sampling and all Python of a step, at position 0
+    drafts: CostCurve  # of one draft step by its number of sequences
+    prompt_share: float = 1.0  # cost of a row that is not sampled, relative to a sampled row
+    reach: float = 0.0  # per row and position that the row attends to
+    catch_up: float = 0.0  # per uncached pair that a head computes
+    busy: bool = False  # other processes used the cores during the measurement
+    trial: int = 0  # passes left in which the costs are rescaled as a whole
 
     @classmethod
     def unknown(cls) -> Self:
-        """Before anything is measured: a millisecond, a draft a tenth of it."""
-        return cls(Curve.fit({1: [1e-3]}), Curve.fit({1: [1e-4]}))
+        """Costs before any measurement: a millisecond per pass, a tenth of it per draft step."""
+        return cls(CostCurve.fit({1: [1e-3]}), CostCurve.fit({1: [1e-4]}))
 
-    def of_pass(self, work: Work) -> float:
+    def pass_seconds(self, work: PassShape) -> float:
         return self.passes.at(work.rows + self.prompt_share * work.prompt_rows) + self.reach * work.reach
 
-    def of_draft(self, steps: Seq[int], missed: int) -> float:
-        """Draft steps over so many sequences each, after `missed` pairs more than one for each sequence."""
-        return sum(self.drafts.at(count) for count in steps) + self.catch_up * missed
+    def draft_seconds(self, steps: Seq[int], num_uncached: int) -> float:
+        """Seconds of draft steps over `steps[i]` sequences each, after `num_uncached` pairs beyond one per sequence."""
+        return sum(self.drafts.at(count) for count in steps) + self.catch_up * num_uncached
 
-    def passed(self, work: Work, seconds: float) -> None:
-        """A pass took so long. One that is mostly prompts says little about the others."""
+    def record_pass(self, work: PassShape, seconds: float) -> None:
+        """Learns from a pass. Passes with mostly prompt rows are ignored."""
         if work.prompt_rows > work.rows:
             return
-        factor = seconds / self.of_pass(work)
+        factor = seconds / self.pass_seconds(work)
         if not self.trial:
             self.passes.learn(work.rows + self.prompt_share * work.prompt_rows, factor)
             return
@@ -129,10 +127,10 @@ class Costs:
         for curve in (self.passes, self.drafts):
             curve.scale *= 1 + TRIAL_RATE * _bounded(factor)
 
-    def drafted(self, steps: Seq[int], missed: int, seconds: float) -> None:
-        """A draft took so long. One that mostly made up for missed pairs says little about a step."""
-        expected = self.of_draft(steps, missed)
-        if steps and self.catch_up * missed < expected / 4:
+    def record_draft(self, steps: Seq[int], num_uncached: int, seconds: float) -> None:
+        """Learns from a draft. Drafts that mostly computed uncached pairs are ignored."""
+        expected = self.draft_seconds(steps, num_uncached)
+        if steps and self.catch_up * num_uncached < expected / 4:
             self.drafts.learn(max(steps), seconds / expected)
 
     def document(self) -> dict[str, Any]:
@@ -147,11 +145,11 @@ class Costs:
         }
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
-        """Raises ValueError, KeyError or TypeError for what `document` has not written."""
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Inverse of `document`. Raises ValueError, KeyError or TypeError for anything else."""
         if list(document["knots"]) != list(KNOTS):
             raise ValueError("other knots")
-        passes, drafts = (Curve([float(value) for value in document[name]]) for name in ("passes", "drafts"))
+        passes, drafts = (CostCurve([float(value) for value in document[name]]) for name in ("passes", "drafts"))
         if any(len(curve.seconds) != len(KNOTS) or min(curve.seconds) <= 0 for curve in (passes, drafts)):
             raise ValueError("curves without sense")
         share, reach, catch_up = (float(document[name]) for name in ("prompt_share", "reach", "catch_up"))
@@ -159,22 +157,22 @@ class Costs:
 
 
 @dataclass
-class Samples:
-    """Measured steps, gathered for a fit."""
+class CostSamples:
+    """Measured steps, for a fit."""
 
-    passes: dict[int, list[float]] = field(default_factory=dict)  # by rows
-    drafts: dict[int, list[float]] = field(default_factory=dict)  # one step, by sequences
-    prompts: list[tuple[Work, float]] = field(default_factory=list)
-    caught_up: list[tuple[int, int, float]] = field(default_factory=list)  # missed pairs, draft steps, seconds
+    passes: dict[int, list[float]] = field(default_factory=dict)  # row count -> seconds
+    drafts: dict[int, list[float]] = field(default_factory=dict)  # number of sequences -> seconds of one draft step
+    prompts: list[tuple[PassShape, float]] = field(default_factory=list)  # passes with prompt rows, and their seconds
+    caught_up: list[tuple[int, int, float]] = field(default_factory=list)  # uncached pairs, draft steps, seconds
 
-    def passed(self, work: Work, seconds: float) -> None:
+    def record_pass(self, work: PassShape, seconds: float) -> None:
         if work.prompt_rows:
             self.prompts.append((work, seconds))
         else:
             self.passes.setdefault(work.rows, []).append(seconds)
 
-    def drafted(self, steps: Seq[int], missed: int, seconds: float) -> None:
-        if missed > MANY * sum(steps):
-            self.caught_up.append((missed, len(steps), seconds))
+    def record_draft(self, steps: Seq[int], num_uncached: int, seconds: float) -> None:
+        if num_uncached > MANY * sum(steps):
+            self.caught_up.append((num_uncached, len(steps), seconds))
         elif min(steps) == max(steps):
             self.drafts.setdefault(steps[0], []).append(seconds / len(steps))

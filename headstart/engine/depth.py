@@ -1,10 +1,10 @@
-"""How deep to draft: per sequence and step, from measured costs (costs) and learned chances (odds).
+"""Depth `auto`: how many tokens to draft per sequence and step, from measured costs and estimated acceptance.
 
-A step should make its tokens as cheap as it can: it minimizes seconds / tokens, whose best value is what a token is
-worth. As in Dinkelbach's method for ratios, each row and each draft step is then judged alone: it must give more, its
-chance to be right times the worth of a token, than it costs. The worth is learned from the steps themselves: the time
-of plain decoding, times the share of it that steps have really taken of late. Prompt rows in a pass make rows dearer
-(a pass that computes anyway waits for no memory), but not tokens: they are paid for whatever is drafted.
+A step should minimize seconds / tokens. As in Dinkelbach's method for fractional programs (1967), each row and each
+draft step is then decided alone: its acceptance probability times the value of a token must exceed its cost. The value
+of a token is the time of plain decoding per token, times the share of that time that recent steps have taken. Prompt
+rows in a pass make drafted rows more expensive (a pass that computes anyway does not wait for memory), but do not
+change the value of a token: they are paid for whatever is drafted.
 """
 
 from __future__ import annotations
@@ -17,234 +17,243 @@ import numpy as np
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Sequence
-from headstart.drafters.base import Wish
-from headstart.engine.costs import Costs, Work
-from headstart.engine.odds import EDGES, Odds, chances
-from headstart.kernels.chain import GateRule
+from headstart.drafters.base import DraftRequest
+from headstart.engine.acceptance import EDGES, AcceptanceEstimator, prefix_probabilities
+from headstart.engine.costs import Costs, PassShape
+from headstart.kernels.draft_loop import GateRule
 
 MARGIN = 0.02
-"""What drafts promise must be this share of the step's time at least, of all sequences together: promises are never
-exact, and the Python around a draft costs as much."""
+"""Minimum expected saving of all drafts together, as a share of the step's time: estimates are not exact, and the
+Python around a draft costs about as much."""
 BATCH_MARGIN, PRUDENCE = 0.06, 0.8
-"""In large batches that share is so much more, in smaller ones less, and rows and draft steps must promise so much more
-than they cost: a token saved in one sequence does not shorten a batch by its share, sequences that end at different
-times share no prompt passes, and what is given up at the margin is worth little."""
+"""Extra margin, and extra factor on the costs of rows and draft steps, in the limit of large batches. A token saved in
+one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
+passes."""
 PROBES = 0.005
-"""Share of all time that may go into asking drafters that do not pay now."""
-LONGEST_REST = 7
-"""Where the head does not pay and lookups find nothing, so many steps go by until they are asked again."""
+"""Share of all time that may be spent on drafts that do not pay at present."""
+MAX_REST_STEPS = 7
+"""Most steps without drafts, after the head did not pay and lookups found nothing."""
 DRAFT_ROW = 0.1
-"""Of a draft that is one pass: what each of its rows adds to it."""
-LEAST_ROW = 0.002
-"""Of a plain pass: a row is never taken to cost less, whatever noise says."""
-SHORTEST, LONGEST = 0.98, 0.9
-"""Decay of what steps took, and of how many drafted tokens they kept."""
+"""Cost of a row in a draft that takes one pass, as a share of the draft step."""
+MIN_ROW_SHARE = 0.002
+"""Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
+TIME_DECAY, KEPT_DECAY = 0.98, 0.9
+"""Decay of the time that steps took, and of the number of drafted tokens that were verified."""
 BIN_EDGES = np.array(EDGES)
 
 
 @dataclass(frozen=True)
-class Room:
-    """A sequence that can have a draft of up to `limit` tokens. `missed`: pairs that a head must make up for first."""
+class DraftCandidate:
+    """A sequence that may get a draft."""
 
     sequence: Sequence
-    limit: int
-    missed: int
+    limit: int  # maximum number of tokens
+    num_uncached: int  # pairs that a head must compute before drafting
 
 
 class AutoDepth:
-    """Wishes for the next step, and what must be known to make them."""
+    """Makes the gated draft requests of a step, and learns from its outcome."""
 
     def __init__(self, method: str, block: int = 0) -> None:
-        """method: the drafter's. block: the most tokens of a draft, where all of them cost one pass; 0: each costs a
+        """method: name of the drafter. block: maximum depth if one pass drafts all tokens; 0: each token costs a
         step."""
         self.block = block
-        self.costs, self.odds = Costs.unknown(), Odds()
-        self.token_s = self.row_s = self.draft_s = 0.0
+        self.costs, self.acceptance = Costs.unknown(), AcceptanceEstimator()
+        self.token_s = self.row_s = self.draft_s = 0.0  # value of a token, cost of a row and of a draft step
         self.method = method
-        self._spent = self._plain = 0.0  # seconds that steps took, and would have taken for the same tokens
-        self._kept, self._credit, self._length = 2.0, 0.0, 128.0
-        self._work, self._margin, self._prudence, self._least = Work(0), 0.0, 1.0, 0.0
-        self._asks, self._rest, self._wait = False, 0, 0  # is the head asked; steps to rest for; of these, those left
+        self._spent = self._plain = 0.0  # seconds of recent steps, and of plain decoding for the same tokens
+        self._mean_verified = 2.0  # verified tokens per draft
+        self._mean_length = 128.0  # output tokens per sequence
+        self._probe_credit_s = 0.0  # seconds available for drafts that do not pay
+        self._pass = PassShape(0)  # the next pass without drafts
+        self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
+        self._asks_head = False
+        self._rest_steps = self._steps_to_skip = 0  # steps without drafts: in all, and left
 
     @property
     def share(self) -> float:
-        """Time of a token, as a share of its time in plain decoding."""
+        """Recent time per token, as a share of plain decoding's."""
         return min(1.0, self._spent / self._plain) if self._plain else 1.0
 
-    def wishes(self, rooms: Seq[Room]) -> list[Wish]:
-        """A gated wish for each room, in the pass that has been weighed."""
-        options = [self._options(room.sequence, room.limit) for room in rooms]
-        gains = [self._gain(room, sum(each)) for room, each in zip(rooms, options, strict=True)]
-        asked = [gain for gain in gains if gain > 0]
-        # a step of few sequences costs more than their part of one of all
-        alone = self._prudence * self.costs.drafts.at(max(len(asked), 1)) - self.draft_s * len(asked)
-        self._asks = enough = sum(asked) - alone >= self._margin
-        gates = [
-            Gate(self, room.sequence, enough and gain > 0, self._reach(each))
-            for room, gain, each in zip(rooms, gains, options, strict=True)
+    def make_requests(self, candidates: Seq[DraftCandidate]) -> list[DraftRequest]:
+        """A gated request for each candidate, for the pass given to `estimate_costs`."""
+        savings = [self._savings(candidate.sequence, candidate.limit) for candidate in candidates]
+        gains = [self._gain(candidate, sum(each)) for candidate, each in zip(candidates, savings, strict=True)]
+        positive = [gain for gain in gains if gain > 0]
+        # a draft step of a few sequences costs more than their share of a step of all sequences
+        extra = self._prudence * self.costs.drafts.at(max(len(positive), 1)) - self.draft_s * len(positive)
+        self._asks_head = asks_head = sum(positive) - extra >= self._margin
+        gated = [
+            (candidate, AutoGate(self, candidate.sequence, asks_head and gain > 0, self._num_worthwhile(each)))
+            for candidate, gain, each in zip(candidates, gains, savings, strict=True)
         ]
-        if not all(gate.starts for gate in gates):
-            refused = [(room, gate) for room, gate in zip(rooms, gates, strict=True) if not gate.starts]
-            self._probe(*min(refused, key=lambda each: each[0].missed))
-        return [Wish(room.sequence, room.limit, gate) for room, gate in zip(rooms, gates, strict=True)]
+        if refused := [each for each in gated if not each[1].should_start]:
+            self._probe(*min(refused, key=lambda each: each[0].num_uncached))
+        return [DraftRequest(candidate.sequence, candidate.limit, gate) for candidate, gate in gated]
 
-    def skips_step(self) -> bool:
-        """Is nobody to be asked for drafts in this step? Called once in each."""
-        self._wait -= 1
-        return self._wait >= 0
+    def should_skip_step(self) -> bool:
+        """True if no drafts are made in this step. Called once per step."""
+        self._steps_to_skip -= 1
+        return self._steps_to_skip >= 0
 
-    def weigh(self, work: Work) -> bool:
-        """What a token is worth, and what a row and a draft step cost, around the work ahead: the next pass without any
-        draft. False when no draft can pay, be it as sure as it may."""
-        costs, count = self.costs, work.rows
-        plain = costs.of_pass(Work(count, 0, work.reach))
-        more = max(1, round(count * self._kept))
-        ahead_s = costs.of_pass(work)
-        row_s = (costs.of_pass(_deeper(work, more)) - ahead_s) / more
-        crowd = (1 - 1 / count) ** 2
-        self._prudence, self._margin = 1 + PRUDENCE * crowd, (MARGIN + BATCH_MARGIN * crowd) * plain
-        self.row_s = self._prudence * max(row_s, LEAST_ROW * plain)
+    def estimate_costs(self, next_pass: PassShape) -> bool:
+        """Sets the value of a token and the costs of a row and a draft step, for the next pass without drafts.
+
+        Returns False if no draft can pay, however sure it is.
+        """
+        costs, count = self.costs, next_pass.rows
+        plain = costs.pass_seconds(PassShape(count, 0, next_pass.reach))
+        more = max(1, round(count * self._mean_verified))
+        ahead_s = costs.pass_seconds(next_pass)
+        row_s = (costs.pass_seconds(_deeper(next_pass, more)) - ahead_s) / more
+        crowding = (1 - 1 / count) ** 2
+        self._prudence, self._margin = 1 + PRUDENCE * crowding, (MARGIN + BATCH_MARGIN * crowding) * plain
+        self.row_s = self._prudence * max(row_s, MIN_ROW_SHARE * plain)
         self.token_s = self.share * plain / count
-        next_s = costs.of_pass(replace(work, rows=count + 1)) - ahead_s
-        self._least = min(self.row_s, self._prudence * next_s) / self.token_s
+        next_s = costs.pass_seconds(replace(next_pass, rows=count + 1)) - ahead_s
+        self._min_probability = min(self.row_s, self._prudence * next_s) / self.token_s
         self.draft_s = self._prudence * costs.drafts.at(count) / count
-        self._work = work
+        self._pass = next_pass
         if self.row_s < self.token_s:
             return True
-        self._wait = LONGEST_REST
+        self._steps_to_skip = MAX_REST_STEPS
         return False
 
-    def _gain(self, room: Room, promise: float) -> float:
-        """Seconds that a draft of the head promises to save in a step; 0 where it does not pay, or not what must be
-        made up for first within the rest of the text."""
-        sequence, gain = room.sequence, promise - self.draft_s
-        if gain <= 0 or not room.missed:
+    def _gain(self, candidate: DraftCandidate, promise: float) -> float:
+        """Seconds that a draft of the head saves in a step; 0 if it does not pay, or not within the rest of the text
+        because of uncached pairs."""
+        sequence, gain = candidate.sequence, promise - self.draft_s
+        if gain <= 0 or not candidate.num_uncached:
             return max(gain, 0.0)
-        left = min(self._length, sequence.request.params.max_tokens - sequence.num_output)
-        return gain if gain * left > self.costs.catch_up * room.missed else 0.0
+        left = min(self._mean_length, sequence.request.params.max_tokens - sequence.num_output)
+        return gain if gain * left > self.costs.catch_up * candidate.num_uncached else 0.0
 
-    def _options(self, sequence: Sequence, limit: int) -> list[float]:
-        """What a draft of the head saves, token by token, each with its chance to be reached: only the first, where the
-        others cost steps of their own."""
-        factor, reached, options = self.odds.factor(sequence, self.method), 1.0, list[float]()
+    def _savings(self, sequence: Sequence, limit: int) -> list[float]:
+        """Expected saving of each token of the head's draft, times the probability that it is reached. Only the first
+        token if the others cost draft steps of their own."""
+        factor, reached, savings = self.acceptance.factor(sequence, self.method), 1.0, list[float]()
         for place in range(min(limit, self.block or 1)):
             if place and reached * factor * self.token_s < self.row_s:
                 break
-            bins = self.odds.table(sequence, self.method, place).bins()
-            options.append(self._option(bins, reached * factor))
-            reached *= min(1.0, factor * sum([share * chance for share, chance in bins]))
-        return options
+            bins = self.acceptance.table(sequence, self.method, place).bins()
+            savings.append(self._saving(bins, reached * factor))
+            reached *= min(1.0, factor * sum([share * probability for share, probability in bins]))
+        return savings
 
-    def _reach(self, options: Seq[float]) -> int:
-        """How many tokens of a draft promise more than their rows cost in its pass, and one more, to learn of."""
+    def _num_worthwhile(self, savings: Seq[float]) -> int:
+        """Number of tokens in a one-pass draft that save more than their rows cost, plus one to learn from."""
         least = DRAFT_ROW * self.draft_s
-        return 1 + next((place for place, option in enumerate(options) if option < least), len(options))
+        return 1 + next((place for place, saving in enumerate(savings) if saving < least), len(savings))
 
-    def _option(self, bins: Seq[tuple[float, float]], factor: float) -> float:
-        """What one more drafted token promises: its score decides whether it is verified."""
+    def _saving(self, bins: Seq[tuple[float, float]], factor: float) -> float:
+        """Expected saving of one more drafted token, whose score decides whether it is verified."""
         worth, cost = factor * self.token_s, self.row_s
-        return sum([share * (chance * worth - cost) for share, chance in bins if chance * worth > cost])
+        return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
 
-    def _probe(self, room: Room, gate: Gate) -> None:
-        """Ask for a draft that promises too little, when there is time to learn."""
-        if self.costs.of_draft([1], room.missed) < self._credit:
-            self._credit, gate.starts = 0.0, True
+    def _probe(self, candidate: DraftCandidate, gate: AutoGate) -> None:
+        """Starts a draft that does not pay, if there is time to learn from it."""
+        if self.costs.draft_seconds([1], candidate.num_uncached) < self._probe_credit_s:
+            self._probe_credit_s, gate.should_start = 0.0, True
 
-    def goes_on(self, sequence: Sequence, draft: Draft, chance: float) -> bool:
-        """Is one more token worth drafting, after some that are all right with this chance?"""
-        if chance * self.token_s < self.row_s:
+    def should_continue(self, sequence: Sequence, draft: Draft, probability: float) -> bool:
+        """True if one more token is worth drafting, after a draft that is right with this probability."""
+        if probability * self.token_s < self.row_s:
             return False
-        table = self.odds.table(sequence, draft.method, len(draft.tokens))
-        factor = self.odds.factor(sequence, draft.method)
-        return self._option(table.bins(), chance * factor) > self.next_s
+        table = self.acceptance.table(sequence, draft.method, len(draft.tokens))
+        factor = self.acceptance.factor(sequence, draft.method)
+        return self._saving(table.bins(), probability * factor) > self.next_s
 
     @property
     def next_s(self) -> float:
-        """Seconds that one more token of a draft costs before it is verified."""
+        """Seconds to draft one more token, before it is verified."""
         return 0.0 if self.block else self.draft_s
 
-    def suffices(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
-        """Is a draft that cost nothing better than what the head promises, or than nothing where it is not asked?"""
+    def is_sufficient(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
+        """True if a free draft is better than the head's expected one, or than no draft if the head is not asked."""
         if not draft.tokens:
             return False
-        self.odds.drafted(sequence, draft)
-        worth_it = chances(self.odds, sequence, draft, self.row_s / self.token_s)
-        free = sum(worth_it) * self.token_s - len(worth_it) * self.row_s
+        self.acceptance.record_draft(sequence, draft)
+        worthwhile = prefix_probabilities(self.acceptance, sequence, draft, self.row_s / self.token_s)
+        free = sum(worthwhile) * self.token_s - len(worthwhile) * self.row_s
         if not asks:
             return free > 0
-        promise = sum(self._options(sequence, MAX_DEPTH))
-        if not self.block:  # those behind the first may promise as much
-            promise /= max(1 - self.odds.table(sequence, self.method, 0).mean, 0.1)
+        promise = sum(self._savings(sequence, MAX_DEPTH))
+        if not self.block:  # later tokens may save as much as the first
+            promise /= max(1 - self.acceptance.table(sequence, self.method, 0).mean, 0.1)
         return free > promise - self.draft_s
 
-    def cut(self, wishes: Seq[Wish]) -> None:
-        """Leave of the drafts the rows that are worth verifying together, the likeliest first; none when they promise
-        too little."""
-        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.tokens]
-        rows: list[tuple[float, int]] = []  # chance to be right, draft
+    def cut(self, requests: Seq[DraftRequest]) -> None:
+        """Cuts the drafts to the rows that are worth verifying together, likeliest first; to nothing if they save too
+        little."""
+        drafts = [request.sequence for request in requests if request.sequence.draft.tokens]
+        rows: list[tuple[float, int]] = []  # acceptance probability, index of the draft
         for index, sequence in enumerate(drafts):
-            self.odds.drafted(sequence, sequence.draft)
-            rows += [(chance, index) for chance in chances(self.odds, sequence, sequence.draft, self._least)]
-        rows.sort(key=lambda row: -row[0])  # stable: none before those that it hangs on
-        lengths = Counter([index for _, index in rows[: self._worth_it([chance for chance, _ in rows])]])
+            self.acceptance.record_draft(sequence, sequence.draft)
+            kept = prefix_probabilities(self.acceptance, sequence, sequence.draft, self._min_probability)
+            rows += [(probability, index) for probability in kept]
+        rows.sort(key=lambda row: -row[0])  # stable: a token never comes before its predecessors
+        num_rows = self._num_worth_verifying([probability for probability, _ in rows])
+        lengths = Counter([index for _, index in rows[:num_rows]])
         for index, sequence in enumerate(drafts):
             sequence.draft = sequence.draft.cut(lengths[index])
-        kept = lengths.total()
-        self._rest = 0 if kept or self._asks else min(self._rest + 1, LONGEST_REST)
-        self._wait = self._rest
+        num_verified = lengths.total()
+        self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, MAX_REST_STEPS)
+        self._steps_to_skip = self._rest_steps
         if drafts:
-            self._kept += (1 - LONGEST) * (kept / len(drafts) - self._kept)
+            self._mean_verified += (1 - KEPT_DECAY) * (num_verified / len(drafts) - self._mean_verified)
 
-    def _worth_it(self, falling: Seq[float]) -> int:
-        """How many rows of these chances save most; 0 where that is too little."""
-        work, costs, most, count, saved = self._work, self.costs, self._margin, 0, 0.0
-        plain = costs.of_pass(work)
-        for rows, chance in enumerate(falling, 1):
-            saved += chance * self.token_s
-            if (net := saved - self._prudence * (costs.of_pass(_deeper(work, rows)) - plain)) > most:
-                most, count = net, rows
+    def _num_worth_verifying(self, falling: Seq[float]) -> int:
+        """Number of rows that saves most, given falling acceptance probabilities; 0 if the saving is too small."""
+        next_pass, costs, best, count, saved = self._pass, self.costs, self._margin, 0, 0.0
+        plain = costs.pass_seconds(next_pass)
+        for rows, probability in enumerate(falling, 1):
+            saved += probability * self.token_s
+            if (net := saved - self._prudence * (costs.pass_seconds(_deeper(next_pass, rows)) - plain)) > best:
+                best, count = net, rows
         return count
 
-    def stepped(self, work: Work, count: int, emitted: int, pass_s: float, draft_s: float) -> None:
-        """A step of `count` sequences has emitted so many tokens (0: others have chosen some of the depths); seconds of
-        its pass, and of the drafts after it."""
-        self._credit += PROBES * (pass_s + draft_s)
-        if not work.prompt_rows and emitted:
-            plain = self.costs.of_pass(Work(count, 0, work.reach * count // work.rows)) / count
-            self._spent = SHORTEST * self._spent + pass_s + draft_s
-            self._plain = SHORTEST * self._plain + plain * emitted
-        self.costs.passed(work, pass_s)
+    def record_step(self, shape: PassShape, count: int, emitted: int, pass_s: float, draft_s: float) -> None:
+        """Learns from a step of `count` sequences that committed `emitted` tokens (0: other depths were requested).
+
+        pass_s, draft_s: seconds of the pass, and of the drafts after it.
+        """
+        self._probe_credit_s += PROBES * (pass_s + draft_s)
+        if not shape.prompt_rows and emitted:
+            plain = self.costs.pass_seconds(PassShape(count, 0, shape.reach * count // shape.rows)) / count
+            self._spent = TIME_DECAY * self._spent + pass_s + draft_s
+            self._plain = TIME_DECAY * self._plain + plain * emitted
+        self.costs.record_pass(shape, pass_s)
 
     def release(self, sequence: Sequence) -> None:
-        self._length += 0.1 * (sequence.num_output - self._length)
-        self.odds.release(sequence)
+        self._mean_length += 0.1 * (sequence.num_output - self._mean_length)
+        self.acceptance.release(sequence)
 
 
-def _deeper(work: Work, rows: int) -> Work:
-    """With so many drafted rows, as far along as the others."""
-    return Work(work.rows + rows, work.prompt_rows, work.reach + work.reach * rows // work.rows)
+def _deeper(shape: PassShape, rows: int) -> PassShape:
+    """The pass with `rows` more drafted rows, at the mean position of the others."""
+    return PassShape(shape.rows + rows, shape.prompt_rows, shape.reach + shape.reach * rows // shape.rows)
 
 
 @dataclass
-class Gate:
-    """One sequence's draft while it grows. `starts`: a head is worth asking at all; `reach`: for so many tokens."""
+class AutoGate:
+    """Gate of one sequence while its draft grows."""
 
     auto: AutoDepth
     sequence: Sequence
-    starts: bool
-    reach: int = MAX_DEPTH
-    chance: float = 1.0
+    should_start: bool  # the head's draft is worth starting
+    max_depth: int = MAX_DEPTH  # tokens worth their rows in a one-pass draft
+    probability: float = 1.0  # that all tokens so far are accepted
 
     def rule(self, method: str, depth: int) -> GateRule:
-        """`goes_on` as data, for a draft of this method."""
+        """`should_continue` as data, for a draft by this method."""
         auto, sequence = self.auto, self.sequence
-        tables, factor = auto.odds.places(sequence, method, depth), auto.odds.factor(sequence, method)
+        tables, factor = auto.acceptance.list_tables(sequence, method, depth), auto.acceptance.factor(sequence, method)
         return GateRule(auto.token_s, auto.row_s, auto.next_s, factor, tables, BIN_EDGES)
 
-    def goes_on(self, draft: Draft) -> bool:
-        """Called after each token: shall there be another?"""
-        self.chance *= self.auto.odds.chance(self.sequence, draft, len(draft.tokens) - 1)
-        return self.auto.goes_on(self.sequence, draft, self.chance)
+    def should_continue(self, draft: Draft) -> bool:
+        """True if another token should be drafted. Called after each token."""
+        self.probability *= self.auto.acceptance.probability(self.sequence, draft, len(draft.tokens) - 1)
+        return self.auto.should_continue(self.sequence, draft, self.probability)
 
-    def suffices(self, draft: Draft) -> bool:
-        return self.auto.suffices(self.sequence, draft, asks=self.starts)
+    def is_sufficient(self, draft: Draft) -> bool:
+        return self.auto.is_sufficient(self.sequence, draft, asks=self.should_start)

@@ -1,38 +1,41 @@
-"""Drafts for the next pass: who gets one and how deep, what the drafter proposes, and what is learned from it."""
+"""Drafting between passes: which sequences get a draft and how deep, what is learned, and pauses of a failed head."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence as Seq
 
 from headstart import registry
 from headstart.config import AUTO, MAX_DEPTH, Depth, EngineConfig
 from headstart.core import FORCED, Draft, Sequence, Span
-from headstart.drafters.base import Drafter, Hope, Wish
-from headstart.engine.costs import Costs, Samples, Work
-from headstart.engine.depth import AutoDepth, Room
-from headstart.engine.runner import Draws
+from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest
+from headstart.engine.acceptance import AcceptanceEstimator
+from headstart.engine.costs import Costs, CostSamples, PassShape
+from headstart.engine.depth import AutoDepth, DraftCandidate
+from headstart.engine.runner import PassSamples
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.synthetic import SyntheticJudge
+from headstart.engine.verify import SyntheticVerifier
+from headstart.stats import DraftStats
 
 
 class Drafting:
-    """The drafter of an engine, if it has one, between passes."""
+    """The engine's drafter, if any, with its depth policy."""
 
     def __init__(
         self, drafter: Drafter | None, scheduler: Scheduler, config: EngineConfig, max_length: int, vocab_size: int
     ) -> None:
         self.drafter = drafter
         self._scheduler, self._config, self._max_length, self._vocab_size = scheduler, config, max_length, vocab_size
-        self.depth: Depth = config.depth  # of requests that ask for none; may be changed at any time
+        self.depth: Depth = config.depth  # of requests without their own depth; may be changed at any time
         block = drafter.max_depth if drafter and drafter.costs_per == "pass" else 0
         self.auto = AutoDepth(drafter.method if drafter else "none", block)
-        self.num_vocab: int | None = None  # tokens whose logits a head computes in full for each draft; None: no head
-        self.samples: Samples | None = None  # where a calibration wants the times of steps
+        self.num_vocab: int | None = None  # logits that a head computes exactly per drafted token; None: no head
+        self.samples: CostSamples | None = None  # collects step times during a calibration
 
     @property
     def has_head(self) -> bool:
-        """Does a trained head draft? A lookup that finds nothing is not broken."""
+        """True if a trained head drafts."""
         return self.auto.method in registry.available("heads")
 
     @property
@@ -45,94 +48,98 @@ class Drafting:
 
     @property
     def mean_depth(self) -> float:
-        """Tokens drafted per sequence of the latest step."""
+        """Drafted tokens per running sequence in the latest step."""
         running = self._scheduler.running
         return sum([len(sequence.draft.tokens) for sequence in running]) / max(len(running), 1)
 
-    def room(self, sequence: Sequence) -> int:
+    def tokens_left(self, sequence: Sequence) -> int:
         """Tokens until the length limit."""
         return min(sequence.request.params.max_tokens - sequence.num_output, self._max_length - len(sequence.tokens))
 
     def propose(self, sequences: Seq[Sequence]) -> None:
-        """Drafts for those whose every token but the last is computed, as far as length and blocks allow. The drafter
-        is not asked where a constraint leaves one token only."""
+        """Sets drafts of sequences that have computed all tokens but the last, as far as length and blocks allow.
+        Tokens that a constraint forces are drafted without the drafter."""
         if self.drafter is None:
             return
-        wishes = self._wishes(sequences)
-        if not wishes:
+        requests = self._make_requests(sequences)
+        if not requests:
             return
         learner = self.samples or (self.auto.costs if self.depth == AUTO else None)
-        missed = {wish.sequence: self.drafter.missed(wish.sequence) for wish in wishes} if learner else {}
-        begun = time.perf_counter()
-        self.drafter.propose(wishes)
+        num_uncached = (
+            {request.sequence: self.drafter.num_uncached(request.sequence) for request in requests} if learner else {}
+        )
+        start_s = time.perf_counter()
+        self.drafter.propose(requests)
         if learner:
-            self._learn_draft(learner, wishes, missed, time.perf_counter() - begun)
-        for wish in wishes:
-            sequence = wish.sequence
-            self._check(sequence.draft, wish)
-            if sequence.constraint is not None:  # rows behind a refused token, or behind the end, would be for nothing
+            self._learn_draft(learner, requests, num_uncached, time.perf_counter() - start_s)
+        for request in requests:
+            sequence = request.sequence
+            self._check(sequence.draft, request)
+            if sequence.constraint is not None:  # rows after a refused token or the end of the text are useless
                 sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
-        if gated := [wish for wish in wishes if wish.gate is not None]:
+        if gated := [request for request in requests if request.gate is not None]:
             self.auto.cut(gated)
 
-    def begin(self, spans: Seq[Span], draws: Draws, synthetic: SyntheticJudge | None) -> None:
-        """Drafts behind a pass that is running, where the backend can make them before it is known what the pass has
-        drawn; `propose` finds them. With depth `auto` for those that had a draft of the head in this pass."""
-        if self.drafter is None or draws.begun is None:
+    def propose_early(self, spans: Seq[Span], pass_samples: PassSamples, synthetic: SyntheticVerifier | None) -> None:
+        """Starts drafts while the pass is running, where the backend can; `propose` uses them. With depth `auto` only
+        for sequences whose draft in this pass came from the head."""
+        if self.drafter is None or pass_samples.pending is None:
             return
-        deepest, hopes = self._config.depth_limit(len(self._scheduler.running)), list[Hope]()
-        for span, draw in zip(spans, draws.starts, strict=False):
+        depth_limit, requests = self._config.depth_limit(len(self._scheduler.running)), list[EarlyDraftRequest]()
+        for span, draw in zip(spans, pass_samples.starts, strict=False):
             sequence, draft = span.sequence, span.sequence.draft
             depth = self.depth if sequence.request.depth is None else sequence.request.depth
-            most = len(draft.tokens) + 1 if depth == AUTO else depth
-            limit = min(self.max_depth, most, deepest, self._draft_room(sequence) - 1)
-            idle = depth == AUTO and (not draft.tokens or draft.method != self.method)
-            if not span.num_sample or limit <= 0 or idle or sequence.constraint is not None:
+            max_tokens = len(draft.tokens) + 1 if depth == AUTO else depth
+            num_tokens = min(self.max_depth, max_tokens, depth_limit, self._draft_room(sequence) - 1)
+            is_idle = depth == AUTO and (not draft.tokens or draft.method != self.method)
+            if not span.num_sample or num_tokens <= 0 or is_idle or sequence.constraint is not None:
                 continue
-            if self._reserve(sequence, len(draft.tokens) + 1 + limit):
-                place = len(draft.tokens), sequence.request.seed, sequence.choice, len(sequence.tokens)
-                known = synthetic.accepts(*place) if synthetic else None
-                hopes.append(Hope(sequence, limit, draw, known, scored=depth == AUTO))
-        if hopes:
-            self.drafter.begin(hopes, draws.begun)
+            if self._reserve(sequence, len(draft.tokens) + 1 + num_tokens):
+                draw_place = len(draft.tokens), sequence.request.seed, sequence.choice, len(sequence.tokens)
+                num_accepted = synthetic.accepts(*draw_place) if synthetic else None
+                requests.append(EarlyDraftRequest(sequence, num_tokens, draw, num_accepted, scored=depth == AUTO))
+        if requests:
+            self.drafter.propose_early(requests, pass_samples.pending)
 
-    def _check(self, draft: Draft, wish: Wish) -> None:
-        """What a drafter of somebody else's may get wrong: an id outside the vocabulary would be read past its end."""
+    def _check(self, draft: Draft, request: DraftRequest) -> None:
+        """Asserts the drafter's contract; an id outside the vocabulary would be read out of bounds."""
         tokens, size = draft.tokens, self._vocab_size
-        assert len(tokens) <= wish.depth, f"{self.method} drafts {len(tokens)} tokens, but was asked for {wish.depth}"
+        assert len(tokens) <= request.depth, (
+            f"{self.method} drafts {len(tokens)} tokens, but was asked for {request.depth}"
+        )
         assert not tokens or (min(tokens) >= 0 and max(tokens) < size), f"{self.method} drafts ids past {size - 1}"
 
-    def _wishes(self, sequences: Seq[Sequence]) -> list[Wish]:
+    def _make_requests(self, sequences: Seq[Sequence]) -> list[DraftRequest]:
         assert self.drafter is not None
-        ready = [each for each in sequences if each.finish_reason is None and _is_ready(each)]
-        deepest = self._config.depth_limit(len(self._scheduler.running))
-        wishes, rooms, asks = [], [], None
+        ready = [each for each in sequences if each.finish_reason is None and each.num_computed == len(each.tokens) - 1]
+        depth_limit = self._config.depth_limit(len(self._scheduler.running))
+        requests, candidates, can_pay = [], [], None
         for sequence in ready:
             depth = self.depth if sequence.request.depth is None else sequence.request.depth
-            most = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
-            limit = min(most, deepest, self._draft_room(sequence))
-            if limit <= 0 or self._force(sequence):
+            max_tokens = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
+            num_tokens = min(max_tokens, depth_limit, self._draft_room(sequence))
+            if num_tokens <= 0 or self._force(sequence):
                 continue
-            if depth == AUTO and asks is None:
-                asks = not self.auto.skips_step() and self.auto.weigh(self._ahead(ready))
-            if (depth == AUTO and not asks) or not self._reserve(sequence, limit):
+            if depth == AUTO and can_pay is None:
+                can_pay = not self.auto.should_skip_step() and self.auto.estimate_costs(self._next_pass(ready))
+            if (depth == AUTO and not can_pay) or not self._reserve(sequence, num_tokens):
                 continue
             if depth == AUTO:
-                rooms.append(Room(sequence, limit, self.drafter.missed(sequence)))
+                candidates.append(DraftCandidate(sequence, num_tokens, self.drafter.num_uncached(sequence)))
             else:
-                wishes.append(Wish(sequence, limit))
-        return wishes + self.auto.wishes(rooms) if rooms else wishes
+                requests.append(DraftRequest(sequence, num_tokens))
+        return requests + self.auto.make_requests(candidates) if candidates else requests
 
-    def _ahead(self, ready: Seq[Sequence]) -> Work:
-        """The next pass without drafts, as far as one can tell."""
+    def _next_pass(self, ready: Seq[Sequence]) -> PassShape:
+        """Expected size of the next pass without drafts."""
         scheduler = self._scheduler
         waiting = scheduler.waiting if len(scheduler.running) < scheduler.max_num_seqs else ()
         pending = sum([len(each.tokens) - each.num_computed for each in (*scheduler.running, *waiting)]) - len(ready)
         reach = sum([len(each.tokens) for each in ready])
-        return Work(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
+        return PassShape(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
 
     def _force(self, sequence: Sequence) -> bool:
-        """Draft what the constraint leaves no choice about: right for sure, so however deep drafts shall be."""
+        """Drafts tokens that are the only allowed ones: certain to be accepted, whatever the depth."""
         if sequence.constraint is None:
             return False
         tokens = sequence.constraint.forced(min(MAX_DEPTH, self._draft_room(sequence)))
@@ -145,46 +152,50 @@ class Drafting:
         return self._scheduler.memory.reserve(sequence, len(sequence.tokens) + depth)
 
     def _draft_room(self, sequence: Sequence) -> int:
-        return min(self.room(sequence), self._scheduler.budget) - 1
+        return min(self.tokens_left(sequence), self._scheduler.budget) - 1
 
     def learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
-        """What a step took, for those who want to know."""
+        """Records the time of a step, for depth `auto` or a calibration."""
         if self.samples is None and (self.depth != AUTO or self.drafter is None):
             return
         rows = sum([span.num_sample for span in spans])
-        work = Work(
+        work = PassShape(
             rows=rows,
             prompt_rows=sum([span.num_rows for span in spans]) - rows,
             reach=sum([span.num_rows * (span.start + span.num_rows) for span in spans]),
         )
         if self.samples is not None:
-            self.samples.passed(work, pass_s)
+            self.samples.record_pass(work, pass_s)
             return
-        own = all(span.sequence.request.depth is None for span in spans)
-        self.auto.stepped(work, len(spans), emitted if own else 0, pass_s, draft_s)
+        is_own_depth = all(span.sequence.request.depth is None for span in spans)
+        self.auto.record_step(work, len(spans), emitted if is_own_depth else 0, pass_s, draft_s)
 
     def _learn_draft(
-        self, learner: Costs | Samples, wishes: Seq[Wish], missed: Mapping[Sequence, int], seconds: float
+        self,
+        learner: Costs | CostSamples,
+        requests: Seq[DraftRequest],
+        num_uncached: Mapping[Sequence, int],
+        seconds: float,
     ) -> None:
-        """By how many sequences each draft step had; what a lookup proposed is no work of a head."""
+        """Records the time of a draft, by the number of sequences in each draft step; free drafts do not count."""
         assert self.drafter is not None
-        drafts = [wish.sequence for wish in wishes if wish.sequence.draft.method == self.method]
+        drafts = [request.sequence for request in requests if request.sequence.draft.method == self.method]
         if not drafts:
             return
         lengths = [len(sequence.draft.tokens) for sequence in drafts]
         steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]
         if self.drafter.costs_per == "pass":
             steps = steps[:1]
-        learner.drafted(steps, sum([missed[sequence] for sequence in drafts]), seconds)
+        learner.record_draft(steps, sum([num_uncached[sequence] for sequence in drafts]), seconds)
 
-    def committed(self, sequence: Sequence) -> None:
-        """Tokens have been committed: learn which guesses were right."""
-        self.auto.odds.compare(sequence)
+    def record_outcomes(self, sequence: Sequence) -> None:
+        """Compares guesses with newly committed tokens."""
+        self.auto.acceptance.record_outcomes(sequence)
 
-    def forget(self) -> None:
-        """Drafts owe nothing to earlier requests from here on."""
+    def clear(self) -> None:
+        """Drops what drafters know of earlier requests."""
         if self.drafter:
-            self.drafter.forget()
+            self.drafter.clear()
 
     def release(self, sequence: Sequence) -> None:
         if self.drafter:
@@ -192,6 +203,73 @@ class Drafting:
             self.auto.release(sequence)
 
 
-def _is_ready(sequence: Sequence) -> bool:
-    """Is every token but the last computed?"""
-    return sequence.num_computed == len(sequence.tokens) - 1
+log = logging.getLogger("headstart.engine")
+DRAFTS_PER_CHECK = 400
+"""Drafts of ordinary texts between two checks of the acceptance."""
+MIN_ACCEPTED = 0.02
+"""Accepted tokens per draft, below which drafting pauses."""
+STEPS_PER_CHECK = 16
+"""Steps between two looks at the counts."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 300.0, 3600.0
+"""Length of the first pause; each further pause is twice as long, up to the maximum. Traffic changes with time."""
+
+
+class HeadHealth:
+    """Pauses drafting while a trained head's acceptance rate is close to zero, and tries the head again later. Lookup
+    drafters are never paused: finding nothing is no fault."""
+
+    def __init__(self, drafting: Drafting) -> None:
+        self._drafting = drafting
+        self.is_enabled = drafting.has_head  # tools that measure acceptance set it to False
+        self._depth: Depth = drafting.depth  # before a pause
+        self._num_steps = 0
+        self._checked: DraftStats | None = None  # counters read by the last check
+        self._drafts, self._accepted = 0, 0  # their drafts and accepted tokens at that time
+        self._pause_s = FIRST_PAUSE_S
+        self.is_paused = False
+        self.resume_at = 0.0  # end of the pause, by time.monotonic()
+
+    def head_changed(self) -> None:
+        """Ends a pause, since the new head's acceptance rate is unknown."""
+        self._pause_s, self.resume_at = FIRST_PAUSE_S, 0.0
+
+    def after_step(self, ordinary_stats: DraftStats) -> None:
+        """Checks the acceptance rate now and then. ordinary_stats: counts of ordinary sequences at the engine's
+        depth."""
+        self._num_steps += 1
+        if self._num_steps % STEPS_PER_CHECK or not self.is_enabled:
+            return
+        if ordinary_stats is not self._checked:  # counting began anew
+            self._checked, self._drafts, self._accepted = ordinary_stats, 0, 0
+        if self.is_paused:
+            self._resume(ordinary_stats)
+        elif self._drafting.depth and self._drafting.samples is None:
+            self._check(ordinary_stats)
+
+    def _resume(self, stats: DraftStats) -> None:
+        if time.monotonic() < self.resume_at:
+            return
+        self._drafts, self._accepted = stats.drafts, stats.accepted
+        self.is_paused, self._drafting.depth, self._drafting.auto.acceptance = False, self._depth, AcceptanceEstimator()
+        log.info("drafting is tried again")
+
+    def _check(self, stats: DraftStats) -> None:
+        """Pauses drafting if the acceptance rate is too low. Depth auto: all guesses count, verified or not."""
+        if self._drafting.depth == AUTO:
+            drafts, rate = self._drafting.auto.acceptance.first_token_rate(self._drafting.auto.method)
+        else:
+            drafts = stats.drafts - self._drafts
+            rate = (stats.accepted - self._accepted) / max(drafts, 1)
+        if drafts < DRAFTS_PER_CHECK:
+            return
+        self._drafts, self._accepted = stats.drafts, stats.accepted
+        if rate >= MIN_ACCEPTED:
+            self._pause_s = FIRST_PAUSE_S
+            return
+        self.is_paused, self._depth, self._drafting.depth = True, self._drafting.depth, 0
+        self.resume_at = time.monotonic() + self._pause_s
+        log.error(
+            "THE HEAD IS DEAD: of %d drafts %.1f %% were accepted. Drafting is off for %.0f minutes; run `headstart "
+            "inspect` and `headstart verify`: is it a head of this trunk?", drafts, 100 * rate, self._pause_s / 60,
+        )  # fmt: skip
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The one loop: schedule -> forward -> judge -> commit -> propose. Token ids only; text is somebody else's."""
+"""The engine loop: schedule -> forward -> verify -> commit -> propose. Works on token ids only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
 from itertools import count
 
-from headstart.cache.memory import KVMemory
+from headstart.cache.kv_cache import KVCacheManager
 from headstart.config import EngineConfig
 from headstart.core import (
     FORCED,
@@ -19,33 +19,36 @@ from headstart.core import (
     Sampled,
     Sequence,
     Span,
-    Verdict,
+    VerifyResult,
 )
 from headstart.drafters.base import Drafter
-from headstart.engine.drafting import Drafting
-from headstart.engine.judge import judge_exact, judge_rejection
-from headstart.engine.odds import Odds
-from headstart.engine.runner import Draws, Forward, Runner
+from headstart.engine.acceptance import AcceptanceEstimator
+from headstart.engine.drafting import Drafting, HeadHealth
+from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.synthetic import SyntheticJudge
+from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_rejection
 from headstart.errors import CapacityError, UsageError
 
 Deliver = Callable[[list[Delta]], None]
 
 
 class Engine:
-    """Runs requests to their end. Not thread-safe: one thread submits and steps."""
+    """Runs requests to completion. Not thread-safe: one thread submits and steps."""
 
     def __init__(
-        self, runner: Runner, memory: KVMemory, drafter: Drafter | None, config: EngineConfig, max_length: int
+        self, runner: Runner, memory: KVCacheManager, drafter: Drafter | None, config: EngineConfig, max_length: int
     ) -> None:
         self.runner, self.memory, self.config, self.max_length = runner, memory, config, max_length
         self.scheduler = Scheduler(
-            memory, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            memory,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunks_prompts=config.enable_chunked_prefill,
         )
         self.drafting = Drafting(drafter, self.scheduler, config, max_length, runner.vocab_size)
+        self.head_health = HeadHealth(self.drafting)
         rates = config.synthetic_rates
-        self.synthetic = SyntheticJudge(rates) if rates and drafter else None
+        self.synthetic = SyntheticVerifier(rates) if rates and drafter else None
         self.reset_stats()
         self._order = count()
         self._live: dict[str, list[Sequence]] = {}
@@ -55,7 +58,7 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> list[Sequence]:
-        """Queue the n choices of a request. Raises UsageError or CapacityError, leaving everything as it was."""
+        """Queues the n choices of a request. Raises UsageError or CapacityError, and then changes nothing."""
         if not request.prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token")
         if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
@@ -88,108 +91,117 @@ class Engine:
 
     @property
     def live(self) -> set[str]:
-        """Ids of the requests that run or wait."""
+        """Ids of running and waiting requests."""
         return set(self._live)
 
     def change_drafter(self, drafter: Drafter) -> None:
-        """Another one over the same networks: nothing of what the old one stored, or of how good it was, holds."""
+        """Uses another drafter over the same networks. Drops the old drafter's KV and acceptance estimates."""
         self.memory.unfill(self.scheduler.running)
-        self.drafting.drafter, self.drafting.auto.odds = drafter, Odds()
-        self.judged = self._new_stats()
+        self.drafting.drafter, self.drafting.auto.acceptance = drafter, AcceptanceEstimator()
+        self.ordinary_stats = self._new_stats()
+        self.head_health.head_changed()
 
     def reset_stats(self) -> None:
-        """Count from here on. `judged`: of ordinary texts at the engine's own depth. `seconds`: in trunk passes, in
-        drafts, in the rest of steps."""
-        self.stats, self.judged = self._new_stats(), self._new_stats()
+        """Sets all counters to zero."""
+        self.stats = self._new_stats()
+        self.ordinary_stats = (
+            self._new_stats()
+        )  # of ordinary sequences (Sequence.is_ordinary) at the engine's own depth
         scheduler = self.scheduler
         scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
-        self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}
+        self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}  # trunk passes, drafts, the rest of steps
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Stop a request, or one choice of it, and free its blocks. Unknown ids are ignored: it may just have ended."""
+        """Ends a request, or one choice of it, and frees its blocks. Unknown ids are ignored: they may just have
+        ended."""
         for sequence in list(self._live.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._finish(sequence, "abort")
 
     def step(self, deliver: Deliver) -> None:
-        """One pass. Committed tokens are delivered before the next draft is made."""
-        begun = time.perf_counter()
+        """Runs one pass. Committed tokens are delivered before the next draft is made."""
+        start_s = time.perf_counter()
         spans = self.scheduler.schedule()
         if not spans:
             self.memory.wait()
             return
-        scheduled = time.perf_counter()
+        scheduled_s = time.perf_counter()
         forward = self.runner.forward(spans)
         self.runner.pool(spans, forward)
-        draws = self.runner.draws(spans, forward)
-        self.drafting.begin(spans, draws, self.synthetic)
-        computed = time.perf_counter()
-        verdicts = self._judge(spans, forward, draws)
-        deltas = [delta for delta in self._commit(spans, verdicts, forward) if delta]
-        committed = time.perf_counter()
+        pass_samples = self.runner.sample(spans, forward)
+        self.drafting.propose_early(spans, pass_samples, self.synthetic)
+        computed_s = time.perf_counter()
+        results = self._verify(spans, forward, pass_samples)
+        deltas = [delta for delta in self._commit(spans, results, forward) if delta]
+        committed_s = time.perf_counter()
         deliver(deltas)
-        delivered = time.perf_counter()
+        delivered_s = time.perf_counter()
         self.drafting.propose([span.sequence for span in spans])
-        drafted = time.perf_counter()
-        self.seconds["verify"] += computed - scheduled
-        self.seconds["draft"] += drafted - delivered
-        self.seconds["host"] += scheduled - begun + delivered - computed
+        drafted_s = time.perf_counter()
+        self.seconds["verify"] += computed_s - scheduled_s
+        self.seconds["draft"] += drafted_s - delivered_s
+        self.seconds["host"] += scheduled_s - start_s + delivered_s - computed_s
         emitted = sum([len(delta.tokens) for delta in deltas])
-        self.drafting.learn(spans, emitted, committed - begun, drafted - delivered)
+        self.drafting.learn(spans, emitted, committed_s - start_s, drafted_s - delivered_s)
+        self.head_health.after_step(self.ordinary_stats)
 
-    def _judge(self, spans: Seq[Span], forward: Forward, draws: Draws) -> list[Verdict]:
-        sampled, starts = draws.sampled(), draws.starts
+    def _verify(self, spans: Seq[Span], forward: ForwardOutput, pass_samples: PassSamples) -> list[VerifyResult]:
+        sampled, starts = pass_samples.wait(), pass_samples.starts
         if sampled.probs is None and self.synthetic is None:
             tokens = sampled.tokens.tolist()
-            return [self._exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]
+            return [self._verify_exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]
         places = enumerate(zip(spans, starts, strict=False))
-        return [self._inexact(span, start, sampled, forward, index) for index, (span, start) in places]
+        return [self._verify_inexact(span, start, sampled, forward, index) for index, (span, start) in places]
 
-    def _exact(self, span: Span, start: int, tokens: list[int], sampled: Sampled) -> Verdict:
-        """Rows start .. start + num_sample - 1 of the draws decide over the span's draft."""
+    def _verify_exact(self, span: Span, start: int, tokens: list[int], sampled: Sampled) -> VerifyResult:
+        """Verifies the span's draft with sampled rows start .. start + num_sample - 1."""
         rows = slice(start, start + span.num_sample)
         if not span.num_sample:
-            return Verdict((), 0, 0)
-        verdict = judge_exact(span.sequence.draft.tokens, tokens[rows], sampled.logprobs[rows])
-        return _until_failure(verdict, start, sampled.failures)
+            return VerifyResult((), 0, 0)
+        result = verify_exact(span.sequence.draft.tokens, tokens[rows], sampled.logprobs[rows])
+        return _until_failure(result, start, sampled.failures)
 
-    def _inexact(self, span: Span, start: int, sampled: Sampled, forward: Forward, index: int) -> Verdict:
-        """As `_exact`; what is emitted need not be what was drawn, so logprobs are looked up afterwards."""
+    def _verify_inexact(
+        self, span: Span, start: int, sampled: Sampled, forward: ForwardOutput, index: int
+    ) -> VerifyResult:
+        """Like `_verify_exact` for other rules. Committed tokens may differ from sampled ones: logprobs are looked
+        up."""
         sequence, rows = span.sequence, slice(start, start + span.num_sample)
         if not span.num_sample:
-            return Verdict((), 0, 0)
+            return VerifyResult((), 0, 0)
         draft, place = sequence.draft, (sequence.request.seed, sequence.choice, len(sequence.tokens))
         if self.synthetic is None:
-            verdict = judge_rejection(draft, sampled.probs[rows], *place)
+            result = verify_rejection(draft, sampled.probs[rows], *place)
         elif draft.method == FORCED:
-            verdict = judge_exact(draft.tokens, sampled.tokens[rows].tolist())
+            result = verify_exact(draft.tokens, sampled.tokens[rows].tolist())
         else:
-            verdict = self.synthetic.judge(draft.tokens, sampled.tokens[rows].tolist(), *place)
-        verdict = _until_failure(verdict, start, sampled.failures)
-        return replace(verdict, logprobs=self.runner.logprobs(span, forward, index, verdict.tokens))
+            result = self.synthetic.verify(draft.tokens, sampled.tokens[rows].tolist(), *place)
+        result = _until_failure(result, start, sampled.failures)
+        return replace(result, logprobs=self.runner.logprobs(span, forward, index, result.tokens))
 
-    def _commit(self, spans: Seq[Span], verdicts: Seq[Verdict], forward: Forward) -> list[Delta | None]:
+    def _commit(self, spans: Seq[Span], results: Seq[VerifyResult], forward: ForwardOutput) -> list[Delta | None]:
         return [
-            self._commit_one(span, verdict, forward, index)
-            for index, (span, verdict) in enumerate(zip(spans, verdicts, strict=True))
+            self._commit_one(span, result, forward, index)
+            for index, (span, result) in enumerate(zip(spans, results, strict=True))
         ]
 
-    def _commit_one(self, span: Span, verdict: Verdict, forward: Forward, index: int) -> Delta | None:
-        """Append what was decided, up to the end of the text; what was computed for it stays valid."""
+    def _commit_one(self, span: Span, result: VerifyResult, forward: ForwardOutput, index: int) -> Delta | None:
+        """Appends the tokens of a result up to the end of the text, publishes full blocks, and returns what to
+        deliver."""
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
-        emitted = self._append(sequence, verdict)
-        self.drafting.committed(sequence)
+        emitted = self._append(sequence, result)
+        self.drafting.record_outcomes(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            _count(sequence.stats, sequence.draft, verdict, emitted)
-            _count(self.stats, sequence.draft, verdict, emitted)
+            _count(sequence.stats, sequence.draft, result, emitted)
+            _count(self.stats, sequence.draft, result, emitted)
             if sequence.request.depth is None and sequence.is_ordinary:
-                _count(self.judged, sequence.draft, verdict, emitted)
+                _count(self.ordinary_stats, sequence.draft, result, emitted)
         draft, sequence.draft = sequence.draft, Draft()
-        draft.probs = None  # a reader who is late must not keep distributions
+        draft.probs = None  # a slow reader of deltas must not hold distributions in memory
         reason = sequence.finish_reason
-        if reason != "error":  # what has just been computed may be what is wrong: nobody shall find it in the cache
+        if reason != "error":  # blocks of a failed pass may be wrong: they must not enter the prefix cache
             self.memory.commit(sequence)
         if reason:
             self._finish(sequence, reason)
@@ -198,34 +210,38 @@ class Engine:
         return Delta(
             request_id=sequence.request.request_id,
             choice=sequence.choice,
-            tokens=verdict.tokens[:emitted],
-            logprobs=verdict.logprobs[:emitted],
+            tokens=result.tokens[:emitted],
+            logprobs=result.logprobs[:emitted],
             prompt_logprobs=tuple(prompt_logprobs),
             finish_reason=reason,
             stats=sequence.stats if reason else None,
             error=sequence.error,
             embedding=sequence.pooled / sequence.num_prompt if reason and sequence.pooled is not None else None,
             draft=draft,
-            num_accepted=verdict.num_accepted,
+            num_accepted=result.num_accepted,
         )
 
-    def _append(self, sequence: Sequence, verdict: Verdict) -> int:
-        """Tokens one by one until the text ends or fails; returns how many were taken."""
-        stop_ids, room, constraint = sequence.request.stop_ids, self.drafting.room(sequence), sequence.constraint
-        for taken, token in enumerate(verdict.tokens, 1):
+    def _append(self, sequence: Sequence, result: VerifyResult) -> int:
+        """Appends tokens until the text ends or fails; returns the number of tokens taken."""
+        stop_ids, tokens_left, constraint = (
+            sequence.request.stop_ids,
+            self.drafting.tokens_left(sequence),
+            sequence.constraint,
+        )
+        for num_taken, token in enumerate(result.tokens, 1):
             if constraint is not None and not constraint.advance(token):
                 _fail(sequence, f"the grammar refuses token {token}")
-                return taken - 1
+                return num_taken - 1
             sequence.tokens.append(token)
             if token in stop_ids or (constraint is not None and constraint.done and not constraint.error):
                 sequence.finish_reason = "stop"
-            elif taken >= room:
+            elif num_taken >= tokens_left:
                 sequence.finish_reason = "length"
             if sequence.finish_reason:
-                return taken
-        if verdict.error:
-            _fail(sequence, verdict.error)
-        return len(verdict.tokens)
+                return num_taken
+        if result.error:
+            _fail(sequence, result.error)
+        return len(result.tokens)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -237,26 +253,26 @@ class Engine:
             del self._live[sequence.request.request_id]
 
 
-def _until_failure(verdict: Verdict, start: int, failures: Mapping[int, str]) -> Verdict:
-    """Without the token -1 of a row that failed; the verdict's rows begin at `start`. What fails behind a rejected
-    draft is no matter: plain decoding has no such row."""
-    if not verdict.tokens or verdict.tokens[-1] >= 0:
-        return verdict
-    error = failures[start + verdict.num_accepted]
-    return replace(verdict, tokens=verdict.tokens[:-1], logprobs=verdict.logprobs[:-1], error=error)
+def _until_failure(result: VerifyResult, start: int, failures: Mapping[int, str]) -> VerifyResult:
+    """The result without the token -1 of a failed row; its rows start at `start`. Rows after a rejected token do not
+    count: plain decoding has no such rows."""
+    if not result.tokens or result.tokens[-1] >= 0:
+        return result
+    error = failures[start + result.num_accepted]
+    return replace(result, tokens=result.tokens[:-1], logprobs=result.logprobs[:-1], error=error)
 
 
 def _fail(sequence: Sequence, reason: str) -> None:
     if sequence.constraint is not None:
-        sequence.constraint.masks(())  # finds a dead end, which says more
+        sequence.constraint.masks(())  # sets `error` if the grammar is in a dead end: a better reason
         reason = sequence.constraint.error or reason
     sequence.finish_reason, sequence.error = "error", reason
 
 
-def _count(stats: DraftStats, draft: Draft, verdict: Verdict, emitted: int) -> None:
+def _count(stats: DraftStats, draft: Draft, result: VerifyResult, emitted: int) -> None:
     if draft.method == FORCED:
-        stats.forced += min(emitted, verdict.num_accepted)
+        stats.forced += min(emitted, result.num_accepted)
     else:
-        stats.record(verdict.num_drafted, verdict.num_accepted, draft.method)
+        stats.record(result.num_drafted, result.num_accepted, draft.method)
     stats.passes += 1
     stats.emitted += emitted

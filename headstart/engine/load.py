@@ -1,30 +1,52 @@
-"""From a model's name to a loaded trunk with its head, and to the backend it runs on."""
+"""Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
-from headstart import hub, machine
-from headstart.config import EngineConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import hub, machine, registry
+from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, no_progress
-from headstart.engine.attach import attach_head, find_head
-from headstart.errors import CapacityError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
-from headstart.heads.base import Head
-from headstart.kernels.backend import TakesTurns, choose, open_backend
+from headstart.formats.quantization import declared_name
+from headstart.heads.base import Head, HeadSpec, limit_window
+from headstart.heads.draft_model import DraftModel
+from headstart.heads.files import is_head, read_head
+from headstart.heads.kind import HeadCheckpoint, head_kind
+from headstart.kernels.backend import SharesThreads, open_backend, select_backend
 from headstart.kernels.ops import Backend
-from headstart.layers.build import DecoderConfig
+from headstart.layers.build import DecoderConfig, lm_head_tensor
 from headstart.layers.decoder import Decoder
-from headstart.layers.weights import Weights
+from headstart.layers.linear import Linear
+from headstart.layers.weights import Weights, trunk_fingerprint
 from headstart.models.base import Family
-from headstart.models.tensors import load_decoder
+from headstart.models.head_state import usable_heads
+from headstart.models.tensors import LoadedDecoder, canonical_tensors, find_family, load_decoder, read_config, untaken
 from headstart.text.tokenizer import Tokenizer
+
+log = logging.getLogger("headstart.engine")
+NATIVE_HEAD = "the checkpoint"
+"""Head.source of a head inside the trunk's own files."""
+DRAFT_MODEL = "draft_model"
+NEED_HEAD = ("mtp", "mixed")
+"""Values of --drafter that ask for the model's own head."""
+MAX_UNSHARED = 0.01
+"""Share of tokens that one vocabulary may have and the other lack: added later, or never used."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded trunk: everything that does not depend on how it is run."""
+    """A loaded trunk with its head."""
 
     name: str
     checkpoint: Checkpoint
@@ -35,59 +57,297 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
     head: Head | None
+    broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
+
+
+def find_head(trunk: Model, requested: str | None, shipped: Path | None, drafter: str = AUTO) -> Head | None:
+    """The requested head, else the native one, else the one shipped with the alias. drafter: value of --drafter."""
+    if requested is not None:
+        return attach_head(trunk, _located(requested), drafter)
+    if drafter == DRAFT_MODEL:
+        raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
+    native = native_head(trunk.family, trunk.weights, trunk.config)
+    return attach_head(trunk, shipped) if native is None and shipped is not None else native
+
+
+def _located(name: str) -> Path:
+    """Path of a name: a path itself, a built-in alias, or a Hub repo."""
+    path = Path(name).expanduser()
+    return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
+
+
+def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
+    """Reads a head checkpoint, the head inside another checkpoint, or a draft model, and fits it to the trunk.
+
+    A head trained on other weights of the same sizes is accepted with a warning. Raises ModelError naming the size that
+    differs.
+    """
+    if not is_head(path) and path.exists():
+        return _of_checkpoint(trunk, open_checkpoint(path), drafter)
+    head = read_head(path)
+    if drafter == DRAFT_MODEL:
+        message = f"{path} is a head of kind {head.spec.kind}, not a whole model"
+        raise ModelError(message, f"use --drafter {head.spec.kind}, or name a smaller model")
+    attached = fit_head(trunk, head, path)
+    if head.trunk_fingerprint not in ("", trunk_fingerprint(trunk.weights.tensors)):
+        warning = (
+            "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
+        )
+        log.warning(warning, path, head.trunk)
+    return attached
+
+
+def fit_head(trunk: Model, head: HeadCheckpoint, path: Path) -> Head:
+    """Fits a head checkpoint, read from `path`, to the trunk. Raises ModelError naming the size that differs."""
+    _check_fit(trunk, path, hidden_size=head.hidden_size, vocab_size=head.vocab_size)
+    if head.trunk_layers:
+        _check_fit(trunk, path, num_layers=head.trunk_layers)
+    kind, weights = head_kind(head.spec.kind), Weights(head.tensors, trunk.backend, str(path), drafts=True)
+    spec, hidden = kind.fit(head.spec, trunk.config), head.hidden_size
+    vocab = head.vocab_size or trunk.config.vocab_size
+    rows = vocab if head.draft_token_ids is None else len(head.draft_token_ids)
+    lm_heads = kind.lm_heads(weights, spec, hidden, rows)
+    has_one = weights.has("lm_head.weight") and not lm_heads
+    return Head(
+        spec,
+        limit_window(kind.modules(weights, spec, hidden)),
+        str(path),
+        head.draft_token_ids,
+        lm_head=Linear(weights.get("lm_head.weight", rows, hidden)) if has_one else None,
+        embedding=weights.get("embed_tokens.weight", vocab, hidden) if weights.has("embed_tokens.weight") else None,
+        lm_heads=lm_heads,
+        lm_rows=weights.raw("lm_head.weight", (rows, hidden)) if has_one and rows == vocab else None,
+    )
+
+
+def native_head(family: Family, weights: Weights, config: DecoderConfig, source: str = NATIVE_HEAD) -> Head | None:
+    """The MTP modules inside the checkpoint; None if the config declares none or the file holds none."""
+    spec = family.head_of(config)
+    if spec is None or not weights.has("mtp.0.projection.weight"):
+        return None
+    drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
+    kind = head_kind(spec.kind)
+    modules = limit_window(kind.modules(drafting, spec, config.hidden_size))
+    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
+    weights.used |= drafting.used
+    if extra := untaken(weights, config.num_mtp):
+        told = "%s: tensors that this family's head does not have: %s"
+        log.warning(told, weights.source, ", ".join(extra))
+    return Head(spec, modules, source, lm_heads=lm_heads)
+
+
+def _of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> Head:
+    """The native head of another model's file (a target and its drafter are often published separately); the whole
+    model as drafter if it has no head or --drafter asks for it."""
+    if drafter == DRAFT_MODEL:
+        return load_draft_model(trunk, checkpoint)
+    path, family = checkpoint.path, find_family(checkpoint)
+    config = read_config(checkpoint, family)
+    if not config.num_mtp and drafter not in (set(registry.available("heads")) - {DRAFT_MODEL}):
+        _check_smaller(trunk, checkpoint)
+        return load_draft_model(trunk, checkpoint)
+    _check_fit(trunk, path, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    heads = usable_heads(checkpoint)
+    if heads.broken is not None:
+        raise heads.broken.as_error(checkpoint.name)
+    if heads.num_modules is not None:
+        config = replace(config, num_mtp=heads.num_modules)
+    weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
+    head = native_head(family, weights, config, str(path))
+    if head is None:
+        message = f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own"
+        raise ModelError(message, "for a whole model that drafts: --drafter draft_model")
+    return head
+
+
+def _check_smaller(trunk: Model, checkpoint: Checkpoint) -> None:
+    """Raises ModelError for a draft model as large as the trunk: probably the user expects a head inside it."""
+    size, trunk_size = (
+        sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, trunk.checkpoint)
+    )
+    if size >= trunk_size:
+        raise ModelError(
+            f"{checkpoint.path} is a model without an MTP head of its own, and not smaller than {trunk.name}: "
+            f"{size / 1e9:.3g} GB",
+            "name a smaller one, or ask for the drafter draft_model by name to draft with it all the same",
+        )
+
+
+def _check_fit(trunk: Model, path: Path, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size and size != (expected := getattr(trunk.config, name)):
+            raise ModelError(
+                f"the head {path} does not fit {trunk.name}: its {name} is {size}, the model's is {expected}",
+                "use a head trained for this model; a whole model drafts with --drafter draft_model",
+            )
+
+
+def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
+    """Loads a second model as drafter. Raises ModelError for another vocabulary, naming sizes and the first different
+    token, and for recurrent layers."""
+    path = checkpoint.path
+    with trunk.backend.reading(checkpoint.files):
+        loaded = load_decoder(checkpoint, trunk.backend)
+        if loaded.decoder.state_specs:
+            raise ModelError(
+                f"{path} has recurrent layers, which cannot draft yet", "use a draft model with attention alone"
+            )
+        trunk_size, draft_size = trunk.config.vocab_size, loaded.config.vocab_size
+        vocabulary = _vocabulary(checkpoint, path, same_size=trunk_size == draft_size)
+        matching = Matching(range(min(trunk_size, draft_size)), None)
+        if vocabulary is not None:
+            matching = match(
+                trunk.tokenizer.vocabulary(), vocabulary, (trunk_size, draft_size), (trunk.name, str(path))
+            )
+        decoder = loaded.decoder if matching.rows is None else _with_rows(loaded, matching.rows)
+    return DraftModel(
+        spec=HeadSpec(kind=DRAFT_MODEL),
+        modules=(),
+        source=str(path),
+        draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64),
+        decoder=decoder,
+        max_length=loaded.config.max_length,
+        own_ids=matching.own_ids(trunk_size),
+    )
+
+
+class Matching(NamedTuple):
+    """Tokens that trunk and draft model share."""
+
+    ids: range | list[int]  # ascending trunk ids
+    rows: list[int] | None  # the draft model's id of each; None: its ids 0, 1, ... in order, all of them
+
+    def own_ids(self, size: int) -> NDArray[np.int64] | None:
+        """[size] draft model id of each trunk id, 0 for unknown tokens; None: the ids are equal."""
+        if len(self.ids) == size and self.rows is None:
+            return None
+        table = np.zeros(size, np.int64)
+        table[self.ids] = self.ids if self.rows is None else self.rows
+        return table
+
+
+def match(
+    trunk_vocab: Mapping[str, int], draft_vocab: Mapping[str, int], sizes: tuple[int, int], names: tuple[str, str]
+) -> Matching:
+    """Compares two vocabularies (token -> id). sizes: rows of the embeddings, trunk's first. Rows without a token and a
+    few extra tokens are harmless. Raises ModelError for larger differences."""
+    pairs = sorted((trunk_vocab[token], draft_vocab[token]) for token in trunk_vocab.keys() & draft_vocab.keys())
+    pairs = [pair for pair in pairs if pair[0] < sizes[0] and pair[1] < sizes[1]]
+    if len(pairs) < (1 - MAX_UNSHARED) * max(len(trunk_vocab), len(draft_vocab)):
+        raise ModelError(
+            f"the draft model {names[1]} has another vocabulary than {names[0]}: {len(draft_vocab)} tokens, not "
+            f"{len(trunk_vocab)}{_first_difference(trunk_vocab, draft_vocab)}",
+            "use a draft model of the same family",
+        )
+    if all(trunk_id == draft_id for trunk_id, draft_id in pairs):  # equal ids mean the same token, or padding
+        shared = min(sizes)
+        return Matching(range(shared), None if sizes[1] == shared else list(range(shared)))
+    return Matching([trunk_id for trunk_id, _ in pairs], [draft_id for _, draft_id in pairs])
+
+
+def _first_difference(trunk_vocab: Mapping[str, int], draft_vocab: Mapping[str, int]) -> str:
+    trunk_tokens, draft_tokens = (
+        {index: token for token, index in each.items()} for each in (trunk_vocab, draft_vocab)
+    )
+    for index in sorted(trunk_tokens.keys() & draft_tokens.keys()):
+        if trunk_tokens[index] != draft_tokens[index]:
+            return f"; token {index} is {draft_tokens[index][:40]!r}, not {trunk_tokens[index][:40]!r}"
+    return ""
+
+
+def _vocabulary(checkpoint: Checkpoint, path: Path, *, same_size: bool) -> Mapping[str, int] | None:
+    """The draft model's vocabulary; None if it has no tokenizer, but as many tokens as the trunk."""
+    try:
+        return checkpoint.load_tokenizer().vocabulary()
+    except ModelError:
+        if same_size:
+            return None
+        raise
+
+
+def _with_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
+    """The decoder with only these rows in its LM head."""
+    weights, config = loaded.weights, loaded.config
+    whole = weights.raw(lm_head_tensor(weights, config), (config.vocab_size, config.hidden_size))
+    return replace(loaded.decoder, lm_head=Linear(weights.take(whole.take_rows(np.array(rows)))))
 
 
 def load_model(
     name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None
 ) -> Model:
-    """Read a model by path, alias or Hub name, and the head that goes with it; `progress` counts its weights. `beside`:
-    the backend of another model that is in use, with which this one shares the threads. Raises ModelError, UsageError
-    or CapacityError."""
-    choose(config)  # before anything is fetched
+    """Loads a model by path, alias or Hub name, with its head; `progress` counts weights.
+
+    beside: backend of another loaded model, whose threads this one shares. Raises ModelError, UsageError or
+    CapacityError.
+    """
+    select_backend(config)  # fails before anything is downloaded
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
+    check_format(checkpoint, config)
     backend = open_backend(config, checkpoint.files)
-    if backend.runs_on == "cpu" and config.quantization is None:
+    if backend.runs_on == "cpu" and config.rounding is None:
         check_room(checkpoint)
-    if isinstance(backend, TakesTurns) and beside is not None:
-        backend.take_turns(beside)
-    loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
+    if isinstance(backend, SharesThreads) and beside is not None:
+        backend.share_threads(beside)
+    heads = usable_heads(checkpoint)
+    broken = f"{heads.broken.reason}; {heads.broken.fix}" if heads.broken else ""
+    if heads.broken and config.head is None and config.drafter in NEED_HEAD and config.depth != 0:
+        raise heads.broken.as_error(checkpoint.name)
+    with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the packing of weights, which is C++
+        tokenizer = pool.submit(checkpoint.load_tokenizer)
+        loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
     model = Model(
         name=name or alias.name,
         checkpoint=checkpoint,
         family=loaded.family,
-        config=loaded.config,
+        config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend,
         weights=loaded.weights,
         decoder=loaded.decoder,
-        tokenizer=checkpoint.load_tokenizer(),
+        tokenizer=tokenizer.result(),
         head=None,
+        broken_head=broken,
     )
-    return replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
+    model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
+    if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
+        log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
+    return model
+
+
+def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
+    """Raises UsageError if --quantization names another format than the checkpoint's."""
+    if config.quantization in (None, config.rounding):
+        return
+    name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config)
+    if name != config.quantization:
+        raise UsageError(
+            f"--quantization {config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
+            "leave --quantization out" + ("" if name else "; int8 and int4 round the weights at load"),
+        )
 
 
 def check_room(checkpoint: Checkpoint) -> None:
-    """Raises CapacityError for weights that would be float32, as no kernel takes their type, where this machine can
-    never hold them so."""
+    """Raises CapacityError if weights whose type no kernel supports would become float32 and exceed this machine's
+    memory."""
     types, size = widened(checkpoint.tensors.values())
     memory = machine.memory()
-    room = min(memory.total, memory.limit or memory.total)
-    if 0 < room < size:
+    max_bytes = min(memory.total, memory.limit or memory.total)
+    if 0 < max_bytes < size:
         small = in_int4(size) / 1e9
         raise CapacityError(
             f"{checkpoint.name}: {', '.join(types)} become float32 in memory, {size / 1e9:.1f} GB, and this machine "
-            f"has {room / 1e9:.1f}",
+            f"has {max_bytes / 1e9:.1f}",
             f"--quantization int4 rounds them to {small:.1f} GB; a file in Q3_K_M or IQ4_XS is kept as it is",
         )
 
 
 def with_head(model: Model, config: EngineConfig) -> Model:
-    """The model with the head that the config means now, read anew. Raises ModelError or UsageError."""
+    """The model with the head that the config names, loaded again. Raises ModelError or UsageError."""
     return replace(model, head=find_head(model, config.head, hub.resolve_alias(model.name).head(config.drafter)))
 
 
 def other_heads(model: Model) -> dict[str, Model]:
-    """The model with each shipped head that `--drafter KIND` would take in place of its own, by kind."""
+    """The model with each other shipped head that `--drafter KIND` would use, by kind."""
     if model.head is None:
         return {}
     shipped = hub.shipped_heads(model.name).items()

@@ -1,4 +1,4 @@
-"""Opens networks and runs their passes: the trunk's, and drafters' on their behalf. Only this file knows pools."""
+"""Plans and runs the passes of all networks: the trunk's and the drafters'. Owns all pools."""
 
 from __future__ import annotations
 
@@ -10,155 +10,228 @@ from itertools import accumulate
 
 import numpy as np
 
-from headstart.cache.memory import KVMemory
-from headstart.cache.parts import STATE, TRUNK
-from headstart.core import Draft, Rows, Sampled, Sequence, Span, StateSteps, TokenLogprob
-from headstart.drafters.base import Hope, Steps, Wish
-from headstart.engine.plan import build_plan, span_rows
+from headstart.cache.blocks import STATE, TRUNK
+from headstart.cache.kv_cache import KVCacheManager
+from headstart.core import Draft, Paths, Rows, Sampled, Sequence, Span, StateSteps, StepPlan, TokenLogprob
+from headstart.drafters.base import DraftPrograms, DraftRequest, EarlyDraftRequest
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
 from headstart.errors import ModelError
-from headstart.kernels.chain import Begun, Chain, Drawn, DrawsEarly, EarlyChain, Judged
+from headstart.kernels.draft_loop import (
+    AsyncSampler,
+    DraftLoop,
+    EarlyDraftLoop,
+    PendingDrafts,
+    PendingSample,
+    VerifyInputs,
+)
 from headstart.kernels.ops import Backend, Buffer, Pool, Weight
-from headstart.layers.network import FORWARD, Network, Opened, Pools
+from headstart.layers.network import FORWARD, Network, NetworkHandle, Pools
+
+
+def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden_offset: int | None = None) -> StepPlan:
+    """StepPlan of a pass over rows of one network (see layers.network). hidden_offset: the row at position q reads the
+    hidden state stored at position q - hidden_offset; None: rows read no hidden state. Plain Python up to the arrays:
+    a decode step has a few rows, for which NumPy calls cost more than they save."""
+    tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
+    row_starts, reach, is_special = [0], hidden_offset or 0, False
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    hidden_slots: list[int] = []
+    logit_rows: list[int] = []
+    for i, part in enumerate(rows):
+        table, start, end = part.sequence.block_table, part.start, part.start + len(part.token_ids)
+        tables[i, : len(table)] = table
+        token_ids += part.token_ids
+        positions += range(start, end)
+        row_starts.append(len(positions))
+        is_special = is_special or part.visible_end is not None or part.parents is not None
+        logit_rows += range(len(positions) - part.num_logits, len(positions))
+        part_slots = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
+        slots += part_slots[reach:] if reach else part_slots
+        if hidden_offset is not None:
+            hidden_slots += part_slots[: end - start]
+    plan = StepPlan(
+        token_ids=np.array(token_ids, np.int32),
+        positions=np.array(positions, np.int32),
+        slots=np.array(slots, np.int32),
+        row_starts=np.array(row_starts, np.int32),
+        block_tables=tables,
+        logit_rows=np.array(logit_rows, np.int32),
+        first_position=first_position,
+        hidden_slots=None if hidden_offset is None else np.array(hidden_slots, np.int32),
+        block_size=block_size,
+    )
+    if is_special:
+        _set_visibility(plan, rows)
+    return plan
+
+
+def _set_visibility(plan: StepPlan, rows: Seq[Rows]) -> None:
+    """Sets visible_end and paths where rows attend beyond themselves or form a tree (see core.Rows)."""
+    plan.visible_end = plan.positions.copy()
+    starts, slots = [0], list[int]()
+    for part, row in zip(rows, plan.row_starts.tolist(), strict=False):
+        count = len(part.token_ids)
+        if part.visible_end is not None:
+            plan.visible_end[row : row + count] = part.visible_end
+        lines: list[list[int]] = []  # for each row of a tree, the rows from its root to itself
+        for i, parent in enumerate(part.parents or ()):
+            lines.append([*(lines[parent] if parent >= 0 else ()), row + i])
+            slots += plan.slots[lines[i]].tolist()
+            starts.append(len(slots))
+            plan.visible_end[row + i] = plan.positions[row + i] = part.start + len(lines[i]) - 1
+        starts += [len(slots)] * (count - len(lines))
+    if slots:
+        plan.paths = Paths(np.array(starts, np.int32), np.array(slots, np.int32))
+
+
+def span_rows(span: Span) -> Rows:
+    """The trunk's rows of a scheduled span: committed tokens not yet computed, then the draft."""
+    sequence, prompt_logprobs = span.sequence, span.sequence.prompt_logprobs
+    pending = sequence.tokens[span.start : span.start + span.num_rows]
+    token_ids = pending + sequence.draft.tokens[: span.num_rows - len(pending)]
+    wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
+    return Rows(sequence, span.start, token_ids, len(token_ids) if wants_all else span.num_sample)
 
 
 @dataclass(frozen=True)
-class Forward:
-    """Logits of a trunk pass: `logits` [L, V]; those of span i are rows starts[i] .. starts[i + 1] - 1. `hidden` [R,
-    H]: the states of all rows behind the final norm."""
+class ForwardOutput:
+    """Output of a trunk pass over R rows, L of them with logits, of V tokens."""
 
-    logits: Buffer
-    starts: Seq[int]
-    hidden: Buffer
-
-
-@dataclass(frozen=True)
-class Draws:
-    """The draws of a pass, when somebody asks for them; those of span i are from starts[i] on. `begun`: they are being
-    made."""
-
-    starts: Seq[int]
-    sampled: Callable[[], Sampled]
-    begun: Drawn | None = None
+    logits: Buffer  # [L, V]
+    starts: Seq[int]  # logits of span i are rows starts[i] .. starts[i + 1] - 1
+    hidden: Buffer  # [R, H] states after the final norm
 
 
 @dataclass(frozen=True)
-class Early:
-    """Drafts that were begun when nobody knew yet what the pass had drawn; lengths of sequences and first rows are
-    those of then."""
+class PassSamples:
+    """Sampled tokens of a pass."""
 
-    begun: Begun
-    hopes: Seq[Hope]
-    lengths: Seq[int]
-    starts: Seq[int]
+    starts: Seq[int]  # samples of span i begin at starts[i]
+    wait: Callable[[], Sampled]  # returns the tokens, computing or awaiting them
+    pending: PendingSample | None = None  # set if the backend is already sampling
 
-    def fitting(self, wishes: Seq[Wish], parts: Seq[Rows]) -> dict[int, int]:
-        """Which wish (by its place) each of them fulfils."""
-        places = {wish.sequence: i for i, wish in enumerate(wishes)}
-        found: dict[int, int] = {}
-        for at, accepted in enumerate(self.begun.accepted()):
-            hope, i = self.hopes[at], places.get(self.hopes[at].sequence)
-            if i is None or self.starts[at] > parts[i].start:
+
+@dataclass(frozen=True)
+class EarlyDrafts:
+    """Drafts started before the tokens of the running pass were known."""
+
+    pending: PendingDrafts
+    requests: Seq[EarlyDraftRequest]
+    lengths: Seq[int]  # [S] tokens of each sequence at that time
+    starts: Seq[int]  # [S] first row's position of each sequence
+
+    def match(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> dict[int, int]:
+        """Index of an early draft -> index of the request that it satisfies."""
+        indices = {request.sequence: i for i, request in enumerate(requests)}
+        matches: dict[int, int] = {}
+        for early_index, accepted in enumerate(self.pending.accepted()):
+            early, i = self.requests[early_index], indices.get(self.requests[early_index].sequence)
+            if i is None or self.starts[early_index] > parts[i].start:
                 continue
-            enough = hope.scored if wishes[i].gate else hope.depth >= wishes[i].depth
-            if enough and len(hope.sequence.tokens) == self.lengths[at] + 1 + accepted:
-                found[at] = i
-        return found
+            is_deep_enough = early.scored if requests[i].gate else early.depth >= requests[i].depth
+            if is_deep_enough and len(early.sequence.tokens) == self.lengths[early_index] + 1 + accepted:
+                matches[early_index] = i
+        return matches
 
 
 class Runner:
-    """Networks on one backend: those that drafters open, then the trunk. `num_passes` counts trunk forwards, `num_rows`
-    their rows."""
+    """Runs the networks of one backend; owns their pools. Implements drafters.base.DraftRunner for drafters."""
 
-    memory: KVMemory
-    trunk: Opened
+    memory: KVCacheManager
+    trunk: NetworkHandle
 
     def __init__(self, backend: Backend, vocab_size: int, *, keep_probs: bool) -> None:
         self.backend, self.vocab_size, self._keep_probs = backend, vocab_size, keep_probs
-        self.opened: list[Opened] = []
-        self._chains: dict[Steps, Chain | None] = {}
-        self._early: dict[Steps, Early] = {}
+        self.networks: list[NetworkHandle] = []
+        self._draft_loops: dict[DraftPrograms, DraftLoop | None] = {}
+        self._early: dict[DraftPrograms, EarlyDrafts] = {}
         self._hidden_pool: Pool = None
-        self.num_passes = self.num_rows = 0
+        self.num_passes = self.num_rows = 0  # trunk passes, and their rows
 
-    def open(self, network: Network) -> Opened:
-        """Run a network beside the trunk; it gets its pools in `allocate`. Raises ModelError for recurrent layers: rows
-        that were drafted are kept and replayed for the trunk alone."""
+    def open(self, network: Network) -> NetworkHandle:
+        """Registers a network beside the trunk; `allocate` makes its pools. Raises ModelError for recurrent layers:
+        only the trunk can replay rows whose drafts were rejected."""
         if network.state_specs:
             raise ModelError("a drafter's network cannot have recurrent layers yet", "use --drafter ngram")
-        self.opened.append(Opened(network, len(self.opened)))
-        return self.opened[-1]
+        self.networks.append(NetworkHandle(network, len(self.networks)))
+        return self.networks[-1]
 
-    def allocate(self, trunk: Network, memory: KVMemory, *, num_slots: int, hidden_width: int) -> None:
-        """Make the pools of all networks. hidden_width: columns of the trunk's hidden states that are kept; 0: none."""
-        self.memory, self.trunk = memory, Opened(trunk, -1)
+    def allocate(self, trunk: Network, memory: KVCacheManager, *, num_slots: int, hidden_width: int) -> None:
+        """Allocates the pools of all networks. num_slots: KV slots of each pool. hidden_width: width of the trunk
+        hidden states to store; 0: none."""
+        self.memory, self.trunk = memory, NetworkHandle(trunk, -1)
         if hidden_width:
             self._hidden_pool = self.backend.hidden_pool(num_slots, hidden_width)
         states: list[Pool] = []
-        if kept := memory.states:
-            sizes = kept.num_slots, kept.num_running, kept.num_kept
+        if states_cache := memory.states:
+            sizes = states_cache.num_slots, states_cache.num_running, states_cache.num_kept
             states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
-        for opened in (self.trunk, *self.opened):
-            kv = [self.backend.kv_pool(num_slots, spec) for spec in opened.network.kv_specs]
-            self._prepare(opened, Pools(kv, states, self._hidden_pool, self.trunk.pools.kv))
+        for handle in (self.trunk, *self.networks):
+            kv = [self.backend.kv_pool(num_slots, spec) for spec in handle.network.kv_specs]
+            self._prepare(handle, Pools(kv, states, self._hidden_pool, self.trunk.pools.kv))
 
-    def _prepare(self, opened: Opened, pools: Pools) -> None:
-        opened.pools, self.memory.reaches[opened.index] = pools, opened.reach_back
-        programs = opened.network.programs(pools).items()
-        opened.handles = {
-            name: self.backend.prepare(made.code, hidden_width=made.hidden_width) for name, made in programs
+    def _prepare(self, handle: NetworkHandle, pools: Pools) -> None:
+        handle.pools, self.memory.reaches[handle.index] = pools, handle.receptive_field
+        programs = handle.network.programs(pools).items()
+        handle.programs = {
+            name: self.backend.prepare(program.code, hidden_width=program.hidden_width) for name, program in programs
         }
 
     def stored(self) -> dict[int, list[Pool]]:
-        """Pools by what of a block goes to a store together: of the trunk with its hidden states, of each network that
-        stores anything, of recurrent states."""
+        """Pools by part number (cache.blocks.BlockPart): TRUNK with hidden states, STATE, each network with KV."""
         hidden = [] if self._hidden_pool is None else [self._hidden_pool]
-        found = {TRUNK: [*self.trunk.pools.kv, *hidden], STATE: list(self.trunk.pools.states)}
-        found |= {opened.index: list(opened.pools.kv) for opened in self.opened}
-        return {number: pools for number, pools in found.items() if pools}
+        pools = {TRUNK: [*self.trunk.pools.kv, *hidden], STATE: list(self.trunk.pools.states)}
+        pools |= {handle.index: list(handle.pools.kv) for handle in self.networks}
+        return {number: each for number, each in pools.items() if each}
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Networks that are opened meanwhile take the places and the pools of those there are. Raises ModelError for
-        others than those; nothing has changed then."""
-        before, self.opened = self.opened, []
+        """Context in which new networks are opened, which then take over the pools of the current ones. Raises
+        ModelError if their pool specs differ; the current networks then stay."""
+        before, self.networks = self.networks, []
         done = False
         try:
             yield
-            if [each.stored for each in self.opened] != [each.stored for each in before]:
+            if [each.pool_specs for each in self.networks] != [each.pool_specs for each in before]:
                 raise ModelError("it stores keys and values of another shape", "start the server again")
-            for new, old in zip(self.opened, before, strict=True):
+            for new, old in zip(self.networks, before, strict=True):
                 self._prepare(new, old.pools)
             done = True
         finally:
             if not done:
-                self.opened = before
+                self.networks = before
 
     def run(
-        self, opened: Opened, program: str, rows: Seq[Rows], *, hidden: Buffer = None, states: StateSteps | None = None
+        self,
+        handle: NetworkHandle,
+        program: str,
+        rows: Seq[Rows],
+        *,
+        hidden: Buffer = None,
+        states: StateSteps | None = None,
     ) -> Mapping[str, Buffer]:
-        """One pass of a network's program. Its rows read `hidden` [R, width] where that is given, else what is stored
-        of the trunk."""
-        network = opened.network
-        behind = network.behind if hidden is None else None
-        plan = build_plan(rows, self.memory.block_size, network.first_position, behind)
+        """Runs one pass of a network's program. Rows read `hidden` [R, width] if given, else the trunk's stored
+        states."""
+        network = handle.network
+        hidden_offset = network.hidden_offset if hidden is None else None
+        plan = build_plan(rows, self.memory.block_size, network.first_position, hidden_offset)
         plan.states = states
-        stored = None if behind is None else self._hidden_pool
-        return self.backend.run(opened.handles[program], plan, hidden_pool=stored, hidden=hidden)
+        stored = None if hidden_offset is None else self._hidden_pool
+        return self.backend.run(handle.programs[program], plan, hidden_pool=stored, hidden=hidden)
 
-    def fill(self, opened: Opened, rows: Seq[Rows]) -> None:
-        """These rows, made from true states, are now the network's KV of their positions."""
+    def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
         for part in rows:
-            self.memory.fill(part.sequence, opened.index, part.start, part.start + len(part.token_ids))
+            self.memory.fill(part.sequence, handle.index, part.start, part.start + len(part.token_ids))
 
-    def filled(self, opened: Opened, sequence: Sequence) -> int:
-        """Positions below this one hold the network's KV, as far back as it reaches."""
-        reach, size, begin = opened.reach_back, self.memory.block_size, 0
+    def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
+        reach, size, begin = handle.receptive_field, self.memory.block_size, 0
         if 0 < reach < len(sequence.tokens):
             begin = (len(sequence.tokens) - reach) // size * size
-        return max(sequence.filled[opened.index], opened.network.first_position, begin)
+        return max(sequence.filled[handle.index], handle.network.first_position, begin)
 
-    def forward(self, spans: Seq[Span]) -> Forward:
+    def forward(self, spans: Seq[Span]) -> ForwardOutput:
         """One trunk pass for all rows of all spans."""
         self._early.clear()
         parts = [span_rows(span) for span in spans]
@@ -167,10 +240,10 @@ class Runner:
         self.num_passes += 1
         self.num_rows += sum([span.num_rows for span in spans])
         starts = list(accumulate([part.num_logits for part in parts], initial=0))
-        return Forward(output["logits"], starts, output["hidden"])
+        return ForwardOutput(output["logits"], starts, output["hidden"])
 
-    def draws(self, spans: Seq[Span], forward: Forward) -> Draws:
-        """Every sampling row of the pass at once."""
+    def sample(self, spans: Seq[Span], forward: ForwardOutput) -> PassSamples:
+        """Samples all sampling rows of the pass at once."""
         entries: list[Entry] = []
         rows: list[int] = []
         starts = [0]
@@ -180,20 +253,20 @@ class Runner:
             rows += range(end - span.num_sample, end)
             starts.append(len(entries))
         if not entries:
-            return Draws(starts, lambda: Sampled(np.zeros(0, np.int64), ()))
+            return PassSamples(starts, lambda: Sampled(np.zeros(0, np.int64), ()))
         logits = forward.logits
-        if len(rows) < forward.starts[-1]:  # prompt logprobs have made more logits
+        if len(rows) < forward.starts[-1]:  # prompt logprobs need more logits than are sampled
             logits = self.backend.rows(logits, np.array(rows, np.int32))
         sampling = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size))
         size, keep = self.vocab_size, self._keep_probs
-        begun, backend = None, self.backend
-        if isinstance(backend, DrawsEarly) and not keep:
-            begun = backend.begin_sample(logits, sampling, vocab_size=size)
+        pending, backend = None, self.backend
+        if isinstance(backend, AsyncSampler) and not keep:
+            pending = backend.start_sample(logits, sampling, vocab_size=size)
         at_once = partial(self.backend.sample, logits, sampling, vocab_size=size, keep_probs=keep)
-        return Draws(starts, begun.wait if begun else at_once, begun)
+        return PassSamples(starts, pending.wait if pending else at_once, pending)
 
-    def prompt_logprobs(self, span: Span, forward: Forward, index: int) -> list[TokenLogprob]:
-        """Of the prompt tokens that this span's rows predict and that no span before it did."""
+    def prompt_logprobs(self, span: Span, forward: ForwardOutput, index: int) -> list[TokenLogprob]:
+        """Logprobs of prompt tokens that this span predicts and no earlier span did."""
         sequence = span.sequence
         num_wanted = sequence.prompt_logprobs
         if num_wanted is None:
@@ -207,9 +280,9 @@ class Runner:
         rows = np.arange(first, first + len(known), dtype=np.int32)
         return self.backend.logprobs(self.backend.rows(forward.logits, rows), np.array(known, np.int64), num_wanted)
 
-    def pool(self, spans: Seq[Span], forward: Forward) -> None:
-        """Add up the hidden states of prompts that are to be embedded: one position after the other, so that the sum
-        does not depend on how the prompt was split. A preempted prompt is computed twice."""
+    def pool(self, spans: Seq[Span], forward: ForwardOutput) -> None:
+        """Sums the hidden states of prompts of embedding requests, position by position, so that the sum does not
+        depend on prefill chunks. A preempted prompt is computed twice but counted once."""
         rows = accumulate([span.num_rows for span in spans], initial=0)
         for span, first in zip(spans, rows, strict=False):
             sequence = span.sequence
@@ -221,8 +294,10 @@ class Runner:
                 sequence.pooled = state if sequence.pooled is None else sequence.pooled + state
             sequence.num_pooled = end
 
-    def logprobs(self, span: Span, forward: Forward, index: int, tokens: Seq[int]) -> tuple[TokenLogprob | None, ...]:
-        """Of tokens at the first sampling rows of span `index`; nothing when the request asks for none."""
+    def logprobs(
+        self, span: Span, forward: ForwardOutput, index: int, tokens: Seq[int]
+    ) -> tuple[TokenLogprob | None, ...]:
+        """Logprobs of tokens at the first sampling rows of span `index`; None each if the request asks for none."""
         num_wanted = span.sequence.request.params.logprobs
         if num_wanted is None:
             return (None,) * len(tokens)
@@ -230,89 +305,94 @@ class Runner:
         logits = self.backend.rows(forward.logits, np.arange(first, first + len(tokens), dtype=np.int32))
         return tuple(self.backend.logprobs(logits, np.array(tokens, np.int64), num_wanted))
 
-    def draft(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
-        left = self._begun(steps, wishes, parts, method)
-        chain = self._chain(steps) if left else None
-        able = [i for i in left if is_steady(wishes[i].sequence)] if chain else []
-        if chain and able:
-            self._draft(chain, steps, [wishes[i] for i in able], [parts[i] for i in able], method)
-        return left if not able else [i for i in left if i not in able]
+    def draft(self, steps: DraftPrograms, requests: Seq[DraftRequest], parts: Seq[Rows], method: str) -> list[int]:
+        remaining = self._take_early(steps, requests, parts, method)
+        loop = self._draft_loop(steps) if remaining else None
+        eligible = [i for i in remaining if is_steady(requests[i].sequence)] if loop else []
+        if loop and eligible:
+            self._draft(loop, steps, [requests[i] for i in eligible], [parts[i] for i in eligible], method)
+        return remaining if not eligible else [i for i in remaining if i not in eligible]
 
-    def _draft(self, chain: Chain, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> None:
-        entries: list[Entry] = [(wish.sequence, len(wish.sequence.tokens), ()) for wish in wishes]
+    def _draft(
+        self, loop: DraftLoop, steps: DraftPrograms, requests: Seq[DraftRequest], parts: Seq[Rows], method: str
+    ) -> None:
+        entries: list[Entry] = [(request.sequence, len(request.sequence.tokens), ()) for request in requests]
         network = steps.network.network
-        drafts = chain.draft(
-            steps.network.handles[steps.first],
-            build_plan(parts, self.memory.block_size, network.first_position, network.behind),
+        drafts = loop.draft(
+            steps.network.programs[steps.first],
+            build_plan(parts, self.memory.block_size, network.first_position, network.hidden_offset),
             build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
-            [wish.depth for wish in wishes],
-            [wish.gate.rule(method, wish.depth) if wish.gate else None for wish in wishes],
+            [request.depth for request in requests],
+            [request.gate.rule(method, request.depth) if request.gate else None for request in requests],
             hidden_pool=self._hidden_pool,
         )
-        for wish, (tokens, scores) in zip(wishes, drafts, strict=True):
-            wish.sequence.draft = Draft(tokens, method=method, scores=scores)
+        for request, (tokens, scores) in zip(requests, drafts, strict=True):
+            request.sequence.draft = Draft(tokens, method=method, scores=scores)
 
-    def begin(self, steps: Steps, hopes: Seq[Hope], parts: Seq[Rows], drawn: Drawn) -> None:
-        chain = self._chain(steps)
-        able = [i for i, hope in enumerate(hopes) if is_plain(hope.sequence)]
-        if not able or not isinstance(chain, EarlyChain):
+    def draft_early(
+        self, steps: DraftPrograms, requests: Seq[EarlyDraftRequest], parts: Seq[Rows], sample: PendingSample
+    ) -> None:
+        loop = self._draft_loop(steps)
+        eligible = [i for i, request in enumerate(requests) if is_plain(request.sequence)]
+        if not eligible or not isinstance(loop, EarlyDraftLoop):
             return
-        hopes, parts = [hopes[i] for i in able], [parts[i] for i in able]
-        lengths = [len(hope.sequence.tokens) for hope in hopes]
+        requests, parts = [requests[i] for i in eligible], [parts[i] for i in eligible]
+        lengths = [len(request.sequence.tokens) for request in requests]
         network = steps.network.network
-        begun = chain.begin(
-            steps.network.handles[steps.first],
-            build_plan(parts, self.memory.block_size, network.first_position, network.behind),
-            build_rows([(hope.sequence, length + 1, ()) for hope, length in zip(hopes, lengths, strict=True)]),
-            [hope.depth for hope in hopes],
-            Judged(
-                drawn,
-                starts=[hope.draw for hope in hopes],
-                drafted=[hope.sequence.draft.tokens for hope in hopes],
+        pending = loop.draft_early(
+            steps.network.programs[steps.first],
+            build_plan(parts, self.memory.block_size, network.first_position, network.hidden_offset),
+            build_rows([(request.sequence, length + 1, ()) for request, length in zip(requests, lengths, strict=True)]),
+            [request.depth for request in requests],
+            VerifyInputs(
+                sample,
+                starts=[request.draw for request in requests],
+                drafted=[request.sequence.draft.tokens for request in requests],
                 known=[length - part.start for length, part in zip(lengths, parts, strict=True)],
-                accepted=[hope.accepted for hope in hopes],
+                accepted=[request.accepted for request in requests],
             ),
-            scored=any(hope.scored for hope in hopes),
+            scored=any(request.scored for request in requests),
             hidden_pool=self._hidden_pool,
         )
-        self._early[steps] = Early(begun, hopes, lengths, [part.start for part in parts])
+        self._early[steps] = EarlyDrafts(pending, requests, lengths, [part.start for part in parts])
 
-    def _begun(self, steps: Steps, wishes: Seq[Wish], parts: Seq[Rows], method: str) -> list[int]:
-        """Takes the drafts that `begin` has made; returns the indices of the wishes that are left."""
+    def _take_early(
+        self, steps: DraftPrograms, requests: Seq[DraftRequest], parts: Seq[Rows], method: str
+    ) -> list[int]:
+        """Uses the drafts that `draft_early` started; returns the indices of the other requests."""
         early = self._early.pop(steps, None)
-        found = early.fitting(wishes, parts) if early else {}
-        if not early or not found:
-            return list(range(len(wishes)))
+        matches = early.match(requests, parts) if early else {}
+        if not early or not matches:
+            return list(range(len(requests)))
         gates = [
-            gate.rule(method, wishes[found[at]].depth) if at in found and (gate := wishes[found[at]].gate) else None
-            for at in range(len(early.hopes))
+            gate.rule(method, requests[matches[early_index]].depth)
+            if early_index in matches and (gate := requests[matches[early_index]].gate)
+            else None
+            for early_index in range(len(early.requests))
         ]
-        for at, (tokens, scores) in enumerate(early.begun.drafts(gates)):
-            if at in found:
-                depth = wishes[found[at]].depth
-                early.hopes[at].sequence.draft = Draft(tokens[:depth], method=method, scores=scores[:depth])
-        return sorted({*range(len(wishes))} - {*found.values()})
+        for early_index, (tokens, scores) in enumerate(early.pending.drafts(gates)):
+            if early_index in matches:
+                depth = requests[matches[early_index]].depth
+                early.requests[early_index].sequence.draft = Draft(tokens[:depth], method=method, scores=scores[:depth])
+        return sorted({*range(len(requests))} - {*matches.values()})
 
-    def _chain(self, steps: Steps) -> Chain | None:
-        """Prepared when first asked for: rule `rejection` needs the distributions of each step."""
-        if steps not in self._chains:
-            handles = steps.network.handles
+    def _draft_loop(self, steps: DraftPrograms) -> DraftLoop | None:
+        """The draft loop of these programs, prepared on first use. None under rule `rejection`, which needs the
+        distribution of each step."""
+        if steps not in self._draft_loops:
+            handles = steps.network.programs
             others = [(handles[program], before) for program, before in steps.others]
-            made = self.backend.prepare_chain(
-                others, vocab_size=self.vocab_size, token_ids=steps.token_ids, rows_given=steps.rows_given
+            program = self.backend.prepare_draft_loop(
+                others, vocab_size=self.vocab_size, token_ids=steps.token_ids, is_block=steps.is_block
             )
-            self._chains[steps] = None if self._keep_probs else made
-        return self._chains[steps]
+            self._draft_loops[steps] = None if self._keep_probs else program
+        return self._draft_loops[steps]
 
     def draw(
         self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, *, scored: bool = False
     ) -> Sampled:
-        return self._draw(logits, entries, token_ids, 0 if scored else -1)
-
-    def _draw(
-        self, logits: Buffer, entries: Seq[Entry], token_ids: Weight | None = None, num_logprobs: int | None = None
-    ) -> Sampled:
-        rows = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size), num_logprobs=num_logprobs)
+        allowed = allowed_tokens(entries, self.vocab_size)
+        rows = build_rows(entries, allowed=allowed, num_logprobs=0 if scored else -1)
         return self.backend.sample(
             logits, rows, vocab_size=self.vocab_size, token_ids=token_ids, keep_probs=self._keep_probs
         )

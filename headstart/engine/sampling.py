@@ -1,4 +1,4 @@
-"""Sequences to SamplingRows: what the sampler must know of each token to be drawn."""
+"""Builds SamplingRows: the sampling parameters of each token to be drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence as Seq
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, islice
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,18 +15,22 @@ from numpy.typing import NDArray
 from headstart.core import Float32, Int32, Mask, RowConstants, SamplingRows, Sequence, TokenCounts, int_array
 
 Entry = tuple[Sequence, int, Seq[int]]
-"""A token to draw: its sequence, its absolute position in Sequence.tokens, the drafted tokens between them."""
+"""A token to draw: its sequence, its absolute position, and the drafted tokens before it."""
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-_INTS = ("top_k", "choice", "num_logprobs")
-_DTYPES: Mapping[str, Any] = dict.fromkeys(_FLOATS, np.float32) | dict.fromkeys(_INTS, np.int32) | {"seed": np.uint64}
+_BY_TYPE: Mapping[type, Any] = {float: np.float32, int: np.int32}
+_DTYPES: Mapping[str, Any] = {
+    name: _BY_TYPE[kind] for name, kind in get_type_hints(RowConstants).items() if kind in _BY_TYPE
+} | {"seed": np.uint64}
+"""Columns of SamplingRows that are constants of a sequence."""
 CACHED_MIXTURES = 128
-"""Mixtures of requests whose constants are kept: a batch is the same for many steps."""
+"""Number of batches whose constant columns are cached: a batch stays the same for many steps."""
 
 
 def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
-    """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None where everything is allowed.
-    The entries of a sequence stand together, each prefix beginning with the one before."""
+    """[L, ceil(V / 32)] masks of the entries, each after its drafted prefix; None if every token is allowed.
+
+    The entries of a sequence are adjacent, and each prefix extends the one before.
+    """
     if not [sequence for sequence, _, _ in entries if sequence.is_masked]:
         return None
     allowed = np.full((len(entries), -(-vocab_size // 32)), 0xFFFFFFFF, np.uint32)
@@ -42,30 +46,23 @@ def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:
 
 
 def is_steady(sequence: Sequence) -> bool:
-    """Do its next rows differ in their positions and in what penalties count, but in nothing else?"""
+    """True if the sequence's next rows differ only in their positions and penalty counts."""
     request = sequence.request
     bans_now = request.banned_until_min and sequence.num_output < request.params.min_tokens
     return sequence.constraint is None and not request.banned and not bans_now
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Do they differ in their positions alone?"""
+    """True if the sequence's next rows differ only in their positions."""
     constants = sequence.row_constants
     edited = constants.has_bias or constants.has_penalties or sequence.is_masked
     return is_steady(sequence) and not edited
 
 
-def token_mask(ids: Seq[int], vocab_size: int) -> Mask:
-    """A mask of one row that allows these ids alone."""
-    flags = np.zeros(-(-vocab_size // 32) * 32, bool)
-    flags[list(ids)] = True
-    return np.packbits(flags, bitorder="little").view(np.uint32)
-
-
 def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs: int | None = None) -> SamplingRows:
-    """Sampling rows of L entries, each in the state after its context and drafted prefix.
+    """SamplingRows of L entries, each in the state after its context and drafted prefix.
 
-    allowed: [L, ceil(V / 32)] token masks, passed on. num_logprobs: of every row, instead of what requests ask for.
+    allowed: [L, ceil(V / 32)] token masks, passed on. num_logprobs: for every row, instead of what requests ask for.
     """
     constants = _constants(tuple([sequence.row_constants for sequence, _, _ in entries]), num_logprobs)
     bias_indptr, bias_ids, bias_values = _bias(entries, allowed) if constants.has_bias else constants.no_bias
@@ -86,7 +83,7 @@ def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs
 
 
 class _Constants(NamedTuple):
-    """The fields of SamplingRows that do not change from step to step; nobody may write to them."""
+    """Columns of SamplingRows that do not change from step to step; read-only."""
 
     columns: dict[str, NDArray[Any]]
     has_bias: bool
@@ -113,23 +110,23 @@ def _constants(rows: tuple[RowConstants, ...], num_logprobs: int | None) -> _Con
 
 
 def update_counts(sequence: Sequence) -> TokenCounts:
-    """Bring Sequence.counts up to its committed tokens. Reads only those that are new since the last call."""
-    known, num_prompt = sequence.counts, sequence.num_prompt
-    for token in islice(sequence.tokens, known.num_read, None):
-        place = known.places.setdefault(token, len(known.ids))
-        if place == len(known.ids):
-            known.ids.append(token)
-            known.counts.append(0)
-        known.counts[place] += known.num_read >= num_prompt
-        known.num_read += 1
-    return known
+    """Brings Sequence.counts up to date with the committed tokens; reads only new tokens."""
+    counts, num_prompt = sequence.counts, sequence.num_prompt
+    for token in islice(sequence.tokens, counts.num_read, None):
+        index = counts.places.setdefault(token, len(counts.ids))
+        if index == len(counts.ids):
+            counts.ids.append(token)
+            counts.counts.append(0)
+        counts.counts[index] += counts.num_read >= num_prompt
+        counts.num_read += 1
+    return counts
 
 
 def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Float32]:
-    """CSR of logit_bias, of the ids banned until min_tokens are out, and of the ends of bad words; ids are distinct
-    within a row.
+    """CSR of logit_bias, ids banned by min_tokens, and last tokens of bad words; ids are distinct within a row.
 
-    A constraint wins over min_tokens: where it allows banned ids only, they are not banned."""
+    A constraint overrides min_tokens: if it allows banned ids only, they are not banned.
+    """
     edits: list[Mapping[int, float]] = []
     for row, (sequence, _, prefix) in enumerate(entries):
         request = sequence.request
@@ -139,15 +136,15 @@ def _bias(entries: Seq[Entry], allowed: Mask | None) -> tuple[Int32, Int32, Floa
             if mask is None or not _holds_only(mask, request.banned_until_min):
                 edit = {**edit, **dict.fromkeys(request.banned_until_min, -math.inf)}
         if request.banned:
-            edit = {**edit, **dict.fromkeys(_ends(sequence, prefix), -math.inf)}
+            edit = {**edit, **dict.fromkeys(_banned_ends(sequence, prefix), -math.inf)}
         edits.append(edit)
     ids = list(chain.from_iterable(edits))
     values = list(chain.from_iterable([edit.values() for edit in edits]))
     return _indptr([len(edit) for edit in edits]), np.array(ids, np.int32), np.array(values, np.float32)
 
 
-def _ends(sequence: Sequence, prefix: Seq[int]) -> list[int]:
-    """The last tokens of bad words whose other tokens end the output and the drafted prefix."""
+def _banned_ends(sequence: Sequence, prefix: Seq[int]) -> list[int]:
+    """Last tokens of bad words whose other tokens end the output and drafted prefix."""
     banned, start = sequence.request.banned, sequence.num_prompt
     longest = max([len(before) for before in banned])
     output = (*sequence.tokens[max(start, len(sequence.tokens) - longest) :], *prefix)
@@ -155,7 +152,7 @@ def _ends(sequence: Sequence, prefix: Seq[int]) -> list[int]:
 
 
 def _holds_only(mask: Mask, ids: frozenset[int]) -> bool:
-    """Are all tokens of the mask among `ids`?"""
+    """True if all tokens of the mask are in `ids`."""
     rest = mask.copy()
     for token in ids:
         if 0 <= token < 32 * len(rest):
@@ -164,22 +161,22 @@ def _holds_only(mask: Mask, ids: frozenset[int]) -> bool:
 
 
 def _penalties(entries: Seq[Entry]) -> tuple[Int32, Int32, Int32]:
-    """CSR of the distinct ids of prompt, output and drafted prefix, with their counts outside the prompt."""
+    """CSR of distinct ids of prompt, output and drafted prefix, with their counts in output and prefix."""
     all_ids, all_counts, lengths = int_array(), int_array(), []
     for sequence, _, prefix in entries:
         start = len(all_ids)
         if sequence.row_constants.has_penalties:
-            known, new = update_counts(sequence), dict[int, int]()
-            all_ids.extend(known.ids)
-            all_counts.extend(known.counts)
+            counts, new = update_counts(sequence), dict[int, int]()
+            all_ids.extend(counts.ids)
+            all_counts.extend(counts.counts)
             for token in prefix:
-                place = known.places.get(token)
-                if place is None:
-                    place = new.setdefault(token, len(all_ids) - start)
-                if place == len(all_ids) - start:
+                index = counts.places.get(token)
+                if index is None:
+                    index = new.setdefault(token, len(all_ids) - start)
+                if index == len(all_ids) - start:
                     all_ids.append(token)
                     all_counts.append(0)
-                all_counts[start + place] += 1
+                all_counts[start + index] += 1
         lengths.append(len(all_ids) - start)
     return _indptr(lengths), np.array(all_ids, np.int32), np.array(all_counts, np.int32)
 

@@ -1,6 +1,7 @@
-"""One engine for callers in several threads: each submits and steps when it likes, one at a time, in order of arrival.
+"""`SharedEngine`: one engine for callers in several threads, which take turns in order of arrival.
 
-A step serves whatever runs, so requests of all threads share one batch, and whoever has nothing to read makes it.
+A step serves all running requests, so requests of all threads share one batch. A caller runs a step when its inbox is
+empty. `AsyncEngine` (async_engine.py) is a caller with its own thread.
 """
 
 from __future__ import annotations
@@ -8,68 +9,69 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from headstart.core import Delta, Request, Sequence
 from headstart.engine.engine import Engine
 from headstart.errors import GenerationError
 
 
-class Turns:
-    """A fair lock: a thread that takes it in a loop keeps nobody out. Never taken twice by one thread at a time.
+class FairLock:
+    """First-come, first-served lock. Not reentrant.
 
-    What is given to `soon` is done in a turn: now, or by whoever has the turn before it is over. So it may come from
-    finalizers, which Python runs anywhere, inside of a turn too.
+    Functions passed to `call_soon` run while the lock is held: now, or by its holder before the release. So finalizers
+    may use it, which Python can run at any time, also while this thread holds the lock.
     """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # of what follows
+        self._guard = threading.Lock()  # protects the next two fields
         self._owner: int | None = None
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
         self._pending: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
-        me, called = threading.get_ident(), None
+        me, turn = threading.get_ident(), None
         try:
             with self._guard:
-                if self._owner is None or self._owner == me:  # ours: an interrupt came between taking it and its use
+                if self._owner is None or self._owner == me:  # own thread: an interrupt came just after acquiring
                     self._owner = me
                 else:
-                    called = threading.Lock()
-                    called.acquire()
-                    self._waiting.append((me, called))
-            if called:
-                called.acquire()  # whoever hands it over has made us the owner
-            self._catch_up()
+                    turn = threading.Lock()
+                    turn.acquire()
+                    self._waiting.append((me, turn))
+            if turn:
+                turn.acquire()  # released by the thread that made this one the owner
+            self._run_pending()
         except BaseException:
             with self._guard:
-                if called and (me, called) in self._waiting:
-                    self._waiting.remove((me, called))
+                if turn and (me, turn) in self._waiting:
+                    self._waiting.remove((me, turn))
             if self._owner == me:
                 self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
         while True:
-            self._catch_up()
+            self._run_pending()
             with self._guard:
                 if self._waiting:
-                    self._owner, called = self._waiting.popleft()
-                    called.release()
+                    self._owner, turn = self._waiting.popleft()
+                    turn.release()
                     return
                 self._owner = None
             if not self._pending or not self._try():
                 return
 
-    def soon(self, call: Callable[[], object]) -> None:
+    def call_soon(self, call: Callable[[], object]) -> None:
         self._pending.append(call)
         if self._try():
             self.__exit__()
 
     def _try(self) -> bool:
-        """Never waits. Who is in our way looks at `_pending` later than now."""
+        """Takes the lock if it is free, without waiting; else its holder will run `_pending`."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -80,82 +82,117 @@ class Turns:
         finally:
             self._guard.release()
 
-    def _catch_up(self) -> None:
+    def _run_pending(self) -> None:
         while self._pending:
             self._pending.popleft()()
 
 
 @dataclass(eq=False)
 class Inbox:
-    """What has come for one caller and was not taken yet, with the time when it came."""
+    """Unread deltas of one caller's requests, with arrival times (time.perf_counter)."""
 
     deltas: deque[tuple[float, Delta]] = field(default_factory=deque)
-    lost: bool = False  # a step of somebody else's broke off, and what it made for this caller with it
-    names: list[str] = field(default_factory=list)  # of its requests
+    lost: bool = False  # another caller's step failed, or the engine was closed: deltas are missing
+    names: list[str] = field(default_factory=list)  # ids of its requests
+
+
+class Listener(Protocol):
+    """Receives the results of requests without an inbox, in the thread that runs the step."""
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Deltas of a step; requests of other listeners may be among them."""
+
+    def end(self, names: Iterable[str], error: GenerationError) -> None:
+        """Reports that these requests have ended with an error."""
 
 
 class SharedEngine:
-    """An inbox belongs to one thread at a time; its requests go on while others step."""
+    """An engine behind a fair lock. An inbox belongs to one thread at a time; its requests also advance in other
+    threads' steps."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self._turns = engine, Turns()
+        self.engine, self._lock = engine, FairLock()
         self.inboxes: dict[str, Inbox] = {}  # by request id
+        self.listeners: list[Listener] = []
 
     def stop(self) -> None:
-        """Nothing runs any more: whoever still waits for texts is told that they are lost."""
-        with self._turns:
-            self._lose(self.engine.live)
-            for name in list(self.inboxes):
+        """Ends all requests; their callers get GenerationError."""
+        with self._lock:
+            live = self.engine.live
+            for name in live:
                 self.engine.abort(name)
-                self.inboxes[name].lost = True
+            for inbox in self.inboxes.values():
+                inbox.lost = True
+            for listener in self.listeners:
+                listener.end(live, GenerationError("the engine was closed before the text was complete"))
 
-    def submit(self, request: Request, inbox: Inbox) -> list[Sequence]:
-        """Raises what Engine.submit raises."""
-        with self._turns:
+    def submit(self, request: Request, inbox: Inbox | None = None) -> list[Sequence]:
+        """Submits a request. inbox: receives its deltas; None: the listeners do. Raises what Engine.submit raises."""
+        with self._lock:
             sequences = self.engine.submit(request)
-            inbox.names.append(request.request_id)
-            self.inboxes[request.request_id] = inbox
+            if inbox is not None:
+                inbox.names.append(request.request_id)
+                self.inboxes[request.request_id] = inbox
         return sequences
 
     def wait(self, inbox: Inbox) -> None:
-        """Until something has come, or for one step. Raises what the step raises, GenerationError where texts of this
-        inbox were lost in somebody else's."""
+        """Returns when the inbox has a delta, or after one step. Raises what the step raises, and GenerationError if
+        deltas of this inbox were lost in another caller's step."""
         if not inbox.deltas and not inbox.lost:
-            with self._turns:
-                if not inbox.deltas and not inbox.lost:  # else somebody else has made that step
+            with self._lock:
+                if not inbox.deltas and not inbox.lost:  # another caller may have run the step meanwhile
                     self._step()
         if inbox.lost:
             raise GenerationError("the text broke off: a step that it shared with other requests failed")
 
+    def step(self) -> None:
+        """Runs one step; raises what Engine.step raises."""
+        with self._lock:
+            self._step()
+
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Before the next step."""
-        self._turns.soon(partial(self.engine.abort, request_id, choice))
+        """Ends a request, or one choice of it, before the next step."""
+        self._lock.call_soon(partial(self.engine.abort, request_id, choice))
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls the function between two steps."""
+        with self._lock:
+            function()
 
     def close(self, inbox: Inbox) -> None:
-        """Nothing of it runs any more, before the next step."""
+        """Ends the inbox's requests before the next step."""
         for name in inbox.names:
             self.abort(name)
             self.inboxes.pop(name, None)
 
     def _step(self) -> None:
-        live, whole = self.engine.live, False
+        live = self.engine.live
         try:
             self.engine.step(self._deliver)
-            whole = True
-        finally:
-            if not whole:  # also an interrupt
-                self._lose(live)
+        except BaseException as error:  # also an interrupt
+            self._lose(live, error)
+            raise
 
-    def _lose(self, live: set[str]) -> None:
-        """Whatever was in a step that broke off may lack tokens: nobody shall go on with it."""
-        waiting = {each.request.request_id for each in self.engine.scheduler.waiting}
-        for name in live - waiting:
+    def _lose(self, live: set[str], error: BaseException) -> None:
+        """Ends all requests of a failed step, which may lack tokens. If none was running, waiting ones end: they would
+        make the next step fail, too."""
+        names = live - {each.request.request_id for each in self.engine.scheduler.waiting}
+        if isinstance(error, Exception):
+            names = names or live
+        for name in names:
             self.engine.abort(name)
             if inbox := self.inboxes.get(name):
                 inbox.lost = True
+        failed = GenerationError("the engine failed while it worked on this request", "see the log")
+        for listener in self.listeners:
+            listener.end(names, failed)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        now = time.perf_counter()
+        now, others = time.perf_counter(), []
         for delta in deltas:
             if inbox := self.inboxes.get(delta.request_id):
                 inbox.deltas.append((now, delta))
+            else:
+                others.append(delta)
+        for listener in self.listeners if others else ():
+            listener.deliver(others)

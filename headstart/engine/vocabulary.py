@@ -1,8 +1,8 @@
-"""Which tokens a head without a draft vocabulary of its own drafts (`--draft-vocab`): all, a list, or all by a sketch.
+"""Draft vocabulary of a head without its own (`--draft-vocab`): all tokens, the most frequent ones, or all by a sketch.
 
-A sketch of the LM head (layers/sketch.py) is made from hidden states that the LM head reads over a text. Agreement with
-the full LM head and cost are measured on states that it was not made from; where it disagrees too often, or costs as
-much, drafts go by the full one. All is kept in the user cache, for the next start.
+A sketch of the LM head (layers/sketch.py) is built from hidden states over a sample text. Its agreement with the full
+LM head and its cost are measured on held-out states; if it disagrees too often or costs as much, the full LM head is
+used. The result is stored in the user cache.
 """
 
 from __future__ import annotations
@@ -25,56 +25,94 @@ from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.drafters.base import DraftVocabulary
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
-from headstart.engine.sample_text import TEXT
 from headstart.errors import UsageError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.rows import Deferred
 from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
-from headstart.layers.linear import Linear
-from headstart.layers.network import Opened
-from headstart.layers.sketch import LMHead, SketchedLinear, directions
+from headstart.layers.linear import Linear, LMHead, SketchedLinear, sketch_directions
+from headstart.layers.network import NetworkHandle
 
-FEWEST_TOKENS = 32_768
-"""A smaller vocabulary costs a draft little."""
+TEXT = '''Question: My sister asked me how the tide works, and I could not explain it well. Can you?
+Answer: Of course! The Moon pulls on the ocean, and it pulls harder on the side of the Earth that is near to it. The
+water rises there, and on the far side too, because the Earth itself is pulled away from it. As the Earth turns, a coast
+passes through both bulges each day. That is why there are usually two high tides, about 12 hours and 25 minutes apart.
+
+1. **Plan**: write down what you want to know.
+2. **Measure**: take at least five values, and note the time of each.
+3. **Compare**: the median is 4.2, the mean 4.75; one value is far from the others.
+
+def count_words(path: str, least: int = 2) -> dict[str, int]:
+    """How often each word comes."""
+    counts: dict[str, int] = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            for word in line.lower().split():
+                counts[word] = counts.get(word, 0) + 1
+    return {word: n for word, n in counts.items() if n >= least}
+
+{"name": "get_weather", "arguments": {"city": "Lisbon", "days": 3, "units": "metric"}, "id": null}
+
+Dear Ms. Okafor,
+thank you for your letter of March 14. We are sorry that the parcel arrived late. A refund of $38.50 has been sent to
+your account, and you should see it within two working days. Please let us know if there is anything else we can do.
+Kind regards, Tom
+
+She looked at the old house for a long time. "Nobody has lived here since the war," he said, but there was a light in
+the kitchen window, and somebody was singing. Was it really empty? They walked on without another word.
+
+La ville est belle en automne, surtout le soir. Der Zug nach Hamburg war leider zu spät, also blieben wir da.
+El problema no es el precio, sino el tiempo. 今天天气很好。我们去公园吧。Сегодня мы будем готовить суп.
+
+Let x be the number of apples. Then 3x + 7 = 31, so 3x = 24 and x = 8. Therefore, she bought eight apples.
+SELECT name, price FROM items WHERE price > 10 ORDER BY name;
+In 1928, Alexander Fleming noticed that a mould had killed the bacteria in one of his dishes. However, it took another
+twelve years until penicillin could be made in useful amounts, and the first patients were treated in 1941.
+'''
+"""Sample text of many kinds, written for this project, to produce typical hidden states."""
+
+
+MIN_VOCAB = 32_768
+"""No sketch for smaller vocabularies, whose LM head is cheap."""
 CANDIDATES = ((128, 128), (256, 256))
 """(dimensions, exact blocks) of sketches, cheapest first."""
-AGREES, WORTH = 0.95, 0.8
-"""Of the full head's first choices it must make so many, within this share of its time."""
+MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8
+"""Required share of equal first choices, and time relative to the full head's."""
 HELD_OUT = 4
-"""The last quarter of the text is what the sketch is judged by."""
-SAMPLED_ROWS, ROWS_AT_ONCE = 4096, 4096
-NAME, FEWEST_STATES = "vocabulary", 16
-LISTS = ("head", "block")
-"""Drafters that take a list of tokens."""
-JUDGED_AT_ONCE, TIMED = 16, 7
-LONGEST = 32
-"""Tokens that a piece of text may go on for while the others are read."""
+"""1 / HELD_OUT of the states, the last ones, measure the sketch."""
+SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096
+NAME, MIN_STATES = "vocabulary", 16
+REDUCIBLE = ("head", "block")
+"""Drafters that accept a reduced vocabulary."""
+STATES_PER_PASS, TIMED_RUNS = 16, 7
+MAX_PIECE_TOKENS = 32
+"""Output tokens of a piece of text while other pieces are still in their prompts."""
 BATCH = 16
-"""So many sequences at a time, if so many may run, must not draft more slowly than by the full LM head."""
+"""Batch size (or max_num_seqs if smaller) in which a sketch must not be slower than the full LM head."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was measured: dimensions and exact blocks (0: the full LM head is best), agreement with the full head's
-    first choice, and seconds of either for one row and for a batch."""
+class SketchBenchmark:
+    """Measured sketch."""
 
-    dims: int
-    count: int
-    agreement: float
-    sketch_s: tuple[float, ...]
-    full_s: tuple[float, ...]
+    dims: int  # dimensions of the sketch
+    count: int  # blocks of tokens computed exactly; 0: the full LM head is better
+    agreement: float  # share of equal first choices
+    sketch_s: tuple[float, ...]  # seconds for one row, and for a batch
+    full_s: tuple[float, ...]  # the same of the full LM head
 
 
-def listed(model: Model, wanted: int | str) -> DraftVocabulary:
-    """The `wanted` tokens that are likely the most frequent, if it is a number: tokenizers number tokens in the order
-    of their merges, most frequent first; and those that end a text. Raises UsageError for a head that has its own, or
-    cannot draft a part of its tokens."""
+def reduced_vocabulary(model: Model, wanted: int | str) -> DraftVocabulary:
+    """The `wanted` tokens that are likely most frequent (tokenizers number tokens in the order of their merges, most
+    frequent first), and those that end a text; the full vocabulary unless `wanted` is a number.
+
+    Raises UsageError for a head with its own draft vocabulary, or one that cannot draft a part of the tokens.
+    """
     if not isinstance(wanted, int) or model.head is None:
         return DraftVocabulary()
     vocab = model.config.vocab_size
-    if why := _why_all(model.head):
+    if why := _why_fixed(model.head):
         raise UsageError(f"--draft-vocab is {wanted}, but {why}", "leave --draft-vocab out")
     if wanted > vocab:
         raise UsageError(f"--draft-vocab is {wanted}, but the model has {vocab} tokens", "full drafts all of them")
@@ -82,10 +120,10 @@ def listed(model: Model, wanted: int | str) -> DraftVocabulary:
     return DraftVocabulary(np.array([*range(wanted - len(ends)), *ends], np.int64))
 
 
-def _why_all(head: Head) -> str:
-    """Why it drafts the tokens that it drafts, and no others; nothing where it could."""
+def _why_fixed(head: Head) -> str:
+    """Why the head's draft vocabulary cannot be reduced; empty if it can."""
     kind = head_kind(head.spec.kind)
-    if kind.drafter not in LISTS:
+    if kind.drafter not in REDUCIBLE:
         return f"a {kind.title} drafts all tokens that it has"
     if head.draft_token_ids is not None:
         return f"the head has a draft vocabulary of {len(head.draft_token_ids)} tokens of its own"
@@ -95,15 +133,15 @@ def _why_all(head: Head) -> str:
 
 
 def can_sketch(model: Model, wanted: int | str) -> bool:
-    """Is a sketch to be thought of at all?"""
+    """True if a sketch may pay for this model."""
     head = model.head
     if wanted != "auto" or head is None or head.draft_token_ids is not None or head.lm_heads:
         return False
-    return model.config.vocab_size >= FEWEST_TOKENS and (head.lm_head or model.decoder.lm_head).bias is None
+    return model.config.vocab_size >= MIN_VOCAB and (head.lm_head or model.decoder.lm_head).bias is None
 
 
 def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
-    """Tokens whose logits a draft computes in full."""
+    """Number of logits that a draft computes exactly."""
     own, vocab = model.head.draft_token_ids if model.head else None, model.config.vocab_size
     ids = vocabulary.token_ids if own is None else own
     if ids is not None:
@@ -111,12 +149,14 @@ def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
     return min(vocabulary.sketch.count * REFINED, vocab) if vocabulary.sketch else vocab
 
 
-def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
-    """The sketch that pays, as kept or measured now; None where the full LM head is better, or where there is nothing
-    to measure. The engine must be idle."""
-    from headstart.drafters.block import BlockNetwork  # few vocabularies are large enough to get here
+def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
+    """The sketch that pays, stored or measured now; None if the full LM head is better or nothing can be measured. The
+    engine must be idle."""
+    from headstart.drafters.block import BlockNetwork  # rarely needed: few vocabularies are large enough
 
-    opened = next((each for each in engine.runner.opened if isinstance(each.network, HeadNetwork | BlockNetwork)), None)
+    handle = next(
+        (each for each in engine.runner.networks if isinstance(each.network, HeadNetwork | BlockNetwork)), None
+    )
     assert model.head
     exact = model.head.lm_head or model.decoder.lm_head
     batch, sizes = min(BATCH, engine.config.max_num_seqs), (model.config.hidden_size, model.config.vocab_size)
@@ -124,36 +164,36 @@ def sketched(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sketc
     known = {**identity, **({"rows": block.block_size} if block else {})}
     path = hub.record_path("sketches", {**known, "synthetic": engine.synthetic is not None, "batch": batch})
     rows = block.block_size if block else 1
-    maker = _Maker(model.backend, exact, *sizes, path.with_suffix(".npy"), (rows, rows * batch))
+    builder = _SketchBuilder(model.backend, exact, *sizes, path.with_suffix(".npy"), (rows, rows * batch))
     with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-        found = Found(**json.loads(path.read_text())["found"])
-        return maker.kept(found)
+        benchmark = SketchBenchmark(**json.loads(path.read_text())["found"])
+        return builder.load(benchmark)
     tokens = [token for token in model.tokenizer.encode(TEXT, add_special=True) if token < model.config.vocab_size]
-    if opened is None:
+    if handle is None:
         return None
     try:
-        if (states := _states(engine, opened, tokens)) is None or len(states) < FEWEST_STATES:
+        if (states := _states(engine, handle, tokens)) is None or len(states) < MIN_STATES:
             return None
-        sketch, found = maker.best(states, judged=engine.synthetic is None)
-    except np.linalg.LinAlgError:  # a broken head; inspect and the server's log say so
+        sketch, benchmark = builder.best(states, check_agreement=engine.synthetic is None)
+    except np.linalg.LinAlgError:  # a broken head, which inspect and the server's log report
         return None
-    with contextlib.suppress(OSError):  # a cache that cannot be written is none
-        hub.keep_record(path, {"found": asdict(found), "of": known})
+    with contextlib.suppress(OSError):  # works without a writable cache, too
+        hub.save_record(path, {"found": asdict(benchmark), "of": known})
     return sketch
 
 
-def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer | None:
-    """What the LM head of the network reads over a text: states [R, H]; None where there is no room for them."""
+def _states(engine: Engine, handle: NetworkHandle, tokens: Seq[int]) -> Buffer | None:
+    """Hidden states [R, H] that the network's LM head reads over a text; None if the engine has no room for it."""
     from headstart.drafters.block import BlockNetwork
 
-    block = opened.network.module.spec if isinstance(opened.network, BlockNetwork) else None
+    block = handle.network.module.spec if isinstance(handle.network, BlockNetwork) else None
     if block:
         prompts = _pieces(engine, tokens, block)
     else:
         prompts = [tuple(tokens[: max(min(engine.max_length - 3, engine.scheduler.budget), 0)])]
     if not prompts or not prompts[0]:
         return None
-    params = SamplingParams(max_tokens=LONGEST if block else 2)  # all are read before one of them ends
+    params = SamplingParams(max_tokens=MAX_PIECE_TOKENS if block else 2)  # no sequence ends before all are in the cache
     requests = [
         Request(request_id=f"{NAME} {i}", prompt_ids=each, params=params, seed=0, stop_ids=frozenset(), depth=0)
         for i, each in enumerate(prompts)
@@ -162,36 +202,36 @@ def _states(engine: Engine, opened: Opened, tokens: Seq[int]) -> Buffer | None:
     try:
         while engine.has_work and any(each.num_computed < len(each.request.prompt_ids) for each in sequences):
             engine.step(lambda deltas: None)
-        rows = _at_ends(engine, opened, sequences, block) if block else _whole(opened, sequences[0])
-        return engine.runner.run(opened, STATES, rows)["states"]
+        rows = _end_blocks(engine, handle, sequences, block) if block else _prompt_rows(handle, sequences[0])
+        return engine.runner.run(handle, STATES, rows)["states"]
     finally:
         for request in requests:
             engine.abort(request.request_id)
         engine.reset_stats()
 
 
-def _whole(opened: Opened, sequence: Sequence) -> list[Rows]:
-    first = opened.network.first_position
+def _prompt_rows(handle: NetworkHandle, sequence: Sequence) -> list[Rows]:
+    first = handle.network.first_position
     return [Rows(sequence, first, sequence.request.prompt_ids[first:], 1)]
 
 
 def _pieces(engine: Engine, tokens: Seq[int], block: BlockSpec) -> list[tuple[int, ...]]:
-    """Of a text, sequences at the same time: a block lies at the end of each, behind twice as many tokens."""
+    """Pieces of a text as prompts that run together; each is long enough for a block after twice as many tokens."""
     length = 3 * block.rows_for(block.block_size)
-    room = len(engine.memory.pool.blocks) // -(-(length + LONGEST) // engine.config.block_size)
-    count = min(min(len(tokens), engine.scheduler.budget) // length, engine.config.max_num_seqs, room)
-    if length + LONGEST >= engine.max_length:
+    max_pieces = len(engine.memory.pool.blocks) // -(-(length + MAX_PIECE_TOKENS) // engine.config.block_size)
+    count = min(min(len(tokens), engine.scheduler.budget) // length, engine.config.max_num_seqs, max_pieces)
+    if length + MAX_PIECE_TOKENS >= engine.max_length:
         return []
     return [tuple(tokens[i * length : (i + 1) * length]) for i in range(count)]
 
 
-def _at_ends(engine: Engine, opened: Opened, sequences: Seq[Sequence], block: BlockSpec) -> list[Rows]:
-    """Blocks over the last tokens of prompts, whose features before are made first."""
+def _end_blocks(engine: Engine, handle: NetworkHandle, sequences: Seq[Sequence], block: BlockSpec) -> list[Rows]:
+    """Blocks over the last tokens of prompts, after computing the features before them."""
     from headstart.drafters.block import FEATURES, block_rows
 
     size, prompts = block.rows_for(block.block_size), [each.request.prompt_ids for each in sequences]
     for sequence, prompt in zip(sequences, prompts, strict=True):
-        engine.runner.run(opened, FEATURES, [Rows(sequence, 0, prompt[:-size], 0)])
+        engine.runner.run(handle, FEATURES, [Rows(sequence, 0, prompt[:-size], 0)])
     return [
         block_rows(block, sequence, len(prompt) - size, block.block_size)
         for sequence, prompt in zip(sequences, prompts, strict=True)
@@ -199,50 +239,50 @@ def _at_ends(engine: Engine, opened: Opened, sequences: Seq[Sequence], block: Bl
 
 
 @dataclass(frozen=True)
-class _Maker:
-    """Sketches of one LM head [vocab, hidden]; `path`: where their directions are kept; `rows`: of a pass of one
-    sequence, and of a batch."""
+class _SketchBuilder:
+    """Builds sketches of one LM head [vocab, hidden]."""
 
     backend: Backend
     exact: Linear
     hidden: int
     vocab: int
-    path: Path
-    rows: tuple[int, int]
+    path: Path  # file of the sketch's directions
+    rows: tuple[int, int]  # rows of a pass for one sequence, and for a batch
 
-    def kept(self, found: Found) -> SketchedLinear | None:
-        """Raises OSError or ValueError where the file is not what was written."""
-        if not found.count:
+    def load(self, benchmark: SketchBenchmark) -> SketchedLinear | None:
+        """The stored sketch; None if the full LM head was better. Raises OSError or ValueError for a damaged file."""
+        if not benchmark.count:
             return None
         project, spread = np.load(self.path, mmap_mode=None)
-        if project.shape != (found.dims, self.hidden) or spread.shape != project.shape:
+        if project.shape != (benchmark.dims, self.hidden) or spread.shape != project.shape:
             raise ValueError("directions of another size")
-        return self._sketch(project, spread, found.count)
+        return self._sketch(project, spread, benchmark.count)
 
-    def best(self, states: Buffer, *, judged: bool) -> tuple[SketchedLinear | None, Found]:
-        """The cheapest that agrees; where that cannot be `judged` (drafts are accepted at given rates), the first."""
+    def best(self, states: Buffer, *, check_agreement: bool) -> tuple[SketchedLinear | None, SketchBenchmark]:
+        """The cheapest sketch that agrees; without `check_agreement` (drafts are accepted at given rates) the first
+        one."""
         rows = np.arange(len(states), dtype=np.int32)
         is_held = rows >= len(rows) - len(rows) // HELD_OUT
-        learns, test = (self.backend.rows(states, rows[held]) for held in (~is_held, is_held))
+        train, test = (self.backend.rows(states, rows[held]) for held in (~is_held, is_held))
         some = np.random.default_rng(0).permutation(self.vocab)[:SAMPLED_ROWS]
-        project, spread = directions(self._rows(some), self.backend.numpy(learns), CANDIDATES[-1][0])
+        project, spread = sketch_directions(self._rows(some), self.backend.numpy(train), CANDIDATES[-1][0])
         first, full_s = self._measure(self.exact, test)
-        full = Found(0, 0, 1.0, full_s, full_s)
+        full = SketchBenchmark(0, 0, 1.0, full_s, full_s)
         for dims, count in CANDIDATES:
             if dims >= self.hidden or count * REFINED >= self.vocab:
                 break
-            with contextlib.suppress(OSError):  # packed weights are kept by the file that they come from
+            with contextlib.suppress(OSError):  # written first: packed weights are cached by the file they come from
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".tmp", delete=False) as file:
                     np.save(file, np.stack((project[:dims], spread[:dims])))
                 Path(file.name).replace(self.path)
             sketch = self._sketch(project[:dims], spread[:dims], count)
             guess, seconds = self._measure(sketch, test)
-            found = Found(dims, count, float((guess == first).mean()), seconds, full_s)
-            if seconds[0] > WORTH * full_s[0] or seconds[-1] > max(WORTH, 1) * full_s[-1]:
-                break  # its cost grows with the rows, that of the full one hardly does
-            if found.agreement >= AGREES or not judged:
-                return sketch, found
+            benchmark = SketchBenchmark(dims, count, float((guess == first).mean()), seconds, full_s)
+            if seconds[0] > MAX_TIME_SHARE * full_s[0] or seconds[-1] > max(MAX_TIME_SHARE, 1) * full_s[-1]:
+                break  # larger sketches cost more, and cost grows with rows unlike the full head's
+            if benchmark.agreement >= MIN_AGREEMENT or not check_agreement:
+                return sketch, benchmark
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         return None, full
@@ -267,30 +307,30 @@ class _Maker:
         ])  # fmt: skip
 
     def _measure(self, lm_head: LMHead, states: Buffer) -> tuple[NDArray[np.int64], tuple[float, ...]]:
-        """Its first choice for each state, and the seconds that one row takes, and that a batch does."""
+        """First choice for each state, and the fastest time for one row and for a batch."""
 
         def code(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             return {"logits": lm_head(ops, ops.take_rows(step.hidden, step.logit_rows))}
 
         handle, choices, seconds = self.backend.prepare(code, hidden_width=self.hidden), list[int](), []
-        for begin in range(0, len(states), JUDGED_AT_ONCE):
-            part = np.arange(begin, min(begin + JUDGED_AT_ONCE, len(states)), dtype=np.int32)
+        for begin in range(0, len(states), STATES_PER_PASS):
+            part = np.arange(begin, min(begin + STATES_PER_PASS, len(states)), dtype=np.int32)
             logits = self.backend.run(handle, _plan(part), hidden=self.backend.rows(states, part))["logits"]
             choices += self.backend.numpy(logits).argmax(1).tolist()
         for count in self.rows:
             part = np.arange(count, dtype=np.int32) % len(states)
-            given, plan, taken = self.backend.rows(states, part), _plan(part), list[float]()
-            for _ in range(TIMED):
-                begun = time.perf_counter()
-                self.backend.run(handle, plan, hidden=given)
-                taken.append(time.perf_counter() - begun)
-            seconds.append(min(taken))
+            inputs, plan, times = self.backend.rows(states, part), _plan(part), list[float]()
+            for _ in range(TIMED_RUNS):
+                start_s = time.perf_counter()
+                self.backend.run(handle, plan, hidden=inputs)
+                times.append(time.perf_counter() - start_s)
+            seconds.append(min(times))
         return np.array(choices), tuple(seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class _Scan(Deferred):
-    """The RawTensor B w of all rows w of the LM head, made some rows at a time."""
+    """RawTensor with B w for all rows w of the LM head, computed some rows at a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -305,8 +345,7 @@ class _Scan(Deferred):
         return self.take_rows(np.arange(self.shape[0]))
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        found = np.concatenate([self.rows(part) @ self.spread.T for part in _parts(rows)])
-        return _tensor(self.name, found)
+        return _tensor(self.name, np.concatenate([self.rows(part) @ self.spread.T for part in _parts(rows)]))
 
     def part(self, index: int) -> Tensor:
         return self.take_rows(np.array([index])).part(0)
@@ -317,12 +356,12 @@ def _tensor(name: str, values: NDArray[np.float32]) -> Tensor:
 
 
 def _parts(ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    for begin in range(0, len(ids), ROWS_AT_ONCE):
-        yield ids[begin : begin + ROWS_AT_ONCE]
+    for begin in range(0, len(ids), ROWS_PER_PASS):
+        yield ids[begin : begin + ROWS_PER_PASS]
 
 
 def _plan(tokens: NDArray[np.integer]) -> StepPlan:
-    """A pass over rows that have a token each, and nothing else; the logits of all are wanted."""
+    """A pass over rows that have only a token; all logits are computed."""
     rows = np.arange(len(tokens), dtype=np.int32)
     return StepPlan(
         token_ids=tokens.astype(np.int32),

@@ -8,6 +8,7 @@ from headstart import hub, registry
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, Format
+from headstart.placeholder import check_placeholder, partial_files
 
 HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hugging Face repo id or an alias"
 
@@ -42,10 +43,14 @@ def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Check
 
 
 def _why_unknown(path: Path) -> str:
+    if path.is_file():
+        check_placeholder(path)
     if not path.is_dir():
         return f"{path} is not a checkpoint: it is neither a GGUF file nor a directory"
     if not any(path.iterdir()):
         return f"{path} is an empty directory"
+    if partial := next(partial_files(path), None):
+        return f"{path} holds {partial}: a download that has not ended"
     if files := sorted(path.glob("*.gguf")):
         return f"{path} is a directory with GGUF files; name one of them, such as {files[0].name}"
     if not (path / "config.json").exists():

@@ -8,6 +8,7 @@ Canonical tensor names are Hugging Face's Llama names without the `model.` prefi
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.grouped import layout_of, values as grouped_values
+from headstart.placeholder import DOWNLOAD
 
 if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
@@ -53,6 +55,10 @@ WIDENED = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", 
 _UNREAD = frozenset({"Q8_1", "Q8_K"})
 """Types of ggml that hold activations of a step, never weights."""
 CONVERT = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
+
+WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
+"""Regular expression of what may stand before a language model's tensor names, in files of any family."""
+_WRAPPER = re.compile(WRAPPER)
 
 PIECE_BYTES = 1 << 22
 """Of what is read piece by piece."""
@@ -91,7 +97,7 @@ def map_file(path: Path) -> Bytes:
         if not path.is_file():
             raise ModelError(f"{path} is not a file")
         if path.stat().st_size == 0:
-            raise ModelError(f"{path} is empty", "download the file again")
+            raise ModelError(f"{path} is empty", DOWNLOAD)
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from error
@@ -248,6 +254,12 @@ class Tensor:
             raise ModelError(f"tensor {self.name} is stored as {self.dtype}, which cannot be read", CONVERT) from error
 
 
+def strip_wrapper(name: str) -> str:
+    """A tensor's name without the wrappers before a language model."""
+    match = _WRAPPER.match(name)
+    return name[match.end() :] if match else name
+
+
 def check_types(tensors: Iterable[Tensor]) -> None:
     """Raises ModelError for blocks of ggml that nobody reads, from their types alone."""
     unread = [each for each in tensors if each.dtype in _UNREAD]
@@ -296,9 +308,10 @@ class Checkpoint:
     """An opened checkpoint: nothing is read but headers and configs until a tensor's values are asked for.
 
     `config` has the shape of Hugging Face's config.json. `canonical_names` is False where `tensors` carries the names
-    of the model's own Hugging Face implementation. `stray` are tensors of files that the index does not name: no engine
-    loads them. `path` is the repo's name for files that are not on this machine. `load_tokenizer` raises ModelError
-    when there is none or it cannot be read, `chat_template` (None: there is none) when it does not compile.
+    of the model's own Hugging Face implementation. `stray` are tensors of files that the index does not name;
+    `tensors` has the MTP heads among them. `path` is the repo's name for files that are not on this machine.
+    `load_tokenizer` raises ModelError when there is none or it cannot be read, `chat_template` (None: there is none)
+    when it does not compile.
     """
 
     path: Path

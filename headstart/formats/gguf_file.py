@@ -17,6 +17,7 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.formats.base import Bytes, File, Tensor, map_file
 from headstart.formats.safetensors_file import AGAIN
+from headstart.placeholder import FIRST_BYTES, placeholder_error
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -151,6 +152,8 @@ def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
 
 def _check_version(cursor: _Cursor) -> None:
     if len(cursor.raw) < len(MAGIC) or bytes(cursor.view[:4]) != MAGIC:
+        if error := placeholder_error(cursor.path, bytes(cursor.view[:FIRST_BYTES]), cursor.size):
+            raise error
         raise cursor.fail("not a GGUF file: it does not start with 'GGUF'")
     cursor.skip(4)
     version = cursor.scalar("<I")

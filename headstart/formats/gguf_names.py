@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from headstart.errors import ModelError
+from headstart.params import recommended_names
 
 _TOP: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
@@ -258,14 +259,10 @@ ROPE_KEYS: Mapping[str, str] = {
 SCALING_NEUTRAL: Mapping[str, tuple[float, ...]] = {"attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0)}
 """Keys there that are served at these values."""
 SCALING = ("type", "yarn_log_multiplier", *ROPE_KEYS, *SCALING_NEUTRAL)
-SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
-"""What generation_config.json recommends, and where a file says it."""
+SAMPLING = {name: f"general.sampling.{name}" for name in recommended_names()} | {
+    "temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat",
+}  # fmt: skip
+"""Fields of generation_config.json -> keys of a GGUF file."""
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
@@ -297,6 +294,7 @@ def _canonical(name: str, post_norms: set[str]) -> str:
 
 
 _BACK = {ours: theirs for theirs, ours in _BLOCK.items()}  # of the norms after attention, the one that is called so
+_BACK["self_attn.gate_proj"] = "attn_gate"  # of Step-3.5; its Family.adapt knows it from Qwen3-Next's
 
 
 def gguf_name(name: str) -> str | None:

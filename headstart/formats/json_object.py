@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import ModelError
 from headstart.files import read_regular
+from headstart.placeholder import FIRST_BYTES, placeholder_error
 
-MOST_BYTES = 100_000_000
+MAX_BYTES = 100_000_000
 """More than the index of any checkpoint."""
 
 
@@ -33,15 +35,18 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+@cache
 def read_packaged(package: str, file: str) -> Any:
-    """A JSON file that comes with a package."""
+    """A JSON file that comes with a package; callers must not change it."""
     return json.loads(resources.files(package).joinpath(file).read_text("utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. ModelError when it is missing, unreadable or something else."""
     try:
-        text = read_regular(path, MOST_BYTES)
+        text = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", "is it there, and may you read it?") from error
+    if placeholder := placeholder_error(path, text[:FIRST_BYTES], len(text)):
+        raise placeholder
     return parse_object(text, str(path))

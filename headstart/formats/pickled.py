@@ -21,7 +21,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import ITEM_BYTES, File, Tensor
 from headstart.hub import HEAD_PICKLES
 
-MOST_PICKLE = 1 << 24
+MAX_PICKLE_BYTES = 1 << 24
 """Bytes of the pickle itself, which holds names and sizes; of a head it has a few thousand."""
 LOCAL_HEADER = struct.Struct("<26xHH")
 CONVERT = (
@@ -122,7 +122,7 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
             members = {each.filename: each for each in archive.infolist()}
             (main,) = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
             folder, _, _ = main.rpartition("data.pkl")
-            if members[main].file_size > MOST_PICKLE:
+            if members[main].file_size > MAX_PICKLE_BYTES:
                 raise ValueError(f"a pickle of {members[main].file_size} bytes")
             order = f"{folder}byteorder"
             if order in members and archive.read(order).strip() != b"little":

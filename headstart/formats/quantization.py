@@ -21,7 +21,7 @@ from headstart.formats.base import Tensor, check_types, make_tensor
 from headstart.formats.integers import Integers, Regrouped
 from headstart.formats.rows import Deferred
 from headstart.formats.safetensors import Planned, bfloat16
-from headstart.formats.symbols import lookup
+from headstart.formats.sizes import lookup
 
 Shape = tuple[int, ...]
 Settings = Mapping[str, Any]
@@ -151,6 +151,12 @@ def declared(config: Mapping[str, Any]) -> Quantization | None:
     return next((each for each in quantizations().values() if settings and each.detect(settings)), None)
 
 
+def declared_name(config: Mapping[str, Any]) -> str:
+    """The name of the quantization that a config.json asks for; empty without one."""
+    found = declared(config)
+    return next((name for name, each in quantizations().items() if each is found), "").replace("_", "-")
+
+
 class Weights:
     """The weights of a checkpoint, by name, each with what belongs to it. `loose`: tensors that belong to a weight by
     their name, which is not there."""
@@ -216,7 +222,8 @@ class Weights:
         quantization, described = self.look(stored)
         if quantization is None:
             scaled = stored.packed or stored.main.dtype.startswith(("F8_E", "F4", "F6"))
-            return f"is {stored.main.dtype}, and no scales that fit stand beside it" if scaled else ""
+            scales = "scales that fit" if stored.scale else "scales"
+            return f"is {stored.main.dtype}, but no {scales} stand beside it" if scaled else ""
         for words in quantization.needs:
             if not stored.beside.keys() & {*words}:
                 return f"is {described.kind}, and no {' or '.join(words)} stands beside it"
@@ -251,8 +258,7 @@ class Weights:
         if quantization or marks or stored.packed:
             raise self.unreadable(main.name, described.kind)
         if main.dtype.startswith("F8_E"):
-            alone = f"{main.name} is {main.dtype}, but no {main.name}_scale_inv is there: no scales stand beside it"
-            raise ModelError(alone, AGAIN)
+            raise ModelError(f"{main.name} {self.problem(stored)}", AGAIN)
         return None
 
     def kept(self, stored: Stored) -> Kept | None:
@@ -283,6 +289,36 @@ class Weights:
         shape = self.look(stored)[1].shape
         assert shape is not None, stored.name  # of weights that can be read
         return shape
+
+
+class WeightHeader(NamedTuple):
+    """What headers say of one weight. `shape` is None where packing hides it; `nbytes` counts its scales too.
+    `problem`: what headers say against it, such as scales that are not there."""
+
+    shape: Shape | None
+    kind: str
+    parameters: int
+    nbytes: int
+    quantized: bool
+    problem: str = ""
+
+
+_TABLES = ("BOOL", "I64", "I32", "I16")
+"""Types of masks and token ids: no parameters."""
+
+
+def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, WeightHeader]:
+    """Weights by name, packed ones with the shape that they stand for; their names end in `.weight` too."""
+    weights = Weights(tensors, config)
+    described = {}
+    for name, stored in weights.stored.items():
+        main, (_, (shape, kind)) = stored.main, weights.look(stored)
+        table = main.dtype in _TABLES and not stored.beside
+        count = 2 * main.nbytes if shape is None else 0 if table else math.prod(shape)
+        nbytes = main.nbytes + sum([each.nbytes for each in stored.beside.values()])
+        quantized = kind not in FLOATS + _TABLES
+        described[name] = WeightHeader(shape, kind, count, nbytes, quantized, weights.problem(stored))
+    return described
 
 
 def _kind_of(stored: Stored) -> tuple[Any, ...]:

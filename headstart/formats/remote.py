@@ -26,12 +26,13 @@ from headstart.formats.safetensors_file import (
     MAX_HEADER,
     PREFIX,
     header_size,
+    is_stale,
     parse_header,
     read_file,
     shards_of,
     tensors_of,
 )
-from headstart.hub import Repo, answers, hub_errors
+from headstart.hub import Repo, hub_errors, is_reachable
 
 T = TypeVar("T")
 FIRST = 128 * 1024
@@ -44,7 +45,7 @@ def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
     """The headers of a repo. Raises UsageError when it is unknown or cannot be reached, ModelError for bad files."""
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE or not answers():
+    if constants.HF_HUB_OFFLINE or not is_reachable():
         return _cached(asked)
     from huggingface_hub.utils import httpx  # the client library that it really uses
 
@@ -98,18 +99,22 @@ class _Remote:
         config = self._json(CONFIG)
         index = self._json(INDEX) if INDEX in self.files else None
         where = f"{self.asked.repo}/{INDEX}"
+        if index is not None and is_stale(weights, index, where):
+            index = None
         files = shards_of(weights, index, where)
-        shards = dict(zip(files, self._all(self._shard, files), strict=True))
-        tensors = tensors_of(shards, index, where, self.asked.repo)
+        more = [file for file in weights if "mtp" in file and file not in files]
+        shards = dict(zip([*files, *more], self._all(self._shard, [*files, *more]), strict=True))
+        tensors = tensors_of({file: shards[file] for file in files}, index, where, self.asked.repo)
+        stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
         return Checkpoint(
             path=Path(self.asked.repo),
             format="safetensors",
             config=config,
-            tensors=tensors,
+            tensors={**tensors, **safetensors.sidecar_heads(tensors, stray, config)},
             canonical_names=False,
             files=tuple(map(Path, files)),
             generation_config=self._json(GENERATION) if GENERATION in self.files else {},
-            stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
+            stray=stray,
         )
 
     def _json(self, file: str) -> dict[str, Any]:
@@ -130,7 +135,7 @@ class _Remote:
         length = header_size(first, size, where)
         if (missing := PREFIX + length - len(first)) > 0:
             first += self._bytes(file, len(first), missing)[0]
-        return parse_header(first[PREFIX : PREFIX + length], size, where, File(Path(file), here=False))[0]
+        return parse_header(first[PREFIX : PREFIX + length], size, where, File(Path(file), here=False))
 
     def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
         """What `fetch` makes of each file, several at a time."""

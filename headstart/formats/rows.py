@@ -63,7 +63,7 @@ class Source(Protocol):
         """A Tensor."""
 
 
-class Turnable(Source, Protocol):
+class Transposable(Source, Protocol):
     """A matrix that can be transposed."""
 
     def transposed(self) -> Any:
@@ -71,7 +71,7 @@ class Turnable(Source, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Picked(Deferred):
+class RowSubset(Deferred):
     """A RawTensor: rows [n] of the first dimension of `source`."""
 
     source: Source
@@ -105,10 +105,10 @@ class Picked(Deferred):
 
 
 @dataclass(frozen=True, eq=False)
-class Turned(Deferred):
+class Transposed(Deferred):
     """A RawTensor: the matrix `source` with rows and columns exchanged."""
 
-    source: Turnable
+    source: Transposable
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class Turned(Deferred):
 
 
 @dataclass(frozen=True, eq=False)
-class SideBySide(Deferred):
+class JoinedColumns(Deferred):
     """Matrices of as many rows each, as one with the columns of all, in float32."""
 
     name: str
@@ -163,7 +163,7 @@ class SideBySide(Deferred):
         return self.read().part(index)
 
 
-def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> Picked:
+def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> RowSubset:
     """Undo llama.cpp's row order of q_proj and k_proj: [num_heads * head_dim, ...] with the two halves of a rotary
     pair side by side -> Hugging Face's order, first halves then second halves of each head; of the first `rotary`
     features of a head (None: all). Weights and biases."""
@@ -172,4 +172,4 @@ def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) ->
         raise ModelError(f"tensor {tensor.name} has {num_rows} rows, not {num_heads} heads of rotary pairs")
     order = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1)
     turned = order[:, :rotary].reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_heads, -1)
-    return Picked(tensor, np.hstack((turned, order[:, turned.shape[1] :])).reshape(-1))
+    return RowSubset(tensor, np.hstack((turned, order[:, turned.shape[1] :])).reshape(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,15 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.files import write_pieces
+from headstart.files import write_atomic_chunks
 from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor
 from headstart.formats.json_object import read_object
-from headstart.formats.safetensors_file import INDEX, join, pick, read_file, shards_of, tensors_of, weight_map_of
+from headstart.formats.safetensors_file import (
+    INDEX,
+    SINGLE,
+    is_stale,
+    join,
+    pick,
+    read_file,
+    shards_of,
+    tensors_of,
+    weight_map_of,
+)
+from headstart.formats.sizes import Sizes
+from headstart.formats.tensor_parts import MTP, part_of
+from headstart.placeholder import partial_files
 
 if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
     from headstart.text.tokenizer import Tokenizer
 
+log = logging.getLogger("headstart.formats")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 Array = NDArray[Any] | tuple[NDArray[Any], str]
 """A numpy array, or raw bits with a dtype name for what numpy lacks: (uint16 array, "BF16")."""
@@ -40,24 +55,38 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_object(path / CONFIG)
     index = read_object(path / INDEX) if (path / INDEX).exists() else None
     here = sorted(file.name for file in path.glob("*.safetensors"))
-    files = shards_of(here, index, str(path / INDEX))
+    if index is not None and is_stale(here, index, str(path / INDEX)):
+        log.warning("%s does not name %s beside it: the file is read, the index is not", path / INDEX, SINGLE)
+        index = None
+    files = shards_of(here, index, str(path / INDEX), partial_files(path))
     shards = {file: read_file(path / file) for file in files}
     tensors = tensors_of(shards, index, str(path / INDEX), str(path))
     for file in set(here) - shards.keys():
         with suppress(ModelError):  # a file that is no part of the model may be anything
             shards[file] = read_file(path / file)
+    stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
+    sidecar = sidecar_heads(tensors, stray, config)
     return Checkpoint(
         path=path,
         format="safetensors",
         config=config,
-        tensors=tensors,
+        tensors={**tensors, **sidecar},
         canonical_names=False,
-        files=tuple(path / file for file in files),
+        files=tuple(path / file for file in sorted({*files, *(each.file.name for each in sidecar.values())})),
         generation_config=read_object(path / GENERATION) if (path / GENERATION).exists() else {},
-        stray={name: each for held in shards.values() for name, each in held.items() if name not in tensors},
+        stray=stray,
         load_tokenizer=lambda: _tokenizer(path),
         chat_template=lambda: _template(path),
     )
+
+
+def sidecar_heads(
+    tensors: Mapping[str, Tensor], stray: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """MTP tensors of files that are no shards, such as mtp.safetensors. Empty where the shards hold MTP tensors."""
+    num_layers = Sizes(config).get("layers") or 0
+    found = {name: each for name, each in stray.items() if part_of(name, num_layers) == MTP}
+    return {} if found and any(part_of(name, num_layers) == MTP for name in tensors) else found
 
 
 def _tokenizer(path: Path) -> Tokenizer:
@@ -154,7 +183,7 @@ def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] |
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_pieces(path, _stream([_planned(name, value) for name, value in tensors.items()], metadata))
+    write_atomic_chunks(path, _stream([_planned(name, value) for name, value in tensors.items()], metadata))
 
 
 def _planned(name: str, value: Array) -> Planned:

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 from headstart.errors import ModelError
 from headstart.formats.base import BITS, File, Tensor
 from headstart.formats.json_object import parse_object
+from headstart.placeholder import FIRST_BYTES, placeholder_error
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -24,30 +25,24 @@ PREFIX = 8
 """Bytes that hold the header's length."""
 AGAIN = "the file is damaged or its download is incomplete: download it again"
 _MAX_DIMS = 16
-_MOST = 2**63
+_MAX_SIZE = 2**63
 _WORDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
 def read_file(path: Path, *, mapped: bool = True) -> dict[str, Tensor]:
     """The tensors of one file, by name. ModelError for what is no file, and for anything out of bounds."""
-    return _read(File(path, mapped=mapped))[0]
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """The `__metadata__` strings of one file."""
-    return _read(File(path))[1]
-
-
-def _read(source: File) -> tuple[dict[str, Tensor], dict[str, str]]:
-    path = source.path
     try:
         if not path.is_file():  # a pipe would wait for its writer
             path.stat()
             raise ModelError(f"cannot read {path}: it is not a file", "is it there, and may you read it?")
         with path.open("rb") as file:
             size = path.stat().st_size
-            length = header_size(file.read(PREFIX), size, str(path))
-            return parse_header(file.read(length), size, str(path), source)
+            first = file.read(FIRST_BYTES)
+            if placeholder := placeholder_error(path, first, size):
+                raise placeholder
+            end = PREFIX + header_size(first, size, str(path))
+            header = first[PREFIX:end] + file.read(max(0, end - len(first)))
+            return parse_header(header, size, str(path), File(path, mapped=mapped))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}", "is it a file, and may you read it?") from error
 
@@ -62,14 +57,14 @@ def header_size(first: bytes, file_bytes: int, where: str) -> int:
     return size
 
 
-def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, and the `__metadata__` strings. ModelError for anything out of bounds or overlapping."""
+def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> dict[str, Tensor]:
+    """Tensors by name. ModelError for anything out of bounds or overlapping."""
     header = _object(text, f"the header of {where}")
-    metadata = header.pop("__metadata__", None) or {}
+    header.pop("__metadata__", None)
     base = PREFIX + len(text)
     tensors = {name: _tensor(where, name, row, base, file_bytes, file) for name, row in header.items()}
     _check_places(where, tensors.values(), base, file_bytes)
-    return tensors, {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
+    return tensors
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
@@ -113,7 +108,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     if type(values) is not list:
         return False
     for value in values:  # noqa: SIM110  # a generator is slow for tens of thousands of short lists
-        if type(value) is not int or not 0 <= value < _MOST:
+        if type(value) is not int or not 0 <= value < _MAX_SIZE:
             return False
     return True
 
@@ -161,15 +156,25 @@ def join(shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Te
     return joined
 
 
-def shards_of(here: Iterable[str], index: Mapping[str, object] | None, index_name: str) -> list[str]:
-    """The files that make the checkpoint, of those that are there. ModelError for one that is missing."""
+def is_stale(here: Iterable[str], index: Mapping[str, object], index_name: str) -> bool:
+    """Whether a whole file stands beside an index that does not name it. transformers reads the file; so do we."""
+    return SINGLE in here and SINGLE not in weight_map_of(index, index_name).values()
+
+
+def shards_of(
+    here: Iterable[str], index: Mapping[str, object] | None, index_name: str, partial: Iterable[str] = ()
+) -> list[str]:
+    """The files that make the checkpoint, of those that are there; `partial`: downloads that have not ended. ModelError
+    for a file that is missing."""
     here = list(here)
     if index is None:
         return [SINGLE] if SINGLE in here else here
     wanted = sorted(set(weight_map_of(index, index_name).values()))
     for file in wanted:
         if file not in here:
-            raise ModelError(f"{index_name} names the shard {file}, which is missing", "download the model again")
+            begun = next((name for name in partial if name.startswith(file)), None)
+            note = f": {begun} is a download that has not ended" if begun else ""
+            raise ModelError(f"{index_name} names the shard {file}, which is missing{note}", "download the model again")
     return wanted
 
 

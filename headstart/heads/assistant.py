@@ -1,10 +1,10 @@
-"""Assistants (Gemma 4's): a few layers that have queries only, over the keys and values that the trunk keeps anyway.
+"""Assistants (Gemma 4): query-only layers over the trunk's KV cache.
 
-x = pre [s e(t_n) ; h_{n-1}], with the trunk's embedding e and its scale s. Each layer attends to what the trunk's last
-layer of its own kind (sliding or full) has stored of the positions before n: y = norm(layers(x)), logits = lm_head(y).
-The next draft step reads post(y) in place of h, at the same position, over the same keys: nothing is stored, so nothing
-is made again either. With centroids only the tokens of the groups whose centroids promise most (centroids y) are
-drafted.
+x = pre [s e(t_n) ; h_{n-1}], with the trunk's embedding e and its scale s. Each layer attends to the keys and values
+that the trunk's last layer of its own kind (sliding or full) has stored for the positions before n: y =
+norm(layers(x)), logits = lm_head(y). The next draft step reads post(y) in place of h, at the same position, over the
+same keys: nothing is stored or recomputed. With centroids only the tokens of the groups with the highest scores
+(centroids y) are drafted.
 
 Formulas and config: transformers 5.23, `models/gemma4_assistant`; a window counts from position n, as the trunk's do
 and llama.cpp's `gemma4-assistant`. Canonical tensors: `pre.weight` [h, 2 H], `layers.{i}.`, `norm.weight`,
@@ -23,17 +23,18 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
+from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import HeadSpec, ReaderSpec
-from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout
+from headstart.heads.kind import HeadCheckpoint, HeadKind
+from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
 from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig
-from headstart.layers.linear import Linear
+from headstart.layers.linear import Linear, LMHead
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import rope_spec
-from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -139,7 +140,7 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
         mixer = layer.mixer
         if not isinstance(mixer, AttentionConfig):
             raise ModelError("an assistant reads keys of plain attention, but the model has layers of another kind")
-        if mixer.shares is None:
+        if mixer.source_layer is None:
             kept[mixer.spec.window > 0] = place, mixer.spec
             place += 1
     reads = []
@@ -162,10 +163,6 @@ def _attention(layer: LayerConfig) -> AttentionConfig:
 
 
 # Its directory.
-
-
-def matches(document: Document) -> bool:
-    return "backbone_hidden_size" in document
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
@@ -215,7 +212,7 @@ def _layers(inner: Document) -> list[LayerConfig]:
             mlp=mlp,
             eps=eps,
             norms="sandwich",
-            scaled=True,
+            has_layer_scalar=True,
         )
         for i, kind in enumerate(kinds)
     ]
@@ -238,10 +235,10 @@ def _mixer(inner: Document, kind: str, window: int) -> AttentionConfig:
         raise ValueError(f"num_attention_heads {heads} over {kv_heads}")
     told = inner.get("rope_parameters") or ROPES
     return AttentionConfig(
-        spec=AttentionSpec(heads, kv_heads, dim, 1.0, window=window, before=True),
+        spec=AttentionSpec(heads, kv_heads, dim, 1.0, window=window, excludes_self=True),
         rope=rope_spec({**inner, "rope_parameters": told[kind], "rope_scaling": None}, dim),
         qk_norm=True,
-        shares=0,
+        source_layer=0,
     )
 
 
@@ -258,6 +255,44 @@ def canonical(name: str) -> str:
     return re.sub(r"^(pre|post)_projection\.", r"\1.", name)
 
 
+def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """Layers that are full and those that slide differ in head_dim."""
+    at, hidden, wide = f"layers.{index}.", s["hidden"], s["target_hidden"]
+    names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    queries, inner = Unknown("queries"), Unknown("inner")
+    layer: DeclaredShapes = {
+        **{f"{at}{name}_layernorm.weight": (hidden,) for name in names},
+        f"{at}self_attn.q_proj.weight": (queries, hidden),
+        f"{at}self_attn.q_norm.weight": (None,),
+        f"{at}self_attn.o_proj.weight": (hidden, queries),
+        f"{at}mlp.gate_proj.weight": (inner, hidden),
+        f"{at}mlp.up_proj.weight": (inner, hidden),
+        f"{at}mlp.down_proj.weight": (hidden, inner),
+    }
+    if index:
+        return layer
+    return layer | {
+        "embed_tokens.weight": (s["vocabulary"], hidden),
+        "norm.weight": (hidden,),
+        "pre_projection.weight": (hidden, 2 * wide),
+        "post_projection.weight": (wide, hidden),
+        "?masked_embedding.centroids.weight": (None, hidden),
+        "?masked_embedding.token_ordering": (s["vocabulary"],),
+        "?lm_head.weight": (s["vocabulary"], hidden),
+    }
+
+
+PUBLISHED = DrafterFormat(
+    key="assistant",
+    title="Gemma 4 assistant",
+    method="mtp",
+    read=read,
+    tensors=tensors,
+    model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+    gguf=("gemma4-assistant",),
+    count=("num_hidden_layers",),
+    targets="gemma4",
+)
 HEAD = HeadKind(
     title="assistant",
     modules=modules,
@@ -265,5 +300,5 @@ HEAD = HeadKind(
     lm_heads=lm_heads,
     fit=fit,
     block=False,
-    layout=Layout(matches=matches, read=read),
+    formats=(PUBLISHED,),
 )

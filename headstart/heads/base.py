@@ -1,13 +1,10 @@
-"""Heads beside a trunk: a hidden state of it and the next token in, a guess of the token after that one out.
-
-Families and kinds of heads (heads/) differ in what they declare here; the module of a draft step is the kind's own.
-"""
+"""`HeadSpec`, `Head`, `HeadNetwork`: what a head declares, its loaded modules, and its programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -16,56 +13,48 @@ from numpy.typing import NDArray
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, StepInputs, Weight
-from headstart.kernels.states import StateSpec
-from headstart.layers.decoder import LayerConfig, Tap, tap_width, together
-from headstart.layers.linear import Linear
+from headstart.kernels.specs import StateSpec
+from headstart.layers.attention import Attention
+from headstart.layers.decoder import DecoderLayer, LayerConfig, Tap, join_pools, tap_width
+from headstart.layers.linear import Linear, LMHead
 from headstart.layers.network import NetworkProgram, Pools
-from headstart.layers.sketch import LMHead
 
 FIRST_PAIR_POSITION = 1
 """The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1."""
 STATES = "states"
 
 
-MOST_LAYERS, MOST_RANK = 16, 4096
+MAX_MODULES = 64
+MAX_LAYERS, MAX_RANK = 16, 4096
 """More layers, or a larger rank, are a mistake in a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """What a block drafter declares (heads/block.py). Raises ModelError, naming the value, for one out of its range.
+    """A block drafter (heads/block.py). Raises ModelError, naming the value, for one out of its range."""
 
-    `block_size`: the most tokens that a pass drafts. `anchor_predicts`: the row of the last token drafts too (DSpark),
-    else only those of the mask do (DFlash). `causal`: rows of a block see the block up to themselves; `causal_windows`:
-    in layers with a window they do anyway. `windows`: of each layer, 0 for none; empty: no layer has one. `sinks`:
-    attention has them. `interleaved`: the file has the two halves of a rotary pair side by side. `tap_norms`: each tap
-    is normed before they are fused. `mask_embedding`: the mask has an embedding of its own. `confidence_markov`: the
-    confidence head reads the Markov embedding too. `vocab_size` and `draft_vocab_size`: tokens that the Markov head
-    reads and biases; 0: not known yet.
-    """
-
-    block_size: int
+    block_size: int  # most tokens that a pass drafts
     num_layers: int
     mask_token_id: int
-    causal: bool
-    anchor_predicts: bool
-    windows: tuple[int, ...] = ()
-    causal_windows: bool = False
-    sinks: bool = False
-    interleaved: bool = False
-    tap_norms: bool = False
-    mask_embedding: bool = False
+    causal: bool  # rows of a block see the block up to themselves
+    anchor_predicts: bool  # the row of the last token drafts too (DSpark), not only those of the mask (DFlash)
+    windows: tuple[int, ...] = ()  # of each layer, 0 for none; empty: no layer has one
+    causal_windows: bool = False  # layers with a window are causal anyway
+    sinks: bool = False  # attention has sinks
+    interleaved: bool = False  # the file has the two halves of a rotary pair side by side
+    tap_norms: bool = False  # each tap is normed before they are fused
+    mask_embedding: bool = False  # the mask has an embedding of its own
     markov_rank: int = 0
     confidence: bool = False
-    confidence_markov: bool = True
+    confidence_markov: bool = True  # the confidence head reads the Markov embedding too
     logit_scale: float = 1.0
-    vocab_size: int = 0
-    draft_vocab_size: int = 0
+    vocab_size: int = 0  # tokens that the Markov head reads; 0: not known yet
+    draft_vocab_size: int = 0  # tokens that the Markov head biases; 0: not known yet
 
     def __post_init__(self) -> None:
         self._check("block_size", 1, MAX_DEPTH, "the tokens that one pass drafts")
-        self._check("num_layers", 1, MOST_LAYERS)
-        self._check("markov_rank", 0, MOST_RANK)
+        self._check("num_layers", 1, MAX_LAYERS)
+        self._check("markov_rank", 0, MAX_RANK)
         self._check("mask_token_id", 0, (self.vocab_size or 2**31) - 1, "an id of the vocabulary")
         if len(self.windows) not in (0, self.num_layers) or min(self.windows, default=0) < 0:
             raise ModelError(f"the block drafter's windows are {self.windows}, for {self.num_layers} layers")
@@ -115,31 +104,22 @@ class ReaderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """What a head declares about itself: of its file, its modules, its drafter and its trainer alike.
-
-    `layer`: the block of each module; None: as the family's or the kind's own. `hidden_first`: concat order [h ; e]
-    instead of [e ; h]. `mask_first`: the embedding of pair 0 is zeroed. `tap`: the trunk's hidden state that is read;
-    `recycle`: the vector that the next step reads in its place. `beyond`: which module serves draft steps past the last
-    one; None refuses such depths unless there is one module. `output_norm`: what a block leaves is normed before the LM
-    head; `own_lm_head`: of so many rows each module has one, 0: the trunk's serves all. `norm_before_residual`: EAGLE-3
-    adds to the normed state. `block`: of a drafter that drafts a block in one pass, whose layers are all as `layer` but
-    for what it says itself. `reader`: of a head that reads the trunk's keys; all its draft steps stand at the position
-    of the newest token.
-    """
+    """A head's formula, as its file, modules, drafter and trainer share it."""
 
     kind: str = "mtp"
-    layer: LayerConfig | None = None
+    layer: LayerConfig | None = None  # the block of each module; None: the family's or the kind's own
     num_modules: int = 1
-    hidden_first: bool = False
-    mask_first: bool = False
-    tap: Tap = "post_norm"
-    recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"
+    hidden_first: bool = False  # concat order [h ; e] instead of [e ; h]
+    mask_first: bool = False  # the embedding of pair 0 is zeroed
+    tap: Tap = "post_norm"  # the trunk's hidden state that is read
+    recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"  # the vector that the next draft step reads
+    # the module of draft steps past the last one; None: such depths are refused, unless there is one module
     beyond: Literal["last", "cycle"] | None = None
-    output_norm: bool = True
-    own_lm_head: int = 0
-    norm_before_residual: bool = False
-    block: BlockSpec | None = None
-    reader: ReaderSpec | None = None
+    output_norm: bool = True  # the block's output is normed before the LM head
+    own_lm_head: int = 0  # rows of each module's own LM head; 0: the trunk's LM head
+    norm_before_residual: bool = False  # EAGLE-3: the residual is the normed state
+    block: BlockSpec | None = None  # of a drafter that drafts a block in one pass
+    reader: ReaderSpec | None = None  # of a head that reads the trunk's keys; all steps stand at the newest position
 
     def module_of(self, step: int) -> int | None:
         """The module that serves draft step `step` (0-based); None when the head declares none."""
@@ -215,7 +195,7 @@ class HeadNetwork:
     hidden_size: int
     embedding: Weight
     lm_heads: Sequence[LMHead]
-    behind: int = FIRST_PAIR_POSITION
+    hidden_offset: int = FIRST_PAIR_POSITION
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
@@ -234,7 +214,7 @@ class HeadNetwork:
         reader = spec.reader
         read = [pools.trunk[place] for place in reader.reads] if reader else None
         for index, module in enumerate(self.head.modules):
-            pool = read if read is not None else together([next(kv) for _ in module.kv_specs])
+            pool = read if read is not None else join_pools([next(kv) for _ in module.kv_specs])
             lm_head = self.lm_heads[min(index, len(self.lm_heads) - 1)]
             code = DraftStep(self.head.spec, module, pool, self.embedding, lm_head)
             stored, recycled = (spec.read_width(self.hidden_size, recycled=each) for each in (False, True))
@@ -264,3 +244,33 @@ class DraftStep:
         if self.lm_head is None:
             return {"states": y}
         return {"logits": self.lm_head(ops, ops.take_rows(y, step.logit_rows)), "hidden": recycled}
+
+
+WINDOW_LIMIT = 1024
+"""Positions up to its own that a row of a head sees. The trunk's hidden state has seen the whole text: beyond 6,500
+positions heads accept as much with the latest 256 positions as with all (docs/log)."""
+
+
+def limit_window(modules: Iterable[Any], positions: int = WINDOW_LIMIT) -> list[Any]:
+    """Draft modules whose attention layers see at most so many positions; latent attention (MLA), chunked attention,
+    and modules of plug-ins that are no dataclasses stay as they are."""
+    return [_limited(module, positions) if module.kv_specs and is_dataclass(module) else module for module in modules]
+
+
+def _limited(module: Any, positions: int) -> Any:
+    changed: dict[str, Any] = {}
+    for field in fields(module):
+        value = getattr(module, field.name)
+        if isinstance(value, DecoderLayer):
+            changed[field.name] = _limited_layer(value, positions)
+        elif isinstance(value, list | tuple) and value and all(isinstance(each, DecoderLayer) for each in value):
+            changed[field.name] = [_limited_layer(each, positions) for each in value]
+    return replace(module, **changed)
+
+
+def _limited_layer(layer: DecoderLayer, positions: int) -> DecoderLayer:
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention) or mixer.config.spec.chunk or 0 < mixer.config.spec.window <= positions:
+        return layer
+    config = replace(mixer.config, spec=replace(mixer.config.spec, window=positions))
+    return replace(layer, mixer=replace(mixer, config=config))

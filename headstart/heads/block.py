@@ -25,16 +25,17 @@ from functools import partial
 import numpy as np
 
 from headstart.errors import ModelError, UsageError
+from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, Layout, Start, Training, Values, plain_parts, published_layer
+from headstart.heads.kind import HeadKind, Start, Training, Values, plain_parts, published_layer, random_weights
 from headstart.heads.layouts import reading
+from headstart.heads.published import DeclaredShapes, DrafterFormat, Present, block_shapes, draft_vocabulary
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
-from headstart.layers.linear import Linear
+from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.norm import RMSNorm
-from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -53,7 +54,7 @@ class MarkovHead:
 
     def add(self, ops: Ops, logits: Buffer, embedded: Buffer) -> Buffer:
         """Logits [R, V'] with what they add."""
-        return ops.add(logits, _scaled(ops, self.out(ops, embedded), self.scale))
+        return ops.add(logits, scale(ops, self.out(ops, embedded), self.scale))
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class BlockModule:
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
             assert isinstance(mixer, Attention)
-            mixer.keep(ops, features, positions, pool)
+            mixer.store(ops, features, positions, pool)
         return features
 
     def draft(self, ops: Ops, embedded: Buffer, token_ids: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
@@ -108,11 +109,7 @@ class BlockModule:
 
     def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
         """[L, H] -> [L, V'], without what the Markov head adds."""
-        return _scaled(ops, lm_head(ops, y), self.spec.logit_scale)
-
-
-def _scaled(ops: Ops, logits: Buffer, scale: float) -> Buffer:
-    return logits if scale == 1 else ops.scale(logits, scale)
+        return scale(ops, lm_head(ops, y), self.spec.logit_scale)
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
@@ -217,16 +214,87 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
     return spec
 
 
+# Published formats.
+
+
+def _flash_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    block = block_shapes(f"layers.{index}.", s, present, qk_norm=True)
+    if index:
+        return block
+    hidden = s["hidden"]
+    return {
+        "fc.weight": (hidden, s["taps"] * s["target_hidden"]),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        **block,
+        **draft_vocabulary(s),
+        "?embed_tokens.weight": (s["vocabulary"], Unknown("embedding")),
+        "?lm_head.weight": (s["draft_vocabulary"], hidden),
+        "?mask_embedding": (None,),
+    }
+
+
+def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """With a Markov head, whose matrices have one of two names."""
+    end = "" if "markov_head.markov_w1" in present else ".weight"
+    rank, rows = Unknown("rank"), (s["vocabulary"], s["draft_vocabulary"])
+    markov = {f"markov_head.markov_w{i + 1}{end}": (rows[i], rank) for i in range(2)}
+    return _flash_tensors(s, index, present) | ({} if index else markov)
+
+
+DFLASH = DrafterFormat(
+    key="dflash",
+    title="DFlash",
+    method="dflash",
+    read=reading.read,
+    tensors=_flash_tensors,
+    speculators=("dflash",),
+    model_types=("muse_glimmer_assistant",),
+    gguf=("dflash",),
+    architectures=("dflash",),
+    keys=("dflash_config",),
+    renamed=(("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm.")),
+    block=("block_size", "dflash_config.block_size"),
+    anchored=True,
+    count=("num_hidden_layers",),
+    aux="output",
+    reduced=True,
+)
+DFLASH2 = replace(
+    DFLASH,
+    key="dflash2",
+    title="DFlash2",
+    speculators=("dflash2",),
+    model_types=(),
+    gguf=(),
+    architectures=("dflash2",),
+    keys=(),
+    renamed=(),
+)
+DSPARK = replace(
+    DFLASH2,
+    key="dspark",
+    title="DSpark",
+    method="dspark",
+    tensors=_spark_tensors,
+    speculators=("dspark",),
+    says={"dflash_config.projector_type": "dspark"},
+    architectures=("dspark",),
+    keys=("markov_rank",),
+    anchored=False,
+)
+
+
 # Its training.
 
-NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 4, 2, 64
+NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 3, 2, 64
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
     """DSpark's form: causal, the anchor predicts, and nothing that published layouts have no place for (norms of taps).
     What it says of vocabularies is known with the data only."""
     if layers < FEWEST_LAYERS:
-        what = f"a block drafter taps layers from the third to the last but one, but the model has {layers}"
+        what = f"a block drafter reads several layers from the second on, but the model has {layers}"
         raise UsageError(what, "train --kind mtp")
     taps = np.unique((np.linspace(2, layers - 2, NUM_TAPS) + 0.5).astype(int))
     block = BlockSpec(
@@ -246,13 +314,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     """Random; what adds to the stream begins small, the Markov and confidence heads at nothing."""
     rng, block = np.random.default_rng(0), spec.block
     assert block
-    first: dict[str, Values] = {}
-    for name, shape in shapes(spec, len(start.norm)).items():
-        if len(shape) == 1:
-            first[name] = np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
-        else:
-            scale = shape[1] ** -0.5 / (2 * block.num_layers if "o_proj" in name or "down_proj" in name else 1)
-            first[name] = rng.standard_normal(shape, np.float32) * np.float32(scale)
+    first = random_weights(rng, shapes(spec, len(start.norm)), divisor=2 * block.num_layers)
     for name in ("markov.out.weight", "confidence.weight"):
         if name in first:
             first[name][:] = 0
@@ -268,7 +330,7 @@ HEAD = HeadKind(
     shapes=shapes,
     fit=fit,
     drafter="block",
-    layout=Layout(matches=reading.matches, read=reading.read),
+    formats=(DSPARK, DFLASH2, DFLASH),
     training=Training(
         spec=trained_spec, initial=initial, depth=8, layer=partial(published_layer, qk_norm=True, biases=False)
     ),

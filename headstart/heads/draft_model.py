@@ -1,5 +1,7 @@
-"""Draft model: a second whole model of the same tokens, smaller than the trunk. It is loaded as trunks are
-(engine/draft_model.py), has no modules, and reads nothing of the trunk."""
+"""Draft model: a second, smaller model with the same tokens.
+
+It has no modules and reads nothing of the trunk; engine/load.py loads it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,11 @@ from headstart.layers.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(Head):
-    """A head that is a whole model. `fed` [V]: its own id of each id of the trunk; None: they are the same. Its logits
-    stand for `draft_token_ids`. `max_length`: positions that it was made for."""
+    """A head that is a whole model. Its logits are those of `draft_token_ids`."""
 
     decoder: Decoder
-    max_length: int
-    fed: NDArray[np.int64] | None = None
+    max_length: int  # context length
+    own_ids: NDArray[np.int64] | None = None  # [V] the draft model's id of each trunk id; None: the ids are equal
 
 
 HEAD = HeadKind(

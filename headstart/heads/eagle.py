@@ -1,13 +1,12 @@
-"""EAGLE and EAGLE-2 (Li et al. 2024): the trunk's last hidden state and the next token in, a guess of the next hidden
-state out, whose token the trunk's own LM head says.
+"""EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858).
 
-x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x as it is; logits = lm_head(y); the next draft
-step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the state behind the trunk's final norm.
-EAGLE-2's trees are chains here. Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H], `block.` without an input
-norm.
+x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x without a norm; logits = lm_head(y), with the
+trunk's LM head; the next draft step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the trunk's
+state after its final norm. EAGLE-2's trees are chains here. Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H],
+`block.` without an input norm.
 
-Its directories are theirs: `fc`, `layers.0.*` in safetensors or in `pytorch_model.bin`, and the trunk's embedding,
-which was frozen and is not taken; config.json is that of a Llama model with one layer.
+Published directories: `fc`, `layers.0.*` in safetensors or in `pytorch_model.bin`, and a copy of the trunk's embedding,
+which is not read; config.json is that of a Llama model with one layer.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from pathlib import Path
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.formats.drafters import classify
+from headstart.formats.sizes import Sizes
 from headstart.heads.base import HeadSpec
-from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout
-from headstart.heads.layouts.llama_block import plain_block
+from headstart.heads.kind import HeadCheckpoint, HeadKind, plain_block
+from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present, block_shapes
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
-MARKERS = ("fc.weight", "model.fc.weight")
 COPIES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that are the trunk's own."""
 
@@ -67,10 +65,6 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 # Its directory.
 
 
-def matches(document: Document) -> bool:
-    return classify(document).kind == "eagle"
-
-
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     named = {canonical(name): tensor for name, tensor in tensors.items()}
     named = {name: tensor for name, tensor in named.items() if name not in COPIES and not name.endswith("inv_freq")}
@@ -89,9 +83,39 @@ def canonical(name: str) -> str:
     return re.sub(r"^fc\.", "fuse.", name)
 
 
+def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """The first layer may have an input norm."""
+    if index:
+        return block_shapes(f"layers.{index}.", s, present)
+    hidden, vocabulary = s["hidden"], s["vocabulary"]
+    return {
+        "fc.weight": (hidden, 2 * s["target_hidden"]),
+        "?fc.bias": (hidden,),
+        "?embed_tokens.weight": (vocabulary, hidden),
+        "?layers.0.input_layernorm.weight": (hidden,),
+        "?norm.weight": (hidden,),
+        "?lm_head.weight": (s["draft_vocabulary"], hidden),
+        **block_shapes("layers.0.", s, present, input_norm=False),
+    }
+
+
+PUBLISHED = DrafterFormat(
+    key="eagle",
+    title="EAGLE",
+    method="eagle",
+    read=read,
+    tensors=tensors,
+    speculators=("eagle",),
+    model_types=("eagle",),
+    architectures=("eaglellama", "eaglemistral", "eagleminicpm", "eagleqwen", "eagledeepseek", "causallmeagle"),
+    markers=("fc.weight", "model.fc.weight"),
+    bare={"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},  # no whole model has one layer
+    fallback=True,  # EAGLE-3 and DFlash have such tensors too
+    count=("num_hidden_layers",),
+)
 HEAD = HeadKind(
     title="EAGLE",
     modules=modules,
     shapes=shapes,
-    layout=Layout(matches=matches, read=read, markers=MARKERS),
+    formats=(PUBLISHED,),
 )

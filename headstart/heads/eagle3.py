@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025): the trunk's streams at three depths, fused, and the next token in; a guess out.
+"""EAGLE-3 and 3.1 (arXiv 2503.01840): a block over three fused streams of the trunk.
 
 g = fc [a_1 ; a_2 ; a_3]; one block reads [norm_e(e(t_{p+1})) ; norm_h(g)] in its attention, g as its residual stream;
 logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in place of g. vLLM 0.32,
@@ -6,11 +6,10 @@ logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in pl
 step reads what the LM head reads. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head; `input_norm.weight`
 or `tap_norms.weight` [taps x H] of EAGLE-3.1.
 
-Its directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names too):
-`fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
+Published directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names
+too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
 d2t[draft id]; `t2d`: a mask over the target's ids; with `norm_before_fc` an `input_norm`, with `fc_norm` one each,
-`fc_norm.0` and so on. config.json is that of a Llama model with one layer. Any other tensor would change what the head
-says, so it is refused.
+`fc_norm.0` and so on. config.json is that of a Llama model with one layer. Any other tensor is refused.
 """
 
 from __future__ import annotations
@@ -18,46 +17,49 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart.errors import ModelError, UsageError
 from headstart.formats.base import Tensor, make_tensor
-from headstart.formats.drafters import classify
+from headstart.formats.sizes import Sizes
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import (
-    EMBEDDING_SHARE,
-    Arrays,
-    Document,
     HeadCheckpoint,
     HeadKind,
-    Layout,
     Start,
     Training,
     Values,
+    plain_block,
     plain_parts,
     published_layer,
+    random_weights,
 )
-from headstart.heads.layouts.llama_block import plain_block
-from headstart.heads.layouts.names import MAPS, NOT_DRAFTING
+from headstart.heads.layouts.names import MAPS, NOT_DRAFTING, draft_ids, vocabulary_maps
+from headstart.heads.published import (
+    Arrays,
+    DeclaredShapes,
+    Document,
+    DrafterFormat,
+    Present,
+    block_shapes,
+    draft_vocabulary,
+    latent_shapes,
+)
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
-from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
+from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
-from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS = "headstart"
 """Key of config.json under which trunk and training are written; other engines ignore it."""
-FEWEST_LAYERS = 7
-OTHER_STREAMS = 0.02
-"""Weight of the lower streams in a new head: not zero, so that they get gradients of their own."""
+FEWEST_LAYERS = 3
 WHOLE, EACH = "input_norm.weight", "tap_norms.weight"
 """Norms of EAGLE-3.1: of all streams together, of each by itself."""
 STREAM = re.compile(r"fc_norm\.\d+\.weight")
@@ -109,7 +111,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
         Eagle3Module(
             fuse=weights.linear("fuse", hidden, width),
             hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
-            block=spec.layer.build(weights, "block", hidden, reads=2 * hidden),
+            block=spec.layer.build(weights, "block", hidden, in_features=2 * hidden),
             norm=weights.norm("norm", hidden, eps),
             whole=whole,
             each=each,
@@ -124,7 +126,7 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     return {
         "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
         "block.hidden_norm.weight": (hidden,),
-        **spec.layer.shapes("block", hidden, reads=2 * hidden),
+        **spec.layer.shapes("block", hidden, in_features=2 * hidden),
         "norm.weight": (hidden,),
     }
 
@@ -146,17 +148,9 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
 # Its directory.
 
 
-def matches(document: Document) -> bool:
-    return classify(document).kind in ("eagle3", "peagle")
-
-
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     inner = {**document, **(document.get("transformer_layer_config") or {})}
     ours = document.get(OURS) or {}
-    if classify(document).kind == "peagle":
-        raise ModelError(
-            f"{path} is a P-EAGLE head: it drafts tokens side by side, which is not run here", "EAGLE-3 is"
-        )
     named = _normed({new: tensors[name] for name in tensors if (new := canonical(name))}, document, path)
     layer, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
     if "fuse.weight" not in named:
@@ -175,7 +169,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         spec=spec,
         hidden_size=hidden,
         vocab_size=vocab_size,
-        draft_token_ids=_draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path),
+        draft_token_ids=draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path),
         tensors=named,
         trunk=str(ours.get("trunk", "")),
         trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
@@ -224,25 +218,12 @@ def theirs(name: str) -> str:
     return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
 
 
-def _draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
-    if d2t is None:
-        return None
-    offsets = d2t.numpy().astype(np.int64)
-    ids: NDArray[np.int64] = offsets + np.arange(len(offsets))
-    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelError(f"{path}: d2t does not give ascending ids below {vocab_size}", "is the file damaged?")
-    return ids
-
-
 def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
     named = {theirs(name): array for name, array in arrays.items()}
     if EACH in named:
         named |= _parts(named.pop(EACH), head.hidden_size)
     ids = head.draft_token_ids
-    if ids is not None:
-        mask = np.zeros(head.vocab_size, np.bool_)
-        mask[ids] = True
-        named |= {"d2t": ids - np.arange(len(ids)), "t2d": mask}
+    named |= vocabulary_maps(ids, head.vocab_size)
     norms = {key: True for key, name in (("norm_before_fc", WHOLE), ("fc_norm", EACH)) if name in arrays}
     return _document(head, head.vocab_size if ids is None else len(ids)) | norms, named
 
@@ -292,38 +273,91 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
     }
 
 
+def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """Further layers are Llama's."""
+    if index:
+        return block_shapes(f"layers.{index}.", s, present)
+    hidden, wide, at = s["hidden"], s["target_hidden"], "layers.0."
+    block = block_shapes(at, s, present, reads=2)
+    if f"{at}self_attn.q_a_proj.weight" in present and f"{at}self_attn.q_proj.weight" not in present:
+        block = {name: shape for name, shape in block.items() if ".self_attn." not in name}
+        block |= latent_shapes(f"{at}self_attn.", s, reads=2)
+    return {
+        "fc.weight": (hidden, s["taps"] * wide),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (s["draft_vocabulary"], hidden),
+        f"{at}hidden_norm.weight": (hidden,),
+        **block,
+        **draft_vocabulary(s),
+        "?embed_tokens.weight": (s["vocabulary"], hidden),
+        "?fc.bias": (hidden,),
+        "?input_norm.weight": (s["taps"] * wide,),
+        **{f"?{name}": (wide,) for name in (f"fc_norm.{i}.weight" for i in range(5)) if name in present},
+    }
+
+
+EAGLE3 = DrafterFormat(
+    key="eagle3",
+    title="EAGLE-3",
+    method="eagle3",
+    read=read,
+    write=write,
+    tensors=tensors,
+    speculators=("eagle3",),
+    gguf=("eagle3",),
+    architectures=("eagle3",),
+    keys=("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
+    markers=("midlayer.self_attn.q_proj.weight", "model.midlayer.self_attn.q_proj.weight", "d2t", "model.d2t"),
+    renamed=(("midlayer.", "layers.0."),),
+    count=("num_hidden_layers",),
+    aux="input",
+    reduced=True,
+)
+
+
+def _peagle_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    mask = {} if index else {"mask_hidden": (1, 1, s["taps"] * s["target_hidden"])}
+    return tensors(s, index, present) | mask
+
+
+def _refuse_peagle(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
+    raise ModelError(f"{path} is a P-EAGLE head: it drafts tokens side by side, which is not run here", "EAGLE-3 is")
+
+
+PEAGLE = replace(
+    EAGLE3,
+    key="peagle",
+    title="P-EAGLE",
+    read=_refuse_peagle,
+    write=None,
+    tensors=_peagle_tensors,
+    speculators=("peagle",),
+    gguf=(),
+    architectures=("peagle",),
+    keys=(),
+    markers=("mask_hidden",),
+)
+
 # Its training.
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
-    """The paper's taps; llama.cpp wants exactly three."""
+    """The paper's taps, or the last three layers; llama.cpp wants exactly three."""
     if layers < FEWEST_LAYERS:
-        raise UsageError(f"an EAGLE-3 head taps three layers apart, but the model has {layers}", "train --kind mtp")
-    return HeadSpec(kind="eagle3", tap=paper_taps(layers), recycle="pre_norm")
-
-
-def llama_layer(layer: LayerConfig) -> LayerConfig:
-    """The trunk's block as its layout has it. Blocks that no head can be are left to training, which names them."""
-    if not isinstance(layer.mixer, AttentionConfig) or not isinstance(layer.mlp, MLPConfig):
-        return layer
-    return published_layer(layer, qk_norm=False, biases=True)
+        raise UsageError(f"an EAGLE-3 head reads three layers, but the model has {layers}", "train --kind mtp")
+    low, middle, high = paper_taps(layers)
+    tap = (low, middle, high) if low < middle < high else (layers - 3, layers - 2, layers - 1)
+    return HeadSpec(kind="eagle3", tap=tap, recycle="pre_norm")
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """The trunk's last block over its highest tapped stream; the embedding enters attention at EMBEDDING_SHARE."""
-    layer, width = start.layer(), len(start.norm)
-    first = {f"block.{name}": values for name, values in layer.items()}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        own = layer[f"self_attn.{name}.weight"]
-        first[f"block.self_attn.{name}.weight"] = np.hstack((np.float32(EMBEDDING_SHARE) * own, own))
-    eye = np.eye(width, dtype=np.float32)
-    first |= {
-        "fuse.weight": np.hstack([np.float32(OTHER_STREAMS) * eye] * (len(tapped_layers(spec.tap)) - 1) + [eye]),
-        "block.hidden_norm.weight": layer["input_layernorm.weight"],
-        "block.input_layernorm.weight": np.ones(width, np.float32),
-        "norm.weight": np.float32(0.5) * start.norm,
-    }
-    return {name: first[name] for name in shapes(spec, width)}  # what the trunk's block has beside stays there
+    """Random matrices; norms and biases of the trunk's last block."""
+    width = len(start.norm)
+    first = random_weights(np.random.default_rng(0), shapes(spec, width), start.layer)
+    first["block.hidden_norm.weight"] = first["block.input_layernorm.weight"]
+    first["block.input_layernorm.weight"] = np.ones(width, np.float32)
+    first["norm.weight"] = np.float32(0.5) * start.norm
+    return first
 
 
 HEAD = HeadKind(
@@ -331,6 +365,11 @@ HEAD = HeadKind(
     modules=modules,
     shapes=shapes,
     fit=fit,
-    layout=Layout(matches=matches, read=read, write=write),
-    training=Training(spec=trained_spec, initial=initial, own_lm_head=True, random=True, layer=llama_layer),
+    formats=(PEAGLE, EAGLE3),
+    training=Training(
+        spec=trained_spec,
+        initial=initial,
+        own_lm_head=True,
+        layer=partial(published_layer, qk_norm=False, biases=True),
+    ),
 )

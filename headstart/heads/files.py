@@ -1,10 +1,9 @@
-"""A head as its own directory: `config.json` (what it is, what trunk it fits) and `model.safetensors`."""
+"""Head directories: `config.json` (the head's kind and sizes, its trunk) and `model.safetensors`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,24 +13,23 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
-from headstart.files import written_aside
+from headstart.files import atomic_folder
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
-from headstart.formats.mtp_families import MOST_MODULES
 from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import readable
 from headstart.formats.rows import in_memory
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
-from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import Arrays, Document, HeadCheckpoint, Layout, head_kind, plain_parts
+from headstart.heads.base import MAX_MODULES, BlockSpec, HeadSpec
+from headstart.heads.kind import HeadCheckpoint, head_kind, plain_parts, reading_config
+from headstart.heads.published import MARK, Arrays, Document, DrafterFormat, identify_bare
 from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.system import sync
+from headstart.system import sync_disks
 
-MARK = "headstart_head"
 VERSION = 1
 DRAFT_IDS = "draft_token_ids"
 SWITCHES = ("hidden_first", "mask_first")
@@ -57,33 +55,34 @@ def read_head(path: Path) -> HeadCheckpoint:
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
-    layout = None if MARK in document else _foreign(document, path)
-    files = _tensors_of(path) if layout else read_file(path / "model.safetensors")
+    foreign = None if MARK in document else _foreign(document, path)
+    files = _tensors_of(path) if foreign else read_file(path / "model.safetensors")
     stored = readable(files, document)
-    if layout is None:
+    if foreign is None:
         return _read_own(document, stored, path)
-    return layout.read(document, {name: in_memory(each) for name, each in stored.items()}, path)
+    assert foreign.read
+    head: HeadCheckpoint = foreign.read(document, {name: in_memory(each) for name, each in stored.items()}, path)
+    return head
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
     """Write the directory in one step; of one of that name the head is replaced, and what lies beside it stays. arrays:
     under canonical names. Raises CapacityError where it cannot be written."""
-    layout = head_kind(head.spec.kind).layout
-    write = layout.write if layout and layout.write else _own_layout
-    with written_aside(path, keep=True) as aside:
+    write = head_kind(head.spec.kind).writes or _own_layout
+    with atomic_folder(path, keep=True) as aside:
         document, named = write(head, arrays)
         save(aside / "model.safetensors", named)
         (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-    sync()
+    sync_disks()
 
 
-def _foreign(document: Document, path: Path) -> Layout | None:
-    """The layout of another program that this directory has."""
-    layouts = [head_kind(name).layout for name in registry.available("heads")]
-    found = next((layout for layout in layouts if layout and layout.matches(document)), None)
-    if found is None or not found.markers:
-        return found
-    return found if {*found.markers} & _tensors_of(path).keys() else None
+def _foreign(document: Document, path: Path) -> DrafterFormat | None:
+    """The format of another program that this directory has, if it is one that is loaded."""
+    found = identify_bare(document)
+    if found is None or found.read is None:
+        return None
+    sure = not found.bare or bool({*found.markers} & _tensors_of(path).keys())
+    return found if sure else None
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
@@ -152,7 +151,7 @@ def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> He
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
     if document.get("kind") not in (kinds := registry.available("heads")):
         raise ModelError(f"the head {path} is of kind {document.get('kind')!r}", f"known kinds: {', '.join(kinds)}")
-    with _naming(path):
+    with reading_config(path, "was the head written whole?"):
         spec, vocab_size = _spec(document), int(document["vocab_size"])
         if spec.block is None:
             return spec
@@ -161,19 +160,9 @@ def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> He
         return replace(spec, block=replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft))
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Values that are not there, or of another type, are the file's fault."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        where = path / "config.json"
-        raise ModelError(f"{where}: {error} is missing or wrong", "was the head written whole?") from error
-
-
 def _read_own(document: Document, tensors: Mapping[str, RawTensor], path: Path) -> HeadCheckpoint:
     spec = spec_of(document, tensors, path)
-    with _naming(path):
+    with reading_config(path, "was the head written whole?"):
         vocab_size = int(document["vocab_size"])
         return HeadCheckpoint(
             spec=spec,
@@ -190,7 +179,7 @@ def _read_own(document: Document, tensors: Mapping[str, RawTensor], path: Path) 
 def _spec(document: Document) -> HeadSpec:
     facts: dict[str, Any] = {name: bool(document[name]) for name in SWITCHES}
     facts |= {name: _one_of(document, name, choices) for name, choices in CHOICES.items()}
-    if not 0 < int(document["num_modules"]) <= MOST_MODULES:
+    if not 0 < int(document["num_modules"]) <= MAX_MODULES:
         raise ValueError(f"num_modules {document['num_modules']}")
     return HeadSpec(
         kind=document["kind"],

@@ -1,10 +1,11 @@
-"""What a kind of head declares, and a head as a checkpoint. One file per kind here; its name is the kind's. Shipped
-heads lie beside them."""
+"""`HeadKind`: what a kind of head declares; `HeadCheckpoint`: a head that was read. One file per kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,103 +13,98 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import registry
-from headstart.errors import ModelError
-from headstart.formats.base import Tensor
+from headstart.errors import ModelError, UsageError
 from headstart.heads.base import HeadSpec
+from headstart.heads.published import Arrays, Document, DrafterFormat
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
+from headstart.layers.decoder import LayerConfig, NormPlacement
+from headstart.layers.linear import LMHead
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_base, rope_spec
-from headstart.layers.sketch import LMHead
 from headstart.layers.weights import Shapes, Weights
 
 Values = NDArray[np.float32]
-EMBEDDING_SHARE = 0.1
-"""How strongly the token's embedding enters a new head, against the hidden state."""
+NO_VECTORS: Mapping[str, Values] = {}
+DEFAULT_HEAD_DIM, DEFAULT_KV_HEADS, DEFAULT_INNER = 128, 8, 3
+"""Sizes of a new head's block on a trunk without such parts: features of a head, key heads (both if they divide), inner
+size as a multiple of the hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
-    """A head as a directory of its own. `draft_token_ids`: ascending target ids, None for the full vocabulary;
-    `tensors`: under canonical names; `trunk_layers`: of the model it was trained on, 0 where that is not told;
-    `vocab_size` 0: its file
-    does not tell; `training`: free-form provenance."""
+    """A head that was read from, or will be written to, a directory of its own."""
 
     spec: HeadSpec
     hidden_size: int
-    vocab_size: int
-    draft_token_ids: NDArray[np.int64] | None = None
-    tensors: Mapping[str, RawTensor] = field(default_factory=dict)
+    vocab_size: int  # 0: not in the file
+    draft_token_ids: NDArray[np.int64] | None = None  # [V'] ascending target ids; None: the full vocabulary
+    tensors: Mapping[str, RawTensor] = field(default_factory=dict)  # under canonical names
     trunk: str = ""
-    trunk_layers: int = 0
+    trunk_layers: int = 0  # of the model it was trained on; 0: not in the file
     trunk_fingerprint: str = ""
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)  # free-form provenance
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a new head begins from: `norm` [W] of the trunk's end, `scale`, the rms of the stream that its last layer
-    reads, and `layer()`, the tensors of that layer under canonical names. It raises UsageError for a layer that a
-    head's block cannot be."""
+    """What a new head is initialized from."""
 
-    norm: Values
-    scale: float
-    layer: Callable[[], Mapping[str, Values]]
+    norm: Values  # [W] the trunk's final norm; without `layer` a constant that gives modest logits
+    scale: float  # rms of the stream that the trunk's last layer reads; 1 without `layer`
+    layer: Mapping[str, Values]  # vectors of that layer, by a block's names; empty if a new head's block is another one
+
+
+def random_weights(
+    rng: np.random.Generator, shapes: Shapes, layer: Mapping[str, Values] = NO_VECTORS, divisor: float = 1.0
+) -> dict[str, Values]:
+    """Normal matrices of the usual scale, 1 / sqrt(columns), drawn in the order of `shapes`; those that add to the
+    residual stream divided by `divisor`. Vectors of the block from `layer`, else ones (norms) or zeros (biases)."""
+    first: dict[str, Values] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            vector = layer.get(name.partition("block.")[2])
+            plain = np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+            first[name] = vector if vector is not None and vector.shape == shape else plain
+        else:
+            scale = shape[1] ** -0.5 / (divisor if "o_proj" in name or "down_proj" in name else 1)
+            first[name] = rng.standard_normal(shape, np.float32) * np.float32(scale)
+    return first
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a kind is trained. `spec`: for a trunk of so many layers and so many draft steps. `initial`: the first
-    weights, under canonical names. `depth`: draft steps, where nobody says how many. `own_lm_head`: its file holds the
-    LM head's rows too. `stacks`: it may have a module for each draft step instead of one that is used again.
-    `random`: of its matrices only the shapes stay. `layer`: its block, for a trunk whose block is this one."""
+    """How a kind of head is trained."""
 
-    spec: Callable[[int, int], HeadSpec]
-    initial: Callable[[Start, HeadSpec], dict[str, Values]]
-    depth: int = 3
-    own_lm_head: bool = False
-    stacks: bool = False
-    random: bool = False
-    layer: Callable[[LayerConfig], LayerConfig] = lambda layer: layer
-
-
-Document = Mapping[str, Any]
-Arrays = Mapping[str, Any]
-"""Arrays, or (bits, dtype name), as formats.safetensors.save takes them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How other programs write heads of a kind: is this config.json one? `read` raises ModelError for what is missing;
-    `write`, where there is one, makes config.json and tensors, in place of headstart's own layout. `markers`: tensors
-    of which one must be there, where a config.json alone may be that of a whole model."""
-
-    matches: Callable[[Document], bool]
-    read: Callable[[Document, Mapping[str, Tensor], Path], HeadCheckpoint]
-    write: Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    markers: tuple[str, ...] = ()
+    spec: Callable[[int, int], HeadSpec]  # (layers of the trunk, draft steps) -> spec
+    initial: Callable[[Start, HeadSpec], dict[str, Values]]  # first weights, under canonical names
+    depth: int = 3  # default number of draft steps
+    own_lm_head: bool = False  # its file holds the LM head's rows too
+    stacks: bool = False  # it may have a module for each draft step
+    layer: Callable[[LayerConfig], LayerConfig] = lambda layer: layer  # `plain_layer` -> the head's block
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadKind:
-    """`title`: what people call it. `modules`: as its drafter runs them (heads.base.Module for drafter `head`), from
-    canonical tensors, a spec and the hidden size; `shapes`: their
-    names and shapes. `lm_heads`: one of each module, for so many draft tokens, where they have their own. `drafter`:
-    the file of drafters/ that runs it. `fit`: the spec completed for a trunk; raises
-    ModelError where it cannot be. `block`: its modules have a layer, which the spec describes. `training` None: it
-    cannot be trained here."""
+    """A kind of head: its modules, tensors, drafter, published formats and training."""
 
     title: str
-    modules: Callable[[Weights, HeadSpec, int], Seq[Any]]
-    shapes: Callable[[HeadSpec, int], Shapes]
+    modules: Callable[[Weights, HeadSpec, int], Seq[Any]]  # (weights, spec, hidden size) -> what its drafter runs
+    shapes: Callable[[HeadSpec, int], Shapes]  # (spec, hidden size) -> names and shapes of canonical tensors
+    # (weights, spec, hidden size, draft tokens) -> LM heads of the modules, where they have their own
     lm_heads: Callable[[Weights, HeadSpec, int, int], Seq[LMHead]] = lambda weights, spec, hidden, rows: ()
-    drafter: str = "head"
+    drafter: str = "head"  # the file of drafters/ that runs it
+    # the spec completed for a trunk; raises ModelError where it does not fit
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
-    block: bool = True
-    layout: Layout | None = None
-    training: Training | None = None
+    block: bool = True  # its modules have a layer, HeadSpec.layer
+    formats: tuple[DrafterFormat, ...] = ()  # published forms of such heads, and of relatives
+    training: Training | None = None  # None: it cannot be trained here
+
+    @property
+    def writes(self) -> Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None:
+        """What writes heads of this kind in a published format; None: they have headstart's own."""
+        return next((each.write for each in self.formats if each.write), None)
 
 
 def head_kind(name: str) -> HeadKind:
@@ -122,17 +118,73 @@ def trained_kinds() -> list[str]:
     return [name for name in registry.available("heads") if head_kind(name).training]
 
 
+@contextmanager
+def reading_config(path: Path, hint: str) -> Iterator[None]:
+    """Raises ModelError, naming the directory's config.json, for a value that is missing or of another type."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"{path / 'config.json'}: {error} is missing or wrong", hint) from error
+
+
+def new_head_spec(name: str, trunk: DecoderConfig, depth: int = 3, modules: int = 1) -> HeadSpec:
+    """The spec of a new head of a kind for a trunk. Raises UsageError where the trunk has too few layers."""
+    kind = head_kind(name)
+    if kind.training is None:
+        raise UsageError(f"heads of kind {name} are not trained here", f"choose {' or '.join(trained_kinds())}")
+    spec = kind.training.spec(trunk.num_layers, depth)
+    if kind.block:
+        spec = replace(spec, layer=kind.training.layer(plain_layer(trunk)))
+    if not is_plain(trunk.head_layer):
+        # streams of other trunks may be a thousand times larger than what a block adds (Gemma), and training finds the
+        # input of an RMSNorm again, not of a LayerNorm
+        spec = replace(spec, tap="post_norm" if spec.tap == "pre_norm" else spec.tap)
+        spec = replace(spec, norm_before_residual=name == "eagle3")
+    return replace(spec, num_modules=modules, beyond="last") if modules > 1 else spec
+
+
+def plain_layer(trunk: DecoderConfig) -> LayerConfig:
+    """The block of a new head: like the trunk's where a head's directory can hold that, else attention and a SwiGLU MLP
+    in sizes that the trunk's layers have."""
+    if is_plain(trunk.head_layer):
+        return trunk.head_layer
+    layers, hidden = (trunk.head_layer, *reversed(trunk.layers)), trunk.hidden_size
+    mixers = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
+    like = next((each for each in mixers if each.rope), None)
+    dim = math.gcd(hidden, DEFAULT_HEAD_DIM)
+    spec, base = AttentionSpec(hidden // dim, math.gcd(hidden // dim, DEFAULT_KV_HEADS), dim, dim**-0.5), 1e4
+    if like and like.rope:
+        dim, base = like.spec.head_dim, max(rope_base(like.rope), 2.0)
+        spec = AttentionSpec(like.spec.num_heads, like.spec.num_kv_heads, dim, dim**-0.5)
+    inner = next((each.mlp.inner for each in layers if isinstance(each.mlp, MLPConfig)), DEFAULT_INNER * hidden)
+    rope = rope_spec({"rope_theta": round(base, 6)}, dim)
+    return LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=MLPConfig(inner=inner), eps=trunk.eps)
+
+
+def is_plain(layer: LayerConfig | None) -> bool:
+    """True for a block that head files can hold: plain attention with a rope, and a SwiGLU MLP."""
+    if not (layer and isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, MLPConfig)):
+        return False
+    mixer, mlp, spec = layer.mixer, layer.mlp, layer.mixer.spec
+    attention = AttentionConfig(
+        spec=AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale),
+        rope=mixer.rope,
+        qkv_bias=mixer.qkv_bias,
+        o_bias=mixer.o_bias,
+        qk_norm=mixer.qk_norm,
+        gated=mixer.gated,
+    )
+    plain = LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner, bias=mlp.bias), eps=layer.eps)
+    return mixer.rope is not None and layer == plain
+
+
 def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     """Attention and feed-forward part of a block as head files hold it. Raises ModelError for any other block."""
-    mixer, mlp = (layer.mixer, layer.mlp) if layer else (None, None)
-    if layer and isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig) and mixer.rope:
-        plain = MLPConfig(inner=mlp.inner, bias=mlp.bias)
-        spec = mixer.spec
-        causal = not (spec.window or spec.chunk or spec.softcap or mixer.sinks or mixer.shares is not None)
-        if mlp == plain and causal and layer == LayerConfig(mixer=mixer, mlp=mlp, eps=layer.eps):
-            return mixer, mlp
-    what = "a head's directory holds a block of plain attention and a SwiGLU MLP, and no other"
-    raise ModelError(what, "train --kind medusa makes a head without one")
+    if layer is None or not is_plain(layer):
+        what = "a head's directory holds a block of plain attention and a SwiGLU MLP, and no other"
+        raise ModelError(what, "headstart train makes such a head for any model")
+    assert isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, MLPConfig)
+    return layer.mixer, layer.mlp
 
 
 def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> LayerConfig:
@@ -150,3 +202,37 @@ def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> Layer
         qk_norm=qk_norm,
     )
     return LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
+
+
+def plain_block(
+    document: Document, named: Container[str], path: Path, norms: NormPlacement, what: str
+) -> tuple[LayerConfig, int, int]:
+    """Its layer, of biases that are among its tensors, its hidden size and the target's vocabulary. Raises ModelError
+    for values that are missing or wrong; `what`: whose they are."""
+    where = path / "config.json"
+    try:
+        hidden, heads = int(document["hidden_size"]), int(document["num_attention_heads"])
+        vocab_size = int(document.get("target_vocab_size") or document["vocab_size"])
+        head_dim = int(document.get("head_dim") or hidden // heads)
+        spec = AttentionSpec(heads, int(document.get("num_key_value_heads") or heads), head_dim, head_dim**-0.5)
+        activation = str(document.get("hidden_act") or "silu")
+        if min(hidden, heads, vocab_size, head_dim, spec.num_kv_heads) < 1 or heads % spec.num_kv_heads:
+            raise ValueError("a size")
+        layer = LayerConfig(
+            mixer=AttentionConfig(
+                spec=spec,
+                rope=rope_spec(document, head_dim),
+                qkv_bias="block.self_attn.q_proj.bias" in named,
+                o_bias="block.self_attn.o_proj.bias" in named,
+            ),
+            mlp=MLPConfig(inner=int(document["intermediate_size"])),
+            eps=float(document.get("rms_norm_eps", 1e-6)),
+            norms=norms,
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"{where}: {error} is missing or wrong", f"is this {what}?") from error
+    except ModelError as error:
+        raise ModelError(f"{path}: {error.message}", error.hint) from error
+    if activation != "silu":
+        raise ModelError(f"{where}: hidden_act is {activation!r}, which is not known of {what}", "known: silu")
+    return layer, hidden, vocab_size

@@ -1,10 +1,10 @@
-"""Medusa (Cai et al. 2024, section 2.1.1): one residual layer for each draft step, all over the same hidden state.
+"""Medusa (arXiv 2401.10774): residual layers over one hidden state, for each draft step one.
 
-y_k = h_p + silu(W_k h_p + b_k) guesses t_{p+1+k}; the LM head is the trunk's, or one for each k. No attention, no token
-goes in. Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`; further layers `medusa.{k}.{j}.`; `lm_heads.{k}.`.
+y_k = h_p + silu(W_k h_p + b_k) guesses t_{p+1+k}; the LM head is the trunk's, or one for each k. No attention; no token
+is read. Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`; further layers `medusa.{k}.{j}.`; `lm_heads.{k}.`.
 
-Directories of other programs: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{k}.{j}.linear.*` and, last, the
-LM head `{k}.{layers}.weight`, under `medusa_head.` or not), vLLM's (`blocks.{k}.layers.{j}.*`, `lm_heads.{k}.weight`,
+Published directories: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{k}.{j}.linear.*` and, last, the LM head
+`{k}.{layers}.weight`, under `medusa_head.` or not), vLLM's (`blocks.{k}.layers.{j}.*`, `lm_heads.{k}.weight`,
 `token_map`: the target ids of a draft vocabulary).
 """
 
@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.formats.drafters import classify
-from headstart.formats.mtp_families import MOST_MODULES
-from headstart.heads.base import MOST_LAYERS, HeadSpec
-from headstart.heads.kind import Document, HeadCheckpoint, HeadKind, Layout, Start, Training, Values
+from headstart.formats.sizes import Sizes, Unknown
+from headstart.heads.base import MAX_LAYERS, MAX_MODULES, HeadSpec
+from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, Values
+from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
-from headstart.layers.linear import Linear
-from headstart.layers.sketch import LMHead
+from headstart.layers.linear import Linear, LMHead
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -54,7 +53,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MedusaModule]:
 
     found = []
     for k in range(spec.num_modules):
-        names = [name for j in range(1, MOST_LAYERS) if weights.has(f"{(name := f'medusa.{k}.{j}')}.weight")]
+        names = [name for j in range(1, MAX_LAYERS) if weights.has(f"{(name := f'medusa.{k}.{j}')}.weight")]
         found.append(MedusaModule(layer(f"medusa.{k}"), tuple(map(layer, names))))
     return found
 
@@ -78,15 +77,11 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
 # Directories of other programs.
 
 
-def matches(document: Document) -> bool:
-    return classify(document).kind == "medusa"
-
-
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     """Sizes are those of the tensors: most config.json files name none."""
     named = {new: tensor for name, tensor in tensors.items() if (new := canonical(name))}
     first, exact = named.get("medusa.0.weight"), named.get("lm_heads.0.weight")
-    count = next(k for k in range(MOST_MODULES + 1) if f"medusa.{k}.weight" not in named)
+    count = next(k for k in range(MAX_MODULES + 1) if f"medusa.{k}.weight" not in named)
     if first is None or len(first.shape) != 2:
         raise ModelError(f"{path} holds no layers of Medusa heads", "is this a Medusa checkpoint?")
     if strange := sorted(name for name in named if int(name.split(".")[1]) >= count):
@@ -133,12 +128,64 @@ def _draft_ids(token_map: Tensor | None, path: Path) -> NDArray[np.int64] | None
     return ids
 
 
+def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """Under one of three spellings."""
+    hidden, rows = s["hidden"], s["draft_vocabulary"]
+    spellings = (f"{index}.0.linear", f"blocks.{index}.layers.0", f"blocks.{index}.0.linear")
+    name = next((each for each in spellings if f"{each}.weight" in present), spellings[0])
+    return {
+        f"{name}.weight": (hidden, hidden),
+        f"?{index}.1.weight": (rows, hidden),
+        f"?lm_heads.{index}.weight": (rows, hidden),
+        f"?{index}.0.linear.bias": (hidden,),
+        f"?blocks.{index}.layers.0.bias": (hidden,),
+    }
+
+
+MEDUSA = DrafterFormat(
+    key="medusa",
+    title="Medusa",
+    method="medusa",
+    read=read,
+    tensors=tensors,
+    model_types=("medusa",),
+    architectures=("medusa",),
+    keys=("medusa_num_heads",),
+    markers=("medusa_heads.0.0.linear.weight", "medusa_head.0.0.linear.weight", "0.0.linear.weight"),
+    renamed=(("medusa_heads.", "blocks."), ("medusa_head.", "blocks.")),
+    count=("num_heads", "medusa_num_heads"),
+)
+
+
+def _speculator_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """Of each head, or of all together."""
+    if index and s.config.get("tie_weights"):
+        return {}
+    inner, vocabulary = Unknown("inner"), s["vocabulary"]
+    return {
+        f"emb.{index}.weight": (vocabulary, inner),
+        f"proj.{index}.weight": (inner, None),
+        f"ln.{index}.weight": (inner,),
+        f"head.{index}.weight": (vocabulary, inner),
+    }
+
+
+MLP_SPECULATOR = DrafterFormat(  # IBM's relative of Medusa, whose heads read tokens too; not run here
+    key="mlp_speculator",
+    title="MLP speculator",
+    method="mlp_speculator",
+    tensors=_speculator_tensors,
+    model_types=("mlp_speculator",),
+    architectures=("mlpspeculator",),
+    renamed=(("speculator.", ""),),
+    count=("n_predict",),
+)
 HEAD = HeadKind(
     title="Medusa",
     modules=modules,
     shapes=shapes,
     lm_heads=lm_heads,
     block=False,
-    layout=Layout(matches=matches, read=read),
+    formats=(MEDUSA, MLP_SPECULATOR),
     training=Training(spec=lambda layers, depth: HeadSpec(kind="medusa", num_modules=depth), initial=initial),
 )

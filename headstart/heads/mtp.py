@@ -1,11 +1,9 @@
-"""MTP (DeepSeek-V3 report, section 2.2): a hidden state and the next token through one block; used again for every
-draft step, or a module for each.
+"""MTP modules (DeepSeek-V3 report, section 2.2), one for all draft steps or several.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm (or none: y = x'),
-lm_head (or none: the trunk's). Of a trunk with residual streams the hidden state is all of them: each makes an x of its
-own, the block mixes them, and `streams` sums them before the norm (DeepSeek-V4).
+norm (or none: y = x'), lm_head (or none: the trunk's). With residual streams (DeepSeek-V4) h is all of the trunk's
+streams: each makes an x, the block mixes them, and `streams` sums them before the norm.
 """
 
 from __future__ import annotations
@@ -16,13 +14,15 @@ from functools import partial
 
 import numpy as np
 
+from headstart.formats.sizes import Sizes
 from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
-from headstart.heads.kind import EMBEDDING_SHARE, HeadKind, Start, Training, Values
+from headstart.heads.kind import HeadKind, Start, Training, Values, random_weights
+from headstart.heads.published import DeclaredShapes, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import Streams, read_streams, repeated, stream_shapes
+from headstart.layers.streams import HyperConnection, build_hyper_connection, hyper_connection_shapes, repeat_streams
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -35,7 +35,7 @@ class MTPModule:
     projection: Linear
     block: DecoderLayer
     norm: Norm
-    streams: Streams | None = None
+    streams: HyperConnection | None = None
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -56,20 +56,22 @@ class MTPModule:
         return y, y if spec.recycle == "post_norm" else stream
 
     def _in_streams(
-        self, ops: Ops, spec: HeadSpec, streams: Streams, e: Buffer, h: Buffer, step: StepInputs, pool: Pool
+        self, ops: Ops, spec: HeadSpec, streams: HyperConnection, e: Buffer, h: Buffer, step: StepInputs, pool: Pool
     ) -> tuple[Buffer, Buffer]:
         count = streams.spec.count
-        wide = h if spec.tap == "streams" else repeated(ops, h, count)
-        pairs = ops.concat(repeated(ops, e, count), wide, count)
+        wide = h if spec.tap == "streams" else repeat_streams(ops, h, count)
+        pairs = ops.concat(repeat_streams(ops, e, count), wide, count)
         x = ops.head_linear(pairs, (self.projection.weight,) * count)
         _, mixed = self.block(ops, None, x, step.positions, pool)
-        stream, _ = streams.enter(ops, mixed)
+        stream, _ = streams.collapse(ops, mixed)
         y = self.norm(ops, stream)
         return y, {"post_norm": y, "pre_norm": stream, "streams": mixed}[spec.recycle]
 
 
-def _streams(weights: Weights, prefix: str, hidden: int, layer: LayerConfig) -> Streams | None:
-    return read_streams(weights, prefix, hidden, layer.streams, layer.eps, last=True) if layer.streams else None
+def _streams(weights: Weights, prefix: str, hidden: int, layer: LayerConfig) -> HyperConnection | None:
+    if layer.streams is None:
+        return None
+    return build_hyper_connection(weights, prefix, hidden, layer.streams, layer.eps, last=True)
 
 
 def _projection(weights: Weights, name: str, hidden: int, layer: LayerConfig) -> Linear:
@@ -112,30 +114,85 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
             every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
         every |= spec.layer.shapes(f"{prefix}.block", hidden)
         if spec.layer.streams:
-            every |= stream_shapes(f"{prefix}.streams", hidden, spec.layer.streams, last=True)
+            every |= hyper_connection_shapes(f"{prefix}.streams", hidden, spec.layer.streams, last=True)
     return every
 
 
+LAST = ("self_attn.gate_proj", "mlp.", "q_norm", "k_norm", "norm_embedding", "norm_hidden", "projection", ".norm.")
+"""Tensors after a module's others, in this order, when first values are drawn and gradients are summed."""
+
+
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """Block and final norm from the trunk's last layer, which reads a stream whose rms is about `scale`; the token's
-    embedding enters at EMBEDDING_SHARE of that."""
+    """Random matrices; norms from the trunk's last layer, which reads a stream whose rms is about `scale`."""
+
+    def order(name: str) -> tuple[int, int]:
+        return int(name.split(".")[1]), next((i for i, part in enumerate(LAST, 1) if part in name), 0)
+
     width = len(start.norm)
-    scale, eye = np.full(width, start.scale, np.float32), np.eye(width, dtype=np.float32)
-    halves = (np.float32(EMBEDDING_SHARE) * eye, eye)
-    module = {f"block.{name}": values for name, values in start.layer().items()} | {
-        "norm_embedding.weight": scale,
-        "norm_hidden.weight": scale,
-        "projection.weight": np.hstack(halves[::-1] if spec.hidden_first else halves),
-        "norm.weight": np.float32(0.5) * start.norm,  # modest logits: the first guesses are wrong
+    scale, every = np.full(width, start.scale, np.float32), shapes(spec, width)
+    ordered = {name: every[name] for name in sorted(every, key=order)}
+    first = random_weights(np.random.default_rng(0), ordered, start.layer)
+    for i in range(spec.num_modules):
+        first |= {f"mtp.{i}.{name}.weight": scale for name in ("norm_embedding", "norm_hidden")}
+        first[f"mtp.{i}.norm.weight"] = np.float32(0.5) * start.norm  # modest logits: the first guesses are wrong
+    return first
+
+
+# Modules of families in files of their own, which no engine here loads.
+
+
+def _in_speculators(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    at, hidden = f"mtp_layers.{index}.", s["hidden"]
+    norms = (f"{at}{name}_layernorm.weight" for name in ("token", "hidden", "final"))
+    return {f"{at}input_proj.weight": (hidden, 2 * hidden), **dict.fromkeys(norms, (hidden,))}
+
+
+SPECULATORS = DrafterFormat(
+    key="speculators_mtp",
+    title="MTP (speculators)",
+    method="mtp",
+    tensors=_in_speculators,
+    speculators=("mtp",),
+    count=("num_nextn_predict_layers",),
+    of_family="block",
+)
+LINKING = {
+    "eh_proj.weight": ("enorm", "hnorm", "shared_head.norm"),
+    "mtp.fc.weight": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    "mtp_layers.0.input_proj.weight": (
+        "mtp_layers.0.token_layernorm", "mtp_layers.0.hidden_layernorm", "mtp_layers.0.final_layernorm",
+    ),
+}  # fmt: skip
+"""Spellings of a module's projection -> those of its norms."""
+
+
+def _cut_out(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """Of a family that is not known."""
+    hidden, vocabulary = s["hidden"], s["vocabulary"]
+    projection = next((each for each in LINKING if each in present), "eh_proj.weight")
+    return {
+        projection: (hidden, 2 * hidden),
+        **{f"{name}.weight": (hidden,) for name in LINKING[projection]},
+        "?embed_tokens.weight": (vocabulary, hidden),
+        "?shared_head.head.weight": (vocabulary, hidden),
     }
-    return {f"mtp.{i}.{name}": values for i in range(spec.num_modules) for name, values in module.items()}
 
 
+XLLM = DrafterFormat(
+    key="xllm_mtp",
+    title="MTP module exported for xLLM",
+    method="mtp",
+    tensors=_cut_out,
+    model_types=("*_mtp",),
+    architectures=("mtpforcausallm",),
+    of_family="module",
+)
 HEAD = HeadKind(
     title="MTP",
+    formats=(SPECULATORS, XLLM),
     modules=modules,
     shapes=shapes,
     lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
-    training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True, random=True),
+    training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),
 )

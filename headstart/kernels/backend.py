@@ -1,4 +1,4 @@
-"""Backends as plug-ins: what each file of backends/ says of itself, and which one a config means."""
+"""Backend plug-ins: what each file of backends/ declares, and which backend a config selects."""
 
 from __future__ import annotations
 
@@ -13,89 +13,81 @@ from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
 
 ORACLE = "reference"
-"""The backend that others are compared with, and whose buffers, torch tensors, heads are trained on."""
+"""The backend that others are compared with. Its buffers are torch tensors, on which heads are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendKind:
-    """The constant BACKEND of a file in backends/. The file imports nothing that may be missing until `open`.
+    """The constant BACKEND of a file in backends/. The file imports optional packages only inside `open`."""
 
-    rank: `auto` takes the lowest that can run. why: for doctor. exact: a text depends on no company, chunks, threads.
-    limits: (why it cannot run a config here, a hint), or None. open: the backend, for weights of these files.
-    flags: fields of EngineConfig that are None unless a backend which has them is meant. widens: weights become
-    --dtype. packages: whose versions its speed depends on. present: is there a machine for it, as far as can be told at
-    no cost; `auto` does not think of it else. detail: more for doctor.
-    """
-
-    rank: int
-    why: str
-    exact: bool
-    limits: Callable[[EngineConfig], tuple[str, str] | None]
-    open: Callable[[EngineConfig, tuple[Path, ...]], Backend]
-    flags: frozenset[str] = frozenset()
-    widens: bool = False
-    packages: tuple[str, ...] = ()
-    present: Callable[[], bool] = lambda: True
-    detail: Callable[[], str] = lambda: ""
+    rank: int  # `--backend auto` takes the lowest rank that can run
+    why: str  # one line for doctor: why auto chose it
+    exact: bool  # texts do not depend on batch neighbours, chunks or threads
+    limits: Callable[[EngineConfig], tuple[str, str] | None]  # (why this config cannot run here, hint), or None
+    open: Callable[[EngineConfig, tuple[Path, ...]], Backend]  # the backend for the weights in these files
+    flags: frozenset[str] = frozenset()  # EngineConfig fields that only backends which list them accept
+    uses_dtype: bool = False  # computes in --dtype
+    packages: tuple[str, ...] = ()  # packages whose versions the speed depends on
+    is_present: Callable[[], bool] = lambda: True  # a cheap check for the hardware; if False, `auto` skips it
+    detail: Callable[[], str] = lambda: ""  # more for doctor
 
 
 @runtime_checkable
-class TakesTurns(Protocol):
-    """A backend of which several can be in use at a time without being in each other's way."""
+class SharesThreads(Protocol):
+    """A backend of which several instances can compute on the same threads."""
 
-    def take_turns(self, other: Backend) -> None:
-        """Compute on the threads of another one from now on, a pass at a time, in order of arrival, where they are as
-        many. Before anything is loaded."""
+    def share_threads(self, other: Backend) -> None:
+        """Compute on the threads of `other` if both have as many, one pass at a time. Called before loading."""
 
 
 @runtime_checkable
-class KeepsWeights(Protocol):
-    """A backend that keeps packed weights in a file. `could_map`: another load would map what this one has made, and
-    share its pages with other processes."""
+class CachesWeights(Protocol):
+    """A backend that keeps packed weights in a file."""
 
-    could_map: bool
+    wrote_weight_cache: bool  # this load wrote the file; another process would map it and share its pages
 
 
-class Chosen(NamedTuple):
-    """A backend's name, what it says of itself, and why it is that one."""
+class SelectedBackend(NamedTuple):
+    """A backend's name and declaration, and why it was selected."""
 
     name: str
     kind: BackendKind
     why: str
 
 
-def kind_of(name: str) -> BackendKind:
-    """Of a backend by name. Raises UsageError for one that does not exist."""
+def backend_kind(name: str) -> BackendKind:
+    """The declaration of a backend. Raises UsageError for an unknown name."""
     found: BackendKind = registry.find("backends", name).BACKEND
     return found
 
 
-def choose(config: EngineConfig) -> Chosen:
-    """The backend that a config means. Raises UsageError for what cannot run here, naming the flag."""
-    kinds = {name: kind_of(name) for name in registry.available("backends")}
-    asked = config.backend != AUTO
-    present = {name: kind for name, kind in kinds.items() if kind.present()}
-    wanted = [config.backend] if asked else sorted(present, key=lambda name: (kinds[name].rank, name))
+def select_backend(config: EngineConfig) -> SelectedBackend:
+    """The backend for a config. Raises UsageError, naming the flag, if none can run here."""
+    kinds = {name: backend_kind(name) for name in registry.available("backends")}
+    is_named = config.backend != AUTO
+    present = {name: kind for name, kind in kinds.items() if kind.is_present()}
+    candidates = [config.backend] if is_named else sorted(present, key=lambda name: (kinds[name].rank, name))
     refused: dict[str, tuple[str, str]] = {}
-    for name in wanted:
-        if (cannot := kinds[name].limits(config)) is None:
+    for name in candidates:
+        if (refusal := kinds[name].limits(config)) is None:
             _check_flags(config, kinds[name], present)
-            why = "asked for" if asked else next((why for why, _ in refused.values()), kinds[name].why)
-            return Chosen(name, kinds[name], why)
-        refused[name] = cannot
-    told = ", and ".join(f"backend {name} cannot run: {why}" for name, (why, _) in refused.items())
-    raise UsageError(told, "; or ".join(hint for _, hint in refused.values()))
+            why = "asked for" if is_named else next((why for why, _ in refused.values()), kinds[name].why)
+            return SelectedBackend(name, kinds[name], why)
+        refused[name] = refusal
+    message = ", and ".join(f"backend {name} cannot run: {why}" for name, (why, _) in refused.items())
+    raise UsageError(message, "; or ".join(hint for _, hint in refused.values()))
 
 
 def open_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> Backend:
-    """The backend a config means; `files`: the checkpoint whose weights it will take. Raises UsageError."""
-    return choose(config).kind.open(config, files)
+    """Open the backend for a config and the checkpoint in `files`. Raises UsageError."""
+    return select_backend(config).kind.open(config, files)
 
 
 def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, BackendKind]) -> None:
+    """Raise UsageError for a flag that only another backend accepts."""
     for other, kind in kinds.items():
         for field in sorted(kind.flags - chosen.flags, reverse=True):
             if (value := getattr(config, field)) is not None:
-                cannot = kind.limits(config)
-                hint = cannot[0] if cannot else "use --backend auto"
+                refusal = kind.limits(config)
+                hint = refusal[0] if refusal else "use --backend auto"
                 raise UsageError(f"{flag_of(field)} {value} needs the {other} backend", hint)

@@ -1,8 +1,8 @@
-"""The one interface between model code and a device: `Ops` inside a forward, `Backend` around it.
+"""The interface between model code and hardware: `Ops` inside a forward pass, `Backend` around it.
 
-Family code is straight-line: it calls `Ops` on opaque buffers whose first dimension is the symbolic row count R, and
-branches on configuration only. `reference` executes each call at once; a recording backend runs the code once and
-replays the list for any R. Row i of every result depends on row i's inputs (and its own sequence's KV) only.
+Model code is straight-line code that calls `Ops` on opaque buffers and branches on configuration only. The `reference`
+backend runs each op at once; `native` and `cuda` record the ops once and replay them for any number of rows R.
+Row i of every result depends only on row i's inputs and on its own sequence's KV cache and state.
 """
 
 from __future__ import annotations
@@ -17,34 +17,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
-from headstart.kernels.chain import Chain
-from headstart.kernels.indexing import CompressSpec, IndexSpec as IndexSpec
-from headstart.kernels.specs import RopeSpec as RopeSpec, RouterSpec as RouterSpec, StreamSpec, TemperSpec as TemperSpec
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec, StateSpec
+from headstart.kernels.draft_loop import DraftLoop
+from headstart.kernels.specs import (
+    AttentionTemperature as AttentionTemperature,
+    CompressSpec,
+    ConvSpec,
+    DeltaSpec,
+    IndexSpec as IndexSpec,
+    RopeSpec as RopeSpec,
+    RouterSpec as RouterSpec,
+    ScanSpec,
+    StateSpec,
+    StreamSpec,
+)
 
 Buffer = Any
-"""Opaque activations [R, width] or per-row integers [R]."""
+"""Opaque activations [R, width], float32, or per-row integers [R]."""
 Weight = Any
-"""Opaque weight owned by a backend."""
+"""Opaque weight owned by a backend: a float32 vector, or a matrix in the backend's own format."""
 Pool = Any
-"""Opaque paged storage: num_slots rows of keys and values, or of hidden states."""
+"""Opaque paged storage with one row per slot: keys and values, hidden states, or recurrent states."""
 Activation = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
 ]
-"""x / (1 + e^-x); x times the normal distribution's share below x, by erf or by its approximation with tanh; max(x, 0);
-the square of that; x. `clamped` takes both factors of a gated product : with g and u within 7, g only from above,
-g / (1 + e^(-1.702 g)) (u + 1). So do `silu_7` and `silu_16`: silu(g), at most 7 or 16, times u within that; and
-`silu_of_10`: silu of g, at most 10, times u within that."""
-
+"""silu(x) = x / (1 + e^-x); gelu by erf or by the tanh approximation; relu2 = relu(x)^2. The last four are gated
+products of gate g and up u:
+clamped: min(g, 7) * sigmoid(1.702 * g) * (u + 1), u clamped to [-7, 7] (gpt-oss);
+silu_7, silu_16: min(silu(g), limit) * u, u clamped to [-limit, limit];
+silu_of_10: silu(min(g, 10)) * u, u clamped to [-10, 10]."""
 
 NEVER = -1e30
-"""A logit whose token is not drawn; finite, as logits must be."""
+"""Logit of a token that is never sampled; finite, because logits must be finite."""
 REFINED = 32
-"""Columns that Ops.refine takes together: of as many the native kernels make the outputs at once."""
+"""Columns in one block of `Ops.refine`: the native kernels compute that many outputs together."""
 
 
 class RawTensor(Protocol):
-    """A tensor as its file has it (see formats.base)."""
+    """A tensor as stored in a checkpoint file (see formats.base)."""
 
     @property
     def name(self) -> str: ...
@@ -65,23 +74,19 @@ class RawTensor(Protocol):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Shape of one grouped-query attention; `scale` multiplies q.k. Keys have `head_dim` features, values `value_dim`
-    (0: as many). `latent`: values are the first features of the keys, and a pool may keep them once. A row sees the
-    `window` positions up to its own (0: all of them), or those from the begin of its `chunk` on: position - position %
-    chunk (0: no chunks); `causal`: and none behind it, whatever plan.sees says; `before`: nor its own. Scores become
-    softcap * tanh(score / softcap), unless it is 0."""
+    """Shape and mask of one grouped-query attention."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    scale: float
-    value_dim: int = 0
-    latent: bool = False
-    window: int = 0
-    softcap: float = 0.0
-    causal: bool = False
-    before: bool = False
-    chunk: int = 0
+    head_dim: int  # features of a key
+    scale: float  # multiplies q . k
+    value_dim: int = 0  # features of a value; 0: head_dim
+    latent: bool = False  # MLA: values are the first features of the keys, so a pool may store keys only
+    window: int = 0  # a row sees the last `window` positions up to its own; 0: no sliding window
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: unchanged
+    causal: bool = False  # never sees later positions, even where plan.visible_end allows it
+    excludes_self: bool = False  # does not see its own position either
+    chunk: int = 0  # a row sees positions from the start of its chunk of this size; 0: no chunks
 
     @property
     def value_width(self) -> int:
@@ -90,55 +95,58 @@ class AttentionSpec:
 
 
 KVSpec = AttentionSpec | IndexSpec | CompressSpec
-"""What a layer keeps of a position in a KV pool."""
+"""What a layer stores per position in a KV pool."""
 
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The experts of one layer, by id: gate (or none: activate(up)) and up [inner, in], down [out, inner]; their
-    biases, or none."""
+    """Weights of one layer's experts, by expert id."""
 
-    gate: tuple[Weight, ...]
-    up: tuple[Weight, ...]
-    down: tuple[Weight, ...]
+    gate: tuple[Weight, ...]  # [inner, in]; empty: the expert computes activate(up)
+    up: tuple[Weight, ...]  # [inner, in]
+    down: tuple[Weight, ...]  # [out, inner]
     activation: Activation = "silu"
-    gate_bias: tuple[Weight, ...] = ()
-    up_bias: tuple[Weight, ...] = ()
-    down_bias: tuple[Weight, ...] = ()
+    gate_bias: tuple[Weight, ...] = ()  # [inner]; empty: no biases
+    up_bias: tuple[Weight, ...] = ()  # [inner]
+    down_bias: tuple[Weight, ...] = ()  # [out]
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Handles of the step's inputs inside a program; see StepPlan for meanings."""
+    """Handles of the step's inputs inside a program (see StepPlan)."""
 
-    token_ids: Buffer
-    positions: Buffer
-    logit_rows: Buffer
-    hidden: Buffer = None  # [R, width] of a head: stored or recycled hidden states
+    token_ids: Buffer  # [R] int
+    positions: Buffer  # [R] int
+    logit_rows: Buffer  # [L] int: rows whose logits are needed
+    hidden: Buffer = None  # [R, width]: hidden states that a head reads; None for a trunk
 
 
 class Ops(Protocol):
-    """Operations of a forward."""
+    """Operations of a forward pass. Buffers are float32 [R, width] unless stated; each op returns a new buffer."""
 
     def embed(self, table: Weight, ids: Buffer) -> Buffer:
-        """[R] ids -> [R, width] rows of the table."""
+        """Rows of table [vocab, width] at ids [R] -> [R, width]."""
 
     def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
-        """[R, in] x [out, in] (+ [out]) -> [R, out]."""
+        """x [R, in] @ weight [out, in]^T + bias [out] -> [R, out]."""
 
     def refine(self, approximate: Buffer, x: Buffer, weight: Weight, count: int) -> Buffer:
-        """x [R, in] times [out, in] where it matters: `approximate` [R, out], but exact in the `count` blocks of
-        REFINED neighbouring columns whose largest value is largest (the lower of equal ones). `approximate` may be
-        changed in place: nothing else reads it."""
+        """Replace the most promising outputs of an approximate `linear` by exact ones -> [R, out].
+
+        approximate [R, out]; x [R, in]; weight [out, in]. Columns form blocks of REFINED neighbours. The `count` blocks
+        with the largest maximum (ties: the lower block) become exact. `approximate` may be changed in place."""
 
     def keep_groups(self, logits: Buffer, scores: Buffer, groups: Weight, count: int) -> Buffer:
-        """Logits [R, V], but NEVER for tokens of other groups than the `count` with the largest scores [R, C], the
-        lower of equals. `groups` [V], see `Backend.index`: the group of each token. Logits may be changed in place."""
+        """Keep only the logits of tokens in the `count` best groups; all others become NEVER -> [R, V].
+
+        logits [R, V]; scores [R, C] of groups (ties: the lower group); groups [V] int (see Backend.index): each token's
+        group. `logits` may be changed in place."""
 
     def rms_norm(self, x: Buffer, weight: Weight, eps: float, num_parts: int = 1) -> Buffer:
-        """x / sqrt(mean(x^2) + eps) * weight over the last `len(weight)` features; a weight narrower than x norms
-        each group of that width by itself (per-head q/k norm), and one of `num_parts` as wide as x has a part for each
-        of as many groups."""
+        """x / sqrt(mean(x^2) + eps) * weight over groups of len(weight) / num_parts features -> [R, width].
+
+        num_parts = 1: every group uses the same weight (per-head q/k norm when narrower than x). num_parts > 1: weight
+        is as wide as x and group i uses part i."""
 
     def add(self, a: Buffer, b: Buffer) -> Buffer:
         """a + b."""
@@ -147,34 +155,34 @@ class Ops(Protocol):
         """(rms_norm(x + residual), x + residual)."""
 
     def activate(self, x: Buffer, kind: Activation) -> Buffer:
-        """The activation of each feature."""
+        """The activation of every element."""
 
     def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
-        """activate(gate) * up, or what `clamped` says."""
+        """activate(gate) * up, or one of the gated products of `Activation`."""
 
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """factor * x."""
 
-    def shift(self, x: Buffer, bias: Weight) -> Buffer:
-        """x + bias, by column."""
+    def add_bias(self, x: Buffer, bias: Weight) -> Buffer:
+        """x + bias [width]."""
 
     def center(self, x: Buffer) -> Buffer:
-        """x - mean(x), by row."""
+        """x - mean(x) of each row."""
 
-    def temper(self, x: Buffer, positions: Buffer, spec: TemperSpec) -> Buffer:
-        """Scale each row by its position, as the spec says."""
+    def scale_by_position(self, x: Buffer, positions: Buffer, spec: AttentionTemperature) -> Buffer:
+        """x * spec's factor at each row's position [R]."""
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:
         """cap * tanh(x / cap)."""
 
     def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
-        """sigmoid(gate) * x; each feature of a narrower gate serves width(x) / width(gate) features side by side."""
+        """sigmoid(gate) * x; gate [R, G] is repeated for width / G neighbouring features of x."""
 
     def concat(self, a: Buffer, b: Buffer, num_heads: int = 1) -> Buffer:
-        """[R, n], [R, m] -> [R, n + m]; with heads, [R, heads * n], [R, heads * m] -> [R, heads * (n + m)]."""
+        """Concatenate by head: [R, heads * n], [R, heads * m] -> [R, heads * (n + m)]."""
 
     def head_linear(self, x: Buffer, weights: Sequence[Weight]) -> Buffer:
-        """One float matrix [out, in] for each head: [R, heads * in] -> [R, heads * out]."""
+        """One unquantized matrix [out, in] per head: [R, heads * in] -> [R, heads * out]."""
 
     def moe(
         self,
@@ -183,14 +191,15 @@ class Ops(Protocol):
         bias: Weight | None,
         experts: Experts,
         spec: RouterSpec,
-        told: tuple[Weight, Buffer] | None = None,
+        token_experts: tuple[Weight, Buffer] | None = None,
     ) -> Buffer:
-        """The weighted sum of the experts that each row takes, added in ascending order of their ids. logits [R, E] are
-        the router's, bias [E]; x [R, in] -> [R, out]. `told`: a table [V * top_k] (see Backend.index) and token ids
-        [R]; the table's row of a token names its experts, and scores only weigh them."""
+        """Mixture of experts: the weighted sum of each row's experts in ascending order of id -> [R, out].
+
+        x [R, in]; logits [R, E] of the router; bias [E] (for the choice only). token_experts = (table [V * top_k] (see
+        Backend.index), token ids [R]): the experts are looked up by token; logits only weigh them."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
-        """Rotate each head of [R, heads * head_dim]."""
+        """Rotary embedding of each head of x [R, heads * head_dim] at positions [R]."""
 
     def store_kv(self, k: Buffer, v: Buffer, pool: Pool, spec: AttentionSpec) -> None:
         """Write k [R, kv_heads * head_dim] and v [R, kv_heads * value_width] at the rows' slots."""
@@ -198,31 +207,37 @@ class Ops(Protocol):
     def store_index(self, k: Buffer, pool: Pool, spec: IndexSpec) -> None:
         """Write the indexer's keys [R, head_dim] at the rows' slots."""
 
-    def choose(self, q: Buffer, weights: Buffer, pool: Pool, spec: IndexSpec) -> None:
-        """Which positions each row attends to: of those up to plan.sees the spec.top_k (or all, where there are no
-        more) with the highest sum over heads of weight * max(q . k, 0), for q [R, heads * head_dim], weights
-        [R, heads] and the keys in the pool. Of equal scores the lowest position goes first; NaN comes last. The choice
-        holds in this pass, for `attend`, until the next over the same pool."""
+    def select_positions(self, q: Buffer, weights: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Select the positions that each row attends to (lightning indexer).
+
+        score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
+        Candidates are the positions up to plan.visible_end that end a window of spec.every. The spec.top_k best are
+        selected (ties: the lower position; NaN last).
+        The selection is used by `attend` with chosen=pool, until the next selection over the same pool."""
 
     def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
-        """Keep values and gates + bias, both [R, width], at the rows' slots; bias [every * width] goes by position %
-        every. A row that ends a window, with (position + 1) % every == 0, gives the sum over its last `span` positions
-        of values, by feature, with the softmax of their gates as weights; positions before the first have none. With
-        `overlap` the older half of them gives its first `dim` columns, the newer its last. -> [R, dim]."""
+        """Store values and gates, and compress the window of each row that ends one -> [R, dim] (other rows: 0).
+
+        values, gates [R, width]; bias [every * width] is added to the gates by position % every. A row ends a window if
+        (position + 1) % every == 0. Its entry is, per feature, the sum of the values of its last `span` positions,
+        weighted by the softmax of their gates; missing positions have no weight. With `overlap` the older half of the
+        positions gives its first `dim` columns, the newer half its last."""
 
     def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
-        """Of n streams, from mixes [R, n + n + n * n], base of that width, scale [3] by part: n weights of the input,
-        sigmoid(scale * mix + base) + eps; n of the output, 2 sigmoid(.); and the mixing matrix: softmax over its rows
-        + eps, its columns divided by their sums + eps, then rows and columns in turn, `iterations` columns in all.
-        mixes [R, n] and scale [1]: the first n alone."""
+        """Mixing weights of n residual streams (hyper-connections) -> [R, n + n + n * n].
+
+        mixes [R, n + n + n * n]; base of that width; scale [3]: one per part. Input: sigmoid(scale * mix + base)
+        + eps. Output: 2 * sigmoid(...). Mixing matrix: softmax over its rows + eps, then columns and rows are
+        divided in turn by their sums + eps, `iterations` times for columns (Sinkhorn). mixes [R, n] with scale [1]:
+        input weights only."""
 
     def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
-        """[R, n * H] -> [R, H]: the sum of streams by the first n weights; None: their mean."""
+        """Sum of n streams by the first n weights; weights None: their mean. [R, n * H] -> [R, H]."""
 
     def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
-        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j. x [R, H]."""
+        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j; x [R, H]."""
 
-    def attend_beside(
+    def attend_compressed(
         self,
         q: Buffer,
         pool: Pool,
@@ -232,123 +247,134 @@ class Ops(Protocol):
         sinks: Weight | None = None,
         chosen: Pool = None,
     ) -> Buffer:
-        """As `attend`, and in the same softmax over the pool `entries` at positions p up to the row's own that end a
-        window, (p + 1) % every == 0. `chosen`: those only that were chosen in the pool of an indexer."""
+        """`attend` over `pool` and, in the same softmax, over compressed `entries`.
+
+        Entries lie at the positions p with (p + 1) % every == 0, up to the row's own. chosen: only entries selected in
+        that indexer pool."""
 
     def attend(
         self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None
     ) -> Buffer:
-        """q [R, heads * head_dim] over the keys and values of the row's own sequence -> [R, heads * value_width].
+        """Attention of q [R, heads * head_dim] over its sequence's keys and values -> [R, heads * value_width].
 
-        A row sees the positions from max(plan.first_position, its own - window + 1; with spec.chunk the begin of its
-        chunk) to plan.sees (to its own with spec.causal, to the one before with spec.before), at least one; they are
-        where plan.paths and the block table say, written in this pass or before, by this layer or another.
-        `sinks` [heads]: one more logit in each head's softmax, which has no value.
-        `chosen`: the pool of an indexer; a row sees only what was chosen for it there, and sums as if those positions,
-        in their order, followed each other from plan.first_position on. Nothing else is hidden from such rows.
-        """
+        A row sees positions from max(plan.first_position, position - window + 1, start of its chunk) to
+        plan.visible_end (with spec.causal to its own, with spec.excludes_self to the one before). plan.paths and the
+        block tables say where they lie; any layer may have written them, in this pass or before.
+        sinks [heads]: one more logit in each head's softmax, without a value. chosen: an indexer's pool; the row sees
+        only the positions selected there, and sums them in order as if they were consecutive from
+        plan.first_position."""
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
-        """y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j) along each sequence, zeros before its first row;
-        weight [width * channels], taps oldest first, bias [channels]. States are read and written as plan.states
-        says."""
+        """Depthwise causal convolution along each sequence -> [R, channels].
+
+        y_p = bias + sum over j of weight[j] * x_(p - width + 1 + j), zeros before the first row. weight [width *
+        channels], oldest tap first; bias [channels]. States are read and written as plan.states says."""
 
     def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
-        """rate * ln(1 + e^(x + bias)), by column (rate None: 1): with rate < 0 the log decay of a recurrent state."""
+        """rate * ln(1 + e^(x + bias)), per column; rate None: 1. With rate < 0: log decay of a recurrent state."""
 
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
-        """The recurrence, row by row in prefill too: with q and k of length 1 (L2, epsilon 1e-6) and q / sqrt(key_dim),
-        S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q. qkv [R, channels]; log_decay and
-        strength [R, heads] -> [R, heads * value_dim]. States are read and written as plan.states says."""
+        """Gated delta rule, row by row even in prefill -> [R, heads * value_dim].
+
+        q and k are L2-normalized (epsilon 1e-6), q divided by sqrt(key_dim). Per head:
+        S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q.
+        qkv [R, channels]; log_decay, strength [R, heads]. States are read and written as plan.states says."""
 
     def selective_scan(
         self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec
     ) -> Buffer:
-        """Mamba2's recurrence, row by row in prefill too: by head S = e^(rate step) S;  S += B (step x)^T;
-        out = S^T C + skip x. xbc [R, channels]; step [R, heads]; rate and skip [heads] -> [R, inner]. States are read
-        and written as plan.states says."""
+        """Mamba2's selective scan, row by row even in prefill -> [R, inner].
+
+        Per head: S = e^(rate step) S;  S += B (step x)^T;  out = S^T C + skip x.
+        xbc [R, channels]; step [R, heads]; rate, skip [heads]. States are read and written as plan.states says."""
 
     def take_rows(self, x: Buffer, rows: Buffer) -> Buffer:
-        """x[rows]."""
+        """x[rows], rows [L] int -> [L, width]."""
 
     def zero_where(self, x: Buffer, positions: Buffer, position: int) -> Buffer:
-        """x with the rows whose position equals `position` set to zero."""
+        """x with zeros in the rows at `position`."""
 
     def put_where(self, x: Buffer, token_ids: Buffer, token: int, row: Weight) -> Buffer:
-        """x with `row` [width] in place of the rows whose token is `token`."""
+        """x with `row` [width] in the rows whose token id is `token`."""
 
     def store(self, x: Buffer, pool: Pool, column: int = 0) -> None:
-        """Keep row r of x in the hidden pool at the row's slot, in its columns from `column` on."""
+        """Write x [R, width] into columns column .. column + width of a hidden pool, at the rows' slots."""
 
 
 Program = Callable[[Ops, StepInputs], Mapping[str, Buffer]]
-"""Straight-line model code: named results, each [R, ...] or [L, ...]."""
+"""Straight-line model code; returns named results [R, width] or [L, width]."""
 Handle = Any
-"""A program as its backend runs it."""
+"""A program as prepared by its backend."""
 
 
 class Backend(Protocol):
-    """Owns weights and pools, runs programs, samples. `runs_on`: whose memory and time that takes."""
+    """Owns weights and pools, runs programs and samples tokens."""
 
     name: str
 
     @property
-    def runs_on(self) -> Literal["cpu", "cuda"]: ...
+    def runs_on(self) -> Literal["cpu", "cuda"]:
+        """The device whose memory and time the backend uses."""
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Weight:
-        """Take a file's tensor into this backend's own form. `drafts`: it only makes drafts, which never change the
-        text, so the backend may round it. `precise`: small and sensitive (a router); it is never rounded."""
+        """Convert a file's tensor to the backend's format.
+
+        drafts: used for drafting only, so it may be rounded (drafts never change the text). precise: small and
+        sensitive (a router), never rounded."""
 
     def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
-        """What is taken meanwhile is of another checkpoint, in these files."""
+        """Context in which `weight` takes tensors of another checkpoint, stored in these files."""
 
     def loaded(self) -> None:
-        """All weights have been taken."""
+        """Called when all weights have been taken."""
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Handle:
-        """What `run` takes, which owns the program's pools: whoever drops it frees them. `hidden_width` > 0: the
-        program reads hidden states of that width. Raises ModelError for what this backend cannot run."""
+        """Prepare a program for `run`. The handle owns the program's pools and frees them when dropped.
+
+        hidden_width > 0: the program reads hidden states of that width. Raises ModelError if this backend cannot run
+        the program."""
 
     def kv_bytes(self, spec: KVSpec) -> int:
-        """Bytes of one token position in a KV pool."""
+        """Bytes per position in a KV pool."""
 
     def kv_pool(self, num_slots: int, spec: KVSpec) -> Pool: ...
 
     def copy_rows(self, pools: Sequence[Pool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Keys and values of slots `sources` to slots `targets` in each KV pool, as if all at once."""
+        """Copy slots sources [n] to slots targets [n] in each KV pool, as if all copies happened at once."""
 
     def hidden_bytes(self, width: int) -> int:
-        """Bytes of one position in a hidden pool."""
+        """Bytes per position in a hidden pool."""
 
     def hidden_pool(self, num_slots: int, width: int) -> Pool: ...
 
     def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
-        """Bytes of one recurrent state, with as many kept rows."""
+        """Bytes of one recurrent state with `num_kept` kept rows."""
 
     def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> Pool:
-        """Recurrent states; the first `num_owned` slots belong to sequences and have `num_kept` rows each."""
+        """Pool of recurrent states; the first `num_owned` slots belong to sequences and keep `num_kept` rows each."""
 
     def read_slots(self, pool: Pool, first: int, count: int) -> NDArray[np.uint8]:
-        """The bytes of so many slots of a pool, in whole blocks where those are of positions: a copy on the host, or a
-        view. Any thread, for slots that no pass writes."""
+        """Bytes of `count` slots of a pool from `first` on (whole blocks of KV and hidden pools); a copy or a view.
+
+        Any thread may call it for slots that no pass writes."""
 
     def write_slots(self, pool: Pool, first: int, content: NDArray[np.uint8]) -> None:
-        """Put back what `read_slots` gave. Any thread, for slots that no pass reads or writes."""
+        """Restore bytes from `read_slots`. Any thread may call it for slots that no pass reads or writes."""
 
     def fingerprint(self) -> str:
-        """All that the bits of what it computes depend on, beside the model."""
+        """Everything besides the model that the bits of results depend on."""
 
     def run(
         self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
-        """Run one program for all rows of the plan. A head's hidden input is `hidden` [R, width] when given, else
-        hidden_pool at plan.hidden_slots."""
+        """Run one program for all rows of the plan. A head reads `hidden` [R, width] if given, else hidden_pool at
+        plan.hidden_slots."""
 
     def rows(self, x: Buffer, rows: NDArray[np.int32]) -> Buffer:
         """x[rows] outside a program (between draft steps)."""
 
     def numpy(self, x: Buffer) -> NDArray[np.float32]:
-        """The values of x, on the host."""
+        """Copy x to the host."""
 
     def sample(
         self,
@@ -359,42 +385,45 @@ class Backend(Protocol):
         token_ids: Weight | None = None,
         keep_probs: bool = False,
     ) -> Sampled:
-        """Process and draw, one token per row of logits [L, V']. `token_ids` [V'] maps a reduced draft vocabulary to
-        target ids (see `index`); `keep_probs` also returns the processed distribution over all `vocab_size` ids. A
-        row that has no token left, or NaN, fails alone (see Sampled)."""
+        """Sample one token per row of logits [L, V'].
 
-    def prepare_chain(
+        token_ids [V'] (see `index`): target ids of a reduced draft vocabulary. keep_probs: also return the processed
+        distribution over all `vocab_size` ids. A row that cannot be sampled fails alone (see Sampled)."""
+
+    def prepare_draft_loop(
         self,
         steps: Sequence[tuple[Handle, int]],
         *,
         vocab_size: int,
         token_ids: Weight | None = None,
-        rows_given: bool = False,
-    ) -> Chain | None:
-        """Whole drafts, if this backend can make them. Step i >= 1 of a draft runs steps[i - 1]: a program that reads
-        token ids, positions and `hidden`, and how many rows lie between the sequence's tokens and its own. `token_ids`
-        as in `sample`. `rows_given`: the first pass makes the logits of all tokens, and steps is nothing, or the one
-        program (-1 rows between) that reads each token and the row of logits behind it, and gives the row to draw."""
+        is_block: bool = False,
+    ) -> DraftLoop | None:
+        """Prepare drafting of several tokens in one call; None if this backend drafts step by step.
+
+        steps[i - 1] = (program, rows between the sequence's tokens and the program's row) runs step i >= 1; it reads
+        token ids, positions and `hidden`. token_ids as in `sample`. is_block: the first pass gives the logits of all
+        tokens; steps is empty, or one program (with -1) that reads each drafted token and the next row of logits, and
+        returns the row to sample."""
 
     def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
-        """Raw log-softmax of given tokens [L] at logits [L, V], with the top alternatives."""
+        """Raw log-softmax of tokens [L] at logits [L, V], with the num_top most likely tokens."""
 
     def index(self, ids: NDArray[np.int64]) -> Weight:
-        """Keep a list of numbers on the device: a draft vocabulary (ascending token ids), or the groups of tokens."""
+        """Keep integers on the device: ascending ids of a draft vocabulary, groups of tokens, or expert tables."""
 
     def free_memory(self) -> int:
-        """Bytes that pools may take where they lie, without swapping."""
+        """Bytes available for pools without swapping."""
 
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
-        """Bytes per second at which all its threads read a buffer of this size, the best of several runs."""
+        """Bytes per second at which all threads read a buffer of this size; the best of several runs."""
 
 
 @runtime_checkable
 class Profiler(Protocol):
-    """A backend that can tell where a program's time goes."""
+    """A backend that measures where a program's time goes."""
 
     def profile(self, handle: Handle, on: bool) -> None:
-        """Start or stop taking the time of every part."""
+        """Start or stop timing of all parts."""
 
     def times(self, handle: Handle, *, reset: bool = False) -> dict[str, float]:
-        """Seconds by part of one program since profiling began or the last reset."""
+        """Seconds per part of a program since profiling began or the last reset."""

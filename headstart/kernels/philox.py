@@ -1,7 +1,7 @@
-"""The noise of coupled sampling: Philox4x32-10 and our own log, one formula for numpy arrays and torch tensors.
+"""Noise of coupled sampling: Philox4x32-10 and an exact log, for numpy arrays and torch tensors.
 
-Only elementwise integer and float64 operations that IEEE 754 rounds in one way are used (+ - * /, shifts, bit views),
-so every element has the same bits whatever the library, device, shape or vectorisation. libm's log is not like that.
+Only elementwise integer and float64 operations with exact IEEE 754 rounding are used (+ - * /, shifts, bit views), so
+the bits do not depend on library, device, shape or vectorization. libm's log has no such guarantee.
 
 Key: a request's 64-bit seed. Counter: (token id // 4, position, choice, stream); token id % 4 picks the word.
 Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 Array = Any
-"""numpy array or torch tensor with at least one dimension (numpy warns of wrap-around for bare scalars)."""
+"""numpy array or torch tensor with at least one dimension (numpy warns when a scalar overflows)."""
 Words = tuple[Array, Array, Array, Array]
 
 TOKEN, ACCEPT, RESIDUAL = 0, 1, 2
-"""Streams: the token itself, the accept test of rule `rejection`, its residual draw."""
+"""Noise streams: the token; accept test and residual sample of the rule `rejection`."""
 
 GUMBEL_MIN, GUMBEL_MAX = -3.14, 22.88
-"""Bounds of `gumbel`: words 2^32 - 1 and 0 give -3.1301.. and 22.8738.."""
+"""Bounds of `gumbel`, rounded outwards from -3.1301.. (word 2^32 - 1) and 22.8738.. (word 0)."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLY = (0xD2511F53, 0xCD9E8D57)
@@ -30,11 +30,11 @@ _ROUNDS = 10
 
 
 def philox(counter: Words, key: tuple[Array, Array]) -> Words:
-    """Four words of Philox4x32-10. All arrays are int64 holding 32-bit words and broadcast against each other."""
+    """The four words of Philox4x32-10. All arrays are int64 with 32-bit values, and broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The low halves stay unmasked in c1, c3: the mask after the next xor (or at the end) removes what is above.
+        # The low halves in c1, c3 are masked after the next xor, or at the end.
         p0, p1 = c0 * _MULTIPLY[0], c2 * _MULTIPLY[1]
         c0, c1, c2, c3 = _mix(p1, c1, k0), p1, _mix(p0, c3, k1), p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
@@ -42,7 +42,7 @@ def philox(counter: Words, key: tuple[Array, Array]) -> Words:
 
 
 def _mix(product: Array, word: Array, key: Array) -> Array:
-    """High half of the product ^ word ^ key."""
+    """(product >> 32) ^ word ^ key."""
     high, mixed = product >> 32, word ^ key
     if high.shape == mixed.shape:
         mixed ^= high
@@ -63,11 +63,11 @@ _SIGNED_BITS = 0x4338000000000000
 
 
 def log(x: Array, int64: Any, float64: Any) -> Array:
-    """Natural logarithm of positive normal float64 numbers, within about one unit in the last place.
+    """Natural logarithm of positive normal float64 numbers, accurate to about one ulp.
 
     x = 2^k m with m in [sqrt(1/2), sqrt(2)); f = m - 1, s = f / (2 + f); log m = 2 atanh s = 2s + s^3 (2/3 + 2/5 s^2
-    + ...). As 2s = f - s f, log m = f - s (f - s^2 (2/3 + ...)), whose leading term f is exact. `int64` and `float64`
-    are the library's dtypes, for the bit views.
+    + ...). As 2s = f - s f, log m = f - s (f - s^2 (2/3 + ...)), whose leading term f is exact. `int64`, `float64`:
+    the library's dtypes, for bit views.
     """
     bits = x.view(int64)
     exponent = (bits - _SQRT_HALF_BITS) >> 52
@@ -77,7 +77,7 @@ def log(x: Array, int64: Any, float64: Any) -> Array:
     series = z * _ATANH[0]
     for coefficient in _ATANH[1:]:
         series = (series + coefficient) * z
-    # int64 -> float64 by adding to the bits of a large float: exact, and alike in both libraries.
+    # int64 -> float64 by adding to the bits of a large float: exact, and the same in both libraries.
     k = (exponent + _SIGNED_BITS).view(float64) - _SIGNED
     return k * _LN2_HIGH + (k * _LN2_LOW + (f - s * (f - series)))
 
@@ -99,7 +99,7 @@ def split_seed(seed: int) -> tuple[int, int]:
 
 
 def numpy_words(token_ids: np.ndarray[Any, Any], seed: int, position: int, choice: int, stream: int) -> Array:
-    """The noise word [N] int64 of each token id [N] for one drawn token."""
+    """The noise words int64 [N] of token ids [N], for one sampled token."""
     ids = np.asarray(token_ids, np.int64)
     fixed = [np.array([word], np.int64) for word in (position & _MASK, choice & _MASK, stream)]
     low, high = (np.array([word], np.int64) for word in split_seed(seed))
@@ -108,7 +108,7 @@ def numpy_words(token_ids: np.ndarray[Any, Any], seed: int, position: int, choic
 
 
 def numpy_gumbel(token_ids: np.ndarray[Any, Any], seed: int, position: int, choice: int, stream: int) -> Array:
-    """Gumbel noise [N] float64 at token ids [N]."""
+    """Gumbel noise float64 [N] of token ids [N]."""
     return gumbel(numpy_words(token_ids, seed, position, choice, stream), np.int64, np.float64)
 
 

@@ -1,29 +1,26 @@
-"""What single operations are told of themselves (see kernels/ops.py)."""
+"""Shapes and options of single ops (see kernels/ops.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding, half-split (HF) layout: dims i and i + rotary_dim / 2 turn by position * inv_freq[i] * 1;
-    sin and cos are multiplied by `scale` (YaRN). dims beyond rotary_dim pass through. `trailing`: the last rotary_dim
-    dims turn, neighbours 2 i and 2 i + 1 together. `inverse`: they turn back. `behind`: by a position that lies so far
-    before the row's (not before 0)."""
+    """Rotary embedding: dims i and i + rotary_dim / 2 rotate by position * inv_freq[i] (half-split layout of HF)."""
 
-    inv_freq: tuple[float, ...]
-    rotary_dim: int
-    scale: float = 1.0
-    trailing: bool = False
-    inverse: bool = False
-    behind: int = 0
+    inv_freq: tuple[float, ...]  # rotary_dim / 2 frequencies
+    rotary_dim: int  # the dims beyond it are not rotated
+    scale: float = 1.0  # multiplies sin and cos (YaRN)
+    trailing: bool = False  # the last rotary_dim dims rotate instead, neighbours 2 i and 2 i + 1 together
+    inverse: bool = False  # rotate backwards
+    shift: int = 0  # rotate by position - shift, at least 0
 
 
 @dataclass(frozen=True)
-class TemperSpec:
-    """Queries that grow with the text: times 1 + strength * ln(1 + floor((position + ahead) / every))."""
+class AttentionTemperature:
+    """Queries times 1 + strength * ln(1 + floor((position + ahead) / every)) (Llama 4)."""
 
     every: int
     strength: float
@@ -32,41 +29,154 @@ class TemperSpec:
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Hyper-connections: `count` residual streams, whose mixing matrix is made doubly stochastic in so many
-    `iterations`; `eps` keeps its sums away from 0. See Ops.stream_weights."""
+    """Hyper-connections: several residual streams with a doubly stochastic mixing matrix (see Ops.stream_weights)."""
 
-    count: int
-    iterations: int
-    eps: float
+    count: int  # streams
+    iterations: int  # Sinkhorn iterations
+    eps: float  # keeps sums away from 0
 
     @property
     def num_mixes(self) -> int:
-        """Weights of one part: of its input, of its output, and the mixing matrix."""
+        """Weights of one mixing: of the input, of the output, and the matrix."""
         return (2 + self.count) * self.count
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Which experts a row takes and how it weighs them.
-
-    Scores are the softmax or sigmoid of the router's logits, or sqrt(ln(1 + e^logit)) (`softplus`); a bias is added for
-    the choice only. Of groups of neighbouring experts, those `top_groups` take part whose two best choices sum highest
-    (DeepSeek-V3 report, section 2.1.2). The scores of the `top_k` chosen, divided by their sum if `normalize`, times
-    `scale`, are the weights: of what experts say, or if `scales_inputs` of what they read (Llama 4). Ties go to the
-    lowest id. The last `num_identity` experts have no matrices: they give back the row.
-    """
+    """How a mixture of experts chooses and weighs experts (DeepSeek-V3 report, section 2.1.2). Ties: the lower id."""
 
     num_experts: int
     top_k: int
-    scoring: Literal["softmax", "sigmoid", "softplus"] = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
-    num_identity: int = 0
-    scales_inputs: bool = False
+    scoring: Literal["softmax", "sigmoid", "softplus"] = "softmax"  # of the logits; softplus: sqrt(ln(1 + e^logit))
+    normalize: bool = True  # divide the chosen scores by their sum
+    scale: float = 1.0  # multiplies the weights
+    num_groups: int = 1  # groups of neighbouring experts
+    top_groups: int = 1  # groups that take part: those whose two best scores (with bias) sum highest
+    num_identity: int = 0  # the last experts have no matrices and return their input
+    scales_inputs: bool = False  # weights multiply the experts' inputs instead of their outputs (Llama 4)
 
     @property
     def num_matrices(self) -> int:
         """Experts that have matrices."""
         return self.num_experts - self.num_identity
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A depthwise causal convolution over the last `width` inputs. State: the last width - 1 inputs."""
+
+    channels: int
+    width: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.width - 1, self.channels
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: the inputs."""
+        return self.channels
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): one state matrix [key_dim, value_dim] per value head."""
+
+    num_key_heads: int
+    num_heads: int  # value heads
+    key_dim: int
+    value_dim: int
+    tiled: bool = False  # value head v reads key head v % num_key_heads, else v // (num_heads / num_key_heads)
+
+    @property
+    def channels(self) -> int:
+        """Width of [q, k, v]."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: [q, k, v], log decay, strength."""
+        return self.channels + 2 * self.num_heads
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """Mamba2's selective scan (Dao, Gu 2024): one state matrix [state_dim, head_dim] per head."""
+
+    num_groups: int  # head h reads B and C of group h // (num_heads / num_groups)
+    num_heads: int
+    state_dim: int
+    head_dim: int
+
+    @property
+    def inner(self) -> int:
+        """Width of x."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of [x, B, C]."""
+        return self.inner + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.num_heads, self.state_dim, self.head_dim
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a kept row: [x, B, C], step."""
+        return self.channels + self.num_heads
+
+
+StateSpec = ConvSpec | DeltaSpec | ScanSpec
+"""What a recurrent layer stores per sequence, in place of keys and values."""
+
+
+class _OneKeyHead:
+    """Attributes of an AttentionSpec with one key head per position, no values and no mask of its own."""
+
+    num_kv_heads: ClassVar[int] = 1
+    value_width: ClassVar[int] = 0
+    latent: ClassVar[bool] = False
+    window: ClassVar[int] = 0
+    chunk: ClassVar[int] = 0
+    causal: ClassVar[bool] = False
+    excludes_self: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class IndexSpec(_OneKeyHead):
+    """A lightning indexer (DeepSeek-V3.2 report, section 2.1; see Ops.select_positions)."""
+
+    num_heads: int  # query heads, which share one key per position
+    head_dim: int
+    top_k: int  # positions that a row attends to
+    every: int = 1  # only positions that end a window of this size can be selected
+
+
+@dataclass(frozen=True)
+class CompressSpec(_OneKeyHead):
+    """Compressed KV entries, one per window (DeepSeek-V4 report, section 2.3; see Ops.compress)."""
+
+    every: int  # positions of a window
+    dim: int  # features of an entry
+    overlap: bool = False  # an entry covers two windows, each with its own part of the projections
+
+    @property
+    def width(self) -> int:
+        """Columns of a projection."""
+        return self.dim * (2 if self.overlap else 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Columns of a stored row: values and gates."""
+        return 2 * self.width
+
+    @property
+    def span(self) -> int:
+        """Positions that an entry covers."""
+        return self.every * (2 if self.overlap else 1)

@@ -1,4 +1,4 @@
-"""What backends over torch tensors share: pools, copies between them, and torch's sampler."""
+"""Base of the backends over torch tensors: pools, copies between slots, sampling on the host."""
 
 from __future__ import annotations
 
@@ -18,108 +18,106 @@ from torch import Tensor
 from headstart.core import Sampled, SamplingRows, TokenLogprob
 from headstart.kernels.ops import KVSpec
 from headstart.kernels.reference.sampling import logprobs, sample
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import StateSpec
 
 
 @dataclass(frozen=True, eq=False)
-class KVPool:
-    """Keys [slots, K, D] and values [slots, K, V]; latent values are a view of the keys."""
+class TorchKVPool:
+    """Keys and values of one layer by slot."""
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor  # [slots, K, D]
+    values: Tensor  # [slots, K, V]; latent: a view of the keys
     latent: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class StatePool:
-    """`states` [slots, *state_shape]; `rows` [owned, kept, W]: row j is at position keeps + j (see
-    Backend.state_pool)."""
+class TorchStatePool:
+    """Recurrent states of one layer by slot."""
 
-    states: Tensor
-    rows: Tensor
+    states: Tensor  # [slots, *state_shape]
+    rows: Tensor  # [owned, kept, W] inputs behind each sequence's state; row j is of position keeps + j
 
 
 class TorchBackend:
-    """Of `Backend` what does not depend on how a program runs. `place`: where tensors lie; `kept`: type of keys and
-    values, `hidden`: of hidden states, `summed`: of recurrent states."""
+    """The part of `Backend` that does not depend on how a program runs."""
 
     name: str
-    place: torch.device
-    kept: torch.dtype
-    hidden: torch.dtype
-    summed: torch.dtype
+    torch_device: torch.device
+    kv_dtype: torch.dtype  # of keys and values
+    hidden_dtype: torch.dtype  # of hidden states
+    state_dtype: torch.dtype  # of recurrent states
 
     @property
     def runs_on(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.place.type == "cuda" else "cpu"
+        return "cuda" if self.torch_device.type == "cuda" else "cpu"
 
     def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def loaded(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     def index(self, ids: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.place)
+        return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self.torch_device)
 
     def kv_bytes(self, spec: KVSpec) -> int:
         values = 0 if spec.latent else spec.value_width
-        return spec.num_kv_heads * (spec.head_dim + values) * self.kept.itemsize
+        return spec.num_kv_heads * (spec.head_dim + values) * self.kv_dtype.itemsize
 
-    def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool:
-        keys = self.zeros((num_slots, spec.num_kv_heads, spec.head_dim), self.kept)
+    def kv_pool(self, num_slots: int, spec: KVSpec) -> TorchKVPool:
+        keys = self.zeros((num_slots, spec.num_kv_heads, spec.head_dim), self.kv_dtype)
         if spec.latent:
-            return KVPool(keys, keys[..., : spec.value_width], latent=True)
-        return KVPool(keys, self.zeros((num_slots, spec.num_kv_heads, spec.value_width), self.kept))
+            return TorchKVPool(keys, keys[..., : spec.value_width], latent=True)
+        return TorchKVPool(keys, self.zeros((num_slots, spec.num_kv_heads, spec.value_width), self.kv_dtype))
 
-    def copy_rows(self, pools: Sequence[KVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        rows, places = self.index(sources), self.index(targets)
+    def copy_rows(self, pools: Sequence[TorchKVPool], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        from_slots, to_slots = self.index(sources), self.index(targets)
         for pool in pools:
-            pool.keys[places] = pool.keys[rows]
+            pool.keys[to_slots] = pool.keys[from_slots]
             if not pool.latent:
-                pool.values[places] = pool.values[rows]
+                pool.values[to_slots] = pool.values[from_slots]
 
     def hidden_bytes(self, width: int) -> int:
-        return width * self.hidden.itemsize
+        return width * self.hidden_dtype.itemsize
 
     def hidden_pool(self, num_slots: int, width: int) -> Tensor:
-        return self.zeros((num_slots, width), self.hidden)
+        return self.zeros((num_slots, width), self.hidden_dtype)
 
     def state_bytes(self, spec: StateSpec, num_kept: int = 0) -> int:
-        return (math.prod(spec.state_shape) + num_kept * spec.row_width) * self.summed.itemsize
+        return (math.prod(spec.state_shape) + num_kept * spec.row_width) * self.state_dtype.itemsize
 
-    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
-        rows = self.zeros((num_owned, num_kept, spec.row_width), self.summed)
-        return StatePool(self.zeros((num_slots, *spec.state_shape), self.summed), rows)
+    def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> TorchStatePool:
+        rows = self.zeros((num_owned, num_kept, spec.row_width), self.state_dtype)
+        return TorchStatePool(self.zeros((num_slots, *spec.state_shape), self.state_dtype), rows)
 
     @torch.inference_mode()
-    def read_slots(self, pool: KVPool | StatePool | Tensor, first: int, count: int) -> NDArray[np.uint8]:
+    def read_slots(self, pool: TorchKVPool | TorchStatePool | Tensor, first: int, count: int) -> NDArray[np.uint8]:
         rows = [_as_bytes(each[first : first + count].cpu()) for each in _tensors(pool)]
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
     @torch.inference_mode()
-    def write_slots(self, pool: KVPool | StatePool | Tensor, first: int, content: NDArray[np.uint8]) -> None:
+    def write_slots(self, pool: TorchKVPool | TorchStatePool | Tensor, first: int, content: NDArray[np.uint8]) -> None:
         tensors = _tensors(pool)
         count = len(content) // sum(each[0].nbytes for each in tensors)
         for each in tensors:
             rows = torch.empty((count, *each.shape[1:]), dtype=each.dtype)
             _as_bytes(rows)[:] = content[: rows.nbytes]
-            each[first : first + count] = rows.to(self.place)
+            each[first : first + count] = rows.to(self.torch_device)
             content = content[rows.nbytes :]
 
     def fingerprint(self) -> str:
-        kinds = f"{self.kept} {self.hidden} {self.summed}"
-        return f"{self.name} {torch.__version__} {self.place.type} {kinds} {self.rounding()}"
+        kinds = f"{self.kv_dtype} {self.hidden_dtype} {self.state_dtype}"
+        return f"{self.name} {torch.__version__} {self.torch_device.type} {kinds} {self.rounding()}"
 
     def rounding(self) -> str:
-        """More of it."""
+        """What the rounding of results depends on, for `fingerprint`."""
         return ""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros, so that no stale NaN can pass a masked weight. On CPU by numpy (calloc): memory is taken only as it
-        is used, where torch.zeros would fill it at once."""
-        if self.place.type == "cuda" or 0 in shape:
-            return torch.zeros(shape, dtype=dtype, device=self.place)
+        """A tensor of zeros: a stale NaN would survive a masked weight of 0. On the CPU by numpy (calloc), which takes
+        memory only as it is used; torch.zeros fills it at once."""
+        if self.torch_device.type == "cuda" or 0 in shape:
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
         raw = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape)
 
@@ -140,9 +138,9 @@ class TorchBackend:
         token_ids: Tensor | None = None,
         keep_probs: bool = False,
     ) -> Sampled:
-        drawn = sample(_wide(logits), rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
-        # rejection is judged on the host
-        return drawn if drawn.probs is None else replace(drawn, probs=drawn.probs.cpu().numpy())
+        sampled = sample(_wide(logits), rows, token_ids=token_ids, vocab_size=vocab_size, keep_probs=keep_probs)
+        # rejection sampling runs on the host
+        return sampled if sampled.probs is None else replace(sampled, probs=sampled.probs.cpu().numpy())
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
@@ -150,7 +148,7 @@ class TorchBackend:
 
     @torch.inference_mode()
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
-        buffer = torch.ones(num_bytes // 4, device=self.place)
+        buffer = torch.ones(num_bytes // 4, device=self.torch_device)
         seconds = []
         for _ in range(runs):
             begin = time.perf_counter()
@@ -159,17 +157,17 @@ class TorchBackend:
         return num_bytes / min(seconds)
 
 
-def _tensors(pool: KVPool | StatePool | Tensor) -> list[Tensor]:
-    """What a pool keeps by slots."""
-    if isinstance(pool, KVPool):
+def _tensors(pool: TorchKVPool | TorchStatePool | Tensor) -> list[Tensor]:
+    """The tensors of a pool whose first dimension is the slot."""
+    if isinstance(pool, TorchKVPool):
         return [pool.keys] if pool.latent else [pool.keys, pool.values]
-    return [pool.states if isinstance(pool, StatePool) else pool]
+    return [pool.states if isinstance(pool, TorchStatePool) else pool]
 
 
 def _as_bytes(x: Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor on the host."""
-    found: NDArray[np.uint8] = x.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    """The memory of a host tensor, uint8 [bytes]."""
+    memory: NDArray[np.uint8] = x.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memory
 
 
 def _wide(logits: Tensor) -> Tensor:

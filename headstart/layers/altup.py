@@ -1,13 +1,14 @@
-"""Alternating updates (AltUp; Baykal et al. 2023) and learned residuals (LAuReL; Menghani et al. 2024), as Gemma 3n has
-them: of several streams side by side each layer works on one and moves the others along. Formula: transformers 5.23,
-`modeling_gemma3n.py`. With m(x) = tanh(W norm(x) / H), and `a` the stream that is worked on:
+"""Alternating updates (AltUp, Baykal et al. 2023) and learned residuals (LAuReL, Menghani et al. 2024) of Gemma 3n.
 
-    p_k = x_k + sum over j of (P m(x_a))_kj x_j                                               what is expected
+Of several residual streams each layer computes one (`a`, the active one), predicts the others and corrects all.
+Formula: transformers 5.23, `modeling_gemma3n.py`, with m(x) = tanh(W norm(x) / H):
+
+    p_k = x_k + sum over j of (P m(x_a))_kj x_j                                               predict
     r = norm(p_a);  s = (p_a + norm(mixer(r)) + r + norm(right(left(r)))) / sqrt(2);  y = s + norm(mlp(norm(s)))
-    c_k = p_k + (1 + (C m(y))_k) (y - p_a);  x_k = c_k + [k > 0] beside(scale * c_a)
+    c_k = p_k + (1 + (C m(y))_k) (y - p_a);  x_k = c_k + [k > 0] post_block(scale * c_a)
 
-In the beginning stream 0 is the embedding e, and stream k is P_k e made as long as e. In the end each U_k x_k is made
-as long as x_0, and the mean of all goes on.
+Before the first layer stream 0 is the embedding e, and stream k is P_k e with the norm of e. After the last layer each
+U_k x_k gets the norm of x_0; the result is the mean of all.
 
 Canonical tensors: `altup_projections.{k - 1}.weight` and `altup_unembed_projections.{k - 1}.weight` [H, H]; under
 `{layer}.altup`: `modality_router.weight` [n, H], `router_norm.weight` [H], `prediction_coefs.weight` [n * n, n],
@@ -26,9 +27,9 @@ from numpy.typing import NDArray
 
 from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import StreamSpec
-from headstart.layers.decoder import DecoderLayer, LayerConfig, Passing
+from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.linear import Linear
-from headstart.layers.magnitude import Magnitude, read_magnitude
+from headstart.layers.mlp import Magnitude, build_magnitude
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
@@ -37,27 +38,26 @@ BEGIN, END = "altup_projections", "altup_unembed_projections"
 
 @dataclass(frozen=True, kw_only=True)
 class AltUpConfig:
-    """`count` streams, of which layers work on `active`; `rank` of the learned residual; `scaled`: what a layer's part
-    beside reads is multiplied by a vector."""
+    """Streams of all layers."""
 
-    count: int
-    active: int
-    rank: int
-    scaled: bool = True
+    count: int  # streams
+    active: int  # index of the stream that layers compute
+    rank: int  # of the learned residual
+    scaled: bool = True  # a vector multiplies the input of a layer's post_block
 
     @property
     def spec(self) -> StreamSpec:
         return StreamSpec(self.count, 0, 0.0)
 
-    def build(self, weights: Weights, hidden: int) -> AltUpEnds:
-        """Both ends of the layers."""
-        begin, end = (
+    def build(self, weights: Weights, hidden: int) -> AltUpProjections:
+        """Builds the projections before the first and after the last layer."""
+        expand, collapse = (
             tuple(weights.linear(f"{name}.{k}", hidden, hidden) for k in range(self.count - 1)) for name in (BEGIN, END)
         )
-        picks = np.zeros((self.count, self.count * hidden))
-        picks[:, : self.count] = np.eye(self.count)
-        picked = tuple(weights.made(f"pick {k}", pick) for k, pick in enumerate(picks))
-        return AltUpEnds(self.spec, begin, end, picked, read_magnitude(weights, hidden))
+        one_hot = np.zeros((self.count, self.count * hidden))
+        one_hot[:, : self.count] = np.eye(self.count)
+        selectors = tuple(weights.constant(f"pick {k}", row) for k, row in enumerate(one_hot))
+        return AltUpProjections(self.spec, expand, collapse, selectors, build_magnitude(weights, hidden))
 
     def shapes(self, hidden: int) -> Shapes:
         """Names and shapes of what `build` takes."""
@@ -65,54 +65,58 @@ class AltUpConfig:
 
 
 @dataclass(frozen=True)
-class AltUpEnds:
-    """One stream to all and back. `picks`: by stream, vectors [n * H] whose first n numbers are 1 for it, else 0."""
+class AltUpProjections:
+    """From one stream to all and back."""
 
     spec: StreamSpec
-    into: tuple[Linear, ...]
-    out: tuple[Linear, ...]
-    picks: tuple[Weight, ...]
+    expand_projs: tuple[Linear, ...]  # one per stream but the first
+    collapse_projs: tuple[Linear, ...]
+    selectors: tuple[Weight, ...]  # [n * H] per stream k: number k is 1, the others are 0
     magnitude: Magnitude
 
-    def begin(self, ops: Ops, x: Buffer) -> Buffer:
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
         """[R, H] -> [R, n * H]."""
-        _, length = self.magnitude.apart(ops, x)
+        _, length = self.magnitude.split(ops, x)
         wide = x
-        for linear in self.into:
-            wide = ops.concat(wide, self.magnitude.of(ops, linear(ops, x), length))
+        for linear in self.expand_projs:
+            wide = ops.concat(wide, self.magnitude.rescale(ops, linear(ops, x), length))
         return wide
 
-    def enter(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
+    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
         """[R, n * H] -> their mean [R, H]."""
         zero = ops.scale(streams, 0.0)
-        total, *others = (ops.sum_streams(streams, ops.shift(zero, pick), self.spec) for pick in self.picks)
-        _, length = self.magnitude.apart(ops, total)
-        for linear, other in zip(self.out, others, strict=True):
-            total = ops.add(total, self.magnitude.of(ops, linear(ops, other), length))
+        total, *others = (ops.sum_streams(streams, ops.add_bias(zero, each), self.spec) for each in self.selectors)
+        _, length = self.magnitude.split(ops, total)
+        for linear, other in zip(self.collapse_projs, others, strict=True):
+            total = ops.add(total, self.magnitude.rescale(ops, linear(ops, other), length))
         return ops.scale(total, 1 / self.spec.count), None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AltUpLayerConfig(LayerConfig):
-    """A layer over alternating streams; it has norms before and after each part, and a part beside."""
+    """A layer over alternating streams, with norms before and after each part and a post_block."""
 
     altup: AltUpConfig
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, reads: int | None = None) -> AltUpLayer:
-        plain = super().build(weights, prefix, hidden, reads=reads)
+    @property
+    def _stream_kernels(self) -> int:
+        return 12
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> AltUpLayer:
+        plain = super().build(weights, prefix, hidden, in_features=in_features)
         rank = self.altup.rank
         return AltUpLayer(
             **{field.name: getattr(plain, field.name) for field in fields(plain)},
-            altup=_read(weights, f"{prefix}.altup", hidden, self.altup, self.eps),
+            altup=_build_altup(weights, f"{prefix}.altup", hidden, self.altup, self.eps),
             left=weights.linear(f"{prefix}.laurel.linear_left", rank, hidden),
             right=weights.linear(f"{prefix}.laurel.linear_right", hidden, rank),
             learned_norm=weights.norm(f"{prefix}.laurel.post_laurel_norm", hidden, self.eps),
         )
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int | None = None) -> Shapes:
+    def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
         rank = self.altup.rank
         return {
-            **super().shapes(prefix, hidden, reads=reads),
+            **super().shapes(prefix, hidden, in_features=in_features),
             **_shapes(f"{prefix}.altup", hidden, self.altup.count),
             f"{prefix}.laurel.linear_left.weight": (rank, hidden),
             f"{prefix}.laurel.linear_right.weight": (hidden, rank),
@@ -130,31 +134,33 @@ def _shapes(name: str, hidden: int, count: int) -> Shapes:
     }
 
 
-def _read(weights: Weights, name: str, hidden: int, config: AltUpConfig, eps: float) -> AltUp:
-    """The two small maps of m become ones to all weights of Ops.mix_streams: [1 for the stream that is worked on, n of
-    what is added, the mixing matrix by rows]; a bias is what holds where m is 0."""
+def _build_altup(weights: Weights, name: str, hidden: int, config: AltUpConfig, eps: float) -> AltUp:
+    """Turns the two small maps of m into maps to all weights of Ops.mix_streams: n weights of the sum, n of the
+    addition, the mixing matrix by rows. The biases are the weights for m = 0."""
     count, shapes = config.count, _shapes(name, hidden, config.count)
-    expects = weights.raw(f"{name}.prediction_coefs.weight", (count * count, count)).float32()
-    corrects = weights.raw(f"{name}.correction_coefs.weight", (count, count)).float32()
+    predict = weights.raw(f"{name}.prediction_coefs.weight", (count * count, count)).float32()
+    correct = weights.raw(f"{name}.correction_coefs.weight", (count, count)).float32()
     scale = weights.raw(f"{name}.correct_output_scale", (hidden,))
-    here, none, keep = np.eye(count)[config.active], np.zeros(count), np.eye(count)
-    nothing = np.zeros((count, count))
-    instead = np.zeros((count, count, count))  # of the mixing matrix, row by row
-    instead[config.active] = -corrects
+    identity, zeros = np.eye(count), np.zeros((count, count))
+    active = identity[config.active]
+    mixing = np.zeros((count, count, count))  # rows of the mixing matrix
+    mixing[config.active] = -correct
     maps: dict[str, tuple[NDArray[Any], ...]] = {
-        "expect": (nothing, nothing, expects.reshape(count, count, count).swapaxes(0, 1).reshape(-1, count)),
-        "correct": (nothing, corrects, instead.reshape(-1, count)),
+        "expect": (zeros, zeros, predict.reshape(count, count, count).swapaxes(0, 1).reshape(-1, count)),
+        "correct": (zeros, correct, mixing.reshape(-1, count)),
     }
     biases: dict[str, tuple[NDArray[Any], ...]] = {
-        "expect": (here, none, keep.ravel()),
-        "correct": (here, none + 1, (keep - here[:, None]).ravel()),
-        "further": (here, 1 - np.eye(count)[0], keep.ravel()),
+        "expect": (active, zeros[0], identity.ravel()),
+        "correct": (active, zeros[0] + 1, (identity - active[:, None]).ravel()),
+        "further": (active, 1 - identity[0], identity.ravel()),
     }
     vectors = {
-        part: weights.made(f"{name}.{part} of {config.active}", np.concatenate(each)) for part, each in biases.items()
+        part: weights.constant(f"{name}.{part} of {config.active}", np.concatenate(each))
+        for part, each in biases.items()
     }
     linears = {
-        part: Linear(weights.made(f"{name}.{part}", np.concatenate(each)), vectors[part]) for part, each in maps.items()
+        part: Linear(weights.constant(f"{name}.{part}", np.concatenate(each)), vectors[part])
+        for part, each in maps.items()
     }
     norm = weights.raw(f"{name}.router_norm.weight", (hidden,)).affine(1 / hidden, 0)
     router = f"{name}.modality_router.weight"
@@ -162,56 +168,56 @@ def _read(weights: Weights, name: str, hidden: int, config: AltUpConfig, eps: fl
         spec=config.spec,
         norm=RMSNorm(weights.take(norm, precise=True), eps),
         router=Linear(weights.get(router, *shapes[router], precise=True)),
-        expect=linears["expect"],
-        correct=linears["correct"],
-        further=vectors["further"],
-        pick=weights.made(f"pick {config.active} of {hidden}", np.arange(hidden) == config.active),
+        prediction=linears["expect"],
+        correction=linears["correct"],
+        addition=vectors["further"],
+        selector=weights.constant(f"pick {config.active} of {hidden}", np.arange(hidden) == config.active),
         scale=weights.take(scale, precise=True) if config.scaled else None,
     )
 
 
 @dataclass(frozen=True)
 class AltUp:
-    """How streams move before and behind what a layer does to one of them. `pick` [H]: 1 for that one, else 0;
-    `further`: weights of Ops.mix_streams that add x to all streams but the first."""
+    """Predicts streams before a layer's parts and corrects them after."""
 
     spec: StreamSpec
     norm: RMSNorm
     router: Linear
-    expect: Linear
-    correct: Linear
-    further: Weight
-    pick: Weight
-    scale: Weight | None
+    prediction: Linear
+    correction: Linear
+    addition: Weight  # weights of Ops.mix_streams that add x to all streams but the first
+    selector: Weight  # [H]: 1 at the active stream's index, else 0
+    scale: Weight | None  # [H]
 
-    def before(self, ops: Ops, streams: Buffer, embedded: Buffer) -> tuple[Buffer, Buffer]:
-        """Streams [R, n * H] -> what is expected of all, and of the one that is worked on [R, H]."""
-        active = ops.sum_streams(streams, _constant(ops, embedded, self.pick), self.spec)
-        weights = self.expect(ops, self._modes(ops, active))
-        expected = ops.mix_streams(streams, active, weights, self.spec)
-        return expected, ops.sum_streams(expected, weights, self.spec)
+    def predict(self, ops: Ops, streams: Buffer, embedded: Buffer) -> tuple[Buffer, Buffer]:
+        """Streams [R, n * H] -> (predicted streams [R, n * H], the predicted active stream [R, H])."""
+        active = ops.sum_streams(streams, _constant(ops, embedded, self.selector), self.spec)
+        weights = self.prediction(ops, self._modes(ops, active))
+        predicted = ops.mix_streams(streams, active, weights, self.spec)
+        return predicted, ops.sum_streams(predicted, weights, self.spec)
 
-    def behind(self, ops: Ops, expected: Buffer, said: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """Streams corrected by what came out, what the part beside reads, and weights for `beside`."""
-        weights = self.correct(ops, self._modes(ops, said))
-        streams = ops.mix_streams(expected, said, weights, self.spec)
+    def correct(self, ops: Ops, predicted: Buffer, output: Buffer) -> tuple[Buffer, Buffer, Buffer]:
+        """(streams corrected by `output` [R, H], input of the post_block, weights that add the post_block's output to
+        the streams)."""
+        weights = self.correction(ops, self._modes(ops, output))
+        streams = ops.mix_streams(predicted, output, weights, self.spec)
         active = ops.sum_streams(streams, weights, self.spec)
         if self.scale is not None:
             active = ops.activate_mul(_constant(ops, active, self.scale), active, "identity")
-        return streams, active, ops.shift(ops.scale(weights, 0.0), self.further)
+        return streams, active, ops.add_bias(ops.scale(weights, 0.0), self.addition)
 
     def _modes(self, ops: Ops, x: Buffer) -> Buffer:
         return ops.softcap(self.router(ops, self.norm(ops, x)), 1.0)  # tanh
 
 
 def _constant(ops: Ops, like: Buffer, values: Weight) -> Buffer:
-    """The same values [W] in each row [R, W]."""
-    return ops.shift(ops.scale(like, 0.0), values)
+    """`values` [W] in each row of a [R, W] buffer like `like`."""
+    return ops.add_bias(ops.scale(like, 0.0), values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AltUpLayer(DecoderLayer):
-    """See the module."""
+    """A layer with AltUp and LAuReL (see the module)."""
 
     altup: AltUp
     left: Linear
@@ -225,15 +231,15 @@ class AltUpLayer(DecoderLayer):
         residual: Buffer,
         positions: Buffer,
         pool: Pool,
-        passing: Passing | None = None,
+        state: ForwardState | None = None,
     ) -> tuple[None, Buffer]:
-        assert delta is None and passing and self.beside, "all streams, in a trunk"
-        expected, x = self.altup.before(ops, residual, passing.embedded)
-        read = self.input_norm(ops, x)
-        learned = ops.add(read, self.learned_norm(ops, self.right(ops, self.left(ops, read))))
-        mixed = ops.add(x, self.mixer_norm(ops, self.mixer(ops, read, positions, pool)))
+        assert delta is None and state and self.post_block, "AltUp layers only work in a trunk"
+        predicted, x = self.altup.predict(ops, residual, state.embedded)
+        normed = self.input_norm(ops, x)
+        learned = ops.add(normed, self.learned_norm(ops, self.right(ops, self.left(ops, normed))))
+        mixed = ops.add(x, self.mixer_norm(ops, self.mixer(ops, normed, positions, pool)))
         x = ops.scale(ops.add(mixed, learned), sqrt(0.5))
-        said = ops.add(x, self.mlp_norm(ops, self.mlp(ops, self.post_norm(ops, x))))
-        streams, active, further = self.altup.behind(ops, expected, said)
-        beside = self.beside(ops, active, passing.token_ids, passing.embedded)
-        return None, ops.mix_streams(streams, beside, further, self.altup.spec)
+        output = ops.add(x, self.mlp_norm(ops, self.mlp(ops, self.post_norm(ops, x))))
+        streams, active, addition = self.altup.correct(ops, predicted, output)
+        added = self.post_block(ops, active, state.token_ids, state.embedded)
+        return None, ops.mix_streams(streams, added, addition, self.altup.spec)

@@ -6,49 +6,56 @@ Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, RopeSpec, TemperSpec, Weight
-from headstart.kernels.states import StateSpec
-from headstart.layers.linear import Linear
+from headstart.kernels.ops import AttentionSpec, AttentionTemperature, Buffer, Ops, Pool, RopeSpec, Weight
+from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """`rope` None: positions are not rotated. `qk_norm`: of each head, or `wide_norms`: over all heads together;
-    `norms_last`: behind the rope; `plain_norms`: without weights. `temper`: queries grow with their position. `gated`:
-    the output is multiplied by sigmoid(gate x); `head_gates`: a number for each head. `shares`: the index of an earlier
-    layer, whose keys and values are read in place of own ones. `sinks`: see Ops.attend. `v_norm`: values are normed
-    too, without a weight. `keys_are_values`: v is what k is before its norm and rope. `value_scale`: what values are
-    multiplied by."""
+class AttentionConfig(MixerConfig):
+    """Grouped-query attention of one layer."""
 
     spec: AttentionSpec
-    rope: RopeSpec | None
+    rope: RopeSpec | None  # None: no rotary positions
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
-    wide_norms: bool = False
-    norms_last: bool = False
-    plain_norms: bool = False
-    temper: TemperSpec | None = None
-    gated: bool = False
-    head_gates: bool = False
-    shares: int | None = None
-    sinks: bool = False
-    v_norm: bool = False
-    keys_are_values: bool = False
-    value_scale: float = 1.0
+    qk_norm: bool = False  # RMSNorm of queries and keys
+    qk_norm_over_heads: bool = False  # over all heads together; False: over each head
+    qk_norm_after_rope: bool = False
+    qk_norm_unweighted: bool = False
+    temperature: AttentionTemperature | None = None  # queries grow with their position
+    gated: bool = False  # the output is multiplied by sigmoid(gate_proj x)
+    gate_per_head: bool = False  # one gate value per head; False: one per feature
+    source_layer: int | None = None  # index of the earlier layer whose keys and values are read instead of own ones
+    sinks: bool = False  # see Ops.attend
+    v_norm: bool = False  # RMSNorm of values, without a weight
+    keys_are_values: bool = False  # v is k before its norm and rope
+    value_scale: float = 1.0  # multiplies values
+    num_kernels: ClassVar[int] = 7
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Attention:
-        """The attention of the layer `prefix`; q, k and v read as many columns as `reads`."""
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        return self.spec
+
+    @property
+    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+        return (self.spec,) if self.source_layer is None else ()
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Attention:
+        """See MixerConfig.build."""
         name = f"{prefix}.self_attn"
         linears = {
             part: weights.linear(f"{name}.{part}", *shape, bias=bias)
-            for part, (shape, bias) in self._linears(hidden, reads).items()
+            for part, (shape, bias) in self._linears(hidden, in_features).items()
         }
         norms = {
-            part: weights.plain_norm(width, eps) if self.plain_norms else weights.norm(f"{name}.{part}", width, eps)
+            part: weights.norm(f"{name}.{part}", width, eps)
+            if not self.qk_norm_unweighted
+            else weights.unweighted_norm(width, eps)
             for part, width in self._norms.items()
         }
         return Attention(
@@ -59,107 +66,91 @@ class AttentionConfig:
             o_proj=linears["o_proj"],
             q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
-            v_norm=weights.plain_norm(self.spec.head_dim, eps) if self.v_norm and self.shares is None else None,
-            spec=self.spec,
-            rope=self.rope,
-            norms_last=self.norms_last,
-            temper=self.temper,
+            v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
-            shares=self.shares,
-            value_scale=self.value_scale,
+            config=self,
         )
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         shapes: Shapes = {}
-        for name, (shape, bias) in self._linears(hidden, reads).items():
+        for name, (shape, bias) in self._linears(hidden, in_features).items():
             shapes[f"{prefix}.self_attn.{name}.weight"] = shape
             if bias:
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        if not self.plain_norms:
+        if not self.qk_norm_unweighted:
             shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
-    def _linears(self, hidden: int, reads: int) -> dict[str, tuple[tuple[int, int], bool]]:
-        """Projections: (out, in), with a bias?"""
+    def _linears(self, hidden: int, in_features: int) -> dict[str, tuple[tuple[int, int], bool]]:
+        """Projections by name: ((out, in), has a bias)."""
         spec = self.spec
         out = spec.num_heads * spec.value_width
         sizes = {"q_proj": spec.num_heads * spec.head_dim}
-        if self.shares is None:
+        if self.source_layer is None:
             sizes["k_proj"] = spec.num_kv_heads * spec.head_dim
             if not self.keys_are_values:
                 sizes["v_proj"] = spec.num_kv_heads * spec.value_width
         if self.gated:
-            sizes["gate_proj"] = spec.num_heads if self.head_gates else out
-        plain = {"gate_proj"} if self.head_gates else set[str]()  # without a bias
-        read = {name: ((size, reads), self.qkv_bias and name not in plain) for name, size in sizes.items()}
-        return {**read, "o_proj": ((hidden, out), self.o_bias)}
+            sizes["gate_proj"] = spec.num_heads if self.gate_per_head else out
+        unbiased = {"gate_proj"} if self.gate_per_head else set[str]()
+        inputs = {name: ((size, in_features), self.qkv_bias and name not in unbiased) for name, size in sizes.items()}
+        return {**inputs, "o_proj": ((hidden, out), self.o_bias)}
 
     @property
     def _norms(self) -> dict[str, int]:
-        """Norms of queries and keys, and their widths."""
+        """Widths of the norms of queries and keys, by name."""
         if not self.qk_norm:
             return {}
-        heads = {"q_norm": self.spec.num_heads} | ({"k_norm": self.spec.num_kv_heads} if self.shares is None else {})
-        return {name: self.spec.head_dim * (count if self.wide_norms else 1) for name, count in heads.items()}
+        heads = {"q_norm": self.spec.num_heads}
+        if self.source_layer is None:
+            heads["k_norm"] = self.spec.num_kv_heads
+        return {name: self.spec.head_dim * (count if self.qk_norm_over_heads else 1) for name, count in heads.items()}
 
 
 @dataclass(frozen=True)
-class Attention:
-    """q, k, v projections, optional per-head q/k norms, rope, causal attention, optional gate, output projection.
-    No `k_proj`: the pool is that of the layer `shares`; no `v_proj` beside it: v is k before its norm."""
+class Attention(Mixer):
+    """q, k, v projections, q and k norms, rope, causal attention, gate, output projection."""
 
     q_proj: Linear
-    k_proj: Linear | None
-    v_proj: Linear | None
+    k_proj: Linear | None  # None: keys and values are those of config.source_layer
+    v_proj: Linear | None  # None: v is k before its norm
     gate_proj: Linear | None
     o_proj: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    spec: AttentionSpec
-    rope: RopeSpec | None
-    v_norm: RMSNorm | None = None
-    norms_last: bool = False
-    temper: TemperSpec | None = None
-    sinks: Weight | None = None
-    shares: int | None = None
-    value_scale: float = 1.0
+    v_norm: RMSNorm | None
+    sinks: Weight | None
+    config: AttentionConfig
 
-    @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
-        return (self.spec,) if self.shares is None else ()
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return ()
-
-    def keep(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
-        """Store the keys and values of rows that have no queries."""
+    def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
+        """Stores keys and values of rows without queries."""
         assert self.k_proj
         k = self.k_proj(ops, x)
         self._store(ops, k, self.v_proj(ops, x) if self.v_proj else k, positions, pool)
 
     def _store(self, ops: Ops, k: Buffer, v: Buffer, positions: Buffer, pool: Pool) -> None:
         v = self.v_norm(ops, v) if self.v_norm else v
-        v = v if self.value_scale == 1 else ops.scale(v, self.value_scale)
-        ops.store_kv(self._placed(ops, k, self.k_norm, positions), v, pool, self.spec)
+        v = scale(ops, v, self.config.value_scale)
+        ops.store_kv(self._norm_and_rotate(ops, k, self.k_norm, positions), v, pool, self.config.spec)
 
-    def _placed(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:
-        """Queries or keys, normed and rotated."""
-        if norm and not self.norms_last:
+    def _norm_and_rotate(self, ops: Ops, x: Buffer, norm: RMSNorm | None, positions: Buffer) -> Buffer:
+        """Queries or keys after norm and rope."""
+        config = self.config
+        if norm and not config.qk_norm_after_rope:
             x = norm(ops, x)
-        if self.rope:
-            x = ops.rope(x, positions, self.rope, self.spec.head_dim)
-        return norm(ops, x) if norm and self.norms_last else x
+        if config.rope:
+            x = ops.rope(x, positions, config.rope, config.spec.head_dim)
+        return norm(ops, x) if norm and config.qk_norm_after_rope else x
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         q = self.q_proj(ops, x)
         k = self.k_proj(ops, x) if self.k_proj else None
         v = self.v_proj(ops, x) if self.v_proj else k
         gate = self.gate_proj(ops, x) if self.gate_proj else None
-        q = self._placed(ops, q, self.q_norm, positions)
-        q = ops.temper(q, positions, self.temper) if self.temper else q
+        q = self._norm_and_rotate(ops, q, self.q_norm, positions)
+        q = ops.scale_by_position(q, positions, self.config.temperature) if self.config.temperature else q
         if self.k_proj:
             self._store(ops, k, v, positions, pool)
-        attended = ops.attend(q, pool, self.spec, self.sinks)
+        attended = ops.attend(q, pool, self.config.spec, self.sinks)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

@@ -1,4 +1,4 @@
-"""The common decoder: what its config says, and how it is made of named tensors."""
+"""`DecoderConfig`: sizes and layers of a decoder; builds the decoder from named tensors and counts its costs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from typing import Literal
 
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.altup import AltUpConfig
-from headstart.layers.decoder import Decoder, LayerConfig, norm_parts
+from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
+from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
 from headstart.layers.linear import Linear
-from headstart.layers.streams import Spread, read_streams, stream_shapes
+from headstart.layers.streams import StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of the common decoder, whatever the family calls them, and its layers."""
+    """Sizes and layers of a decoder, independent of the family's config keys."""
 
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerConfig, ...]
     eps: float  # of the final norm, and of norms outside layers
-    max_length: int
-    tied: bool  # LM head = embedding
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
+    max_length: int  # context, in positions
+    tied: bool  # the LM head is the embedding
+    embedding_scale: float = 1.0  # multiplies embeddings
+    logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float = 0.0  # 0: none
-    centered: bool = False  # the final norm is of x - mean(x)
-    biased: bool = False  # plus a bias
-    streams: StreamSpec | AltUpConfig | None = None  # of all layers
-    num_mtp: int = 0  # native MTP modules promised by the config
-    mtp_layer: LayerConfig | None = None  # the block of such a module; None: as the last layer
-    mtp_lm_heads: bool = False  # each has an LM head of its own
-    mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # None: what the family declares
+    centered: bool = False  # the final norm subtracts the mean (LayerNorm)
+    biased: bool = False  # the final norm adds a bias
+    streams: StreamSpec | AltUpConfig | None = None  # residual streams of all layers; None: one
+    num_mtp: int = 0  # native MTP modules that config.json declares
+    mtp_layer: LayerConfig | None = None  # the block of an MTP module; None: like the last layer
+    mtp_lm_heads: bool = False  # each MTP module has its own LM head
+    mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # see HeadSpec.recycle; None: the family's
 
     @property
     def num_layers(self) -> int:
@@ -40,32 +41,53 @@ class DecoderConfig:
 
     @property
     def num_streams(self) -> int:
-        """Residual streams side by side."""
+        """Number of residual streams."""
         return self.streams.count if self.streams else 1
 
     @property
     def head_layer(self) -> LayerConfig:
-        """The block of a head."""
+        """The block of an MTP module or of a head that is trained on this trunk."""
         return self.mtp_layer or self.layers[-1]
 
     def shapes(self) -> Shapes:
-        """Canonical names and shapes of the trunk."""
-        embedding = (self.vocab_size, self.hidden_size)
-        shapes: Shapes = {"embed_tokens.weight": embedding}
+        """Canonical names and shapes of the trunk, in the order in which random weights are drawn."""
+        shapes: Shapes = {"embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"layers.{i}", self.hidden_size)
+        return shapes | self._outer_shapes()
+
+    def cost(self) -> DecoderCost:
+        """Weights, cache and work of the trunk."""
+        costs: dict[LayerConfig, LayerCost] = {}  # most layers are equal
+        outer = self._outer_shapes()
+        for layer in dict.fromkeys(self.layers):
+            source, shapes = layer.mixer.source_layer, layer.shapes("layer", self.hidden_size)
+            costs[layer] = layer.cost(self.hidden_size, None if source is None else self.layers[source].mixer)
+            outer |= {name: shape for name, shape in shapes.items() if not name.startswith("layer.")}
+        lm_head, tables = self.vocab_size * self.hidden_size, num_table_elements(outer)
+        return DecoderCost(
+            layers=tuple(costs[layer] for layer in self.layers),
+            embedding=tables - lm_head if self.tied else tables,
+            lm_head=lm_head,
+            outer=num_elements(outer) - tables - (0 if self.tied else lm_head),
+        )
+
+    def _outer_shapes(self) -> Shapes:
+        """Names and shapes of tensors outside the layers."""
+        embedding = (self.vocab_size, self.hidden_size)
+        shapes: Shapes = {"embed_tokens.weight": embedding}
         if isinstance(self.streams, AltUpConfig):
             shapes |= self.streams.shapes(self.hidden_size)
         elif self.streams:
-            shapes |= stream_shapes("streams", self.hidden_size, self.streams, last=True)
-        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in norm_parts(self.biased)}
+            shapes |= hyper_connection_shapes("streams", self.hidden_size, self.streams, last=True)
+        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in norm_suffixes(self.biased)}
         return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
 
 
-def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
-    """The whole trunk under canonical names."""
+def build_decoder(weights: Weights, config: DecoderConfig) -> Decoder:
+    """Builds the trunk from tensors under canonical names."""
     embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
-    head = lm_head_name(weights, config)
+    head = lm_head_tensor(weights, config)
     return Decoder(
         embedding=embedding,
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
@@ -74,18 +96,18 @@ def decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         embedding_scale=config.embedding_scale,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
-        streams=_spread(weights, config),
+        streams=_build_streams(weights, config),
     )
 
 
-def _spread(weights: Weights, config: DecoderConfig) -> Spread | None:
+def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion | None:
     if isinstance(config.streams, AltUpConfig):
         return config.streams.build(weights, config.hidden_size)
     if config.streams is None:
         return None
-    return read_streams(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
+    return build_hyper_connection(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
 
 
-def lm_head_name(weights: Weights, config: DecoderConfig) -> str:
-    """Which tensor is the LM head: its own one, or the embedding when the two are tied."""
+def lm_head_tensor(weights: Weights, config: DecoderConfig) -> str:
+    """Name of the LM head's tensor, which is the embedding when the two are tied."""
     return "embed_tokens.weight" if config.tied or not weights.has("lm_head.weight") else "lm_head.weight"

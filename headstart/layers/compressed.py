@@ -1,11 +1,13 @@
-"""Compressed attention (DeepSeek-V4 report, section 2.3): one key that is its own value for all heads, over a window;
-and beside it one entry for every `every` positions, made of their projections, all of them or those that an indexer
-chooses. Queries and outputs go through low ranks, outputs in groups of heads.
+"""Compressed attention (DeepSeek-V4 report, section 2.3; formula: transformers 5.23, `models/deepseek_v4`).
 
-An entry is w-summed from projections c of its window's positions, with softmax weights by feature over gates z + b (b
-by the place in the window); with `overlap` a first part of the features comes from the window before. It is normed,
-rotated as the first position of its window, and kept at the last: a row sees the entries of windows that have ended.
-Values were rotated with the keys, so the output is turned back. Formula: transformers 5.23, `models/deepseek_v4`.
+All heads share one key, which is also the value. A row attends to the keys of a window and to compressed entries of
+the positions before it, one entry per `every` positions: to all entries, or to those that an indexer selects. Queries
+and outputs have low ranks, outputs in groups of heads.
+
+An entry is a weighted sum of the projections c of its positions. The weights are a softmax, by feature, over gates
+z + b, where b depends on the place among the `every` positions. With `overlap` the first part of the features comes
+from the positions before. The entry is normed, rotated like the first of its positions and stored at the last one, so a
+row sees only entries whose positions are all computed. Values are rotated with the keys, so the output is rotated back.
 
 Canonical tensors under `{layer}.self_attn`: `q_a_proj`, `q_a_norm`, `q_b_proj`, `kv_proj`, `kv_norm`, `sinks` [heads],
 `o_a_proj` [groups * rank, heads * head_dim / groups], `o_b_proj`; under `compressor`, and `indexer.compressor`:
@@ -18,41 +20,40 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, Weight
-from headstart.kernels.specs import RopeSpec
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorConfig:
-    """`rope`: of positions; entries are rotated as the first one of their window."""
+    """A compressor of keys, or of an indexer's keys."""
 
     spec: CompressSpec
     rope: RopeSpec
 
-    def build(self, weights: Weights, name: str, *, eps: float, reads: int) -> Compressor:
-        """From the tensors under `name`."""
+    def build(self, weights: Weights, name: str, *, eps: float, in_features: int) -> Compressor:
+        """Builds it from the tensors under `name`."""
         spec, width = self.spec, self.spec.width
         bias = weights.raw(f"{name}.position_bias", (spec.every, width)).shaped(spec.every * width)
         return Compressor(
-            values=weights.linear(f"{name}.kv_proj", width, reads),
-            gates=weights.linear(f"{name}.gate_proj", width, reads),
+            values=weights.linear(f"{name}.kv_proj", width, in_features),
+            gates=weights.linear(f"{name}.gate_proj", width, in_features),
             bias=weights.take(bias),
             norm=weights.norm(f"{name}.kv_norm", spec.dim, eps),
             spec=spec,
-            rope=replace(self.rope, behind=spec.every - 1),
+            rope=replace(self.rope, shift=spec.every - 1),
         )
 
-    def shapes(self, name: str, *, reads: int) -> Shapes:
+    def shapes(self, name: str, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         width = self.spec.width
         return {
-            f"{name}.kv_proj.weight": (width, reads),
-            f"{name}.gate_proj.weight": (width, reads),
+            f"{name}.kv_proj.weight": (width, in_features),
+            f"{name}.gate_proj.weight": (width, in_features),
             f"{name}.position_bias": (self.spec.every, width),
             f"{name}.kv_norm.weight": (self.spec.dim,),
         }
@@ -60,88 +61,103 @@ class CompressorConfig:
 
 @dataclass(frozen=True)
 class Compressor:
-    """Entries of the windows that end at a row."""
+    """Computes the entries whose last position is a row."""
 
     values: Linear
     gates: Linear
     bias: Weight
     norm: RMSNorm
     spec: CompressSpec
-    rope: RopeSpec
+    rope: RopeSpec  # shifted to the first position of an entry
 
     def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
-        """What is kept of rows [R, H]: beside other matrices over x."""
+        """Rows [R, H] -> (projections, gates); recorded beside the other matrices over x."""
         return self.values(ops, x), self.gates(ops, x)
 
-    def __call__(self, ops: Ops, kept: tuple[Buffer, Buffer], positions: Buffer, pool: Pool) -> Buffer:
-        """-> [R, dim], normed and rotated; of rows that end no window it means nothing."""
-        entries = self.norm(ops, ops.compress(*kept, self.bias, pool, self.spec))
+    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pool: Pool) -> Buffer:
+        """Entries [R, dim] after norm and rope; only rows that are the last position of an entry are meaningful."""
+        entries = self.norm(ops, ops.compress(*projected, self.bias, pool, self.spec))
         return ops.rope(entries, positions, self.rope, self.spec.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedConfig:
-    """Sizes. `window`: positions whose own keys a row sees; `rope` turns the last features of a head, by neighbours.
-    `compressor` None: nothing beside the window; `index`: the indexer that chooses entries, and its compressor."""
+class CompressedConfig(MixerConfig):
+    """Compressed attention of one layer."""
 
     num_heads: int
     head_dim: int
-    query_rank: int
-    groups: int
-    group_rank: int
-    window: int
-    rope: RopeSpec
-    compressor: CompressorConfig | None = None
-    index: tuple[IndexSpec, CompressorConfig] | None = None
+    query_rank: int  # columns of the compressed queries
+    groups: int  # of heads, for the output projection
+    group_rank: int  # columns of each group's output
+    window: int  # latest positions whose own keys a row reads
+    rope: RopeSpec  # rotates the last features of a head, in neighbouring pairs
+    compressor: CompressorConfig | None = None  # None: attention over the window only
+    index: tuple[IndexSpec, CompressorConfig] | None = None  # the indexer that selects entries, and its compressor
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        return self.spec
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Pools of keys; of projections and entries; of the indexer's projections and entries."""
+        specs: tuple[KVSpec, ...] = (self.spec,)
+        if self.compressor:
+            specs += (self.compressor.spec, self.spec)
+        return specs + ((self.index[1].spec, self.index[0]) if self.index else ())
+
+    @property
+    def num_kernels(self) -> int:
+        return 24 if self.compressor else 12
 
     @property
     def spec(self) -> AttentionSpec:
-        """What is kept of a position, and how it is read."""
+        """Attention over keys or entries."""
         return AttentionSpec(
             self.num_heads, 1, self.head_dim, self.head_dim**-0.5, self.head_dim, latent=True, window=self.window
         )
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> CompressedAttention:
-        """The attention of the layer `prefix`, which reads as many columns as `reads`."""
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> CompressedAttention:
+        """See MixerConfig.build."""
         name, wide = f"{prefix}.self_attn", self.num_heads * self.head_dim
         down = weights.raw(f"{name}.o_a_proj.weight", (self.groups * self.group_rank, wide // self.groups))
         rows = np.arange(self.groups * self.group_rank).reshape(self.groups, self.group_rank)
         return CompressedAttention(
-            query_down=weights.linear(f"{name}.q_a_proj", self.query_rank, reads),
+            query_down=weights.linear(f"{name}.q_a_proj", self.query_rank, in_features),
             query_norm=weights.norm(f"{name}.q_a_norm", self.query_rank, eps),
             query=weights.linear(f"{name}.q_b_proj", wide, self.query_rank),
-            head_norm=weights.plain_norm(self.head_dim, eps),
-            key=weights.linear(f"{name}.kv_proj", self.head_dim, reads),
+            head_norm=weights.unweighted_norm(self.head_dim, eps),
+            key=weights.linear(f"{name}.kv_proj", self.head_dim, in_features),
             key_norm=weights.norm(f"{name}.kv_norm", self.head_dim, eps),
             output_down=tuple(weights.take(down.take_rows(each).plain(), precise=True) for each in rows),
             output=weights.linear(f"{name}.o_b_proj", hidden, self.groups * self.group_rank),
             sinks=weights.get(f"{name}.sinks", self.num_heads),
             config=self,
-            compressor=self.compressor.build(weights, f"{name}.compressor", eps=eps, reads=reads)
+            compressor=self.compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features)
             if self.compressor
             else None,
-            indexer=self._indexer(weights, f"{name}.indexer", eps, reads),
+            indexer=self._indexer(weights, f"{name}.indexer", eps, in_features),
         )
 
-    def _indexer(self, weights: Weights, name: str, eps: float, reads: int) -> EntryIndexer | None:
+    def _indexer(self, weights: Weights, name: str, eps: float, in_features: int) -> EntryIndexer | None:
         if self.index is None:
             return None
         spec, compressor = self.index
         return EntryIndexer(
             query=weights.linear(f"{name}.q_b_proj", spec.num_heads * spec.head_dim, self.query_rank),
-            weights=Linear(weights.get(f"{name}.weights_proj.weight", spec.num_heads, reads, precise=True)),
-            compressor=compressor.build(weights, f"{name}.compressor", eps=eps, reads=reads),
+            weights=Linear(weights.get(f"{name}.weights_proj.weight", spec.num_heads, in_features, precise=True)),
+            compressor=compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features),
             spec=spec,
             rope=compressor.rope,
         )
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         name, wide = f"{prefix}.self_attn", self.num_heads * self.head_dim
         matrices = {
-            "q_a_proj": (self.query_rank, reads),
+            "q_a_proj": (self.query_rank, in_features),
             "q_b_proj": (wide, self.query_rank),
-            "kv_proj": (self.head_dim, reads),
+            "kv_proj": (self.head_dim, in_features),
             "o_a_proj": (self.groups * self.group_rank, wide // self.groups),
             "o_b_proj": (hidden, self.groups * self.group_rank),
         }
@@ -149,18 +165,18 @@ class CompressedConfig:
         shapes |= {f"{name}.q_a_norm.weight": (self.query_rank,), f"{name}.kv_norm.weight": (self.head_dim,)}
         shapes[f"{name}.sinks"] = (self.num_heads,)
         if self.compressor:
-            shapes |= self.compressor.shapes(f"{name}.compressor", reads=reads)
+            shapes |= self.compressor.shapes(f"{name}.compressor", in_features=in_features)
         if self.index:
             spec, compressor = self.index
-            shapes |= compressor.shapes(f"{name}.indexer.compressor", reads=reads)
+            shapes |= compressor.shapes(f"{name}.indexer.compressor", in_features=in_features)
             shapes[f"{name}.indexer.q_b_proj.weight"] = (spec.num_heads * spec.head_dim, self.query_rank)
-            shapes[f"{name}.indexer.weights_proj.weight"] = (spec.num_heads, reads)
+            shapes[f"{name}.indexer.weights_proj.weight"] = (spec.num_heads, in_features)
         return shapes
 
 
 @dataclass(frozen=True)
 class EntryIndexer:
-    """Scores entries by smaller ones of its own (see layers.indexer)."""
+    """Selects entries by smaller entries of its own (see layers/indexer.py)."""
 
     query: Linear
     weights: Linear
@@ -168,10 +184,25 @@ class EntryIndexer:
     spec: IndexSpec
     rope: RopeSpec
 
+    def __call__(
+        self,
+        ops: Ops,
+        queries: Buffer,
+        projected: tuple[Buffer, ...],
+        positions: Buffer,
+        compressor_pool: Pool,
+        pool: Pool,
+    ) -> None:
+        """Stores the entries of `projected` and selects entries for each row."""
+        values, gates, weights = projected
+        q = ops.rope(self.query(ops, queries), positions, self.rope, self.spec.head_dim)
+        ops.store_index(self.compressor(ops, (values, gates), positions, compressor_pool), pool, self.spec)
+        ops.select_positions(q, weights, pool, self.spec)
+
 
 @dataclass(frozen=True)
-class CompressedAttention:
-    """See the module. Its pools: of keys; of projections and of entries; of the indexer's projections and entries."""
+class CompressedAttention(Mixer):
+    """Compressed attention; pools as in CompressedConfig.kv_specs."""
 
     query_down: Linear
     query_norm: RMSNorm
@@ -185,45 +216,26 @@ class CompressedAttention:
     config: CompressedConfig
     compressor: Compressor | None
     indexer: EntryIndexer | None
-    shares: None = None
-
-    @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        own: tuple[KVSpec, ...] = (self.config.spec,)
-        if self.compressor:
-            own += (self.compressor.spec, self.config.spec)
-        return own + ((self.indexer.compressor.spec, self.indexer.spec) if self.indexer else ())
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return ()
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config, spec, rope = self.config, self.config.spec, self.config.rope
         down, key = self.query_down(ops, x), self.key(ops, x)
-        kept = self.compressor.project(ops, x) if self.compressor else None
+        projected = self.compressor.project(ops, x) if self.compressor else None
         index = (*self.indexer.compressor.project(ops, x), self.indexer.weights(ops, x)) if self.indexer else None
         queries = self.query_norm(ops, down)
         q = ops.rope(self.head_norm(ops, self.query(ops, queries)), positions, rope, config.head_dim)
         key = ops.rope(self.key_norm(ops, key), positions, rope, config.head_dim)
-        own = pool if self.compressor is None else pool[0]
-        ops.store_kv(key, key, own, spec)
-        if self.compressor is None or kept is None:
-            attended = ops.attend(q, own, spec, self.sinks)
+        window_pool = pool if self.compressor is None else pool[0]
+        ops.store_kv(key, key, window_pool, spec)
+        if self.compressor is None or projected is None:
+            attended = ops.attend(q, window_pool, spec, self.sinks)
         else:
-            entries = self.compressor(ops, kept, positions, pool[1])
+            entries, every = self.compressor(ops, projected, positions, pool[1]), self.compressor.spec.every
             ops.store_kv(entries, entries, pool[2], spec)
+            selected = None
             if self.indexer and index:
-                self._choose(ops, self.indexer, queries, index, positions, pool)
-            chosen = pool[4] if self.indexer else None
-            attended = ops.attend_beside(q, own, pool[2], spec, self.compressor.spec.every, self.sinks, chosen)
-        turned = ops.rope(attended, positions, replace(rope, inverse=True), config.head_dim)
-        return self.output(ops, ops.head_linear(turned, self.output_down))
-
-    def _choose(
-        self, ops: Ops, indexer: EntryIndexer, queries: Buffer, kept: tuple[Buffer, ...], positions: Buffer, pool: Pool
-    ) -> None:
-        values, gates, weights = kept
-        q = ops.rope(indexer.query(ops, queries), positions, indexer.rope, indexer.spec.head_dim)
-        ops.store_index(indexer.compressor(ops, (values, gates), positions, pool[3]), pool[4], indexer.spec)
-        ops.choose(q, weights, pool[4], indexer.spec)
+                selected = pool[4]
+                self.indexer(ops, queries, index, positions, pool[3], selected)
+            attended = ops.attend_compressed(q, window_pool, pool[2], spec, every, self.sinks, selected)
+        unrotated = ops.rope(attended, positions, replace(rope, inverse=True), config.head_dim)
+        return self.output(ops, ops.head_linear(unrotated, self.output_down))

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): linear attention over a state that decays and corrects itself.
+"""Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): linear attention with a decaying state and the delta rule.
 
 [q, k, v] = activation(conv(W_qkv x)); decay and strength by head from x; o = recurrence (see Ops.gated_delta);
 y = W_out (norm(o) * silu(W_z x)), the norm over each head. Formula: transformers 5.23, Qwen3-Next's GatedDeltaNet.
@@ -10,21 +10,28 @@ first), `decay_rate` [heads] (negative), `decay_bias` [heads], `norm.weight` [va
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
-from headstart.kernels.states import ConvSpec, DeltaSpec, StateSpec
+from headstart.kernels.specs import ConvSpec, DeltaSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True)
-class DeltaConfig:
-    """Gated DeltaNet in place of attention. `activation`: after the convolution."""
+class DeltaConfig(MixerConfig):
+    """Gated DeltaNet of one layer."""
 
     delta: DeltaSpec
-    conv_width: int
-    activation: Activation = "silu"
+    conv_width: int  # taps of the convolution
+    activation: Activation = "silu"  # after the convolution
+    num_kernels: ClassVar[int] = 10
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.conv, self.delta
 
     @property
     def conv(self) -> ConvSpec:
@@ -32,17 +39,16 @@ class DeltaConfig:
 
     @property
     def inner(self) -> int:
-        """Columns of all heads' values."""
+        """Columns of the values of all heads."""
         return self.delta.num_heads * self.delta.value_dim
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> GatedDeltaNet:
-        """The recurrence of the layer `prefix`, which reads as many columns as `reads`. Decay and strength are never
-        quantized: their errors would add up over a whole text."""
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> GatedDeltaNet:
+        """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""
         heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
-        a, b = (weights.get(f"{name}.in_proj_{part}.weight", heads, reads, precise=True) for part in "ab")
+        a, b = (weights.get(f"{name}.in_proj_{part}.weight", heads, in_features, precise=True) for part in "ab")
         return GatedDeltaNet(
-            qkv_proj=weights.linear(f"{name}.in_proj_qkv", self.delta.channels, reads),
-            z_proj=weights.linear(f"{name}.in_proj_z", self.inner, reads),
+            qkv_proj=weights.linear(f"{name}.in_proj_qkv", self.delta.channels, in_features),
+            z_proj=weights.linear(f"{name}.in_proj_z", self.inner, in_features),
             a_proj=Linear(a),
             b_proj=Linear(b),
             conv=weights.get(f"{name}.conv", self.conv_width * self.delta.channels),
@@ -53,12 +59,12 @@ class DeltaConfig:
             config=self,
         )
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
         rows = {"qkv": self.delta.channels, "z": self.inner, "a": heads, "b": heads}
         return {
-            **{f"{name}.in_proj_{part}.weight": (size, reads) for part, size in rows.items()},
+            **{f"{name}.in_proj_{part}.weight": (size, in_features) for part, size in rows.items()},
             f"{name}.conv": (self.conv_width * self.delta.channels,),
             f"{name}.decay_rate": (heads,),
             f"{name}.decay_bias": (heads,),
@@ -68,7 +74,7 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(Mixer):
     """See the module."""
 
     qkv_proj: Linear
@@ -81,15 +87,9 @@ class GatedDeltaNet:
     norm: RMSNorm
     out_proj: Linear
     config: DeltaConfig
-    kv_specs: tuple[()] = ()
-    shares: None = None
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return self.config.conv, self.config.delta
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        """`pool`: those of the convolution and of the recurrence; None where whole texts are trained on."""
+        """`pool`: the pools of the convolution and of the recurrence; None in training."""
         conv_pool, delta_pool = pool or (None, None)
         qkv, z = self.qkv_proj(ops, x), self.z_proj(ops, x)
         a, b = self.a_proj(ops, x), self.b_proj(ops, x)

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
-from headstart.kernels.states import ConvSpec, ScanSpec, StateSpec
-from headstart.layers.linear import Linear
+from headstart.kernels.specs import ConvSpec, ScanSpec, StateSpec
+from headstart.layers.linear import Linear, scale
+from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
-    """Mamba2 in place of attention. `norm`: of the gated output, of what is gated then, or none; by itself in each of
-    `norm_groups` groups of columns. `bias`: of the projections. `input_scale` multiplies u, `scales` z, x, B, C, dt."""
+class Mamba2Config(MixerConfig):
+    """Mamba2 of one layer."""
 
     scan: ScanSpec
-    conv_width: int
-    norm: Literal["gated", "before_gate", "none"] = "gated"
-    norm_groups: int = 1
-    bias: bool = False
+    conv_width: int  # taps of the convolution
+    norm: Literal["gated", "before_gate", "none"] = "gated"  # of the gated output, of the output before the gate
+    norm_groups: int = 1  # groups of columns that are normed by themselves
+    bias: bool = False  # of the projections
     conv_bias: bool = True
     activation: Activation = "silu"
-    input_scale: float = 1.0
-    scales: tuple[float, ...] = (1.0,) * 5
+    input_scale: float = 1.0  # multiplies u
+    scales: tuple[float, ...] = (1.0,) * 5  # multiply z, x, B, C, dt
+    num_kernels: ClassVar[int] = 10
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.conv, self.scan
 
     @property
     def conv(self) -> ConvSpec:
@@ -44,15 +49,14 @@ class Mamba2Config:
 
     @property
     def rows(self) -> int:
-        """Of the input projection."""
+        """Rows of the input projection."""
         return self.scan.inner + self.scan.channels + self.scan.num_heads
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> Mamba2:
-        """That of the layer `prefix`, which reads as many columns as `reads`. Steps are never quantized: their errors
-        would add up over a whole text."""
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mamba2:
+        """See MixerConfig.build. Steps are never quantized: errors would accumulate over a whole text."""
         name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
         taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))
-        matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, reads))
+        matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, in_features))
         bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
         ends = np.cumsum([0, *self._parts])
         z, *xbc, dt = (
@@ -79,18 +83,18 @@ class Mamba2Config:
 
     @property
     def _parts(self) -> list[int]:
-        """Columns of what is projected: z, [x, B, C] together or, where they are multiplied, each by itself, and dt."""
+        """Rows of the projections: z, [x, B, C] together or, if they are scaled, each by itself, and dt."""
         keys = self.scan.num_groups * self.scan.state_dim
-        together = set(self.scales[1:4]) == {1.0}
-        channels = [self.scan.channels] if together else [self.scan.inner, keys, keys]
+        unscaled = set(self.scales[1:4]) == {1.0}
+        channels = [self.scan.channels] if unscaled else [self.scan.inner, keys, keys]
         return [self.scan.inner, *channels, self.scan.num_heads]
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         name, scan = f"{prefix}.mamba", self.scan
         biases: Shapes = {f"{name}.in_proj.bias": (self.rows,), f"{name}.out_proj.bias": (hidden,)}
         return {
-            f"{name}.in_proj.weight": (self.rows, reads),
+            f"{name}.in_proj.weight": (self.rows, in_features),
             f"{name}.conv.weight": (scan.channels, 1, self.conv_width),
             **({f"{name}.conv.bias": (scan.channels,)} if self.conv_bias else {}),
             **{f"{name}.{part}": (scan.num_heads,) for part in ("decay_rate", "step_bias", "skip")},
@@ -101,7 +105,7 @@ class Mamba2Config:
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Mixer):
     """See the module."""
 
     z_proj: Linear
@@ -116,20 +120,13 @@ class Mamba2:
     out_proj: Linear
     eps: float
     config: Mamba2Config
-    kv_specs: tuple[()] = ()
-    shares: None = None
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return self.config.conv, self.config.scan
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        """`pool`: those of the convolution and of the scan; None where whole texts are trained on."""
+        """`pool`: the pools of the convolution and of the scan; None in training."""
         config, (conv_pool, scan_pool) = self.config, pool or (None, None)
-        x = x if config.input_scale == 1 else ops.scale(x, config.input_scale)
+        x = scale(ops, x, config.input_scale)
         z, parts, dt = self.z_proj(ops, x), [each(ops, x) for each in self.xbc_projs], self.dt_proj(ops, x)
-        z = z if config.scales[0] == 1 else ops.scale(z, config.scales[0])
-        dt = dt if config.scales[4] == 1 else ops.scale(dt, config.scales[4])
+        z, dt = scale(ops, z, config.scales[0]), scale(ops, dt, config.scales[4])
         xbc = parts[0]
         if len(parts) > 1:
             xbc, b, c = (ops.scale(each, factor) for each, factor in zip(parts, config.scales[1:4], strict=True))

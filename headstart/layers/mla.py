@@ -1,11 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2 report, section 2.1) in its absorbed form, for every row.
+"""Multi-head latent attention (MLA; DeepSeek-V2 report, section 2.1) in its absorbed form, for every row.
 
-A position keeps one latent c = norm(W_c x) and one rotated key k_r, shared by all heads. With W_K and W_V the parts of
-kv_b_proj that would expand c for a head, q . k = (W_K^T q_nope) . c + q_r . k_r, and the head's output is W_V times the
-weighted sum of latents: grouped-query attention with one kv head, whose values are the first part of its keys.
+All heads share one latent c = norm(W_c x) and one rotated key k_r per position. With W_K and W_V the parts of kv_b_proj
+that expand c for a head, q . k = (W_K^T q_nope) . c + q_r . k_r, and the head's output is W_V times the weighted sum of
+latents. This is grouped-query attention with one kv head, whose values are the first part of its keys.
 
-With an indexer (layers/indexer.py) a row attends to the positions that it chooses; a layer without one may take the
-choice of an earlier layer's.
+With an indexer (layers/indexer.py) a row attends to the selected positions only. A layer without an indexer may use the
+selection of an earlier layer.
 
 Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_b_proj`; `kv_a_proj_with_mqa`,
 `kv_a_layernorm`; `kv_b_proj`, or its parts `k_b_proj` [heads, latent, nope] and `v_b_proj` [heads, value, latent];
@@ -20,74 +20,86 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
-from headstart.kernels.states import StateSpec
 from headstart.layers.indexer import Indexer, IndexerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLAConfig:
-    """Sizes; `query_rank` 0: queries come from x at once. `interleaved`: the file has the two halves of a rotary pair
-    side by side. `eps` is of the two inner norms; `latent_scale` multiplies the latent behind its norm. `indexer`
-    chooses positions, or that of an earlier layer: `shares` is its index."""
+class MLAConfig(MixerConfig):
+    """Multi-head latent attention of one layer."""
 
     num_heads: int
-    query_rank: int
-    latent: int
-    nope: int
-    rotary: int
-    value: int
+    query_rank: int  # columns of the compressed queries; 0: queries come from x directly
+    latent: int  # columns of the latent (kv_lora_rank)
+    nope: int  # unrotated features of a query
+    rotary: int  # rotated features of a query
+    value: int  # features of a value
     rope: RopeSpec
     scale: float
-    eps: float = 1e-6
-    interleaved: bool = True
+    eps: float = 1e-6  # of the two inner norms
+    interleaved: bool = True  # the file stores the two features of a rotary pair next to each other
     bias: bool = False
-    latent_scale: float = 1.0
+    latent_scale: float = 1.0  # multiplies the latent after its norm
     indexer: IndexerConfig | None = None
-    shares: int | None = None
+    source_layer: int | None = None  # index of the earlier layer whose indexer selects positions
 
     @property
     def spec(self) -> AttentionSpec:
-        """What is kept of a position, and how it is read."""
+        """Attention over latents: one kv head, values are the first part of the keys."""
         return AttentionSpec(self.num_heads, 1, self.latent + self.rotary, self.scale, self.latent, latent=True)
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, reads: int) -> MLA:
-        """The attention of the layer `prefix`, whose projections read as many columns as `reads`."""
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        return self.spec
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Pools of latents, then of the indexer's keys."""
+        return (self.spec, *([self.indexer.spec] if self.indexer else []))
+
+    @property
+    def num_kernels(self) -> int:
+        return 18 if self.indexer else 12
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> MLA:
+        """See MixerConfig.build."""
         heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
         attn, width = f"{prefix}.self_attn", self.latent + self.rotary
-        name, query_reads = (f"{attn}.q_b_proj", rank) if rank else (f"{attn}.q_proj", reads)
+        name, query_inputs = (f"{attn}.q_b_proj", rank) if rank else (f"{attn}.q_proj", in_features)
         down = f"{attn}.kv_a_proj_with_mqa"
-        weights.raw(f"{name}.weight", (heads * per_head, query_reads))  # sizes hold before anything has them
-        weights.raw(f"{down}.weight", (width, reads))
-        queries, turned = np.arange(heads * per_head).reshape(heads, per_head), self._turned
+        weights.raw(f"{name}.weight", (heads * per_head, query_inputs))  # checks shapes before rows are taken
+        weights.raw(f"{down}.weight", (width, in_features))
+        queries = np.arange(heads * per_head).reshape(heads, per_head)
+        order = half_split(self.rotary, interleaved=self.interleaved)
         keys, values = _absorbed(weights, attn, self)
         return MLA(
-            query_down=weights.linear(f"{attn}.q_a_proj", rank, reads, bias=self.bias) if rank else None,
+            query_down=weights.linear(f"{attn}.q_a_proj", rank, in_features, bias=self.bias) if rank else None,
             query_norm=weights.norm(f"{attn}.q_a_layernorm", rank, self.eps) if rank else None,
-            query=_rows(weights, name, heads * per_head, query_reads, queries[:, : self.nope].reshape(-1)),
-            query_rope=_rows(weights, name, heads * per_head, query_reads, queries[:, self.nope + turned].reshape(-1)),
-            latent=_rows(weights, down, width, reads, np.arange(self.latent), bias=self.bias),
+            query=_rows(weights, name, heads * per_head, query_inputs, queries[:, : self.nope].reshape(-1)),
+            query_rope=_rows(weights, name, heads * per_head, query_inputs, queries[:, self.nope + order].reshape(-1)),
+            latent=_rows(weights, down, width, in_features, np.arange(self.latent), bias=self.bias),
             latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
-            key_rope=_rows(weights, down, width, reads, self.latent + turned, bias=self.bias),
+            key_rope=_rows(weights, down, width, in_features, self.latent + order, bias=self.bias),
             absorb_key=keys,
             absorb_value=values,
             output=weights.linear(f"{attn}.o_proj", hidden, heads * self.value, bias=self.bias),
             config=self,
-            indexer=self.indexer.build(weights, attn, rank, reads=reads) if self.indexer else None,
+            indexer=self.indexer.build(weights, attn, rank, in_features=in_features) if self.indexer else None,
         )
 
-    def shapes(self, prefix: str, hidden: int, *, reads: int) -> Shapes:
-        """Names and shapes of what `build` takes, kv_b_proj whole."""
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
+        """Names and shapes of what `build` takes, with kv_b_proj in one piece."""
         heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
         width = self.latent + self.rotary
-        matrices: dict[str, tuple[int, int]] = {"q_proj": (heads * per_head, reads)}
+        matrices: dict[str, tuple[int, int]] = {"q_proj": (heads * per_head, in_features)}
         if rank:
-            matrices = {"q_a_proj": (rank, reads), "q_b_proj": (heads * per_head, rank)}
+            matrices = {"q_a_proj": (rank, in_features), "q_b_proj": (heads * per_head, rank)}
         matrices |= {
-            "kv_a_proj_with_mqa": (width, reads),
+            "kv_a_proj_with_mqa": (width, in_features),
             "kv_b_proj": (heads * (self.nope + self.value), self.latent),
             "o_proj": (hidden, heads * self.value),
         }
@@ -97,16 +109,12 @@ class MLAConfig:
         shapes |= {"kv_a_layernorm.weight": (self.latent,), **({"q_a_layernorm.weight": (rank,)} if rank else {})}
         attn = f"{prefix}.self_attn"
         shapes = {f"{attn}.{name}": shape for name, shape in shapes.items()}
-        return shapes | (self.indexer.shapes(attn, rank, reads=reads) if self.indexer else {})
-
-    @property
-    def _turned(self) -> NDArray[np.int64]:
-        return half_split(self.rotary, interleaved=self.interleaved)
+        return shapes | (self.indexer.shapes(attn, rank, in_features=in_features) if self.indexer else {})
 
 
 @dataclass(frozen=True)
-class MLA:
-    """The parts of a projection that are rotated stand by themselves: `query_rope`, `key_rope`."""
+class MLA(Mixer):
+    """Latent attention; `query_rope` and `key_rope` are the rotated parts of the projections."""
 
     query_down: Linear | None
     query_norm: RMSNorm | None
@@ -121,22 +129,9 @@ class MLA:
     config: MLAConfig
     indexer: Indexer | None = None
 
-    @property
-    def shares(self) -> int | None:
-        return self.config.shares
-
-    @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        """Of the latents, then of the indexer's keys."""
-        return (self.config.spec, *([self.config.indexer.spec] if self.config.indexer else []))
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return ()
-
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config = self.config
-        kept, chosen = self._pools(pool)
+        latent_pool, index_pool = self._pools(pool)
         latent, key_rope = self.latent(ops, x), self.key_rope(ops, x)
         indexed = self.indexer.project(ops, x) if self.indexer else None
         queries = x
@@ -144,24 +139,24 @@ class MLA:
             queries = self.query_norm(ops, self.query_down(ops, x))
         query, query_rope = self.query(ops, queries), self.query_rope(ops, queries)
         if self.indexer and indexed:
-            self.indexer(ops, *indexed, queries, positions, chosen)
+            self.indexer(ops, *indexed, queries, positions, index_pool)
         query_rope = ops.rope(query_rope, positions, config.rope, config.rotary)
         absorbed = ops.head_linear(query, self.absorb_key)
         latent = self.latent_norm(ops, latent)
         key_rope = ops.rope(key_rope, positions, config.rope, config.rotary)
         q, k = ops.concat(absorbed, query_rope, config.num_heads), ops.concat(latent, key_rope)
-        ops.store_kv(k, latent, kept, config.spec)
-        attended = ops.attend(q, kept, config.spec, None, chosen)
+        ops.store_kv(k, latent, latent_pool, config.spec)
+        attended = ops.attend(q, latent_pool, config.spec, None, index_pool)
         return self.output(ops, ops.head_linear(attended, self.absorb_value))
 
     def _pools(self, pool: Pool) -> tuple[Pool, Pool]:
-        """Of latents, and of the indexer that chooses; None for one that is not there."""
+        """(pool of latents, pool of the indexer or None)."""
         if self.indexer:
-            kept, chosen = pool
-            return kept, chosen
-        if self.shares is not None:
-            kept, (_, chosen) = pool
-            return kept, chosen
+            latent_pool, index_pool = pool
+            return latent_pool, index_pool
+        if self.config.source_layer is not None:
+            latent_pool, (_, index_pool) = pool
+            return latent_pool, index_pool
         return pool, None
 
 
@@ -180,7 +175,7 @@ def _rows(
 
 
 def _absorbed(weights: Weights, prefix: str, config: MLAConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """W_K^T [latent, nope] and W_V [value, latent] of each head. They stay floats: what they read is not quantized."""
+    """W_K^T [latent, nope] and W_V [value, latent] of each head, not quantized."""
     heads, latent, nope, value = config.num_heads, config.latent, config.nope, config.value
     if weights.has(f"{prefix}.k_b_proj.weight"):
         k = weights.raw(f"{prefix}.k_b_proj.weight", (heads, latent, nope))
@@ -192,5 +187,5 @@ def _absorbed(weights: Weights, prefix: str, config: MLAConfig) -> tuple[tuple[W
         rows = np.arange(heads * (nope + value)).reshape(heads, nope + value)
         keys = [both.take_rows(each[:nope]).transposed() for each in rows]
         values = [both.take_rows(each[nope:]).plain() for each in rows]
-    take = [tuple(weights.take(each, precise=True) for each in parts) for parts in (keys, values)]
-    return take[0], take[1]
+    absorbed = [tuple(weights.take(each, precise=True) for each in parts) for parts in (keys, values)]
+    return absorbed[0], absorbed[1]

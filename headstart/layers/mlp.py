@@ -1,44 +1,82 @@
-"""Feed-forward parts: SwiGLU (Shazeer 2020) and its relatives by activation, or one without a gate."""
+"""MLPs, gated (SwiGLU, Shazeer 2020, and other activations) or not; sparse activations of Gemma 3n."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from headstart.kernels.ops import Activation, Buffer, Ops, Weight
-from headstart.layers.linear import Linear
-from headstart.layers.magnitude import Magnitude, multiplied, read_magnitude
+from headstart.kernels.specs import StreamSpec
+from headstart.layers.costs import NO_EXPERTS, RoutedExperts
+from headstart.layers.linear import Linear, scale
+from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
+
+TINY = 1e-15
+"""Added to the mean square, so that rows of zeros stay zeros."""
+ONE_STREAM = StreamSpec(1, 0, 0.0)
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """For rows as wide as `norm`, whose weight is ones."""
+
+    norm: RMSNorm
+    mean: Linear
+
+    def split(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
+        """[R, W] -> (x / rms(x) [R, W], rms(x) [R, 1]): rms(x) is the mean of x * (x / rms(x))."""
+        direction = self.norm(ops, x)
+        return direction, self.mean(ops, ops.activate_mul(x, direction, "identity"))
+
+    def rescale(self, ops: Ops, x: Buffer, lengths: Buffer) -> Buffer:
+        """x [R, W] with other lengths [R, 1]."""
+        return scale_rows(ops, self.norm(ops, x), lengths)
+
+
+def scale_rows(ops: Ops, x: Buffer, factors: Buffer) -> Buffer:
+    """x [R, W] times factors [R, 1]."""
+    return ops.sum_streams(x, factors, ONE_STREAM)
+
+
+def build_magnitude(weights: Weights, width: int) -> Magnitude:
+    """For rows [R, width]."""
+    mean = weights.constant(f"mean of {width}", np.full((1, width), 1 / width))
+    return Magnitude(weights.unweighted_norm(width, TINY), Linear(mean))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """`inner`: its width. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj. `gate_scale`
-    multiplies what the activation reads, `output_scale` what comes out, of a gated one. `cutoff`: see Above."""
+    """An MLP. Canonical tensors under its prefix: gate_proj (if `gated`), up_proj, down_proj."""
 
-    inner: int
+    inner: int  # intermediate size
     activation: Activation = "silu"
     gated: bool = True
-    bias: bool = False
-    gate_scale: float = 1.0
-    output_scale: float = 1.0
-    cutoff: float | None = None
+    bias: bool = False  # of all matrices
+    gate_scale: float = 1.0  # multiplies the input of a gated MLP's activation
+    output_scale: float = 1.0  # multiplies the output of a gated MLP
+    cutoff: float | None = None  # standard deviations of GaussianTopK; None: dense activations
+    num_kernels: ClassVar[int] = 4
+
+    def routed_experts(self, hidden: int) -> RoutedExperts:
+        return NO_EXPERTS
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP | MLP:
-        """From the tensors under `prefix` (no trailing dot)."""
+        """See FeedForwardConfig.build."""
         parts = {
             name: weights.linear(f"{prefix}.{name}", *shape, bias=self.bias)
             for name, shape in self._matrices(hidden).items()
         }
         if self.gated:
             gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-            above = None if self.cutoff is None else read_above(weights, self.inner, self.cutoff)
-            return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale, above)
+            topk = None if self.cutoff is None else build_gaussian_topk(weights, self.inner, self.cutoff)
+            return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale, topk)
         return MLP(parts["up_proj"], parts["down_proj"], self.activation)
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of those tensors."""
+        """Names and shapes of what `build` takes."""
         matrices = self._matrices(hidden)
         shapes: Shapes = {f"{prefix}.{name}.weight": shape for name, shape in matrices.items()}
         return shapes | ({f"{prefix}.{name}.bias": each[:1] for name, each in matrices.items()} if self.bias else {})
@@ -49,27 +87,27 @@ class MLPConfig:
 
 
 @dataclass(frozen=True)
-class Above:
-    """max(x - mean(x) - cutoff std(x), 0) by row, of which few are not 0: the sparse activations of Gemma 3n.
-    `threshold` [W]: -cutoff."""
+class GaussianTopK:
+    """max(x - mean(x) - cutoff std(x), 0) by row, mostly zeros."""
 
     magnitude: Magnitude
-    threshold: Weight
+    threshold: Weight  # -cutoff [W]
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
-        direction, deviation = self.magnitude.apart(ops, ops.center(x))
-        kept = ops.activate(ops.shift(direction, self.threshold), "relu")
-        return multiplied(ops, kept, deviation)
+        direction, deviation = self.magnitude.split(ops, ops.center(x))
+        clipped = ops.activate(ops.add_bias(direction, self.threshold), "relu")
+        return scale_rows(ops, clipped, deviation)
 
 
-def read_above(weights: Weights, width: int, cutoff: float) -> Above:
+def build_gaussian_topk(weights: Weights, width: int, cutoff: float) -> GaussianTopK:
     """Of rows [R, width]."""
-    return Above(read_magnitude(weights, width), weights.made(f"{width} times {-cutoff}", np.full(width, -cutoff)))
+    threshold = weights.constant(f"{width} times {-cutoff}", np.full(width, -cutoff))
+    return GaussianTopK(build_magnitude(weights, width), threshold)
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)), with two factors; `above`: what is kept of gate(x)."""
+    """down(activation(gate(x)) * up(x)), with two factors and optional sparse activations."""
 
     gate_proj: Linear
     up_proj: Linear
@@ -77,14 +115,13 @@ class GatedMLP:
     activation: Activation
     gate_scale: float = 1.0
     output_scale: float = 1.0
-    above: Above | None = None
+    topk: GaussianTopK | None = None
 
-    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         gate, up = self.gate_proj(ops, x), self.up_proj(ops, x)
-        gate = gate if self.gate_scale == 1 else ops.scale(gate, self.gate_scale)
-        gate = self.above(ops, gate) if self.above else gate
-        y = self.down_proj(ops, ops.activate_mul(gate, up, self.activation))
-        return y if self.output_scale == 1 else ops.scale(y, self.output_scale)
+        gate = scale(ops, gate, self.gate_scale)
+        gate = self.topk(ops, gate) if self.topk else gate
+        return scale(ops, self.down_proj(ops, ops.activate_mul(gate, up, self.activation)), self.output_scale)
 
 
 @dataclass(frozen=True)
@@ -95,5 +132,5 @@ class MLP:
     down_proj: Linear
     activation: Activation
 
-    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         return self.down_proj(ops, ops.activate(self.up_proj(ops, x), self.activation))

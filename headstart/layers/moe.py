@@ -1,4 +1,4 @@
-"""Mixture-of-experts feed-forward: a router, gated experts, and shared experts that every row takes.
+"""Mixture of experts: a router, routed experts, and shared experts for every row.
 
 Canonical tensors under `{prefix}`: `gate.weight` [E, H] (the router), `gate.e_score_correction_bias` [E], experts one
 by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts.gate_proj.weight` [E, I, H]; or
@@ -10,7 +10,8 @@ experts that read L columns (LatentMoE of Nemotron 3).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,35 +19,39 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, RouterSpec, Weight
-from headstart.layers.decoder import FeedForward
+from headstart.layers.costs import RoutedExperts, num_elements
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.parts import FeedForward
 from headstart.layers.weights import Shapes, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """`inner`: width of one expert; `shared`: width of the shared experts together, 0 for none; `shared_gate`: a row
-    scales them by sigmoid(w . x); `shared_activation`: theirs, where it is another; `shared_scale`: a factor; `bias`:
-    one corrects the choice of experts; `biases`: the router and all matrices of experts have one; not `gated`: experts
-    have no gate_proj; `latent`: the routed ones read and write as many columns between two matrices that all share, 0:
-    the row itself. `table`: of so many tokens each has its experts, `gate.table` [V, top_k]."""
+    """A mixture of experts."""
 
     router: RouterSpec
-    inner: int
-    shared: int = 0
-    shared_gate: bool = False
-    bias: bool = False
+    inner: int  # intermediate size of one expert
+    shared: int = 0  # intermediate size of the shared experts together; 0: none
+    shared_gate: bool = False  # shared experts are scaled by sigmoid(w . x)
+    bias: bool = False  # the selection of experts has a bias (e_score_correction_bias)
     activation: Activation = "silu"
-    shared_activation: Activation | None = None
-    shared_scale: float = 1.0
-    biases: bool = False
-    gated: bool = True
-    latent: int = 0
-    table: int = 0
+    shared_activation: Activation | None = None  # of the shared experts; None: the same
+    shared_scale: float = 1.0  # multiplies the output of the shared experts
+    biases: bool = False  # the router and all matrices of experts have biases
+    gated: bool = True  # experts have a gate_proj
+    latent: int = 0  # columns that routed experts read and write between two shared matrices (LatentMoE); 0: none
+    table: int = 0  # rows of `gate.table` [V, top_k], which names the experts of each token; 0: the router selects
+    num_kernels: ClassVar[int] = 10
+
+    def routed_experts(self, hidden: int) -> RoutedExperts:
+        """Sizes of the experts that have matrices; identity experts reduce the active ones in proportion."""
+        router, one = self.router, self._expert.shapes("expert", self.latent or hidden)
+        active = max(round(router.top_k * router.num_matrices / router.num_experts), 1)
+        return RoutedExperts(count=router.num_matrices, active=active, weights=num_elements(one))
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
-        """From the tensors under `prefix` (no trailing dot). Raises ModelError for what is missing."""
+        """See FeedForwardConfig.build. Raises ModelError for missing tensors."""
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
         return MoE(
             router=Linear(
@@ -80,7 +85,7 @@ class MoEConfig:
         return weights.backend.index(ids.astype(np.int64).reshape(-1))
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names (experts one by one) and shapes of those tensors."""
+        """Names (experts one by one) and shapes of what `build` takes."""
         count = self.router.num_experts
         shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
         if self.bias:
@@ -90,8 +95,7 @@ class MoEConfig:
         if self.biases:
             shapes[f"{prefix}.gate.bias"] = (count,)
         for expert in range(self.router.num_matrices):
-            one = replace(self._mlp(self.inner), bias=self.biases)
-            shapes |= one.shapes(f"{prefix}.experts.{expert}", self.latent or hidden)
+            shapes |= self._expert.shapes(f"{prefix}.experts.{expert}", self.latent or hidden)
         if self.latent:
             shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
             shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
@@ -101,13 +105,14 @@ class MoEConfig:
             shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
         return shapes
 
+    @property
+    def _expert(self) -> MLPConfig:
+        return MLPConfig(inner=self.inner, activation=self.activation, gated=self.gated, bias=self.biases)
+
     def _shared(self) -> MLPConfig:
         activation = self.shared_activation or self.activation
-        return replace(self._mlp(self.shared), activation=activation, output_scale=self.shared_scale)
-
-    def _mlp(self, inner: int) -> MLPConfig:
-        """One expert."""
-        return MLPConfig(inner=inner, activation=self.activation, gated=self.gated)
+        scale = self.shared_scale
+        return MLPConfig(inner=self.shared, activation=activation, gated=self.gated, output_scale=scale)
 
 
 @dataclass(frozen=True)
@@ -125,25 +130,26 @@ class MoE:
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
-        told = None if self.table is None else (self.table, token_ids)
+        assert self.table is None or token_ids is not None, "experts by token id only work in a trunk"
+        token_experts = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-            return self._routed(ops, x, logits, told)
+            return self._routed(ops, x, logits, token_experts)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = self._routed(ops, x, logits, told)
+        routed = self._routed(ops, x, logits, token_experts)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
-    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, told: tuple[Weight, Buffer] | None) -> Buffer:
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, token_experts: tuple[Weight, Buffer] | None) -> Buffer:
         if self.latent is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec, told)
-        into, back = self.latent
-        return back(ops, ops.moe(into(ops, x), logits, self.bias, self.experts, self.spec, told))
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, token_experts)
+        down, up = self.latent
+        return up(ops, ops.moe(down(ops, x), logits, self.bias, self.experts, self.spec, token_experts))
 
 
 def read_experts(
     weights: Weights, prefix: str, hidden: int, config: MoEConfig, factors: NDArray[np.float32] | None = None
 ) -> Experts:
-    """The experts' matrices, in whichever form they are there; `factors` [E] multiply what each puts out."""
+    """The experts' matrices in any of the layouts above; `factors` [E] multiply the output of each."""
     count, inner = config.router.num_matrices, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     if not config.gated:
@@ -178,7 +184,7 @@ def read_experts(
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:
-    """The matrices of a stack one after the other, or some rows of each."""
+    """The matrices of a stack, or some rows of each."""
     for index in range(stack.shape[0]):
         item = stack.part(index)
         yield item if rows is None else item.take_rows(rows)

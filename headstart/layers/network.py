@@ -1,4 +1,4 @@
-"""Whoever has layers: the trunk, a head, a block drafter, a whole draft model. All are opened and run the same way."""
+"""A network is anything with layers: trunk, head, block drafter, draft model. A runner treats all alike."""
 
 from __future__ import annotations
 
@@ -7,81 +7,84 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Handle, KVSpec, Pool, Program
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
 
 @dataclass(frozen=True)
 class Pools:
-    """Storage of one network: `kv` by its kv_specs, `states` by its state_specs; `hidden`: the trunk's hidden states,
-    which the trunk writes and heads read (None: nobody taps them); `trunk`: the trunk's own `kv`, for a network beside
-    it."""
+    """Storage of one network."""
 
-    kv: Seq[Pool]
-    states: Seq[Pool] = ()
-    hidden: Pool = None
-    trunk: Seq[Pool] = ()
+    kv: Seq[Pool]  # one for each of its kv_specs
+    states: Seq[Pool] = ()  # one for each of its state_specs
+    hidden: Pool = None  # hidden states that the trunk writes and heads read; None: no network reads them
+    trunk: Seq[Pool] = ()  # the trunk's `kv`, which some drafters read
 
 
 class NetworkProgram(NamedTuple):
-    """`hidden_width`: columns of the hidden states that its rows read; 0 for none."""
+    """A program of a network."""
 
     code: Program
-    hidden_width: int = 0
+    hidden_width: int = 0  # columns of the stored hidden states that its rows read; 0: none
 
 
 class Network(Protocol):
-    """`kv_specs` and `state_specs`: a pool each. `first_position`: the first one that holds KV. `behind`: a row at
-    position q reads the stored hidden state of position q - behind; None: its rows read none."""
+    """Layers with KV or states of their own, and programs that run them."""
 
     @property
-    def kv_specs(self) -> Seq[KVSpec]: ...
+    def kv_specs(self) -> Seq[KVSpec]:
+        """One KV pool each."""
+
     @property
-    def state_specs(self) -> Seq[StateSpec]: ...
+    def state_specs(self) -> Seq[StateSpec]:
+        """One state pool each."""
+
     @property
-    def first_position(self) -> int: ...
+    def first_position(self) -> int:
+        """The first position that holds KV."""
+
     @property
-    def behind(self) -> int | None: ...
+    def hidden_offset(self) -> int | None:
+        """A row at position q reads the stored hidden state of position q - hidden_offset; None: its rows read none."""
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
-        """What can be run, by name, over these pools."""
+        """Its programs over these pools, by name."""
 
 
 @dataclass(eq=False)
-class Opened:
-    """A network on a runner. `index`: its place in Sequence.filled. Pools and its prepared programs come when memory is
-    sized."""
+class NetworkHandle:
+    """A network on a runner."""
 
     network: Network
-    index: int
-    pools: Pools = Pools(())
-    handles: Mapping[str, Handle] = field(default_factory=dict)
+    index: int  # its place in Sequence.filled
+    pools: Pools = Pools(())  # set when memory is sized
+    programs: Mapping[str, Handle] = field(default_factory=dict)  # prepared, set when memory is sized
 
     @property
-    def stored(self) -> list[KVSpec]:
-        """What its pools hold of a position, however far a row looks back."""
+    def pool_specs(self) -> list[KVSpec]:
+        """Specs of its KV pools, which keep all positions whatever the window."""
         specs = self.network.kv_specs
         return [replace(spec, window=0) if isinstance(spec, AttentionSpec) else spec for spec in specs]
 
     @property
-    def reach_back(self) -> int:
-        """Positions up to its own that a row depends on, if each layer builds on the one before; 0: on all of them."""
+    def receptive_field(self) -> int:
+        """Number of latest positions that a row depends on through all layers; 0: all positions."""
         windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in self.network.kv_specs]
         return sum(windows) if all(windows) else 0
 
 
 FORWARD = "forward"
-"""The one program of a decoder."""
+"""Name of a decoder's only program."""
 
 
 @dataclass(frozen=True)
 class DecoderNetwork:
-    """A whole decoder: the trunk, or a draft model. `tap`: the hidden states that it keeps in pools.hidden."""
+    """A whole decoder: the trunk or a draft model."""
 
     decoder: Decoder
-    tap: Tap | None = None
+    tap: Tap | None = None  # hidden states that it stores in pools.hidden
     first_position: int = 0
-    behind: None = None
+    hidden_offset: None = None
 
     @property
     def kv_specs(self) -> Seq[KVSpec]:
@@ -92,6 +95,6 @@ class DecoderNetwork:
         return self.decoder.state_specs
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
-        kept = pools.hidden if self.tap else None
-        code = self.decoder.program(pools.kv, kept, self.tap or "post_norm", pools.states)
+        hidden = pools.hidden if self.tap else None
+        code = self.decoder.program(pools.kv, hidden, self.tap or "post_norm", pools.states)
         return {FORWARD: NetworkProgram(code)}

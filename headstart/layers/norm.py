@@ -1,4 +1,4 @@
-"""Norms: root-mean-square (Zhang, Sennrich 2019) with its weight and epsilon, of centered rows too, or none."""
+"""Norms: RMSNorm (Zhang, Sennrich 2019), LayerNorm (Ba, Kiros, Hinton 2016), and none."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headstart.kernels.ops import Buffer, Ops, Weight
 
 
 class Norm(Protocol):
-    """What stands before or after a part of a layer."""
+    """A norm before or after a part of a layer."""
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer: ...
 
     def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
-        """(norm(x + residual), x + residual); None is no x."""
+        """Returns (norm(x + residual), x + residual); x None: 0."""
 
 
 @dataclass(frozen=True)
 class NoNorm:
-    """y = x, where a layer has no norm."""
+    """y = x, for a place without a norm."""
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return x
@@ -31,7 +31,7 @@ class NoNorm:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * weight; a family with (1 + w) norms adds 1 when it loads the weight."""
+    """y = x / sqrt(mean(x^2) + eps) * weight. Families with (1 + w) norms add 1 when they load the weight."""
 
     weight: Weight
     eps: float
@@ -47,13 +47,13 @@ class RMSNorm:
 
 @dataclass(frozen=True)
 class LayerNorm(RMSNorm):
-    """RMSNorm of x - mean(x), plus a bias: layer normalization (Ba, Kiros, Hinton 2016)."""
+    """RMSNorm of x - mean(x), plus a bias."""
 
     bias: Weight | None = None
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         normed = ops.rms_norm(ops.center(x), self.weight, self.eps)
-        return normed if self.bias is None else ops.shift(normed, self.bias)
+        return normed if self.bias is None else ops.add_bias(normed, self.bias)
 
     def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
         stream = residual if x is None else ops.add(x, residual)

@@ -1,9 +1,10 @@
-"""Per-layer embeddings (Gemma 3n and 4): each layer has a small embedding of the token of its own, and adds to the
-stream what a gate lets through of it. Formula: transformers 5.23, `modeling_gemma4.py`:
+"""Per-layer embeddings (Gemma 3n and 4): each layer adds a small, gated token embedding of its own to the stream.
+
+Formula: transformers 5.23, `modeling_gemma4.py`:
 
     p_i = (norm(W_i e / sqrt(H)) + sqrt(width) t_i) / sqrt(2);  x += norm(V activation(G x) * p_i)
 
-with e the scaled embedding of the token, t_i its row in this layer's part of the table.
+with e the scaled embedding of the token and t_i its row in this layer's part of the table.
 
 Canonical tensors of all layers: `embed_tokens_per_layer.weight` [V, layers * width],
 `per_layer_model_projection.weight` [layers * width, H], `per_layer_projection_norm.weight` [width]; under `{layer}`:
@@ -29,25 +30,24 @@ TABLE, PROJECTION, NORM = (
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayerConfig:
-    """Of layer `index` of `count`: `width` features for each of `vocab_size` tokens; of `beyond` more tokens those of
-    token 0."""
+    """The per-layer embedding of one layer."""
 
-    index: int
-    count: int
-    width: int
-    vocab_size: int
+    index: int  # of the layer
+    count: int  # number of layers
+    width: int  # features of the embedding
+    vocab_size: int  # rows of the table
     activation: Activation
-    beyond: int = 0
+    num_extra_tokens: int = 0  # tokens after the table's last, which have the embedding of token 0
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PerLayer:
-        """From the layer's part of the shared tensors, and its own under `prefix` (no trailing dot)."""
+        """Builds it from its part of the shared tensors and its own tensors under `prefix` (no trailing dot)."""
         shapes, width = self.shapes(prefix, hidden), self.width
         table = weights.raw(TABLE, shapes[TABLE]).shaped(self.vocab_size * self.count, width)
-        tokens = np.concatenate((np.arange(self.vocab_size), np.zeros(self.beyond, np.int64)))
+        tokens = np.concatenate((np.arange(self.vocab_size), np.zeros(self.num_extra_tokens, np.int64)))
         rows = tokens * self.count + self.index
         projection = weights.raw(PROJECTION, shapes[PROJECTION])
         part = np.arange(self.index * width, (self.index + 1) * width, dtype=np.int64)
-        # The factors around the norm stand in its weight and in epsilon.
+        # The factors around the norm are folded into its weight and epsilon.
         norm = weights.raw(NORM, shapes[NORM]).affine(math.sqrt(0.5), 0)
         return PerLayer(
             table=weights.take(table.take_rows(rows)),
@@ -74,9 +74,9 @@ class PerLayerConfig:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """What one layer adds. `table` [V, width]."""
+    """The addition of one layer."""
 
-    table: Weight
+    table: Weight  # [V, width]
     projection: Linear
     norm: RMSNorm
     scale: float
@@ -86,7 +86,7 @@ class PerLayer:
     activation: Activation
 
     def __call__(self, ops: Ops, stream: Buffer, token_ids: Buffer, embedded: Buffer) -> Buffer:
-        looked_up = ops.scale(ops.embed(self.table, token_ids), self.scale)
-        given = ops.add(self.norm(ops, self.projection(ops, embedded)), looked_up)
-        gated = ops.activate_mul(self.gate(ops, stream), given, self.activation)
+        from_table = ops.scale(ops.embed(self.table, token_ids), self.scale)
+        per_layer = ops.add(self.norm(ops, self.projection(ops, embedded)), from_table)
+        gated = ops.activate_mul(self.gate(ops, stream), per_layer, self.activation)
         return self.output_norm(ops, self.output(ops, gated))

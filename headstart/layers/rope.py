@@ -1,18 +1,17 @@
 """Rotary position embedding (Su et al. 2021) and its length extensions, as frequencies.
 
-Config keys follow Hugging Face: `rope_theta`, `rope_parameters` (transformers 5) or `rope_scaling` (older files).
+Config keys are Hugging Face's: `rope_theta`, `rope_parameters` (transformers 5) or `rope_scaling` (older files).
 Formulas: transformers 5.23 `modeling_rope_utils.py`.
 
-Two kinds depend there on the length of the text, so that one position would have several keys, and a text would depend
-on how it was cut into passes. Here they depend on the context that was asked for (`CONTEXT`, `--max-model-len`), as in
-vLLM and llama.cpp, and one engine has one set of frequencies for all texts:
+In transformers two kinds depend on the length of the text; one position would then have several keys, and a text would
+depend on its division into passes. Here, as in vLLM and llama.cpp, they depend on the requested context (`CONTEXT`,
+`--max-model-len`), and an engine has one set of frequencies:
 
-- `longrope` (Ding et al. 2024): the long factors for a context beyond the original one, else the short ones. These are
-  transformers' frequencies for texts on the same side of the original context.
-- `dynamic` (NTK by length): plain within max_position_embeddings; beyond, what transformers has for a text of exactly
-  that length.
+- `longrope` (Ding et al. 2024): long factors for a context beyond the original one, else short factors.
+- `dynamic` (NTK by length): unscaled within max_position_embeddings; beyond it the frequencies that transformers has
+  for a text as long as the requested context.
 
-Where nothing was asked for, what they say of short texts is served, and the context ends there (`longest`).
+Without a requested context the frequencies are those of short texts, and the context ends there (`max_rope_length`).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from headstart.kernels.ops import RopeSpec
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
-    "mrope": ("mrope_section",),  # of pictures: in a text all axes have the same position
+    "mrope": ("mrope_section",),  # positions of several axes, which are equal in a text
     "linear": ("factor",),
-    "proportional": ("factor",),  # Gemma 4: the fast part of a whole head's frequencies, the others do not turn
+    "proportional": ("factor",),  # Gemma 4: only the fast part of a whole head's frequencies rotates
     "dynamic": ("factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),  # the last are not used
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
@@ -41,17 +40,17 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"),
     "rope_freqs": ("factors",),  # a GGUF file's: divisors of the frequencies
 }  # fmt: skip
-"""Kinds of scaling, and the keys of each; those of another kind are there for that kind only."""
+"""Kinds of scaling, and the keys that each may have."""
 COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
 """Keys of every kind."""
-MOST_FEATURES = 1 << 16
+MAX_FEATURES = 1 << 16
 CONTEXT = "_context"
-"""Beside the keys of a config: the context that was asked for."""
+"""Pseudo key of a config: the requested context length (--max-model-len)."""
 KNOWN = frozenset(key for keys in KINDS.values() for key in keys) | {*COMMON}
 
 
 def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope part of a config, with its `rope_type`. Raises ModelError for a kind or a key that is not known."""
+    """The rope part of a config, with its `rope_type`. Raises ModelError for an unknown kind or key."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise ModelError(f"config.json: rope_parameters is {scaling!r}, but must be an object")
@@ -68,20 +67,21 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
     original = outer or scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     if kind == "mrope":
         kind = "default"
-    there = {key: value for key, value in scaling.items() if value is not None}
-    return {**there, "rope_type": kind, "original_max_position_embeddings": original}
+    present = {key: value for key, value in scaling.items() if value is not None}
+    return {**present, "rope_type": kind, "original_max_position_embeddings": original}
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
-    """The rope of a config. Raises ModelError for numbers that are none."""
+    """The rope of a config. Raises ModelError for impossible values."""
     scaling = scaling_of(config)
-    kind, numbers = scaling["rope_type"], _outer(config) | scaling
+    kind = scaling["rope_type"]
+    numbers = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")} | scaling
     theta = _number(numbers, "rope_theta", 10000.0)
     if theta <= 1:
         raise ModelError(f"config.json: rope_theta is {theta}, but must be above 1")
     share = _number(numbers, "partial_rotary_factor", 1.0)
     rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
-    if not 0 < rotary_dim <= min(head_dim, MOST_FEATURES):
+    if not 0 < rotary_dim <= min(head_dim, MAX_FEATURES):
         raise ModelError(
             f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
         )
@@ -92,52 +92,47 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     if kind == "linear":
         inv_freq = inv_freq / _number(scaling, "factor")
     elif kind == "proportional":
-        turning = np.arange(len(inv_freq)) < int(share * head_dim // 2)
-        inv_freq = np.where(turning, inv_freq / _number(scaling, "factor", 1.0), 0.0)
+        is_rotated = np.arange(len(inv_freq)) < int(share * head_dim // 2)
+        inv_freq = np.where(is_rotated, inv_freq / _number(scaling, "factor", 1.0), 0.0)
     elif kind == "llama3":
         inv_freq = _llama3(inv_freq, scaling)
     elif kind == "yarn":
         inv_freq, scale = _yarn(inv_freq, scaling, config, theta, rotary_dim)
     elif kind == "longrope":
-        key = "long_factor" if _beyond(scaling, config) else "short_factor"
+        key = "long_factor" if _exceeds_original(scaling, config) else "short_factor"
         inv_freq, scale = inv_freq / _factors(scaling, key, inv_freq), _long_scale(scaling, config)
     elif kind == "rope_freqs":
         inv_freq = inv_freq / _factors(scaling, "factors", inv_freq)
-    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims turns one more
+    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims rotates one more
 
 
 def rope_base(rope: RopeSpec) -> float:
-    """The base of its fastest frequencies, which most kinds of scaling leave alone, or divide all alike."""
+    """The base, from the two fastest frequencies, which most kinds of scaling keep or divide by one number."""
     first, second = (*rope.inv_freq, 0.0)[:2]
     return (first / second) ** (rope.rotary_dim / 2) if second else 1e4
 
 
-def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What older files have outside the rope's own object."""
-    return {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-
-
-def longest(config: Mapping[str, Any], length: int) -> int:
-    """Positions for which the frequencies hold, of `length` that the config promises."""
+def max_rope_length(config: Mapping[str, Any], length: int) -> int:
+    """Positions for which the frequencies are valid; `length`: max_position_embeddings."""
     scaling = scaling_of(config)
     kind: str = scaling["rope_type"]
-    asked: int | None = config.get(CONTEXT)
-    if kind == "dynamic" and asked and scaling.get("alpha") is None:
-        return max(length, min(asked, int(length * _number(scaling, "factor"))))
-    if kind != "longrope" or _beyond(scaling, config):
+    requested: int | None = config.get(CONTEXT)
+    if kind == "dynamic" and requested and scaling.get("alpha") is None:
+        return max(length, min(requested, int(length * _number(scaling, "factor"))))
+    if kind != "longrope" or _exceeds_original(scaling, config):
         return length
     return min(length, int(_number(scaling, "original_max_position_embeddings")))
 
 
-def _beyond(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Was more asked for than the original context?"""
-    asked: int | None = config.get(CONTEXT)
-    return asked is not None and asked > _number(scaling, "original_max_position_embeddings")
+def _exceeds_original(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Is the requested context longer than the original one?"""
+    requested: int | None = config.get(CONTEXT)
+    return requested is not None and requested > _number(scaling, "original_max_position_embeddings")
 
 
 def _ntk(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """What theta is times, but for its exponent: Hunyuan's `alpha`, of any length, or by the context that was asked for
-    (transformers, _compute_dynamic_ntk_parameters)."""
+    """Factor of theta before its exponent: Hunyuan's `alpha`, or by the requested context (transformers,
+    _compute_dynamic_ntk_parameters)."""
     if scaling.get("alpha") is not None:
         return _number(scaling, "alpha")
     length, factor = _number(config, "max_position_embeddings", 2048), _number(scaling, "factor", 1.0)
@@ -169,12 +164,12 @@ def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
             f"config.json: high_freq_factor of the rope is {high}, but must not be below low_freq_factor, {low}"
         )
     turns = _number(scaling, "original_max_position_embeddings") * inv_freq / (2 * math.pi)
-    kept = np.clip((turns - low) / ((high - low) or 1e-30), 0, 1)  # Llama 4 has no ramp
-    return inv_freq * (kept + (1 - kept) / factor)
+    unscaled = np.clip((turns - low) / ((high - low) or 1e-30), 0, 1)  # Llama 4 has no ramp
+    return inv_freq * (unscaled + (1 - unscaled) / factor)
 
 
-def _stretch(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float]:
-    """The context of the first training, and how many times that is served: given, or what the config's limit says."""
+def _extension(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[float, float]:
+    """(original context, its extension: `factor`, or max_position_embeddings / original)."""
     original = _number(scaling, "original_max_position_embeddings")
     limit = _number(config, "max_position_embeddings", original) if config.get("max_position_embeddings") else original
     return original, _number(scaling, "factor", limit / original)
@@ -184,7 +179,7 @@ def _yarn(
     inv_freq: np.ndarray, scaling: Mapping[str, Any], config: Mapping[str, Any], theta: float, rotary_dim: int
 ) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al. 2023, section 3.4): interpolate slow dims, keep fast ones; attention temperature as a scale."""
-    original, factor = _stretch(scaling, config)
+    original, factor = _extension(scaling, config)
 
     def dim_of(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -198,30 +193,30 @@ def _yarn(
 
 
 def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
-    """What sin and cos are multiplied by: given, a quotient of two strengths (DeepSeek), or 0.1 ln(factor) + 1. The
-    last times `attn_factor`, which transformers does not know (vLLM 0.32, YaRNScalingRotaryEmbedding)."""
+    """Factor of sin and cos: `attention_factor`, a quotient of two mscales (DeepSeek), or (0.1 ln(factor) + 1) *
+    `attn_factor` (vLLM 0.32, YaRNScalingRotaryEmbedding)."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return strength(factor, _number(scaling, "mscale")) / strength(factor, _number(scaling, "mscale_all_dim"))
-    return strength(factor, 1.0) * _number(scaling, "attn_factor", 1.0)
+        return yarn_mscale(factor, _number(scaling, "mscale")) / yarn_mscale(factor, _number(scaling, "mscale_all_dim"))
+    return yarn_mscale(factor, 1.0) * _number(scaling, "attn_factor", 1.0)
 
 
-def strength(factor: float, weight: float) -> float:
-    """YaRN's sharpening for a context so many times as long."""
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's attention temperature for a context `factor` times as long: 0.1 weight ln(factor) + 1."""
     return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """LongRoPE's: given, or from how many times the original context is."""
+    """LongRoPE's factor of sin and cos: `attention_factor`, or by the extension of the context."""
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
-    original, factor = _stretch(scaling, config)
+    original, factor = _extension(scaling, config)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def half_split(rotary: int, *, interleaved: bool) -> NDArray[np.int64]:
-    """Rotated features in the order of Ops.rope: the first halves of all pairs, then the second ones. `interleaved`: as
-    they are, the two of a pair lie side by side."""
+    """Indices of the rotated features in the order of Ops.rope: first features of all pairs, then second ones.
+    `interleaved`: the file stores the two features of a pair next to each other."""
     order = np.arange(rotary)
     return order.reshape(-1, 2).T.reshape(-1) if interleaved else order

@@ -1,9 +1,9 @@
-"""Manifold-constrained hyper-connections (Xie et al. 2026; DeepSeek-V4 report, section 2.2): several residual streams
-side by side. Before a part of a layer they are summed to one, behind it they are mixed and each gets a share.
+"""Manifold-constrained hyper-connections (Xie et al. 2026; DeepSeek-V4 report, section 2.2): several residual streams.
 
-mixes = W (x / rms(x)) of all streams x together; what is made of them: Ops.stream_weights. Before the final norm, and
-at the end of an MTP module, the streams are summed once more. Formula: transformers 5.23, `DeepseekV4HyperConnection`
-and `DeepseekV4HyperHead`.
+Before a part of a layer the streams are summed to one; after it they are mixed, and each gets a share of the output.
+mixes = W (x / rms(x)) with x all streams together; Ops.stream_weights turns them into the weights of sums and mixing.
+The streams are summed once more before the final norm and at the end of an MTP module. Formula: transformers 5.23,
+`DeepseekV4HyperConnection` and `DeepseekV4HyperHead`.
 
 Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (of a sum alone: [1]).
 """
@@ -20,22 +20,22 @@ from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 
-class Spread(Protocol):
-    """How one stream becomes several before the first layer, and one again behind the last."""
+class StreamExpansion(Protocol):
+    """From one stream to several before the first layer, and back to one after the last."""
 
     @property
     def spec(self) -> StreamSpec: ...
 
-    def begin(self, ops: Ops, x: Buffer) -> Buffer:
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
         """[R, H] -> [R, streams * H]."""
 
-    def enter(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> [R, H], and what `Streams.leave` wants."""
+    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
+        """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`)."""
 
 
 @dataclass(frozen=True)
-class Streams:
-    """How streams enter a part and leave it."""
+class HyperConnection:
+    """Sums and mixes the streams around one part of a layer."""
 
     spec: StreamSpec
     norm: RMSNorm
@@ -43,39 +43,39 @@ class Streams:
     base: Weight
     scale: Weight
 
-    def begin(self, ops: Ops, x: Buffer) -> Buffer:
-        """[R, H] -> [R, streams * H], before the first layer."""
-        return repeated(ops, x, self.spec.count)
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
+        """[R, H] -> [R, streams * H], before the first layer: the same in each stream."""
+        return repeat_streams(ops, x, self.spec.count)
 
-    def enter(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer]:
-        """[R, streams * H] -> (their sum [R, H], weights for `leave`)."""
+    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer]:
+        """[R, streams * H] -> (weighted sum [R, H], weights for `distribute`)."""
         mixes = self.mixes(ops, self.norm(ops, streams))
         weights = ops.stream_weights(mixes, self.base, self.scale, self.spec)
         return ops.sum_streams(streams, weights, self.spec), weights
 
-    def leave(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
-        """Streams [R, streams * H] behind a part that made x [R, H] of their sum."""
+    def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
+        """Streams [R, streams * H] after a part whose output is x [R, H]."""
         return ops.mix_streams(streams, x, weights, self.spec)
 
 
-def read_streams(
+def build_hyper_connection(
     weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float, *, last: bool = False
-) -> Streams:
-    """From the tensors under `prefix`; `last`: nothing leaves."""
+) -> HyperConnection:
+    """Builds it from the tensors under `prefix`; `last`: the final sum, without `distribute`."""
     wide = spec.count * hidden
-    shapes = stream_shapes(prefix, hidden, spec, last=last)
+    shapes = hyper_connection_shapes(prefix, hidden, spec, last=last)
     fn, base, scale = (f"{prefix}.{name}" for name in ("fn", "base", "scale"))
-    return Streams(
+    return HyperConnection(
         spec=spec,
-        norm=weights.plain_norm(wide, eps),
+        norm=weights.unweighted_norm(wide, eps),
         mixes=Linear(weights.get(fn, *shapes[fn], precise=True)),
         base=weights.get(base, *shapes[base]),
         scale=weights.get(scale, *shapes[scale]),
     )
 
 
-def stream_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:
-    """Names and shapes of what `read_streams` takes."""
+def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:
+    """Names and shapes of what `build_hyper_connection` takes."""
     count = spec.count if last else spec.num_mixes
     return {
         f"{prefix}.fn": (count, spec.count * hidden),
@@ -84,8 +84,8 @@ def stream_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = Fa
     }
 
 
-def repeated(ops: Ops, x: Buffer, count: int) -> Buffer:
-    """[R, H] -> [R, count * H]: the same in each stream."""
+def repeat_streams(ops: Ops, x: Buffer, count: int) -> Buffer:
+    """[R, H] -> [R, count * H]: `count` copies."""
     wide = x
     for _ in range(count - 1):
         wide = ops.concat(wide, x)

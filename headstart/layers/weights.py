@@ -1,7 +1,8 @@
-"""Named tensors of a checkpoint, with shape checks, in a backend's form."""
+"""Named tensors of a checkpoint with shape checks, converted for a backend; fingerprints of weights."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +20,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Weights:
-    """Canonical names -> backend weights, with shape checks. A tensor asked for twice is taken once (tied weights).
-    `drafts`: what is taken only makes drafts (see Backend.weight). `on_take` is told of each tensor taken."""
+    """Backend weights by canonical name, with shape checks. A tensor requested twice (tied weights) is converted once.
+
+    `drafts`: these weights only serve drafting (see Backend.weight). `on_take` is called with each tensor to convert.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Weights:
         return self._taken[name]
 
     def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
-        """A tensor, or what was made of one, in the backend's form."""
+        """Converts a tensor into the backend's form."""
         self.on_take(tensor)
         return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
 
@@ -70,18 +73,38 @@ class Weights:
             return RMSNorm(weight, eps)
         return LayerNorm(weight, eps, self.get(f"{name}.bias", size) if biased else None)
 
-    def made(self, name: str, values: NDArray[Any]) -> Weight:
-        """Numbers of our own, never rounded; made once by name, which no tensor of a file has."""
+    def constant(self, name: str, values: NDArray[Any]) -> Weight:
+        """A constant that no file holds, never quantized; converted once for each `name`."""
         if name not in self._taken:
             array = np.ascontiguousarray(values, np.float32)
             tensor = make_tensor(name, array.shape, "F32", array.reshape(-1).view(np.uint8))
             self._taken[name] = self.backend.weight(tensor, precise=True)
         return self._taken[name]
 
-    def plain_norm(self, size: int, eps: float) -> RMSNorm:
-        """A norm without a weight."""
-        return RMSNorm(self.made(f"{size} ones", np.ones(size)), eps)
+    def unweighted_norm(self, size: int, eps: float) -> RMSNorm:
+        """A norm whose weight is ones."""
+        return RMSNorm(self.constant(f"{size} ones", np.ones(size)), eps)
 
     def scalar(self, name: str) -> float:
-        """The one number of a tensor."""
+        """The number of a tensor [1]."""
         return float(self.raw(name, (1,)).float32().reshape(()))
+
+
+def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
+    """Identifies a trunk in any quantization: names and shapes of all tensors, values of vectors (never quantized)."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        if len(tensor.shape) == 1:
+            digest.update(np.ascontiguousarray(tensor.float32()).tobytes())
+    return digest.hexdigest()[:32]
+
+
+def weights_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
+    """Identifies these weights, quantization included: trunk_fingerprint and a few rows of each matrix."""
+    digest = hashlib.sha256(trunk_fingerprint(tensors).encode())
+    for _, tensor in sorted(tensors.items()):
+        if len(tensor.shape) == 2:
+            rows = np.unique(np.linspace(0, tensor.shape[0] - 1, 3).astype(np.int64))
+            digest.update(np.ascontiguousarray(tensor.take_rows(rows).float32()).tobytes())
+    return digest.hexdigest()[:16]

@@ -17,21 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.rows import Picked
+from headstart.formats.rows import RowSubset
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.states import DeltaSpec
+from headstart.kernels.specs import DeltaSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig
 from headstart.layers.delta import DeltaConfig
+from headstart.layers.parts import FeedForwardConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
+from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
 from headstart.models.names import Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
-MOST_FEATURES = 1 << 14
+MAX_FEATURES = 1 << 14
 LINEAR, FULL = "linear_attention", keys.FULL
 MTP_NAMES = {
     "fc": "projection",
@@ -76,7 +77,6 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
         config,
         [keys.layer(config, mixer, _feed_forward(config, i)) for i, mixer in enumerate(mixers)],
         tied=tied,
-        num_mtp=keys.num_mtp(config, default=1),  # released Qwen3-Next configs do not tell
         mtp_layer=keys.layer(config, attention, _feed_forward(config)),
     )
 
@@ -101,7 +101,7 @@ def _delta(config: Config, tiled: bool) -> DeltaConfig:
     inner = number(config, "linear_inner_size", default=0, least=0)  # a GGUF file's
     value_dim = inner // max(heads, 1) or size("linear_value_head_dim")
     sizes = (key_heads, heads, key_dim, value_dim, width)
-    if min(sizes) < 1 or max(sizes) > MOST_FEATURES or width < 2 or heads % key_heads:
+    if min(sizes) < 1 or max(sizes) > MAX_FEATURES or width < 2 or heads % key_heads:
         raise ModelError(
             f"config.json: linear attention has {heads} value heads of {value_dim}, {key_heads} key heads of {key_dim} "
             f"and a convolution of {width}",
@@ -195,7 +195,7 @@ def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dic
     if tensor.shape[0] != 2 * spec.num_heads * spec.head_dim:
         return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
     rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(spec.num_heads, 2, -1)
-    parts = (Picked(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
+    parts = (RowSubset(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))
 
 
@@ -208,7 +208,7 @@ def _taps(tensor: RawTensor) -> RawTensor:
 def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -> dict[str, RawTensor]:
     if sum(each.size for each in rows.values()) != tensor.shape[0]:
         return {tensor.name: tensor}  # the loader then misses the parts by name
-    return {f"{prefix}.in_proj_{part}.weight": Picked(tensor, each) for part, each in rows.items()}
+    return {f"{prefix}.in_proj_{part}.weight": RowSubset(tensor, each) for part, each in rows.items()}
 
 
 def _by_key_head(spec: DeltaSpec, sizes: Seq[int]) -> list[NDArray[np.int64]]:
@@ -259,7 +259,10 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
         theirs[query] = np.concatenate(parts, axis=1).reshape(-1, *rest)
     for stem, delta in _linear_layers(config).items() if joined else ():
         for name, rows in JOINED.items():
-            apart = {part: theirs.pop(f"{stem}.linear_attn.in_proj_{part}.weight") for part in rows(delta)}
+            written = {part: f"{stem}.linear_attn.in_proj_{part}.weight" for part in rows(delta)}
+            if not all(each in theirs for each in written.values()):  # of an MTP module's arrays alone
+                continue
+            apart = {part: theirs.pop(each) for part, each in written.items()}
             together = np.empty((sum(map(len, apart.values())), config.hidden_size), np.float32)
             for part, indices in rows(delta).items():
                 together[indices] = apart[part]
@@ -302,8 +305,43 @@ SCRATCH = {
 SCRATCH_WITH_EXPERTS = {**SCRATCH, **SCRATCH_EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64}
 
 
+LINEAR_KEYS = (
+    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "full_attention_interval",
+    "expert_shared_feed_forward_length",
+)  # fmt: skip
+"""Metadata keys of GGUF files of these families."""
+NEWER: dict[str, Any] = {
+    "norm": "1+w",
+    "count_key": "mtp_num_hidden_layers",
+    "xllm": XllmDraft(
+        architecture="Qwen3_5MtpForCausalLM",
+        variants={"num_experts": "qwen3_5_moe", "n_routed_experts": "qwen3_5_moe"},
+        several=True,
+        shared=True,
+        config={"mtp_num_hidden_layers": "count"},
+        nested_config={
+            "num_hidden_layers": "count", "mtp_num_hidden_layers": "count", "layer_types": ["full_attention"],
+        },
+    ),
+}  # fmt: skip
+"""Of the MTPLayout of Qwen3.5 and later ones."""
+
+
+def llama_cpp_draft(architecture: str) -> LlamaCppDraft:
+    """Of Qwen3.5 and later ones."""
+    return LlamaCppDraft(
+        architecture=architecture,
+        pre_tokenizer="qwen35",
+        keys=LLAMA_CPP_KEYS + LINEAR_KEYS,
+        norm_shift=1.0,
+        rotary=0.25,
+        recurrent=True,
+    )
+
+
 def family(
     *,
+    mtp: MTPLayout,
     aliases: tuple[str, ...],
     small: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -318,7 +356,7 @@ def family(
         harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)},
         names=NAMES,
         head=HeadSpec(beyond="cycle"),
-        trailing=True,  # in GGUF files
+        mtp=mtp,
         adapt=adapt,
         restore=partial(restore, joined=joined),
         aliases=aliases,

@@ -103,7 +103,7 @@ def mlp(config: Reading, index: int) -> MLPConfig:
     return keys.mlp(config)
 
 
-def attention(config: Reading, window: int, shares: int | None, keys_are_values: bool = False) -> AttentionConfig:
+def attention(config: Reading, window: int, source_layer: int | None, keys_are_values: bool = False) -> AttentionConfig:
     """Of Gemma 3n and 4: scores are not scaled, q, k and v are normed. `window`: 0 in full layers."""
     bias = keys.flag(config, "attention_bias")
     return keys.attention(
@@ -115,16 +115,13 @@ def attention(config: Reading, window: int, shares: int | None, keys_are_values:
         qk_norm=True,
         v_norm=True,
         keys_are_values=keys_are_values,
-        shares=shares,
+        source_layer=source_layer,
     )
 
 
 def own_keys(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """Without keys and values of layers that read those of others."""
-    mixers = [each.mixer for each in config.layers]
-    sharing = {
-        f"layers.{i}" for i, each in enumerate(mixers) if isinstance(each, AttentionConfig) and each.shares is not None
-    }
+    sharing = {f"layers.{i}" for i, each in enumerate(config.layers) if each.mixer.source_layer is not None}
     parts = ((name, name.partition(".self_attn.")) for name in tensors)
     return {
         name: tensors[name] for name, (layer, _, part) in parts if layer not in sharing or part[:2] not in ("k_", "v_")

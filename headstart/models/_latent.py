@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import RopeSpec
+from headstart.kernels.specs import IndexSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig
-from headstart.layers.rope import rope_spec, scaling_of, strength
+from headstart.layers.rope import rope_spec, scaling_of, yarn_mscale
 from headstart.models import keys
 from headstart.models.keys import Config, flag, number
 from headstart.models.small import SCRATCH_EXPERTS
@@ -27,18 +27,8 @@ ROPE_KEYS = (
 def parse(config: Config) -> DecoderConfig:
     mixing = mixer(config)
     sparse = keys.layer(config, mixing, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixing, sparse)
-    if (kinds := config.get("mlp_layer_types")) is not None:
-        keys.check_kinds(kinds, len(layers), ("dense", "sparse"))
-        dense = keys.layer(config, mixing, keys.mlp(config)) if "dense" in kinds else sparse
-        layers = [dense if kind == "dense" else sparse for kind in kinds]
-    return keys.decoder(
-        config,
-        layers,
-        num_mtp=keys.num_mtp(config),
-        mtp_layer=sparse,
-        mtp_recycle=keys.mtp_recycle(config),
-    )
+    layers = keys.dense_or_sparse(config, mixing, sparse)
+    return keys.decoder(config, layers, mtp_layer=sparse, mtp_recycle=keys.mtp_recycle(config))
 
 
 def mixer(config: Config) -> MLAConfig:
@@ -86,7 +76,7 @@ def _temperature(config: Config) -> float:
     scaling = scaling_of(config)
     if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
-    return strength(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
+    return yarn_mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
 
 
 HARMLESS = {

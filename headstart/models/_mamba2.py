@@ -15,7 +15,8 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.states import ScanSpec
+from headstart.kernels.specs import ScanSpec
+from headstart.layers.build import DecoderConfig
 from headstart.layers.mamba2 import Mamba2Config
 from headstart.models import keys
 from headstart.models.keys import Config, flag, number
@@ -24,7 +25,7 @@ from headstart.models.small import Arrays
 MAMBA, FULL = "linear_attention", keys.FULL
 KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}
 """Kinds of layers as older files call them."""
-MOST_TAPS, MOST_FEATURES = 16, 1 << 16
+MAX_TAPS, MAX_FEATURES = 16, 1 << 16
 PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
 """Hugging Face's names inside a Mamba2 layer, and ours; `A_log` and `D` are turned by `adapt`."""
 HARMLESS: Mapping[str, str] = {
@@ -46,11 +47,11 @@ def mixer(config: Config, **switches: Any) -> Mamba2Config:
     width = number(config, "mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim", default=4)
     size = _head_dim(config, heads)
     most = max(heads, groups, state, size)
-    if heads % groups or most > MOST_FEATURES or not 2 <= width <= MOST_TAPS:
+    if heads % groups or most > MAX_FEATURES or not 2 <= width <= MAX_TAPS:
         raise ModelError(
             f"config.json: Mamba2 has {heads} heads of {size} in {groups} groups, states of {state} and a convolution "
             f"of {width}",
-            f"heads must be a multiple of groups, a convolution 2 to {MOST_TAPS} wide",
+            f"heads must be a multiple of groups, a convolution 2 to {MAX_TAPS} wide",
         )
     _check_limit(config.get("time_step_limit"))
     return Mamba2Config(
@@ -98,7 +99,7 @@ _GGUF = {
 }  # fmt: skip
 
 
-def adapt(tensors: Mapping[str, RawTensor], from_gguf: bool) -> dict[str, RawTensor]:
+def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Decay rates and skips of Mamba2 layers; of a GGUF file all their tensors, whose rates are made already."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
@@ -127,7 +128,7 @@ def _from_gguf(name: str) -> str:
     return f"layers.{layer}.mamba.{_GGUF[stem]}{end}" if stem in _GGUF else name
 
 
-def restore(arrays: Arrays) -> Arrays:
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """The way back to Hugging Face's, for arrays."""
     theirs: Arrays = {}
     for name, array in arrays.items():

@@ -11,15 +11,15 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig, MixerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.parts import FeedForwardConfig, MixerConfig
 from headstart.layers.short_conv import ShortConvConfig
 from headstart.models import keys
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
 
 CONV, FULL = "conv", keys.FULL
-MOST_TAPS = 16
+MAX_TAPS = 16
 NAMES = Names(
     {**PREFIXES, "model.embedding_norm.": "norm."},
     parts={
@@ -43,10 +43,10 @@ def parse(config: Config, dense: MLPConfig, feed_forward: Callable[[int], FeedFo
     kinds, kv_heads = _kinds(config)
     eps = real(config, "norm_eps", real(config, "rms_norm_eps", 1e-5))
     width = number(config, "conv_L_cache", default=3)
-    if not 2 <= width <= MOST_TAPS:
-        raise ModelError(f"config.json: conv_L_cache is {width}, but must be 2 to {MOST_TAPS}")
+    if not 2 <= width <= MAX_TAPS:
+        raise ModelError(f"config.json: conv_L_cache is {width}, but must be 2 to {MAX_TAPS}")
     attention = keys.attention(keys.inside(config, {"num_key_value_heads": kv_heads}), qk_norm=True)
-    mixers: dict[str, MixerConfig] = {FULL: attention, CONV: ShortConvConfig(width)}
+    mixers: dict[str, MixerConfig] = {FULL: attention, CONV: ShortConvConfig(number(config, "hidden_size"), width)}
     layers = [keys.layer(config, mixers[kind], feed_forward(i), eps=eps) for i, kind in enumerate(kinds)]
     tied = config.get("tie_embedding")
     return keys.decoder(

@@ -1,7 +1,6 @@
-"""Ling 2 and Ring 2 (Bailing MoE V2): grouped attention with head norms and partial rotary, experts chosen by sigmoids
-in groups, MTP at layer N.
+"""Ling 2 and Ring 2 (Bailing MoE V2).
 
-Formula: inclusionAI's `modeling_bailing_moe_v2.py` (Ling-V2); the MTP module there: e first, a layer with experts,
+Formula: inclusionAI's `modeling_bailing_moe_v2.py` (Ling-V2). MTP module: e first, a layer with experts,
 `final_layernorm`, whose result is recycled.
 """
 
@@ -16,6 +15,7 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import join
 from headstart.models.keys import Config, flag
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 
 LLAMA_CPP = "bailingmoe2"
@@ -37,8 +37,8 @@ def parse(config: Config) -> DecoderConfig:
         qk_norm=True,
     )
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixer, sparse)
-    return keys.decoder(config, layers, num_mtp=keys.one_mtp(config), mtp_layer=sparse)
+    layers = keys.dense_or_sparse(config, mixer, sparse, listed=False)
+    return keys.decoder(config, layers, mtp_layer=sparse)
 
 
 FAMILY = Family(
@@ -74,7 +74,7 @@ FAMILY = Family(
     ),
     restore=partial(join, qkv=True, gate_up=False),
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(title="Ling 2, Ring 2 (Bailing MoE V2)", served=1),
     aliases=("bailing_moe_v2", LLAMA_CPP),
     small={
         "model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "moe_intermediate_size": 24,

@@ -1,4 +1,4 @@
-"""What a model family declares, and how one is found. One file per family here; its name is the `model_type` of
+"""`Family`: what the file of a model family declares. One file per family here; its name is the `model_type` of
 config.json."""
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headstart import registry
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig, decoder
+from headstart.layers.build import DecoderConfig, build_decoder
 from headstart.layers.decoder import Decoder
 from headstart.layers.rope import CONTEXT
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names, trailing_name
 from headstart.models.reading import Reading
 from headstart.models.small import TINY, Arrays, random_arrays
@@ -26,30 +26,24 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`parse`: config.json -> sizes and layers; `defaults`: what Hugging Face takes for keys that are not there;
-    `harmless`: keys beside those of `reading` that change nothing, and why. `small`: keys of config.json of a small
-    model, beside those of small.TINY. `names`: tensor names. `build`: weights -> trunk.
-    `head`: how the native MTP modules of a checkpoint work; `trailing`: they are, in some files, the layers after the
-    trunk's. `interleaved_rope`: GGUF files hold the q and k rows of this family in llama.cpp's interleaved order;
-    `interleaved_files`: all files do, its own code has the two halves of a rotary pair side by side.
-    `adapt`: what tensors under canonical names need beside their names (tensors, sizes, from a GGUF file?); `restore`:
-    the way back to Hugging Face's, for arrays. `aliases`: other names of the family: a wrapper's text part's,
-    llama.cpp's. `scratch`: keys of the config that `train --from-scratch` trains, beside those of small.SCRATCH."""
+    """A model family: how its config.json and tensors are read, and what its MTP modules are."""
 
-    parse: Callable[[Config], DecoderConfig]
-    small: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    harmless: Mapping[str, str] = field(default_factory=dict)
-    names: Names = field(default_factory=Names)
-    build: Callable[[Weights, DecoderConfig], Decoder] = decoder
-    head: HeadSpec | None = None
-    trailing: bool = False
-    interleaved_rope: bool = False
-    interleaved_files: bool = False
+    parse: Callable[[Config], DecoderConfig]  # config.json -> sizes and layers
+    small: Mapping[str, Any] = field(default_factory=dict)  # config keys of its tiny test model, over small.TINY
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's defaults of absent config keys
+    harmless: Mapping[str, str] = field(default_factory=dict)  # unread config keys that change nothing -> the reason
+    names: Names = field(default_factory=Names)  # tensor names
+    build: Callable[[Weights, DecoderConfig], Decoder] = build_decoder  # builds the trunk
+    head: HeadSpec | None = None  # how native MTP modules work; None: no such modules
+    mtp: MTPLayout | None = None  # where checkpoints keep MTP modules
+    interleaved_rope: bool = False  # GGUF files have the rows of q and k in llama.cpp's interleaved order
+    interleaved_files: bool = False  # all files have: the two halves of a rotary pair are side by side
+    # canonical names -> canonical tensors; arguments: tensors, sizes, is it a GGUF file
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
-    restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None
-    aliases: tuple[str, ...] = ()
-    scratch: Mapping[str, Any] = field(default_factory=dict)
+    restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
+    aliases: tuple[str, ...] = ()  # other model types: text parts of wrappers, llama.cpp's architectures
+    scratch: Mapping[str, Any] = field(default_factory=dict)  # keys of `train --from-scratch`, over small.SCRATCH
+    unsupported: str = ""  # the feature that the engine lacks (models/described.py); empty: the family runs
 
     def read(
         self,
@@ -65,14 +59,31 @@ class Family:
         on it (layers/rope.py)."""
         reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
+        if self.mtp:
+            sizes = replace(sizes, num_mtp=self._num_mtp(self.mtp, reading, strict))
         if strict:
             reading.check({**self.harmless, **beside}, where)
         return sizes
 
+    def _num_mtp(self, mtp: MTPLayout, config: Config, strict: bool) -> int:
+        """MTP modules that a config means. Raises ModelError for more than the engine runs, if `strict`."""
+        declared = mtp.declared(config)
+        if not mtp.serves(config):
+            return 0
+        if declared.key is None and config.get("model_type") not in mtp.llama_cpp:
+            return declared.modules or mtp.released
+        if strict and mtp.served and declared.modules > mtp.served:
+            what = f"config.json promises {declared.modules} MTP modules, but {mtp.served} is served here"
+            raise ModelError(what, f"lower {declared.key} to {mtp.served}: a module drafts several tokens, one by one")
+        return declared.modules
+
+    def tiny_config(self, **changes: Any) -> dict[str, Any]:
+        """config.json of a small model; `changes`: keys of it."""
+        return {**TINY, **self.small, **changes}
+
     def tiny(self, **changes: Any) -> tuple[dict[str, Any], Arrays]:
-        """A small random model: content of config.json, and tensors under Hugging Face's names. `changes`: keys of the
-        config."""
-        config = {**TINY, **self.small, **changes}
+        """A small random model: config.json and tensors under Hugging Face's names."""
+        config = self.tiny_config(**changes)
         sizes = self.read(config)
         return config, self.as_written(random_arrays(self.shapes(sizes)), sizes)
 
@@ -94,69 +105,6 @@ class Family:
         """Canonical arrays, as Hugging Face's files have them."""
         if self.restore:
             arrays = self.restore(arrays, config)
-        if self.trailing and not self.names.of_modules:
+        if self.head and not self.names.of_modules:
             arrays = {trailing_name(name, config.num_layers): array for name, array in arrays.items()}
         return {self.names.theirs(name): array for name, array in arrays.items()}
-
-
-_INDEXER = "sparse attention with an indexer (DSA)"
-_STREAMS = "several residual streams (hyper-connections)"
-UNSUPPORTED: Mapping[str, str] = {
-    "glm5_next": f"Kimi delta attention and {_INDEXER}", "glm5-next": f"Kimi delta attention and {_INDEXER}",
-    "qwen4_exp": _STREAMS, "qwen4exp": _STREAMS,
-    "mimo_v2": "projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
-    "nemotron_h_puzzle": "layers of several sizes (Puzzle)", "mamba2": "Mamba2 layers",
-    "kimi_k3": "Kimi delta attention",
-    "minicpm3": "MiniCPM3's latent attention", "phimoe": "sparse-mixer routing",
-    "minimax_m3": "block-sparse attention",
-    "bailing_hybrid": "lightning attention (Ling 2.5) or Kimi delta attention (Ling 3)",
-    "bailingmoe3": "Kimi delta attention", "hy_v4": "hyper-connections over latent attention",
-}  # fmt: skip
-"""model_type (or llama.cpp's architecture) of a family that is not here -> what it has and no family here has."""
-ELSEWHERE = "other engines have it: headstart launch vllm MODEL, or headstart launch llamacpp FILE.gguf"
-DRAFTS: Mapping[str, str] = {
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
-    "gemma4-assistant": "name that model, and the safetensors of this one with --head",
-}
-"""model_type of what only drafts for another model -> what to do."""
-
-
-def family_named(model_type: str) -> Family:
-    """By the file's name, or one of the aliases that families declare. Raises ModelError, naming the feature that is
-    missing where that is known."""
-    names = registry.available("models")
-    if model_type.replace("-", "_") not in names:
-        for name in sorted(
-            names, key=lambda name: (not model_type.startswith(name), -len(name))
-        ):  # those like it first
-            other: Family = registry.find("models", name).FAMILY
-            if model_type in other.aliases:
-                return other
-    if hint := DRAFTS.get(model_type):
-        raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
-    if model_type not in names and (feature := UNSUPPORTED.get(model_type)):
-        raise ModelError(f"{model_type} models need {feature}, which is not supported", ELSEWHERE)
-    family: Family = registry.find("models", model_type).FAMILY
-    return family
-
-
-def is_known(model_type: str) -> bool:
-    """Does a family here serve it?"""
-    try:
-        family_named(model_type)
-    except ModelError:
-        return False
-    return True
-
-
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "tie_word_embeddings",
-)  # fmt: skip
-
-
-def with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A text model's config with the sizes that its family takes where it names none."""
-    kind = config.get("model_type")
-    defaults = family_named(kind).defaults if isinstance(kind, str) and is_known(kind) else {}
-    return {key: defaults[key] for key in SIZES if key in defaults} | dict(config)

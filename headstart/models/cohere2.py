@@ -1,6 +1,6 @@
-"""Command R, R7B, A and other models of Cohere: both parts of a layer read one norm, which centers; positions, with
-pairs side by side, in layers with windows only; logits are scaled.
+"""Cohere's Command R, R7B, A.
 
+Attention and MLP read one centering norm. Layers with windows have interleaved rotary positions, full layers have none.
 Formula: transformers `models/cohere2`; `models/cohere` (Command R) has no windows, and may norm q and k.
 """
 

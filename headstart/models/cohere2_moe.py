@@ -1,8 +1,7 @@
-"""Cohere 2 with experts (Command A+, North Mini Code): Cohere 2's layers, experts chosen by sigmoids or a softmax
-beside shared ones, of which the mean or the sum is taken; a norm that centers, or not; one MTP module.
+"""Cohere 2 with experts (Command A+, North Mini Code).
 
-Formula: transformers 5.23 `models/cohere2_moe`; the module (a layer that sees everything and rotates positions) and the
-names of its tensors: llama.cpp's `models/cohere2moe.cpp`. A file may leave the module the trunk's last norm.
+Formula: transformers 5.23 `models/cohere2_moe`; MTP module (full attention, rotary positions) and its tensor names:
+llama.cpp `models/cohere2moe.cpp`. A module without a norm of its own takes the trunk's last one.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig, LayerConfig
+from headstart.layers.decoder import LayerConfig
 from headstart.layers.moe import MoEConfig
+from headstart.layers.parts import FeedForwardConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config, flag, number, real
+from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number, real
+from headstart.models.mtp import MTPLayout
 
-DENSE, SPARSE = "dense", "sparse"
 SERVED = {"use_parallel_block": True, "use_gated_activation": True}
 SHARES = {"average": 0.5, "sum": 1.0}
 """How routed and shared experts are put together -> a factor of both."""
@@ -30,13 +30,14 @@ SCORES = {1: "softmax", 2: "sigmoid"}
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, SERVED)
-    centered, count = config.get("rms_norm_eps") is None, keys.num_layers(config)
+    centered = config.get("rms_norm_eps") is None
     eps = real(config, "layer_norm_eps", 1e-5) if centered else real(config, "rms_norm_eps", 1e-5)
     window, bias = number(config, "sliding_window", default=0, least=0), flag(config, "attention_bias")
-    feeds = _feeds(config, count)
+    feeds = keys.feed_kinds(config, "first_k_dense_replace")
     prefix = number(config, "prefix_dense_sliding_window_pattern", default=1)
+    width = number(config, "prefix_dense_intermediate_size", "intermediate_size")
     parts: dict[str, FeedForwardConfig] = {
-        DENSE: keys.mlp(keys.inside(config, {"intermediate_size": _dense_width(config)})),
+        DENSE: keys.mlp(keys.inside(config, {"intermediate_size": width})),
         SPARSE: _experts(config),
     }
 
@@ -52,19 +53,8 @@ def parse(config: Config) -> DecoderConfig:
         logit_scale=real(config, "logit_scale", 0.0625),
         centered=centered,
         eps=eps,
-        num_mtp=keys.one_mtp(config),
         mtp_layer=layer(FULL, SPARSE, rotated=True),
     )
-
-
-def _feeds(config: Config, count: int) -> list[str]:
-    """Of each layer, an MLP or experts."""
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        first = min(number(config, "first_k_dense_replace", default=0, least=0), count)
-        kinds = [DENSE] * first + [SPARSE] * (count - first)
-    keys.check_kinds(kinds, count, (DENSE, SPARSE))
-    return list(kinds)
 
 
 def _kinds(config: Config, feeds: list[str], prefix: int) -> list[str]:
@@ -75,10 +65,6 @@ def _kinds(config: Config, feeds: list[str], prefix: int) -> list[str]:
     every, first = number(config, "sliding_window_pattern", default=4), feeds.count(DENSE)
     places = [*((i, prefix) for i in range(first)), *((i, every) for i in range(len(feeds) - first))]
     return [FULL if (i + 1) % turn == 0 else SLIDING for i, turn in places]
-
-
-def _dense_width(config: Config) -> int:
-    return number(config, "prefix_dense_intermediate_size", "intermediate_size")
 
 
 def _experts(config: Config) -> MoEConfig:
@@ -130,7 +116,7 @@ FAMILY = Family(
     },
     adapt=adapt,
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(title="Cohere2-MoE", served=1, llama_cpp=("cohere2moe",)),
     interleaved_files=True,
     aliases=("cohere2moe",),
     small={

@@ -1,7 +1,6 @@
-"""DeepSeek-V3 and R1: latent attention, experts chosen by sigmoids in groups, MTP at layer N.
+"""DeepSeek-V3 and R1, Kimi-K2, the text part of Kimi-K2.5 and K2.6.
 
-Kimi-K2 has the same layers and tensors, and no MTP; of Kimi-K2.5 and 2.6 it is the text part (transformers 5.23
-`models/kimi_k25`, whose text_config is a deepseek_v3).
+Formula: models/_latent.py; Kimi-K2.5: transformers 5.23 `models/kimi_k25`, whose text_config is a deepseek_v3.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.mtp import INDEXER_KEYS, MTPLayout, XllmDraft
 from headstart.models.names import WRAPPED, Names
 
 
@@ -38,7 +38,15 @@ FAMILY = Family(
         ),
     },
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(
+        title="DeepSeek-V3, R1, Kimi-K2",
+        vllm_eagle=True,
+        xllm=XllmDraft(
+            architecture="DeepseekMTPForCausalLM", fp8_blocks=True, variants=dict.fromkeys(INDEXER_KEYS, "deepseek_v32")
+        ),
+        llama_cpp=("deepseek2",),
+        not_llama_cpp="its converter drops the module",
+    ),
     aliases=("deepseek2", "kimi_k2", "kimi_k25"),  # the first is llama.cpp's, of GLM-4.7-Flash too
     small={"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **_latent.SMALL},
     scratch=_latent.SCRATCH,

@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2: DeepSeek-V3's layout with sparse attention: in each layer an indexer chooses the positions that a row
-attends to (layers/indexer.py). The MTP module at layer N has an indexer of its own.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention (DSA).
 
-Formula: transformers 5.23 `models/deepseek_v32`; the MTP module: vLLM 0.32, `models/deepseek_v32`.
+Each layer, the MTP module too, has an indexer that chooses the positions a row attends to (layers/indexer.py). Formula:
+transformers 5.23 `models/deepseek_v32`; MTP module: vLLM 0.32, `models/deepseek_v32`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.mtp import MTPLayout, XllmDraft
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -28,7 +29,11 @@ FAMILY = Family(
     },
     harmless=_latent.HARMLESS,
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(
+        title="DeepSeek-V3.2",
+        xllm=XllmDraft(architecture="DeepseekV32MtpForCausalLM", fp8_blocks=True, sparse_indexer=True),
+        llama_cpp=("deepseek32",),
+    ),
     aliases=("deepseek32",),
     small={
         "model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"], **_latent.SMALL, **_latent.INDEXED,

@@ -1,10 +1,9 @@
-"""DeepSeek-V4: compressed attention at two ratios, residual streams, experts that tokens name in the first layers, a
-module with windowed attention alone.
+"""DeepSeek-V4: compressed attention, residual streams, hash-routed first layers.
 
-Formula: transformers 5.23 `models/deepseek_v4`; the module: vLLM 0.32, `deepseek_v4/nvidia/mtp.py`. Files have
-DeepSeek's own names; GGUF files those of llama.cpp's `conversion/deepseek.py`, which leaves the module out. A module
-reads all streams of the trunk; its two projections, of a token and of a stream, are one matrix here. V4.1 and
-V4-Flash-0731 hold a DSpark drafter in place of a module, which is left.
+Formula: transformers 5.23 `models/deepseek_v4`; MTP module: vLLM 0.32, `deepseek_v4/nvidia/mtp.py`. Files have
+DeepSeek's own names; GGUF files have the names of llama.cpp's `conversion/deepseek.py` and no module. A module reads
+all streams of the trunk; its projections of token and stream are one matrix here. V4.1 and V4-Flash-0731 hold a DSpark
+drafter in place of a module; it is not read.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from typing import Any, Literal
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import SideBySide
+from headstart.formats.rows import JoinedColumns
 from headstart.heads.base import HeadSpec
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec, RouterSpec, StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.decoder import LayerConfig
@@ -30,6 +28,7 @@ from headstart.layers.rope import rope_spec
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number, real
+from headstart.models.mtp import MTPLayout, XllmDraft
 from headstart.models.names import Names
 from headstart.models.small import Arrays
 
@@ -58,14 +57,9 @@ def parse(config: Config) -> DecoderConfig:
     def layer(kind: str, feed: str) -> LayerConfig:
         return keys.layer(config, mixers[kind], feeds[feed], streams=streams)
 
-    pairs = zip(_kinds(config, rates), _feeds(config), strict=True)
-    return keys.decoder(
-        config,
-        [layer(*pair) for pair in pairs],
-        streams=streams,
-        num_mtp=0 if config.get("dspark_block_size") else keys.num_mtp(config),
-        mtp_layer=layer(SLIDING, CHOSEN),
-    )
+    hashed = keys.feed_kinds(config, "num_hash_layers", default=3, known=(HASHED, CHOSEN))
+    layers = [layer(*pair) for pair in zip(_kinds(config, rates), hashed, strict=True)]
+    return keys.decoder(config, layers, streams=streams, mtp_layer=layer(SLIDING, CHOSEN))
 
 
 def _rates(config: Config) -> dict[str, int]:
@@ -97,16 +91,6 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
     if kinds is None:
         kinds = [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(count)]
     keys.check_kinds(kinds, count, (SLIDING, SPARSE, HEAVY))
-    return list(kinds)
-
-
-def _feeds(config: Config) -> list[str]:
-    """Which layers take the experts that the token names."""
-    count, kinds = keys.num_layers(config), config.get("mlp_layer_types")
-    if kinds is None:
-        hashed = min(number(config, "num_hash_layers", default=3, least=0), count)
-        kinds = [HASHED] * hashed + [CHOSEN] * (count - hashed)
-    keys.check_kinds(kinds, count, (HASHED, CHOSEN))
     return list(kinds)
 
 
@@ -172,11 +156,10 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
         scoring=SCORES[scoring],
         scale=real(config, "routed_scaling_factor", 1.5),
     )
-    if router.top_k > router.num_experts:
-        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     inner = number(config, "moe_intermediate_size")
-    return MoEConfig(
-        router=router,
+    return keys.experts(
+        config,
+        router,
         inner=inner,
         shared=inner * number(config, "n_shared_experts", default=1, least=0),
         bias=not hashed,
@@ -205,7 +188,9 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         if match := re.fullmatch(r"(mtp\.\d+)\.([eh])_proj\.weight", name):
             parts = [tensors.get(f"{match[1]}.{part}_proj.weight") for part in "eh"]
             if match[2] == "e" and parts[1] is not None:
-                ours[f"{match[1]}.projection.weight"] = SideBySide(f"{match[1]}.projection.weight", (tensor, parts[1]))
+                ours[f"{match[1]}.projection.weight"] = JoinedColumns(
+                    f"{match[1]}.projection.weight", (tensor, parts[1])
+                )
             continue
         ours[name] = tensor
     return ours
@@ -295,6 +280,14 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams"),
+    mtp=MTPLayout(
+        title="DeepSeek-V4",
+        unless="dspark_block_size",
+        per_layer=("compress_ratios",),
+        xllm=XllmDraft(
+            architecture="DeepseekV4MtpForCausalLM", fp8_blocks=True, as_layer=True, config={"num_hash_layers": 0}
+        ),
+    ),
     aliases=("deepseek4",),
     scratch={
         "num_key_value_heads": 1, "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_groups": 2,

@@ -1,6 +1,6 @@
-"""ERNIE 4.5 (0.3B, dense): Llama's layers; rotary pairs are side by side.
+"""ERNIE 4.5 (0.3B, dense).
 
-Formula: transformers `models/ernie4_5`.
+Llama's layers with interleaved rotary pairs. Formula: transformers `models/ernie4_5`.
 """
 
 from __future__ import annotations

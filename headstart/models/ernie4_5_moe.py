@@ -1,8 +1,8 @@
-"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B): a softmax router with a bias for the choice, one dense MTP module.
+"""ERNIE 4.5 with experts (21B-A3B, 300B-A47B).
 
-Formula: transformers 5.23 `models/ernie4_5_moe`; rotary pairs are side by side. MTP: vLLM 0.32 `ernie_mtp.py`: e first,
-the embedding of the first pair masked, a dense block, and no norm behind it: the LM head and the next draft step read
-what the block leaves. Its rope is taken to be the trunk's. llama.cpp's files hold no module.
+Formula: transformers 5.23 `models/ernie4_5_moe`. MTP module: vLLM 0.32 `ernie_mtp.py`: e first, the embedding of the
+first pair masked, a dense block and no final norm: LM head and next draft step read the block's output. Its rope is
+assumed to be the trunk's. GGUF files hold no module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
@@ -35,7 +36,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         config,
         [experts if each else dense for each in sparse],
-        num_mtp=keys.num_mtp(config),
         mtp_layer=dense,
         tied=flag(config, "tie_word_embeddings", True),
     )
@@ -94,6 +94,7 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(mask_first=True, recycle="pre_norm", output_norm=False),
+    mtp=MTPLayout(title="ERNIE-4.5 MoE", not_llama_cpp="its converter drops the module"),
     interleaved_files=True,
     aliases=("ernie4_5-moe",),
     small={

@@ -1,7 +1,7 @@
-"""EXAONE 4: norms behind each part, q and k normed; in the larger one windows in three of four layers, and positions in
-those only. EXAONE 4.5's text part is one, with an MTP module.
+"""EXAONE 4, and the text part of EXAONE 4.5.
 
-Formula: transformers `models/exaone4`; the MTP module: vLLM 0.32 `exaone4_5_mtp.py`: e first, a layer like the first.
+Norms after each part; 32B has windows in three of four layers, and rotary positions in those only. Formula:
+transformers `models/exaone4`; MTP module: vLLM 0.32 `exaone4_5_mtp.py`: e first, a layer like the first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, WRAPPED, Names
 
 
@@ -23,7 +24,7 @@ def parse(config: Config) -> DecoderConfig:
     sizes = keys.stack(
         config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layer={"norms": "post"}, tied=tied
     )
-    return replace(sizes, num_mtp=keys.one_mtp(config), mtp_layer=sizes.layers[0])
+    return replace(sizes, mtp_layer=sizes.layers[0])
 
 
 FAMILY = Family(
@@ -37,7 +38,7 @@ FAMILY = Family(
     },
     names=Names({**WRAPPED, **OWN_MODULE}),
     head=HeadSpec(),
-    trailing=True,  # in GGUF files
+    mtp=MTPLayout(title="EXAONE-4.5", key="exaone4_5", served=1),
     aliases=("exaone4_5", "exaone4_5_text"),
     small={
         "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "sliding_window": 9,

@@ -1,8 +1,7 @@
-"""EXAONE with experts (K-EXAONE): EXAONE 4's attention in layers that are normed before each part, experts chosen by
-sigmoids, one MTP module.
+"""EXAONE with experts (K-EXAONE).
 
-Formula: transformers `models/exaone_moe`; the MTP module: vLLM 0.32 `exaone_moe_mtp.py`: e first, a layer with an MLP
-and the attention of `mtp_layer_types`, or else of the first layer.
+Formula: transformers `models/exaone_moe`; MTP module: vLLM 0.32 `exaone_moe_mtp.py`: e first, a layer with an MLP and
+the attention of `mtp_layer_types`, by default of the first layer.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, PREFIXES, Names
 
 
@@ -29,31 +29,18 @@ def parse(config: Config) -> DecoderConfig:
     keys.check_kinds(kinds, len(kinds), (FULL, SLIDING))
     guess = _attention(config, width if kinds[0] == SLIDING else 0, any(windows))
     dense, experts = keys.mlp(config), keys.sigmoid_experts(config)
-    return keys.decoder(
-        config,
-        [
-            keys.layer(config, mixers[window], experts if sparse else dense)
-            for window, sparse in zip(windows, _sparse(config), strict=True)
-        ],
-        num_mtp=keys.one_mtp(config),
-        mtp_layer=keys.layer(config, guess, dense),
-    )
+    feeds = keys.feed_kinds(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1)
+    layers = [
+        keys.layer(config, mixers[window], dense if feed == keys.DENSE else experts)
+        for window, feed in zip(windows, feeds, strict=True)
+    ]
+    return keys.decoder(config, layers, mtp_layer=keys.layer(config, guess, dense))
 
 
 def _attention(config: Config, window: int, some_slide: bool) -> AttentionConfig:
     """Where some layers have a window, only those rotate positions."""
     still: dict[str, Any] = {"rope": None} if some_slide and not window else {}
     return keys.attention(config, window=window, qk_norm=True, **still)
-
-
-def _sparse(config: Config) -> list[bool]:
-    """Which layers have experts."""
-    count = keys.num_layers(config)
-    if (kinds := config.get("mlp_layer_types")) is not None:
-        keys.check_kinds(kinds, count, ("dense", "sparse"))
-        return [kind == "sparse" for kind in kinds]
-    first = keys.number(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1, least=0)
-    return [i >= first for i in range(count)]
 
 
 FAMILY = Family(
@@ -75,7 +62,9 @@ FAMILY = Family(
         {**PREFIXES, **OWN_MODULE}, parts={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"}
     ),
     head=HeadSpec(),
-    trailing=True,  # in GGUF files
+    mtp=MTPLayout(
+        title="EXAONE-MoE", served=1, not_llama_cpp="the module is converted, but not run",
+    ),
     aliases=("exaone-moe",),
     small={
         "model_type": "exaone_moe", "architectures": ["ExaoneMoeForCausalLM"], "sliding_window": 9,

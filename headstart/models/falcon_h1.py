@@ -1,8 +1,7 @@
-"""Falcon-H1: attention and Mamba2 side by side in every layer, and multipliers everywhere.
+"""Falcon-H1: attention and Mamba2 side by side in every layer.
 
-Formula: transformers 5.23 `models/falcon_h1`. llama.cpp's files (`conversion/falcon_h1.py`) have the multipliers folded
-into their tensors, but for those of the LM head where it is the embedding: logits are then larger by one factor.
-No native MTP.
+Formula: transformers 5.23 `models/falcon_h1`. In GGUF files (llama.cpp `conversion/falcon_h1.py`) the multipliers are
+folded into the tensors, but for that of a tied LM head: logits are then larger by one factor.
 """
 
 from __future__ import annotations
@@ -15,21 +14,17 @@ from headstart.errors import ModelError
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.parallel_mixers import ParallelMixersConfig
+from headstart.layers.parallel import ParallelMixersConfig
 from headstart.models import _mamba2, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
-from headstart.models.small import Arrays
 
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"mamba_use_mlp": True})
-    bias, inner, activation = (
-        flag(config, "attention_bias"),
-        number(config, "intermediate_size"),
-        keys.activation(config),
-    )
+    bias, inner = flag(config, "attention_bias"), number(config, "intermediate_size")
+    activation, eps = keys.activation(config), real(config, "rms_norm_eps", 1e-5)
     attention = keys.attention(config, qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias))
     # keys are read by scores only, so what multiplies them multiplies these
     scores = replace(attention.spec, scale=attention.spec.scale * real(config, "key_multiplier", 1.0))
@@ -49,19 +44,15 @@ def parse(config: Config) -> DecoderConfig:
         mamba_out=real(config, "ssm_out_multiplier", 1.0),
     )
     plain = MLPConfig(inner=inner, activation=activation, bias=flag(config, "mlp_bias"))
-    layer = keys.layer(config, mixer, replace(plain, gate_scale=gate, output_scale=down), eps=_eps(config))
+    layer = keys.layer(config, mixer, replace(plain, gate_scale=gate, output_scale=down), eps=eps)
     return keys.decoder(
         config,
         [layer] * keys.num_layers(config),
-        eps=_eps(config),
+        eps=eps,
         embedding_scale=real(config, "embedding_multiplier", 1.0),
         logit_scale=real(config, "lm_head_multiplier", 1.0),
-        mtp_layer=keys.layer(config, keys.attention(config), MLPConfig(inner=inner), eps=_eps(config)),
+        mtp_layer=keys.layer(config, keys.attention(config), MLPConfig(inner=inner), eps=eps),
     )
-
-
-def _eps(config: Config) -> float:
-    return real(config, "rms_norm_eps", 1e-5)
 
 
 def _projection_bias(config: Config) -> bool:
@@ -93,11 +84,7 @@ def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """llama.cpp leaves out the end of one norm's name."""
     named = {f"{name}.weight" if name.endswith("layernorm") else name: tensor for name, tensor in tensors.items()}
-    return _mamba2.adapt(named, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    return _mamba2.restore(arrays)
+    return _mamba2.adapt(named, config, from_gguf)
 
 
 FAMILY = Family(
@@ -116,7 +103,7 @@ FAMILY = Family(
         },
     ),
     adapt=adapt,
-    restore=restore,
+    restore=_mamba2.restore,
     aliases=("falcon-h1",),
     small={
         "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_n_heads": 6, "mamba_d_head": 16,

@@ -1,8 +1,7 @@
-"""Gemma 2 (2B, 9B, 27B): a window in every other layer, caps on scores and logits, norms of (1 + w) before and after
-each part, scaled embeddings. No native MTP.
+"""Gemma 2 (2B, 9B, 27B).
 
-Formula: transformers 5.23, `models/gemma2`; names and folded norms of GGUF files: llama.cpp's `conversion/gemma.py`,
-scale of scores there: `models/gemma2.cpp`.
+Formula: transformers 5.23 `models/gemma2`; GGUF names and folded norms: llama.cpp `conversion/gemma.py`; attention
+scale there: `models/gemma2.cpp`.
 """
 
 from __future__ import annotations

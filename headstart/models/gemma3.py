@@ -1,8 +1,7 @@
-"""Gemma 3 (270M, 1B; the text part of 4B, 12B and 27B): five layers with a window and a rope of their own to each full
-one, norms of (1 + w) before and after each part, q and k norms, scaled embeddings. No native MTP.
+"""Gemma 3 (270M, 1B; the text part of 4B, 12B, 27B).
 
-Formulas: transformers 5.23, `modeling_gemma3.py`; names and folded norms of GGUF files: llama.cpp's
-`conversion/gemma.py`, scale of scores there: `models/gemma3.cpp`.
+Formula: transformers 5.23 `models/gemma3`; GGUF names and folded norms: llama.cpp `conversion/gemma.py`; attention
+scale there: `models/gemma3.cpp`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Gemma 3n (E2B, E4B; the text part of the multimodal files): alternating streams with learned residuals
-(layers/altup.py), per-layer embeddings, MLPs of which few activations are kept, last layers that read the keys of
-earlier ones, windows in four of five layers. No native MTP.
+"""Gemma 3n (E2B, E4B), text part: alternating streams (AltUp), per-layer embeddings, shared KV layers.
 
-Formulas: transformers 5.23, `modeling_gemma3n.py`; names in GGUF files: llama.cpp's `conversion/gemma.py`.
+Formula: transformers 5.23 `models/gemma3n`; GGUF names: llama.cpp `conversion/gemma.py`.
 """
 
 from __future__ import annotations
@@ -36,20 +34,20 @@ def parse(config: Config) -> DecoderConfig:
 
     def layer(index: int) -> AltUpLayerConfig:
         mlp = _gemma.mlp(config, index)
-        beside = PerLayerConfig(
+        post_block = PerLayerConfig(
             index=index,
             count=count,
             width=number(config, "hidden_size_per_layer_input", default=256),
             vocab_size=table,
             activation=mlp.activation,
-            beyond=max(vocab - table, 0),
+            num_extra_tokens=max(vocab - table, 0),
         )
         return AltUpLayerConfig(
             mixer=_attention(reads[kinds[index]], kinds[index], _gemma.shared_layer(kinds, first, index)),
             mlp=replace(mlp, cutoff=cutoffs[index]),
             eps=keys.real(config, "rms_norm_eps", 1e-6),
             norms="sandwich",
-            beside=beside,
+            post_block=post_block,
             altup=altup,
         )
 
@@ -96,9 +94,9 @@ def _check(values: object, count: int, key: str, end: float) -> None:
         raise ModelError(f"config.json: {key} is {values!r}", f"{count} numbers below {end} are wanted, one by layer")
 
 
-def _attention(config: Reading, kind: str, shares: int | None) -> AttentionConfig:
+def _attention(config: Reading, kind: str, source_layer: int | None) -> AttentionConfig:
     window = number(config, "sliding_window", default=512, least=0)
-    return _gemma.attention(config, window if kind == SLIDING else 0, shares)
+    return _gemma.attention(config, window if kind == SLIDING else 0, source_layer)
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:

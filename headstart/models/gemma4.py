@@ -1,8 +1,7 @@
-"""Gemma 4 (E2B, E4B, 12B, 26B-A4B, 31B; the text part of the multimodal files): sliding layers and full ones with
-heads of another width, norms of q, k and v, per-layer embeddings, last layers that read the keys of earlier ones, keys
-that are values too, an MLP beside experts. Its assistant is a checkpoint of its own.
+"""Gemma 4 (E2B, E4B, 12B, 26B-A4B, 31B), text part: per-layer embeddings, shared KV layers, an MLP beside experts.
 
-Formulas: transformers 5.23, `modeling_gemma4.py`; names in GGUF files: llama.cpp's `conversion/gemma.py`.
+Its assistant is a checkpoint of its own (heads/assistant.py). Formula: transformers 5.23 `models/gemma4`; GGUF names:
+llama.cpp `conversion/gemma.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.parallel_moe import ParallelMoEConfig
+from headstart.layers.parallel import ParallelMoEConfig
 from headstart.layers.per_layer import PerLayerConfig
 from headstart.models import _gemma, keys
 from headstart.models.base import Family
@@ -44,7 +43,7 @@ def parse(config: Config) -> DecoderConfig:
     first = count - number(config, "num_kv_shared_layers", default=0, least=0)
 
     def layer(i: int) -> LayerConfig:
-        beside = PerLayerConfig(
+        post_block = PerLayerConfig(
             index=i,
             count=count,
             width=width,
@@ -53,7 +52,8 @@ def parse(config: Config) -> DecoderConfig:
         )
         read = reads[kinds[i]].inside(_own(config, kinds[i], i))
         mixer = _attention(read, kinds[i], window, _gemma.shared_layer(kinds, first, i))
-        return _layer(config, mixer, _mlp(config, i, i >= first), beside=beside if width else None, scaled=True)
+        more = {"post_block": post_block if width else None, "has_layer_scalar": True}
+        return _layer(config, mixer, _mlp(config, i, i >= first), **more)
 
     plain = _attention(reads[FULL].inside(_own(config, FULL, count - 1)), FULL, window, None)
     return keys.decoder(
@@ -87,9 +87,9 @@ def _own(config: Reading, kind: str, index: int) -> Mapping[str, Any]:
     return own | ({"num_key_value_heads": heads} if heads and flag(config, "attention_k_eq_v") else {})
 
 
-def _attention(config: Reading, kind: str, window: int, shares: int | None) -> AttentionConfig:
+def _attention(config: Reading, kind: str, window: int, source_layer: int | None) -> AttentionConfig:
     same = flag(config, "attention_k_eq_v") and kind == FULL
-    return _gemma.attention(config, window if kind == SLIDING else 0, shares, keys_are_values=same)
+    return _gemma.attention(config, window if kind == SLIDING else 0, source_layer, keys_are_values=same)
 
 
 def _mlp(config: Reading, index: int, shared: bool) -> MLPConfig:

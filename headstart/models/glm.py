@@ -1,6 +1,6 @@
-"""GLM-4 before 0414 (9B, Edge): as glm4, with norms before each part only.
+"""GLM-4 before 0414 (9B, Edge).
 
-Formula: transformers `models/glm`.
+As glm4, with norms before each part only. Formula: transformers `models/glm`.
 """
 
 from __future__ import annotations

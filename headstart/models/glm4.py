@@ -1,5 +1,4 @@
-"""GLM-4 of 0414 (9B, 32B, Z1), and the text part of GLM-4.1V: joined gate and up, positions in half of each head with
-pairs side by side, norms before and after each part.
+"""GLM-4 of 0414 (9B, 32B, Z1), and the text part of GLM-4.1V.
 
 Formula: transformers `models/glm4`, `models/glm4v`.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import Norms
+from headstart.layers.decoder import NormPlacement
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import join
@@ -17,7 +16,7 @@ from headstart.models.keys import Config, flag
 from headstart.models.names import WRAPPED, Names
 
 
-def parse(config: Config, norms: Norms = "sandwich") -> DecoderConfig:
+def parse(config: Config, norms: NormPlacement = "sandwich") -> DecoderConfig:
     config, tied = keys.text_config(config)
     bias = flag(config, "attention_bias", True)
     return keys.stack(config, mixer={"qkv_bias": bias}, layer={"norms": norms}, tied=tied)

@@ -1,9 +1,8 @@
-"""GLM-4.5, 4.6, 4.7, Air and the text part of GLM-4.5V, 4.6V: grouped attention with partial rotary, experts chosen by
-sigmoids, MTP at layer N.
+"""GLM-4.5, 4.6, 4.7, Air, and the text part of GLM-4.5V and 4.6V.
 
-Formula: transformers `models/glm4_moe`; the MTP module is DeepSeek-V3's around this family's block. Engines disagree on
-which vector drafts recycle: after `shared_head.norm` (SGLang, llama.cpp, transformers; the default here) or before it
-(vLLM). `"mtp_recycle": "pre_norm"` in config.json chooses the latter.
+Formula: transformers `models/glm4_moe`; the MTP module is DeepSeek-V3's with this family's block. Drafts recycle the
+vector after `shared_head.norm` (as SGLang, llama.cpp, transformers), or with `"mtp_recycle": "pre_norm"` in config.json
+the one before it (as vLLM).
 """
 
 from __future__ import annotations
@@ -13,6 +12,14 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
+from headstart.models.mtp import (
+    LLAMA_CPP_KEYS,
+    SIGMOID,
+    SIGMOID_EXPERT_KEYS,
+    LlamaCppDraft,
+    MTPLayout,
+    XllmDraft,
+)
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
 
@@ -27,8 +34,7 @@ def parse(config: Config) -> DecoderConfig:
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
     return keys.decoder(
         config,
-        keys.after_dense(config, mixer, sparse),
-        num_mtp=keys.num_mtp(config),
+        keys.dense_or_sparse(config, mixer, sparse, listed=False),
         mtp_layer=sparse,
         mtp_recycle=keys.mtp_recycle(config),
         tied=tied,
@@ -44,7 +50,16 @@ FAMILY = Family(
     },
     harmless={"intermediate_size": "of dense layers, where there are any"},
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(
+        title="GLM-4.5, 4.6, 4.7, Air",
+        xllm=XllmDraft(architecture="Glm4MoeMtpForCausalLM"),
+        llama_cpp=("glm4moe",),
+        llama_cpp_draft=LlamaCppDraft(
+            architecture="glm4moe", pre_tokenizer="glm4", keys=LLAMA_CPP_KEYS + SIGMOID_EXPERT_KEYS,
+            rotary=0.5, gating=SIGMOID,
+            special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
+        ),
+    ),
     names=Names(WRAPPED),
     aliases=("glm4moe", "glm4v_moe", "glm4v_moe_text"),
     small={

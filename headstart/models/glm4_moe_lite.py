@@ -1,7 +1,7 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layout, in other sizes, with GLM's own defaults; MTP at layer N.
+"""GLM-4.7-Flash: DeepSeek-V3's layers in other sizes.
 
-Formula: transformers 5.23 `models/glm4_moe_lite`; the MTP module: vLLM 0.32, `glm4_moe_lite_mtp.py`. Engines disagree
-on the vector that drafts recycle, as for GLM-4.5: after the module's norm here, or what `mtp_recycle` says.
+Formula: transformers 5.23 `models/glm4_moe_lite`; MTP module: vLLM 0.32 `glm4_moe_lite_mtp.py`. `mtp_recycle` as in
+glm4_moe.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
+from headstart.models.mtp import MTPLayout
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -26,7 +27,9 @@ FAMILY = Family(
     },
     harmless=_latent.HARMLESS,
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(
+        title="GLM-4.7-Flash", not_xllm="its module has latent attention, which xLLM's glm4_moe_mtp does not",
+    ),
     small={
         "model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"], **_latent.SMALL, "n_group": 1,
         "topk_group": 1, "routed_scaling_factor": 1.8,

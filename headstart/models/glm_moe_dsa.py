@@ -1,7 +1,8 @@
-"""GLM-5, 5.1, 5.2: DeepSeek-V3.2's layout, in which layers may share what an indexer chooses; MTP at layer N.
+"""GLM-5, 5.1, 5.2: DeepSeek-V3.2's layers, some sharing an indexer.
 
-A `shared` layer has no indexer and attends to what the last `full` one before it has chosen (arXiv 2603.12201); the MTP
-module has its own. Formula: transformers 5.23 `models/glm_moe_dsa`; names of files: llama.cpp b11434, `glm-dsa`.
+A `shared` layer has no indexer and attends to the positions that the last `full` layer before it has chosen (arXiv
+2603.12201); the MTP module has its own. Formula: transformers 5.23 `models/glm_moe_dsa`; GGUF names: llama.cpp b11434,
+`glm-dsa`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from headstart.layers.mla import MLAConfig
 from headstart.models import _latent, deepseek_v32, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number
+from headstart.models.mtp import MTPLayout, XllmDraft
 
 FULL, SHARED = "full", "shared"
 LETTERS = {"F": FULL, "S": SHARED}
@@ -54,7 +56,7 @@ def indexer_kinds(config: Config) -> list[str]:
 def _sharing(layer: LayerConfig, index: int) -> LayerConfig:
     """The layer without its indexer: it takes the choice of layer `index`."""
     assert isinstance(layer.mixer, MLAConfig)
-    return replace(layer, mixer=replace(layer.mixer, indexer=None, shares=index))
+    return replace(layer, mixer=replace(layer.mixer, indexer=None, source_layer=index))
 
 
 FAMILY = Family(
@@ -68,7 +70,11 @@ FAMILY = Family(
         **_latent.HARMLESS, "index_share_for_mtp_iteration": "of drafts: here every draft step chooses for itself",
     },
     head=HeadSpec(),
-    trailing=True,
+    mtp=MTPLayout(
+        title="GLM-5, 5.1, 5.2",
+        xllm=XllmDraft(architecture="GlmMoeDsaMtpForCausalLM", sparse_indexer=True),
+        llama_cpp=("glm-dsa",),
+    ),
     aliases=("glm-dsa",),
     small={
         "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], **_latent.SMALL, **_latent.INDEXED,

@@ -1,8 +1,8 @@
-"""gpt-oss: sinks, a window in every other layer, experts with biases and a clamped SwiGLU, mostly in MXFP4.
+"""gpt-oss: attention sinks, windows in every other layer, MXFP4 experts.
 
-Formula: transformers 5.23 `models/gpt_oss`. Its router takes the softmax of the chosen experts' logits, which are the
-softmax of all, normalized among them. Gate and up rows alternate in files of Hugging Face, where plain matrices are
-[experts, in, out]; llama.cpp has them apart (`conversion/gpt_oss.py`). No native MTP.
+Formula: transformers 5.23 `models/gpt_oss`. The router takes the softmax of the chosen experts' logits, which equals
+the softmax of all, normalized among the chosen. Gate and up rows alternate in Hugging Face files, whose plain matrices
+are [experts, in, out]; llama.cpp keeps them apart (`conversion/gpt_oss.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headstart.formats.rows import Picked, Turned
+from headstart.formats.rows import RowSubset, Transposed
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.moe import MoEConfig
@@ -78,11 +78,11 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         prefix, part, kind = match.groups()
         end = "bias" if "bias" in kind else "weight"
         for e in range(tensor.shape[0]):
-            item = tensor.part(e) if kind else Turned(tensor.part(e))
+            item = tensor.part(e) if kind else Transposed(tensor.part(e))
             whole = np.arange(item.shape[0])
             pieces = {"gate": whole[::2], "up": whole[1::2]} if part == "gate_up" else {part: whole}
             for piece, rows in pieces.items():
-                ours[f"{prefix}.{e}.{piece}_proj.{end}"] = Picked(item, rows)
+                ours[f"{prefix}.{e}.{piece}_proj.{end}"] = RowSubset(item, rows)
     return ours
 
 

@@ -1,6 +1,6 @@
-"""Granite 3 (dense): Llama's layers; embeddings, scores, what each part adds and logits are scaled.
+"""Granite 3 (dense).
 
-Formula: transformers `models/granite`.
+Llama's layers with scaled embeddings, scores, residual updates and logits. Formula: transformers `models/granite`.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""Granite 4 (hybrid): Mamba2, attention in some layers, mostly without positions; shared and routed experts, or a dense
-part. Granite 3's experts are the same without Mamba2. Embeddings, scores, what each part adds and logits are scaled.
+"""Granite 4 (hybrid and dense) and Granite 3 with experts: Mamba2 and attention layers.
 
-Formula: transformers 5.23 `models/granitemoehybrid`; names in GGUF files: llama.cpp's `conversion/granite.py`. No MTP.
+Formula: transformers 5.23 `models/granitemoehybrid`; GGUF names: llama.cpp `conversion/granite.py`.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-
-import numpy as np
 
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import MixerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
+from headstart.layers.parts import MixerConfig
 from headstart.models import _mamba2, keys
 from headstart.models._mamba2 import FULL, MAMBA
 from headstart.models.base import Family
-from headstart.models.joined import join, split_joined
+from headstart.models.joined import join, split_joined, stacked_experts
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import Arrays
@@ -85,7 +81,6 @@ def _feed_forward(config: Config) -> MLPConfig | MoEConfig:
 
 
 SHARED = ".mlp.shared_experts."
-EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def _dense(config: DecoderConfig) -> set[str]:
@@ -99,25 +94,17 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         name.replace(SHARED, ".mlp.") if name.partition(SHARED)[0] in dense else name: tensor
         for name, tensor in tensors.items()
     }
-    return split_joined(_mamba2.adapt(named, from_gguf), config)
+    return split_joined(_mamba2.adapt(named, config, from_gguf), config)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Gate and up joined, experts stacked, the dense part under the shared one's name."""
-    theirs: Arrays = {}
-    stacks: dict[str, dict[tuple[str, int], np.ndarray]] = {}
     dense = _dense(config)
-    for name, array in join(_mamba2.restore(arrays), config, qkv=False, gate_up=True).items():
-        if match := EXPERTS.fullmatch(name):
-            stacks.setdefault(match[1], {})[match[3], int(match[2])] = array
-        else:
-            theirs[name.replace(".mlp.", SHARED) if name.partition(".mlp.")[0] in dense else name] = array
-    for prefix, parts in stacks.items():
-        count = len(parts) // 3
-        both = [np.concatenate((parts["gate", e], parts["up", e])) for e in range(count)]
-        theirs[f"{prefix}.gate_up_proj"] = np.stack(both)
-        theirs[f"{prefix}.down_proj"] = np.stack([parts["down", e] for e in range(count)])
-    return theirs
+    joined = join(_mamba2.restore(arrays, config), config, qkv=False, gate_up=True)
+    return {
+        name.replace(".mlp.", SHARED) if name.partition(".mlp.")[0] in dense else name: array
+        for name, array in stacked_experts(joined, config).items()
+    }
 
 
 FAMILY = Family(

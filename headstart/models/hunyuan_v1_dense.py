@@ -1,6 +1,6 @@
-"""Hunyuan (0.5B to 7B, dense): Llama's layers; q and k are normed behind the rope.
+"""Hunyuan (0.5B to 7B, dense).
 
-Formula: transformers `models/hunyuan_v1_dense`.
+Llama's layers with q and k normed after the rope. Formula: transformers `models/hunyuan_v1_dense`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def parse(config: Config) -> DecoderConfig:
     if (experts := number(config, "num_experts", default=1, least=0)) > 1:
         raise ModelError(f"config.json: num_experts is {experts}: Hunyuan with experts is not supported")
     bias = flag(config, "attention_bias")
-    mixer = {"qkv_bias": bias, "o_bias": bias, "qk_norm": flag(config, "use_qk_norm", True), "norms_last": True}
+    mixer = {"qkv_bias": bias, "o_bias": bias, "qk_norm": flag(config, "use_qk_norm", True), "qk_norm_after_rope": True}
     return keys.stack(config, mixer=mixer, feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")))
 
 

@@ -1,7 +1,7 @@
-"""Hunyuan 3 (Hy3): grouped attention with head norms, experts chosen by sigmoids, MTP at layer N.
+"""Hunyuan 3 (Hy3).
 
-Formula: transformers `models/hy_v3`; the MTP module: vLLM 0.32 `hy_v3_mtp.py`, llama.cpp b11434 `hy-v3.cpp`: e first,
-the first one masked (vLLM), a layer with experts, `final_layernorm`, whose result is recycled.
+Formula: transformers `models/hy_v3`; MTP module: vLLM 0.32 `hy_v3_mtp.py`, llama.cpp b11434 `hy-v3.cpp`: e first, the
+first one masked (vLLM), a layer with experts, `final_layernorm`, whose result is recycled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 
 SERVED = {"moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "qk_norm": True, "use_cla": False}
@@ -29,12 +30,7 @@ def parse(config: Config) -> DecoderConfig:
     bias = flag(config, "attention_bias")
     mixer = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    layers = keys.after_dense(config, mixer, sparse)
-    if (kinds := config.get("mlp_layer_types")) is not None:
-        keys.check_kinds(kinds, len(layers), ("dense", "sparse"))
-        dense = keys.layer(config, mixer, keys.mlp(config))
-        layers = [sparse if kind == "sparse" else dense for kind in kinds]
-    return keys.decoder(config, layers, num_mtp=keys.num_mtp(config), mtp_layer=sparse)
+    return keys.decoder(config, keys.dense_or_sparse(config, mixer, sparse), mtp_layer=sparse)
 
 
 FAMILY = Family(
@@ -62,7 +58,7 @@ FAMILY = Family(
         }
     ),
     head=HeadSpec(mask_first=True),
-    trailing=True,
+    mtp=MTPLayout(title="Hunyuan hy_v3", llama_cpp=("hy-v3",)),
     aliases=("hy-v3",),
     small={
         "model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"], "moe_intermediate_size": 24, "num_experts": 7,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
 
-from headstart.formats.rows import Picked
+from headstart.formats.rows import RowSubset, Transposed
 from headstart.kernels.ops import RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -22,7 +23,7 @@ QKV, GATE_UP, SHARED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.sh
 def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     """Joined matrices and biases apart, as rows of the whole. llama.cpp calls gate and up together `ffn_up`."""
     found = dict(tensors)
-    for prefix, layer in _layers(config, f"layers.{config.num_layers}"):
+    for prefix, layer in (*_layers(config), *_modules(config, "layers.{}", config.num_layers)):
         for joined, parts in _parts(layer).items():
             for end in ("weight", "bias"):
                 name, rows = f"{prefix}.{joined}.{end}", sum(parts.values())
@@ -34,11 +35,16 @@ def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dic
     return found
 
 
-def _layers(config: DecoderConfig, module: str) -> Iterator[tuple[str, LayerConfig]]:
-    """What names of layers begin with; `module`: those of the first MTP module."""
+def _layers(config: DecoderConfig) -> Iterator[tuple[str, LayerConfig]]:
+    """What names of layers, and of blocks of MTP modules, begin with."""
     yield from ((f"layers.{i}", layer) for i, layer in enumerate(config.layers))
-    if config.mtp_layer:
-        yield module, config.mtp_layer
+    yield from _modules(config, "mtp.{}.block")
+
+
+def _modules(config: DecoderConfig, prefix: str, first: int = 0) -> Iterator[tuple[str, LayerConfig]]:
+    """What names of MTP modules' blocks begin with: the prefix with a number, from `first` on."""
+    for i in range(max(config.num_mtp, 1)) if config.mtp_layer else ():
+        yield prefix.format(first + i), config.mtp_layer  # type: ignore[misc]  # mypy forgets the condition
 
 
 def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
@@ -63,17 +69,63 @@ def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
 def _apart(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> dict[str, RawTensor]:
     bounds = np.cumsum([0, *parts.values()])
     ranges = [np.arange(begin, stop) for begin, stop in pairwise(bounds)]
-    return {f"{layer}.{part}.{end}": Picked(whole, rows) for part, rows in zip(parts, ranges, strict=True)}
+    return {f"{layer}.{part}.{end}": RowSubset(whole, rows) for part, rows in zip(parts, ranges, strict=True)}
 
 
 def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> Arrays:
     """The way back, for arrays."""
     found = dict(arrays)
     wanted = {QKV: qkv, GATE_UP: gate_up, SHARED_GATE_UP: gate_up}
-    for prefix, layer in _layers(config, "mtp.0.block"):
+    for prefix, layer in _layers(config):
         for joined, parts in _parts(layer).items():
             for end in ("weight", "bias"):
                 names = [f"{prefix}.{part}.{end}" for part in parts]
                 if wanted[joined] and all(name in found for name in names):
                     found[f"{prefix}.{joined}.{end}"] = np.concatenate([found.pop(name) for name in names])
     return found
+
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+
+
+def turned_stacks(
+    tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool = False
+) -> dict[str, RawTensor]:
+    """Expert by expert, where a stack's shape is that of one turned (a square one is); gate first, then up."""
+    ours: dict[str, RawTensor] = {}
+    for name, tensor in tensors.items():
+        match = STACK.fullmatch(name)
+        part = config.layers[int(match[1])].mlp if match and int(match[1]) < config.num_layers else None
+        if match is None or not isinstance(part, MoEConfig) or tensor.shape[1:] != _turned(config, part, match[2]):
+            ours[name] = tensor
+            continue
+        for e in range(tensor.shape[0]):
+            item = Transposed(tensor.part(e))
+            both = {"gate": np.arange(part.inner), "up": np.arange(part.inner, 2 * part.inner)}
+            pieces = both if match[2] == "gate_up" else {"down": np.arange(config.hidden_size)}
+            for piece, rows in pieces.items():
+                ours[f"layers.{match[1]}.mlp.experts.{e}.{piece}_proj.weight"] = RowSubset(item, rows)
+    return ours
+
+
+def _turned(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int, int]:
+    """Shape of an item [in, out]."""
+    return (config.hidden_size, 2 * part.inner) if kind == "gate_up" else (part.inner, config.hidden_size)
+
+
+def stacked_experts(arrays: Arrays, config: DecoderConfig, *, turned: bool = False) -> Arrays:
+    """Experts in stacks, gate above up; `turned`: the other way round, as `turned_stacks` reads them."""
+    theirs: Arrays = {}
+    experts: dict[str, dict[tuple[str, int], np.ndarray]] = {}
+    for name, array in arrays.items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(match[1], {})[match[3], int(match[2])] = array.T if turned else array
+        else:
+            theirs[name] = array
+    for prefix, parts in experts.items():
+        every, axis = range(len(parts) // 3), 1 if turned else 0
+        both = [np.concatenate((parts["gate", e], parts["up", e]), axis) for e in every]
+        theirs[f"{prefix}.gate_up_proj"] = np.stack(both)
+        theirs[f"{prefix}.down_proj"] = np.stack([parts["down", e] for e in every])
+    return theirs

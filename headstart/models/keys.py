@@ -9,15 +9,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from headstart.errors import ModelError
-from headstart.formats.mtp_families import declared
-from headstart.formats.symbols import MOST
+from headstart.formats.sizes import MAX_SIZE
 from headstart.kernels.ops import Activation, AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig
+from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
-from headstart.layers.rope import longest, rope_spec
+from headstart.layers.parts import FeedForwardConfig, MixerConfig
+from headstart.layers.rope import max_rope_length, rope_spec
+from headstart.models.mtp import declared
 from headstart.models.reading import Reading
 
 Config = Mapping[str, Any]
@@ -42,7 +43,7 @@ def number(config: Config, *keys: str, default: int | None = None, least: int = 
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         hint = f"{needs} needs it" if needs else "is this a model directory?"
         raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint)
-    if not least <= value < MOST:
+    if not least <= value < MAX_SIZE:
         raise ModelError(f"config.json: {keys[0]} is {value}, but must be at least {least} and below 2^40")
     return int(value)
 
@@ -246,41 +247,62 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
         "hidden_size": number(config, "hidden_size"),
         "layers": tuple(layers),
         "eps": real(config, "rms_norm_eps", 1e-6),
-        "max_length": longest(config, number(config, "max_position_embeddings", default=2048)),
+        "max_length": max_rope_length(config, number(config, "max_position_embeddings", default=2048)),
         "tied": flag(config, "tie_word_embeddings"),
     }
     return DecoderConfig(**{**fields, **more})
 
 
 _layer = layer  # where a name hides it
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 def num_layers(config: Config) -> int:
     count = number(config, "num_hidden_layers")
-    if count > MOST_LAYERS:
-        raise ModelError(f"config.json: num_hidden_layers is {count}, but at most {MOST_LAYERS} make sense")
+    if count > MAX_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {count}, but at most {MAX_LAYERS} make sense")
     return count
 
 
-def after_dense(config: Config, mixer: MixerConfig, sparse: LayerConfig) -> list[LayerConfig]:
-    """All layers, where the first few have a plain feed-forward part."""
-    first = min(number(config, "first_k_dense_replace", default=0, least=0), num_layers(config))
-    dense = [layer(config, mixer, mlp(config))] * first if first else []
-    return dense + [sparse] * (num_layers(config) - first)
+DENSE, SPARSE = "dense", "sparse"
 
 
-def num_mtp(config: Config, default: int = 0) -> int:
-    """MTP modules that the config promises, by any spelling of the key; `default` where it does not tell."""
-    told = declared(config)
-    return default if told.key is None else told.modules
+def feed_kinds(
+    config: Config, *first: str, default: int = 0, known: tuple[str, str] = (DENSE, SPARSE), listed: bool = True
+) -> list[str]:
+    """The kind of each layer's feed-forward part: `mlp_layer_types` (if `listed`); else known[0] in the first layers,
+    as many as one of the keys `first` says, and known[1] in the others. Raises ModelError for other kinds."""
+    count, kinds = num_layers(config), config.get("mlp_layer_types") if listed else None
+    begin = min(number(config, *first, default=default, least=0), count)
+    if kinds is None:
+        kinds = [known[0]] * begin + [known[1]] * (count - begin)
+    check_kinds(kinds, count, known)
+    return list(kinds)
 
 
-def one_mtp(config: Config) -> int:
-    """As num_mtp, of families whose files have one module. Raises ModelError for more."""
-    if (count := num_mtp(config)) > 1:
-        raise ModelError(f"config.json promises {count} MTP modules, but one is served here", "--no-mtp runs without")
-    return count
+def dense_or_sparse(
+    config: Config, mixer: MixerConfig, sparse: LayerConfig, *, listed: bool = True
+) -> list[LayerConfig]:
+    """All layers: `sparse`, or with an MLP in place of experts, as in `feed_kinds`."""
+    kinds = feed_kinds(config, "first_k_dense_replace", listed=listed)
+    dense = layer(config, mixer, mlp(config)) if DENSE in kinds else sparse
+    return [dense if kind == DENSE else sparse for kind in kinds]
+
+
+def rotated_layers(config: Config, flags: object) -> list[bool]:
+    """Which layers rotate positions: a flag for each, or (None) all but each `no_rope_layer_interval`th. Raises
+    ModelError for other flags."""
+    count, every = num_layers(config), number(config, "no_rope_layer_interval", default=4)
+    if flags is None:
+        return [(i + 1) % every != 0 for i in range(count)]
+    if not isinstance(flags, list) or len(flags) < count or any(each not in (0, 1) for each in flags):
+        raise ModelError(f"config.json: no_rope_layers must be 0 (not rotated) or 1 for each of {count} layers")
+    return [bool(each) for each in flags[:count]]
+
+
+def num_mtp(config: Config) -> int:
+    """MTP modules that the config promises, by any spelling of the key."""
+    return declared(config).modules
 
 
 def mtp_recycle(
@@ -301,7 +323,7 @@ def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoECo
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
         normalize=flag(config, "norm_topk_prob", True),
     )
-    return _experts(config, router, inner=inner, shared=shared, shared_gate=shared > 0)
+    return experts(config, router, inner=inner, shared=shared, shared_gate=shared > 0)
 
 
 def has_experts(config: Config, index: int) -> bool:
@@ -340,12 +362,16 @@ def sigmoid_experts(config: Config) -> MoEConfig:
         )
     shared = number(config, "n_shared_experts", default=0, least=0)
     bias = flag(config, "use_expert_bias", True)
-    return _experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)
+    return experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)
 
 
-def _experts(config: Config, router: RouterSpec, inner: int = 0, **more: Any) -> MoEConfig:
+def experts(config: Config, router: RouterSpec, *, inner: int = 0, **more: Any) -> MoEConfig:
+    """Experts `inner` wide (0: `moe_intermediate_size`); `more`: fields of MoEConfig. Raises ModelError for a router
+    that takes more experts than there are."""
     among = router.num_experts // router.num_groups * router.top_groups
     if router.top_k > among:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {among} experts")
     inner = inner or number(config, "moe_intermediate_size", needs="a mixture of experts")
-    return MoEConfig(router=router, inner=inner, activation=activation(config), **more)
+    if "activation" not in more:
+        more["activation"] = activation(config)
+    return MoEConfig(router=router, inner=inner, **more)

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5, dense: gated short convolutions, attention in some layers."""
+"""LFM2 and LFM2.5 (dense): short convolutions and attention."""
 
 from __future__ import annotations
 

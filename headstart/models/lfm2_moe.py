@@ -1,4 +1,4 @@
-"""LFM2 and LFM2.5 with experts (8B-A1B, 24B-A2B), chosen by sigmoids, from some layer on."""
+"""LFM2 and LFM2.5 with experts (8B-A1B, 24B-A2B)."""
 
 from __future__ import annotations
 

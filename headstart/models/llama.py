@@ -1,9 +1,9 @@
-"""Llama and the many checkpoints that use its layout (SmolLM2 among them). No native MTP."""
+"""Llama, and other checkpoints of its layout (SmolLM2)."""
 
 from __future__ import annotations
 
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig
+from headstart.layers.parts import FeedForwardConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number

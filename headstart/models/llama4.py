@@ -1,30 +1,28 @@
-"""Llama 4's text part: chunks of 8192 positions with a rope, full layers without, experts that read scaled rows.
+"""Llama 4, text part: chunked attention with rotary positions, full layers without.
 
-Formula: transformers 5.23 `models/llama4`. A row's position decides which chunk it sees from its beginning on; queries
-of full layers grow with their position. Queries and keys are normed behind the rope, without a weight. The router's
-sigmoid multiplies what an expert reads. llama.cpp's files (b11434, `llama4.cpp`) do not say the chunk, the temperature,
-the turn of full layers and the norm, which only models of 128 experts lack. No native MTP.
+Formula: transformers 5.23 `models/llama4`. A row sees its chunk of 8192 positions from the chunk's beginning; queries
+of full layers are scaled by position. Queries and keys are normed after the rope, without a weight. The router's
+sigmoid scales an expert's input. GGUF files (llama.cpp b11434, `llama4.cpp`) do not say the chunk, the temperature, the
+turn of full layers and the norm, which only models of 128 experts lack.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-
-import numpy as np
+from functools import partial
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import RouterSpec, TemperSpec
+from headstart.kernels.ops import AttentionTemperature, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
+from headstart.models.joined import stacked_experts, turned_stacks
 from headstart.models.keys import FULL, Config, flag, number, real
 from headstart.models.names import WRAPPED, Names
-from headstart.models.small import SCRATCH_EXPERTS, Arrays
-from headstart.models.stacks import turned_stacks
+from headstart.models.small import SCRATCH_EXPERTS
 
 CHUNKED = "chunked_attention"
 WITHOUT_NORM = 128
@@ -32,7 +30,7 @@ WITHOUT_NORM = 128
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    rotated = _rotated(config)
+    rotated = keys.rotated_layers(config, config.get("no_rope_layers") or None)
     count = len(rotated)
     kinds = config.get("layer_types") or [CHUNKED if each else FULL for each in rotated]
     keys.check_kinds(kinds, count, (CHUNKED, FULL))
@@ -54,17 +52,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(config, layers, tied=tied)
 
 
-def _rotated(config: Config) -> list[bool]:
-    """Which layers rotate positions: a flag for each, or all but each `no_rope_layer_interval`th."""
-    count, flags = keys.num_layers(config), config.get("no_rope_layers")
-    every = number(config, "no_rope_layer_interval", default=4)
-    if not flags:
-        return [(i + 1) % every != 0 for i in range(count)]
-    if not isinstance(flags, list) or len(flags) < count or not {*flags} <= {0, 1}:
-        raise ModelError(f"config.json: no_rope_layers must be a list of 0 and 1 for {count} layers")
-    return [bool(each) for each in flags[:count]]
-
-
 def _sparse(config: Config, count: int) -> list[bool]:
     """Which layers have experts: those listed, or each `interleave_moe_layer_step`th."""
     listed, step = config.get("moe_layers"), number(config, "interleave_moe_layer_step", default=1)
@@ -82,10 +69,10 @@ def _attention(config: Config, kind: str, rotated: bool, *, normed: bool) -> Att
         o_bias=bias,
     )
     if rotated:
-        return replace(mixer, qk_norm=normed, norms_last=True, plain_norms=True)
+        return replace(mixer, qk_norm=normed, qk_norm_after_rope=True, qk_norm_unweighted=True)
     every, strength = number(config, "floor_scale", default=8192), real(config, "attn_scale", 0.1)
     tuned = bool(config.get("attn_temperature_tuning", True))  # a number in older files
-    return replace(mixer, rope=None, temper=TemperSpec(every, strength, ahead=1) if tuned else None)
+    return replace(mixer, rope=None, temperature=AttentionTemperature(every, strength, ahead=1) if tuned else None)
 
 
 def _experts(config: Config, inner: int) -> MoEConfig:
@@ -99,23 +86,6 @@ def _experts(config: Config, inner: int) -> MoEConfig:
     if router.top_k > router.num_experts:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     return MoEConfig(router=router, inner=inner, shared=inner, activation=keys.activation(config))
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Stacks as transformers has them."""
-    theirs: Arrays = {}
-    stacks: dict[str, dict[tuple[int, str], np.ndarray]] = {}
-    for name, array in arrays.items():
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
-            stacks.setdefault(match[1], {})[int(match[2]), match[3]] = array
-        else:
-            theirs[name] = array
-    for prefix, parts in stacks.items():
-        every = range(len(parts) // 3)
-        both = [np.concatenate((parts[e, "gate"], parts[e, "up"])).T for e in every]
-        theirs[f"{prefix}.gate_up_proj"] = np.stack(both)
-        theirs[f"{prefix}.down_proj"] = np.stack([parts[e, "down"].T for e in every])
-    return theirs
 
 
 FAMILY = Family(
@@ -139,7 +109,7 @@ FAMILY = Family(
                ".feed_forward.": ".mlp."},
     ),
     adapt=turned_stacks,
-    restore=restore,
+    restore=partial(stacked_experts, turned=True),
     interleaved_files=True,
     aliases=("llama4_text",),
     small={

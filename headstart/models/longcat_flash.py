@@ -1,9 +1,8 @@
-"""LongCat-Flash: two latent attentions and two dense MLPs a layer, with experts on a shortcut over the second half of
-it, some of which only give back their row; a dense MTP module.
+"""LongCat-Flash: shortcut-connected and identity experts.
 
-Here each half is a layer; the first has the shortcut. Formulas: transformers 5.23, `models/longcat_flash`; the module:
-vLLM 0.32, `longcat_flash_mtp.py`. Queries and latents are multiplied by sqrt(hidden size / their rank): queries by the
-scale of scores, latents by their norm's weight. llama.cpp does not know the family.
+A layer has two latent attentions and two MLPs; each half is a layer here, and the first has the experts' shortcut.
+Formula: transformers 5.23 `models/longcat_flash`; MTP module: vLLM 0.32 `longcat_flash_mtp.py`. Queries and latents are
+scaled by sqrt(hidden size / rank): queries in the scale of scores, latents in their norm's weight.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from headstart.layers.moe import MoEConfig
 from headstart.models import _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import Arrays
 
@@ -37,7 +37,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         config,
         [first, dense] * count,
-        num_mtp=keys.num_mtp(config),
         mtp_layer=dense,
         mtp_recycle=keys.mtp_recycle(config),
     )
@@ -83,10 +82,8 @@ def _experts(config: Config) -> MoEConfig:
         scale=real(config, "routed_scaling_factor", 1.0),
         num_identity=identity,
     )
-    if router.top_k > router.num_experts:
-        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     inner = number(config, "expert_ffn_hidden_size", "moe_intermediate_size")
-    return MoEConfig(router=router, inner=inner, bias=True, activation=keys.activation(config))
+    return keys.experts(config, router, inner=inner, bias=True)
 
 
 HALF = re.compile(r"layers\.(\d+)\.(self_attn|mlps|input_layernorm|post_attention_layernorm)\.([01])\.(.*)")
@@ -153,6 +150,9 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(),
+    mtp=MTPLayout(
+        title="LongCat-Flash", default=1, not_llama_cpp="its converter does not know the type",
+    ),
     small={
         "model_type": "longcat_flash", "architectures": ["LongcatFlashForCausalLM"], "num_hidden_layers": 4,
         "ffn_hidden_size": 80, "q_lora_rank": 20, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6,

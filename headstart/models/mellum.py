@@ -1,7 +1,6 @@
-"""Mellum 2: Qwen3's attention with windows and a rope of their own in some layers, experts chosen by a softmax, one MTP
-module.
+"""Mellum 2: windows and experts.
 
-Formula: transformers 5.23 `models/mellum`, which runs the module too (`modeling_layers.py`): e first, a layer of
+Formula: transformers 5.23 `models/mellum`, its MTP module in `modeling_layers.py`: e first, a layer of
 `mtp_layer_types` and `mtp_mlp_layer_types`.
 """
 
@@ -11,10 +10,9 @@ from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config, flag, number
+from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, PREFIXES, Names
-
-FEEDS = ("dense", "sparse")
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -27,19 +25,18 @@ def parse(config: Config) -> DecoderConfig:
         )
         for kind in (FULL, SLIDING)
     }
-    parts = {"sparse": keys.softmax_experts(config)}
-    feeds = config.get("mlp_layer_types") or ["sparse"] * keys.num_layers(config)
-    keys.check_kinds(feeds, keys.num_layers(config), FEEDS)
-    count = keys.one_mtp(config)
+    parts = {SPARSE: keys.softmax_experts(config)}
+    feeds = keys.feed_kinds(config)
+    count = keys.num_mtp(config)
     guessed = config.get("mtp_layer_types") or [SLIDING]
-    guessed_feeds = config.get("mtp_mlp_layer_types") or ["sparse"]
+    guessed_feeds = config.get("mtp_mlp_layer_types") or [SPARSE]
     keys.check_kinds(guessed, max(count, 1), (FULL, SLIDING))
-    keys.check_kinds(guessed_feeds, max(count, 1), FEEDS)
+    keys.check_kinds(guessed_feeds, max(count, 1), (DENSE, SPARSE))
     layers = [
         keys.layer(config, mixers[kind], parts.get(feed) or keys.mlp(config))
         for kind, feed in zip([*keys.kinds_in_turn(config, 1), guessed[0]], [*feeds, guessed_feeds[0]], strict=True)
     ]
-    return keys.decoder(ropes[FULL], layers[:-1], num_mtp=count, mtp_layer=layers[-1])
+    return keys.decoder(ropes[FULL], layers[:-1], mtp_layer=layers[-1])
 
 
 FAMILY = Family(
@@ -55,6 +52,7 @@ FAMILY = Family(
     },
     names=Names({**PREFIXES, **OWN_MODULE}),
     head=HeadSpec(),
+    mtp=MTPLayout(title="Mellum", count_key="num_mtp_layers", served=1),
     small={
         "model_type": "mellum", "architectures": ["MellumForCausalLM"], "head_dim": 16, "sliding_window": 9,
         "moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 3, "rope_theta": None,

@@ -1,7 +1,7 @@
-"""MiMo-7B: a Qwen2 trunk with native MTP layers (`model.mtp_layers.{i}`), hidden state first in the concat.
+"""MiMo-7B: Qwen2's layers.
 
 Formula: vLLM 0.32 `model_executor/models/mimo.py`, `mimo_mtp.py`: x = input_proj[hidden_layernorm(h) ;
-token_layernorm(e)], h the trunk's stream before its final norm; a Qwen2 block, final_layernorm for the logits and for
+token_layernorm(e)], h the trunk's stream before its final norm; a Qwen2 block; final_layernorm for logits and
 recycling; the embedding of the first pair is masked.
 """
 
@@ -13,6 +13,7 @@ from headstart.layers.decoder import LayerConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
+from headstart.models.mtp import MTPLayout, XllmDraft
 from headstart.models.names import PREFIXES, Names
 
 
@@ -24,7 +25,7 @@ def parse(config: Config) -> DecoderConfig:
         return keys.layer(config, keys.attention(config, window=window, qkv_bias=bias), keys.mlp(config))
 
     layers = [layer(window) for window in keys.windows(config)]
-    return keys.decoder(config, layers, num_mtp=keys.num_mtp(config), mtp_layer=layer())
+    return keys.decoder(config, layers, mtp_layer=layer())
 
 
 NAMES = Names(
@@ -47,6 +48,11 @@ FAMILY = Family(
     },
     names=NAMES,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
+    mtp=MTPLayout(
+        title="MiMo-7B",
+        xllm=XllmDraft(architecture="MiMoMtpForCausalLM"),
+        not_llama_cpp="its converter does not know the type",
+    ),
     small={"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
     scratch={"tie_word_embeddings": False},
 )

@@ -1,10 +1,10 @@
-"""MiMo-V2-Flash: windows with sinks and heads of their own, values narrower than keys and scaled, experts, three MTPs.
+"""MiMo-V2-Flash: windows with sinks, experts, three MTP modules.
 
-Formula: transformers 5.23 `models/mimo_v2_flash`; where a file says `sliding_window_size`, a row sees so many positions
-before its own (there as in SGLang), llama.cpp's files count its own. MTP modules: vLLM 0.32 `mimo_v2_mtp.py`, llama.cpp
-b11434 `mimo2.cpp`: e first, a dense block with a window, `final_layernorm`. Engines disagree on the state that they
-read: the stream before the trunk's final norm (SGLang, llama.cpp; here), which the next step reads as the block leaves
-it, or the one after it (vLLM). Draft step i runs module i; those past the third run the third again.
+Formula: transformers 5.23 `models/mimo_v2_flash`. `sliding_window_size` counts the positions before a row (as in
+SGLang), llama.cpp's files count the row too. MTP modules: vLLM 0.32 `mimo_v2_mtp.py`, llama.cpp b11434 `mimo2.cpp`: e
+first, a dense block with a window, `final_layernorm`. They read the stream before the trunk's final norm (as SGLang and
+llama.cpp; vLLM: after it) and recycle the block's output. Draft step i runs module i; steps after the third run the
+third.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import PREFIXES, Names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS
 
 LLAMA_CPP = "mimo2"
-MODULES = 3
-"""Of the released checkpoints, whose configs do not tell."""
 BASES = {FULL: "rope_theta", SLIDING: "swa_rope_theta"}
 BASES_OF_GGUF = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 SINKS = {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
@@ -47,7 +46,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         ropes[FULL],
         layers,
-        num_mtp=keys.num_mtp(config, default=MODULES),
         mtp_layer=keys.layer(config, mixers[SLIDING], dense, **more),
         mtp_recycle=keys.mtp_recycle(config, "pre_norm"),
         **more,
@@ -61,7 +59,7 @@ def _kinds(config: Config) -> list[str]:
     flags = config.get("sliding_window_pattern") if flags is None else flags
     if kinds is None and flags is not None:
         flags = flags if isinstance(flags, list) else [flags] * count
-        if not {*flags} <= {0, 1} or len(flags) < count:
+        if any(each not in (0, 1) for each in flags) or len(flags) < count:
             raise ModelError(f"config.json: hybrid_layer_pattern must be a list of 0 and 1 for {count} layers")
         kinds = [SLIDING if each else FULL for each in flags[:count]]  # in a GGUF file modules follow
     if kinds is None:
@@ -77,7 +75,7 @@ def _sparse(config: Config) -> list[bool]:
         keys.check_kinds(kinds, count, ("dense", "sparse"))
         return [kind == "sparse" for kind in kinds]
     flags = config.get("moe_layer_freq", [0] + [1] * (count - 1))
-    if not isinstance(flags, list) or len(flags) != count or not {*flags} <= {0, 1}:
+    if not isinstance(flags, list) or len(flags) != count or any(each not in (0, 1) for each in flags):
         raise ModelError(f"config.json: moe_layer_freq must be a list of 0 and 1 for {count} layers")
     return [bool(each) for each in flags]
 
@@ -138,7 +136,14 @@ FAMILY = Family(
     },
     names=NAMES,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", beyond="last"),
-    trailing=True,  # in GGUF files
+    mtp=MTPLayout(
+        title="MiMo-V2 (Flash, Pro, Omni)",
+        key="mimo_v2",
+        released=3,
+        rope="sliding",
+        llama_cpp=(LLAMA_CPP,),
+        not_xllm="its modules stand under model.mtp.layers and are of another formula",
+    ),
     aliases=(LLAMA_CPP,),
     small={
         "model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 12, "v_head_dim": 10,

@@ -1,6 +1,7 @@
-"""MiniCPM (1, 2 and 4, dense): Llama's layers; embeddings, what each part adds and logits are scaled.
+"""MiniCPM (1, 2 and 4, dense).
 
-Formula: the checkpoints' own modeling_minicpm.py; llama.cpp `conversion/minicpm.py`.
+Llama's layers with scaled embeddings, residual updates and logits. Formula: the checkpoints' modeling_minicpm.py;
+llama.cpp `conversion/minicpm.py`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Mistral and Ministral: Llama's layers, in some files with windows; in Ministral 3 queries that grow with their
-position. Of Mistral Small 3.1 and later the text part.
+"""Mistral, Ministral, and the text part of Mistral Small 3.1 and later.
 
-Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3`, `models/mistral3`. llama.cpp calls the
-older ones llama.
+Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3` (queries scaled by position),
+`models/mistral3`. llama.cpp calls the older ones llama.
 """
 
 from __future__ import annotations
 
-from headstart.kernels.ops import TemperSpec
+from headstart.kernels.ops import AttentionTemperature
 from headstart.layers.build import DecoderConfig
 from headstart.layers.rope import scaling_of
 from headstart.models import keys
@@ -18,13 +17,13 @@ from headstart.models.names import WRAPPED, Names
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    return keys.stack(config, windows=keys.windows_in_turn(config), mixer={"temper": _temper(config)}, tied=tied)
+    return keys.stack(config, windows=keys.windows_in_turn(config), mixer={"temperature": _temper(config)}, tied=tied)
 
 
-def _temper(config: Config) -> TemperSpec | None:
+def _temper(config: Config) -> AttentionTemperature | None:
     scaling = scaling_of(config)
     strength = real(scaling, "llama_4_scaling_beta", 0.0)
-    return TemperSpec(number(scaling, "original_max_position_embeddings"), strength) if strength else None
+    return AttentionTemperature(number(scaling, "original_max_position_embeddings"), strength) if strength else None
 
 
 FAMILY = Family(

@@ -1,4 +1,7 @@
-"""Mixtral (8x7B, 8x22B): Mistral's attention, experts chosen by a softmax in every layer. llama.cpp calls it llama."""
+"""Mixtral (8x7B, 8x22B).
+
+Mistral's attention, experts in every layer. llama.cpp calls it llama.
+"""
 
 from __future__ import annotations
 

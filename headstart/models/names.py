@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from headstart.formats.base import strip_wrapper
 from headstart.kernels.ops import RawTensor
 
 PREFIXES: Mapping[str, str | None] = {"model.": "", "lm_head.": "lm_head."}
@@ -46,11 +48,15 @@ OWN_MODULE: Mapping[str, str | None] = {
 """Parts of one MTP module beside the layers (Qwen's names)."""
 
 
+Rule = tuple[re.Pattern[str], str | None]
+"""How a name begins -> how it begins on the other side (None: not the model's)."""
+
+
 @dataclass(frozen=True)
 class Names:
     """`prefixes`: how theirs begin -> how ours do (None: not the model's); `{i}` is a number, the same on both sides,
     and 0 where only ours has one. The longest that fits holds; of several ways back, the first. `parts`: what has
-    another name wherever it stands, theirs -> ours."""
+    another name wherever it stands, theirs -> ours. Wrappers before theirs do not count."""
 
     prefixes: Mapping[str, str | None] = field(default_factory=lambda: PREFIXES)
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -59,14 +65,14 @@ class Names:
         """Ours; None for a tensor to leave out."""
         if name.endswith("rotary_emb.inv_freq"):
             return None
+        name = strip_wrapper(name)
         for theirs, ours in self.parts.items():
             name = name.replace(theirs, ours)
-        return next(_replaced(name, self.prefixes.items()), name)
+        return next(_replaced(name, self._there), name)
 
     def theirs(self, name: str) -> str:
         """Hugging Face's."""
-        back = [(ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None]
-        name = next((new for new in _replaced(name, back) if new), name)
+        name = next((new for new in _replaced(name, self._back) if new), name)
         for theirs, ours in self.parts.items():
             name = name.replace(ours, theirs)
         return name
@@ -76,13 +82,30 @@ class Names:
         """Do MTP modules have names of their own?"""
         return any(ours and ours.startswith("mtp.") for ours in self.prefixes.values())
 
+    @cached_property
+    def _there(self) -> list[Rule]:
+        return _rules({strip_wrapper(theirs): ours for theirs, ours in [*self.prefixes.items()][::-1]}.items())
 
-def _replaced(name: str, prefixes: Iterable[tuple[str, str | None]]) -> Iterator[str | None]:
-    """The name with another beginning, by each prefix that fits, the longest first."""
-    for old, new in sorted(prefixes, key=lambda pair: -len(pair[0])):
-        if match := re.match(re.escape(old).replace(r"\{i\}", r"(\d+)"), name):
+    @cached_property
+    def _back(self) -> list[Rule]:
+        return _rules((ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None)
+
+
+def _rules(prefixes: Iterable[tuple[str, str | None]]) -> list[Rule]:
+    """The longest beginning first."""
+    ordered = sorted(prefixes, key=lambda pair: -len(pair[0]))
+    return [(re.compile(re.escape(old).replace(r"\{i\}", r"(\d+)")), new) for old, new in ordered]
+
+
+def _replaced(name: str, rules: Iterable[Rule]) -> Iterator[str | None]:
+    """The name with another beginning, by each rule that fits."""
+    for old, new in rules:
+        if match := old.match(name):
             number = next(iter(match.groups()), "0")
             yield None if new is None else new.replace("{i}", number) + name[match.end() :]
+
+
+_TRAILING = Names(TRAILING)
 
 
 def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[str, RawTensor]:
@@ -91,7 +114,7 @@ def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[
     for name, tensor in tensors.items():
         layer = re.match(r"layers\.(\d+)\.", name)
         if layer and (module := int(layer[1]) - num_layers) >= 0:
-            new = Names(TRAILING).canonical(f"layers.{module}.{name[layer.end() :]}")
+            new = _TRAILING.canonical(f"layers.{module}.{name[layer.end() :]}")
         else:
             new = name
         if new is not None:
@@ -103,5 +126,5 @@ def trailing_name(name: str, num_layers: int) -> str:
     """The way back, for one name."""
     if not name.startswith("mtp."):
         return name
-    _, module, rest = Names(TRAILING).theirs(name).split(".", 2)
+    _, module, rest = _TRAILING.theirs(name).split(".", 2)
     return f"layers.{int(module) + num_layers}.{rest}"

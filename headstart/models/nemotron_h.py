@@ -1,10 +1,8 @@
-"""Nemotron-H, Nemotron Nano v2 and Nemotron 3 (Nano, Super): layers of one part each, which are Mamba2, attention
-without positions, an MLP with squared ReLU, or experts of that kind (in a smaller space in Super: LatentMoE).
+"""Nemotron-H, Nano v2, Nemotron 3 (Nano, Super): layers of Mamba2, attention, MLP or experts alone.
 
-Formula: transformers 5.23 `models/nemotron_h`, but for steps, which no checkpoint bounds and vLLM, llama.cpp and the
-published code do not (transformers bounds them below in prefill only, by a key of training). Native MTP: one module of
-attention and experts (`mtp.layers.{0,1}`; vLLM 0.32, `nemotron_h_mtp.py`). Names in GGUF files: llama.cpp's
-`conversion/nemotron.py`, where the module is the layer after the trunk's.
+Formula: transformers 5.23 `models/nemotron_h`, without its lower bound of steps in prefill (a key of training), as
+vLLM, llama.cpp and the published code. MTP module: attention and experts (`mtp.layers.{0,1}`; vLLM 0.32
+`nemotron_h_mtp.py`). GGUF names: llama.cpp `conversion/nemotron.py`, where the module is the layer after the trunk's.
 """
 
 from __future__ import annotations
@@ -15,17 +13,18 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import FeedForwardConfig, LayerConfig, MixerConfig, NoPart
+from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
+from headstart.layers.parts import EmptyFeedForward, EmptyMixer, FeedForwardConfig, MixerConfig
 from headstart.models import _mamba2, keys
 from headstart.models._mamba2 import FULL, MAMBA
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
-from headstart.models.small import SCRATCH_EXPERTS, Arrays
+from headstart.models.small import SCRATCH_EXPERTS
 
 MLP, MOE = "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": FULL, "E": MOE, "-": MLP}
@@ -55,9 +54,8 @@ def parse(config: Config) -> DecoderConfig:
     other = MLPConfig(inner=2 * number(config, "hidden_size"))  # of heads that are trained on it
     return keys.decoder(
         config,
-        [layer(mixer=mixers.get(kind, NoPart()), mlp=feeds.get(kind, NoPart())) for kind in kinds],
+        [layer(mixer=mixers.get(kind, EmptyMixer()), mlp=feeds.get(kind, EmptyFeedForward())) for kind in kinds],
         eps=eps,
-        num_mtp=count,
         mtp_layer=layer(mixer=attention, mlp=feeds[MOE]) if count else layer(mixer=plain, mlp=other),
     )
 
@@ -125,14 +123,6 @@ def _by_layer(config: Config, key: str, count: int) -> list[int]:
     return listed[:count]
 
 
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    return _mamba2.adapt(tensors, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    return _mamba2.restore(arrays)
-
-
 GGUF = ("nemotron_h_moe",)
 PARTS = {
     **{f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"},
@@ -190,9 +180,9 @@ FAMILY = Family(
         parts=PARTS,
     ),
     head=HeadSpec(),
-    trailing=True,  # in GGUF files
-    adapt=adapt,
-    restore=restore,
+    mtp=MTPLayout(title="Nemotron-H", max_modules=1, rope="none", llama_cpp=GGUF),
+    adapt=_mamba2.adapt,
+    restore=_mamba2.restore,
     aliases=GGUF,
     small={
         "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*-",

@@ -1,7 +1,7 @@
-"""OLMo 2 and OLMo 3: norms behind each part, q and k normed over all heads; in OLMo 3 windows in three of four layers,
-whose positions are never scaled.
+"""OLMo 2 and OLMo 3 (dense).
 
-Formula: transformers `models/olmo2`, `models/olmo3`.
+Norms after each part, q and k normed over all heads. OLMo 3 has windows in three of four layers, whose rope is never
+scaled. Formula: transformers `models/olmo2`, `models/olmo3`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parse(config: Config) -> DecoderConfig:
         full,
         windows=windows,
         windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
-        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "wide_norms": True},
+        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "qk_norm_over_heads": True},
         layer={"norms": "post"},
     )
 

@@ -1,5 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 (mini and 14B): Llama's layers with joined projections, windows, LongRoPE, and in mini
-models positions in a part of each head.
+"""Phi-3, Phi-3.5 and Phi-4 (mini and 14B).
 
 Formula: transformers `models/phi3`. Older files call LongRoPE `su`, or `yarn`.
 """

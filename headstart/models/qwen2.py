@@ -1,7 +1,6 @@
-"""Qwen2 and Qwen2.5 (dense), and the text part of Qwen2-VL and Qwen2.5-VL: Llama's layout with biases on q, k and v.
-No native MTP.
+"""Qwen2 and Qwen2.5 (dense), and the text part of Qwen2-VL and Qwen2.5-VL.
 
-Formula: transformers `models/qwen2`, `models/qwen2_5_vl`: in a text all axes of its rope have the same position.
+Formula: transformers `models/qwen2`, `models/qwen2_5_vl`: for text all axes of the rope have the same position.
 """
 
 from __future__ import annotations

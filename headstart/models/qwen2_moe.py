@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2's attention, experts chosen by a softmax and a gated shared one."""
+"""Qwen1.5-MoE and Qwen2-57B-A14B."""
 
 from __future__ import annotations
 

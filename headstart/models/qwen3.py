@@ -1,6 +1,6 @@
-"""Qwen3 (dense), and the text part of Qwen3-VL: per-head RMS norms on q and k, no biases. No native MTP.
+"""Qwen3 (dense), and the text part of Qwen3-VL.
 
-Formula: transformers `models/qwen3`, `models/qwen3_vl`: in a text all axes of its rope have the same position.
+Formula: transformers `models/qwen3`, `models/qwen3_vl`: for text all axes of the rope have the same position.
 """
 
 from __future__ import annotations

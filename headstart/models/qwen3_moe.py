@@ -1,8 +1,7 @@
-"""Qwen3 with experts (30B-A3B, 235B-A22B), and the text part of Qwen3-VL with experts: Qwen3's attention, experts
-chosen by a softmax. No native MTP.
+"""Qwen3 with experts (30B-A3B, 235B-A22B), and the text part of Qwen3-VL with experts.
 
-Formula: transformers `models/qwen3_moe`, `models/qwen3_vl_moe`, which always normalizes the scores of those chosen and
-has stacks of experts [experts, in, out].
+Formula: transformers `models/qwen3_moe`; `models/qwen3_vl_moe` always normalizes the chosen scores and stores experts
+as [experts, in, out].
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
+from headstart.models.joined import turned_stacks
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
-from headstart.models.stacks import turned_stacks
 
 SEEING = ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
 

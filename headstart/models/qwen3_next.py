@@ -1,13 +1,18 @@
-"""Qwen3-Next; native MTP under `mtp.`, whose number released configs do not tell: a checkpoint has one or none."""
+"""Qwen3-Next.
+
+Released configs do not say whether a checkpoint has its one MTP module.
+"""
 
 from __future__ import annotations
 
 from headstart.models import _gated_delta
+from headstart.models.mtp import MTPLayout
 
 FAMILY = _gated_delta.family(
     aliases=("qwen3next",),
     joined=True,
     defaults={"num_key_value_heads": 2, "num_experts_per_tok": 10},
     experts=True,
+    mtp=MTPLayout(title="Qwen3-Next", norm="1+w", released=1, speculators=("qwen3_next",), llama_cpp=("qwen3next",)),
     small={"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
 )

@@ -7,7 +7,8 @@ from copy import copy
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.formats.mtp_families import count_keys
+from headstart.models.mtp import count_keys
+from headstart.params import recommended_names
 
 _FILES = "which files and programs wrote it"
 _TRAINING = "training only"
@@ -33,9 +34,9 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "tie_last_hidden_states", "use_return_dict", "attn_implementation", "experts_implementation", "use_flash_attn",
     ),
     _GENERATION: (
-        "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample", "early_stopping", "num_beams",
-        "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h",
-        "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+        *recommended_names(), "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample",
+        "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "typical_p", "top_h", "length_penalty",
+        "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
         "num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id",
         "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
         "begin_suppress_tokens", "renormalize_logits", "encoder_repetition_penalty", "use_mtp",

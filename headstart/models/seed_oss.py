@@ -1,4 +1,7 @@
-"""Seed-OSS: Llama's layers with biases on q, k and v."""
+"""Seed-OSS.
+
+Llama's layers with biases on q, k and v.
+"""
 
 from __future__ import annotations
 

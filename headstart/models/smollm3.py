@@ -1,17 +1,16 @@
-"""SmolLM3: Llama's layout, with layers that do not rotate positions (NoPE), every fourth one. No native MTP.
+"""SmolLM3: every fourth layer without rotary positions.
 
-Formula: transformers 5.23 `models/smollm3`; llama.cpp's files do not tell which layers, and it takes every fourth.
+Formula: transformers 5.23 `models/smollm3`. GGUF files do not say which layers; llama.cpp takes every fourth.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import Config, flag
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -22,17 +21,8 @@ def parse(config: Config) -> DecoderConfig:
     mlp = keys.mlp(config, bias=flag(config, "mlp_bias"))
     turned = keys.layer(config, mixer, mlp)
     plain = keys.layer(config, replace(mixer, rope=None), mlp)
-    return keys.decoder(config, [turned if rotates else plain for rotates in _rotates(config, count)], mtp_layer=turned)
-
-
-def _rotates(config: Config, count: int) -> list[int]:
-    """Of each layer, does it rotate positions?"""
-    every, told = number(config, "no_rope_layer_interval", default=4), config.get("no_rope_layers")
-    if told is None:
-        return [(i + 1) % every for i in range(count)]
-    if not isinstance(told, list) or len(told) < count or any(each not in (0, 1) for each in told):
-        raise ModelError(f"config.json: no_rope_layers must be 0 (not rotated) or 1 for each of {count} layers")
-    return told[:count]
+    rotated = keys.rotated_layers(config, config.get("no_rope_layers"))
+    return keys.decoder(config, [turned if each else plain for each in rotated], mtp_layer=turned)
 
 
 FAMILY = Family(

@@ -1,7 +1,6 @@
-"""StableLM (3B, 2 1.6B, Zephyr): Llama's layers with norms that center and have a bias, positions in a quarter of each
-head. StableLM 2 12B, whose heads have norms with a weight each, is not served.
+"""StableLM (3B, 2 1.6B, Zephyr).
 
-Formula: transformers 5.23 `models/stablelm`.
+StableLM 2 12B, whose heads have a norm weight each, is refused. Formula: transformers 5.23 `models/stablelm`.
 """
 
 from __future__ import annotations

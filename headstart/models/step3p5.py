@@ -1,10 +1,10 @@
-"""Step-3.5-Flash (and Step-3.7's text part): windows with more heads, a gate for each head, experts, three MTP modules.
+"""Step-3.5-Flash and the text part of Step-3.7: windows, experts, three MTP modules.
 
-Formula: transformers 5.23 `models/step3p7`, whose text config is called step3p5. Norms are 1 + w. Where a file says a
-limit of a layer, silu(gate) is at most that, and the other factor within it; routed and shared experts have limits of
-their own (dense layers: the latter). MTP: vLLM 0.32 `step3p5_mtp.py`, llama.cpp b11434 `step35.cpp`: the layers after
-the trunk's, with an LM head each. They read the trunk's stream before its final norm (vLLM: after it) and recycle what
-their block leaves. Draft step i runs module i; those past the last one begin again (vLLM).
+Formula: transformers 5.23 `models/step3p7`, whose text config is called step3p5. Norms are 1 + w. A layer's limit caps
+silu(gate) and clamps the other factor; routed and shared experts have limits of their own (dense layers: the latter).
+MTP modules: vLLM 0.32 `step3p5_mtp.py`, llama.cpp b11434 `step35.cpp`: the layers after the trunk's, with an LM head
+each. They read the trunk's stream before its final norm (vLLM: after it) and recycle their block's output. Draft step i
+runs module i modulo their number (vLLM).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from headstart.kernels.ops import Activation, RawTensor, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
-from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
@@ -58,7 +58,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         ropes[FULL] if FULL in ropes else ropes[SLIDING],
         layers[:count],
-        num_mtp=modules,
         mtp_layer=heads[0] if heads else None,
         mtp_recycle=keys.mtp_recycle(config, "pre_norm"),
         mtp_lm_heads=modules > 0,
@@ -180,7 +179,7 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
         o_bias=bias,
         qk_norm=True,
         gated=True,
-        head_gates=True,
+        gate_per_head=True,
     )
 
 
@@ -194,16 +193,8 @@ def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activat
         normalize=flag(config, "norm_topk_prob", True),
         scale=real(config, "routed_scaling_factor" if _of_llama_cpp(config) else "moe_router_scaling_factor", 1.0),
     )
-    if router.top_k > router.num_experts:
-        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
-    experts = MoEConfig(
-        router=router,
-        inner=number(config, "moe_intermediate_size", needs="a mixture of experts"),
-        shared=number(config, "share_expert_dim", "shared_expert_intermediate_size", needs="a mixture of experts"),
-        bias=True,
-        activation=routed,
-        shared_activation=shared,
-    )
+    width = number(config, "share_expert_dim", "shared_expert_intermediate_size", needs="a mixture of experts")
+    experts = keys.experts(config, router, shared=width, bias=True, activation=routed, shared_activation=shared)
     return keys.layer(config, mixer, experts)
 
 
@@ -271,7 +262,13 @@ FAMILY = Family(
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", beyond="cycle"),
-    trailing=True,
+    mtp=MTPLayout(
+        title="Step-3.5, 3.7",
+        norm="1+w",
+        own=("lm_head",),
+        per_layer=("layer_types", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
+        llama_cpp=(LLAMA_CPP,),
+    ),
     aliases=("step3p7", LLAMA_CPP),
     small={
         "model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "num_attention_groups": 2,

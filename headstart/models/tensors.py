@@ -20,7 +20,8 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.weights import Weights
-from headstart.models.base import Family, family_named
+from headstart.models.base import Family
+from headstart.models.families import family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
 
@@ -64,15 +65,20 @@ LEFT: Mapping[str, str] = {
 """Names of tensors that nobody takes, and why."""
 
 
-def check_taken(weights: Weights, modules: int | None = None) -> None:
-    """Raises ModelError for a tensor that nobody has taken, of the trunk, or of the first `modules` MTP modules: the
-    model would not be the one that was saved."""
-    left = [
+def untaken(weights: Weights, modules: int | None = None) -> list[str]:
+    """Tensors that nobody has taken: of the trunk, or of the first `modules` MTP modules."""
+    return sorted(
         name
         for name, tensor in weights.tensors.items()
         if name not in weights.used and 0 not in tensor.shape and not _may_be_left(name, modules)
-    ]
-    for name in sorted(left):
+    )
+
+
+def check_taken(weights: Weights) -> None:
+    """Raises ModelError for a tensor of the trunk that nobody has taken: the model would not be the one that was
+    saved."""
+    left = untaken(weights)
+    for name in left:
         if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
             continue
         others = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -113,18 +119,24 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    read = readable(checkpoint.tensors, checkpoint.config)
-    tensors: dict[str, RawTensor] = {**read}
-    if not checkpoint.canonical_names:
+    read, from_gguf = readable(checkpoint.tensors, checkpoint.config), checkpoint.canonical_names
+    tensors = renamed_tensors(read, family, config, from_gguf=from_gguf)
+    if family.interleaved_files or (from_gguf and family.interleaved_rope):
+        tensors = _half_split(tensors, config)
+    _check_layers(tensors, family, config.num_layers, checkpoint)
+    return trailing_modules(tensors, config.num_layers) if family.head else tensors
+
+
+def renamed_tensors(
+    read: Mapping[str, RawTensor], family: Family, config: DecoderConfig, *, from_gguf: bool
+) -> dict[str, RawTensor]:
+    """Tensors under canonical names, joined matrices apart; MTP modules after the trunk's layers stay there."""
+    tensors = dict(read)
+    if not from_gguf:
         named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
         tensors = {name: tensor for name, tensor in named if name is not None}
     tensors = split_joined(tensors, config)
-    if family.adapt:
-        tensors = family.adapt(tensors, config, checkpoint.canonical_names)
-    if family.interleaved_files or (checkpoint.canonical_names and family.interleaved_rope):
-        tensors = _half_split(tensors, config)
-    _check_layers(tensors, family, config.num_layers, checkpoint)
-    return trailing_modules(tensors, config.num_layers) if family.trailing else tensors
+    return family.adapt(tensors, config, from_gguf) if family.adapt else tensors
 
 
 def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
@@ -144,7 +156,7 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
     names = set(tensors)
     held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
     for layer in sorted(each for each in held if each >= num_layers):
-        if not family.trailing or f"layers.{layer}.eh_proj.weight" not in names:
+        if not family.head or f"layers.{layer}.eh_proj.weight" not in names:
             raise ModelError(
                 f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0",
                 "correct num_hidden_layers",

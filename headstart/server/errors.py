@@ -1,4 +1,4 @@
-"""Every error in the shape of the API that was called: OpenAI's, but for the paths of `_SHAPES`."""
+"""Error responses, in the shape of the API that was called: OpenAI's, except for the paths of `_SHAPES`."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from headstart.server import limits
 
 log = logging.getLogger("headstart.server")
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error"}  # fmt: skip
+ERROR_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error",
+}  # fmt: skip
 
 
 class BodyError(UsageError):
-    """A member of a body is wrong, or the body itself. `param`: the member's place."""
+    """A member of a body is wrong, or the body itself."""
 
     def __init__(self, message: str, param: str | None = None, hint: str = "") -> None:
         super().__init__(message, hint)
-        self.param = param
+        self.param = param  # path of the member
 
 
-def document(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """The body of an error, as clients of that path read it."""
+def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
+    """The JSON of an error, in the shape of the API at `path`."""
     shown = limits.shortened(message, limits.MESSAGE)
     shape = next((shape for start, shape in _SHAPES if path.startswith(start)), _openai)
     return shape(shown, status, param)
 
 
 def _openai(message: str, status: int, param: str | None) -> dict[str, Any]:
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def _anthropic(message: str, status: int, param: str | None) -> dict[str, Any]:
     others = {503: "overloaded_error", 504: "timeout_error"}
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else others.get(status, "api_error"))
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else others.get(status, "api_error"))
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -57,38 +59,38 @@ _SHAPES: tuple[tuple[str, Callable[[str, int, str | None], dict[str, Any]]], ...
 )
 
 
-def error_of(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
-    """HTTP status and body."""
+def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
+    """HTTP status and JSON."""
     status = status_of(error).http
-    return status, document(str(error), status, error.param if isinstance(error, BodyError) else None, path)
+    return status, error_body(str(error), status, error.param if isinstance(error, BodyError) else None, path)
 
 
-def install(app: FastAPI) -> None:
-    """Handlers for all that an endpoint may raise."""
-    app.add_exception_handler(HeadstartError, _ours)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
-    app.add_exception_handler(Exception, _bug)
+def install_handlers(app: FastAPI) -> None:
+    """Handle every exception of an endpoint."""
+    app.add_exception_handler(HeadstartError, _handle_user_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _handle_http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(Exception, _handle_bug)
 
 
-async def _ours(request: Request, error: HeadstartError) -> JSONResponse:
-    status, body = error_of(error, request.url.path)
+async def _handle_user_error(request: Request, error: HeadstartError) -> JSONResponse:
+    status, body = error_response(error, request.url.path)
     headers = retry_headers(error) if isinstance(error, BusyError | LimitError) else None
     return JSONResponse(body, status, headers)
 
 
 def retry_headers(error: BusyError | LimitError) -> dict[str, str]:
-    """When to try again, in whole seconds, and what a caller is told of his limits."""
-    told = error.headers if isinstance(error, LimitError) else {}
-    return {"Retry-After": str(max(1, math.ceil(error.seconds))), **told}
+    """The time after which to try again, in whole seconds, and the limits of the API key."""
+    more = error.headers if isinstance(error, LimitError) else {}
+    return {"Retry-After": str(max(1, math.ceil(error.seconds))), **more}
 
 
-async def _http(request: Request, error: HTTPException) -> JSONResponse:
-    body = document(_said(request, error), error.status_code, path=request.url.path)
+async def _handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    body = error_body(_http_message(request, error), error.status_code, path=request.url.path)
     return JSONResponse(body, error.status_code, error.headers)
 
 
-def _said(request: Request, error: HTTPException) -> str:
-    """What is wrong; the framework itself says no more than the status."""
+def _http_message(request: Request, error: HTTPException) -> str:
+    """The framework's own message is only the name of the status."""
     path = limits.shortened(request.url.path)
     if error.detail == HTTPStatus.NOT_FOUND.phrase:
         return f"there is nothing at {path} (hint: /docs lists what there is)"
@@ -97,7 +99,7 @@ def _said(request: Request, error: HTTPException) -> str:
     return str(error.detail)
 
 
-async def _bug(request: Request, error: Exception) -> JSONResponse:
+async def _handle_bug(request: Request, error: Exception) -> JSONResponse:
     log.exception("a request failed", exc_info=error)
-    body = document("the server failed on this request", 500, path=request.url.path)
+    body = error_body("the server failed on this request", 500, path=request.url.path)
     return JSONResponse(body, 500, {"Connection": "close"})

@@ -1,5 +1,4 @@
-"""What stands in front of every endpoint: request ids and the access log, slashes of paths, HEAD, API keys, and the end
-of the server."""
+"""Middleware in front of all endpoints: request ids, access log, HEAD, paths, API keys."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headstart.server import errors
 from headstart.server.accounts import Accounts
-from headstart.server.replicas.siblings import OWN
-from headstart.server.replicas.state import Member
+from headstart.server.replicas.group import ReplicaId
+from headstart.server.replicas.metrics import OWN_HEADER
 
 log = logging.getLogger("headstart.access")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
-"""What needs no API key: whoever restarts a server has none, and a router passes none on."""
+"""Paths that need no API key: health checks have none, and a router passes none on."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"
-"""Of a scope: the account of the API key that a request came with."""
+"""Key in an ASGI scope: name of the account of the request's API key."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Traced:
-    """Gives each request the id that it brings, or a new one; logs it, if asked; and answers what the end of the server
-    cancels."""
+class RequestLog:
+    """Sets the request id (the client's, or a new one), writes the access log, and answers requests that the end of the
+    server cancels. HEAD is answered as GET; the HTTP layer leaves out the body."""
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:
         self.app, self.access_log = app, access_log
@@ -42,9 +41,10 @@ class Traced:
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
-        begun, status = time.perf_counter(), 0
+        begun, status, method = time.perf_counter(), 0, scope["method"]
+        scope = {**scope, "method": "GET" if method == "HEAD" else method}
 
-        async def answer(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -52,36 +52,24 @@ class Traced:
             await send(message)
 
         try:
-            await self.app(scope, receive, answer)
+            await self.app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if status:
                 raise
-            body = errors.document("the server has shut down", 503, path=scope["path"])
-            await JSONResponse(body, 503)(scope, receive, answer)
+            body = errors.error_body("the server has shut down", 503, path=scope["path"])
+            await JSONResponse(body, 503)(scope, receive, send_with_id)
         finally:
-            if self.access_log:  # paths without queries: who calls, and with what, is the user's business
+            if self.access_log:  # without queries, addresses and prompts
                 seconds = time.perf_counter() - begun
-                log.info("%s %s %s %d %.3f s", name, scope["method"], _shown(scope["path"]), status, seconds)
+                log.info("%s %s %s %d %.3f s", name, method, _printable(scope["path"]), status, seconds)
 
 
-def _shown(path: str) -> str:
+def _printable(path: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in path[:200])
 
 
-class HeadAsGet:
-    """HEAD is what GET would say, without saying it: the connection leaves the body out."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await self.app(scope, receive, send)
-
-
-class PlainPaths:
-    """//v1/models/ is /v1/models: base URLs are written with a slash at their end, or without."""
+class NormalizedPaths:
+    """//v1/models/ is /v1/models, since base URLs end with a slash or not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -92,30 +80,30 @@ class PlainPaths:
         await self.app(scope, receive, send)
 
 
-class ApiKeys:
-    """401 without one of the keys, as a bearer token or, as Anthropic's clients send it, in `x-api-key`. `member`: its
-    siblings have none."""
+class ApiKeyGuard:
+    """401 without an API key, as a bearer token or, as Anthropic's clients send it, in `x-api-key`. Other replicas of
+    `replica`'s group read /metrics with the group's token."""
 
-    def __init__(self, app: ASGIApp, accounts: Accounts, member: Member | None = None) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts, replica: ReplicaId | None = None) -> None:
         self.app, self.accounts = app, accounts
-        self._token = member.token.encode() if member is not None else b""
+        self._token = replica.token.encode() if replica is not None else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_sibling(scope):
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_replica(scope):
             account = self.accounts.find(_key_of(dict(scope["headers"])))
             if account is None:
-                body = errors.document("the API key is missing or wrong", 401, path=scope["path"])
+                body = errors.error_body("the API key is missing or wrong", 401, path=scope["path"])
                 await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
             scope[OWNER] = account.name
         await self.app(scope, receive, send)
 
-    def _is_sibling(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(OWN.encode(), b"")
+    def _is_replica(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(OWN_HEADER.encode(), b"")
         return bool(self._token) and scope["path"] == "/metrics" and hmac.compare_digest(given, self._token)
 
 
 def _key_of(headers: Mapping[bytes, bytes]) -> bytes:
-    """Empty, which is no key, where there is none."""
+    """The API key of a request; empty without one."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     return given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()

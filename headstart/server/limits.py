@@ -14,7 +14,7 @@ READ_SECONDS = 120.0  # how long a client may leave an answer unread
 
 # A body.
 BODY_BYTES = 16 * MiB
-LARGE_BODY = 64 * 2**10  # beyond this a body is read and prepared in the lane of large ones
+LARGE_BODY = 64 * 2**10  # beyond this a body is read and prepared in the pool for large ones
 SMALL_BUDGET = 64 * MiB  # of all bodies being received or prepared: their first 64 KiB
 LARGE_BUDGET = 64 * MiB  # and the rest of them
 VALUES = 600_000  # JSON values: a batch of prompts as token ids

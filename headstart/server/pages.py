@@ -1,20 +1,26 @@
-"""`/` and `/dashboard`: static files of this package, in front of everything else.
+"""Pages for browsers: the static files of `/` and `/dashboard`, and `/docs` made from OpenAPI.
 
-They hold no secrets, so they need no key; what they then ask the server for does."""
+The static files hold no secrets and need no API key; the requests that they make do."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from html import escape
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headstart.hub import DEFAULT_MODEL
+from headstart.params import parameters
 
 KINDS = {
     "html": "text/html; charset=utf-8",
@@ -24,28 +30,31 @@ KINDS = {
     "txt": "text/plain; charset=utf-8",
 }
 PLACES = {"/": "index.html", "/dashboard": "dashboard.html"}
+PARAMETERS = "parameters.js"
+SAFE_INTEGER = 2**53
+"""JavaScript's numbers are exact up to here."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Nothing from elsewhere, nothing inline, and no string becomes markup or code."""
-FIRST = (
+"""Allows nothing from other hosts and nothing inline; no string becomes markup or code."""
+INLINED = (
     ("script-src", "script", re.compile(r'<script src="web/(theme\.js)"></script>')),
     ("style-src", "style", re.compile(r'<link rel="stylesheet" href="web/(style\.css)">')),
 )
-"""What a page waits for before it can paint: it comes inside the page, whose policy then names its hash."""
+"""Files that a page needs before it paints: they are put into the page, whose policy names their hashes."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked for again each time, and not sent again while the tag is the same
+    "Cache-Control": "no-cache",  # revalidated at each use by the tag
     "Vary": "Accept-Encoding",
 }
 
 
 class Pages:
-    """Answers GET of what lies in `headstart/server/web`, and leaves all else to the application."""
+    """Answers GET for the files of `headstart/server/web`; all else goes to the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -59,36 +68,36 @@ class Pages:
         page, other = self._pages.get(path), path.rstrip("/")
         answer: ASGIApp = self.app
         if page is not None:
-            answer = page.answer(Headers(scope=scope))
+            answer = page.response(Headers(scope=scope))
         elif path.endswith("/") and other in PLACES:  # its links are relative
             answer = RedirectResponse(f"../{other.lstrip('/')}")
         await answer(scope, receive, send)
 
 
 class _Page:
-    """One file in memory. `files`: what may become part of a page, by name."""
+    """One file in memory. `files`: name -> text of the files that may be put into a page."""
 
     def __init__(self, name: str, data: bytes, files: Mapping[str, str]) -> None:
         self._policy = POLICY
         if name.endswith(".html"):
-            data, self._policy = _complete(data.decode(), files)
+            data, self._policy = _inline(data.decode(), files)
         self._data, self._packed = data, gzip.compress(data, mtime=0)
         self._kind = KINDS[name.rpartition(".")[2]]
         self._tag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
 
-    def answer(self, asked: Headers) -> Response:
+    def response(self, headers_in: Headers) -> Response:
         headers = {**HEADERS, "Content-Security-Policy": self._policy, "ETag": self._tag}
-        if asked.get("if-none-match") == self._tag:
+        if headers_in.get("if-none-match") == self._tag:
             return Response(status_code=304, headers=headers)
-        if "gzip" not in asked.get("accept-encoding", ""):
+        if "gzip" not in headers_in.get("accept-encoding", ""):
             return Response(self._data, media_type=self._kind, headers=headers)
         return Response(self._packed, media_type=self._kind, headers={**headers, "Content-Encoding": "gzip"})
 
 
-def _complete(page: str, files: Mapping[str, str]) -> tuple[bytes, str]:
-    """A page with what it paints first, and its policy."""
+def _inline(page: str, files: Mapping[str, str]) -> tuple[bytes, str]:
+    """A page with its inlined files, and its policy."""
     policy = POLICY
-    for directive, tag, written in FIRST:
+    for directive, tag, written in INLINED:
         if found := written.search(page):
             text = files[found[1]]
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -101,7 +110,26 @@ def _found() -> list[tuple[str, str, bytes]]:
     """Path, name and bytes of every file."""
     root = files("headstart.server") / "web"
     served = [(path, name, (root / name).read_bytes()) for path, name in PLACES.items()]
-    return served + [(f"/web/{name}", name, each.read_bytes()) for name, each in _below(root, "")]
+    served += [(f"/web/{name}", name, each.read_bytes()) for name, each in _below(root, "")]
+    return [*served, (f"/web/{PARAMETERS}", PARAMETERS, _controls())]
+
+
+def _controls() -> bytes:
+    """A script with the sampling parameters that the settings panel shows."""
+    shown = []
+    for row in parameters().values():
+        if (control := row.control) is None:
+            continue
+        low, high = row.low if control.low is None else control.low, row.high if control.high is None else control.high
+        default = row.default if row.http_default is None else row.http_default
+        shown.append({
+            "name": row.name, "label": control.label, "step": control.step, "initial": control.initial,
+            "low": low, "high": high if high <= SAFE_INTEGER else None, "is_integer": row.kind == "integer",
+            "is_main": control.is_main, "fallback": control.fallback,
+            "empty": f"{default:g}" if control.empty is None else control.empty,
+        })  # fmt: skip
+    names = f"export const DEMO_MODEL = {json.dumps(DEFAULT_MODEL)};\n"
+    return f"export const PARAMETERS = {json.dumps(shown)};\n{names}".encode()
 
 
 def _below(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
@@ -113,3 +141,80 @@ def _below(folder: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
         elif name.rpartition(".")[2] in KINDS:
             found.append((name, each))
     return found
+
+
+DOCS_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+    "table{border-collapse:collapse;width:100%}td,th{text-align:left;vertical-align:top;padding:.2rem .8rem .2rem 0;"
+    "border-bottom:1px solid #8884}code{font-size:.95em}h2{margin-top:2rem}"
+)
+
+
+def docs_page(schema: Mapping[str, Any]) -> str:
+    """HTML of an OpenAPI document: endpoints and request fields, without anything from elsewhere."""
+    info = schema["info"]
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])}</title>",
+        f"<style>{DOCS_STYLE}</style>",
+        f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])} ",
+        "The same for programs: <a href=openapi.json>openapi.json</a>.</p>",
+    ]
+    parts += [f"<h2><code>{escape(name)}</code></h2>\n{text}" for name, text in operations(schema)]
+    return "\n".join(parts) + "\n"
+
+
+def operations(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Method and path of each endpoint, and its request fields as HTML."""
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            parts = [f"<p>{escape(operation.get('description', ''))}</p>"]
+            for body in operation.get("requestBody", {}).get("content", {}).values():
+                parts.append("<table><tr><th>field<th>type<th>default<th></tr>")
+                parts += _rows(schema, _resolved(schema, body["schema"]))
+                parts.append("</table>")
+            yield f"{method.upper()} {path}", "\n".join(parts)
+
+
+def _rows(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
+    required = model.get("required", ())
+    for name, field in model.get("properties", {}).items():
+        default = "<em>required</em>" if name in required else escape(str(field.get("default", "")))
+        bounds = [
+            f"{word} {_number(each[key])}"
+            for each in field.get("anyOf", [field])
+            for key, word in BOUNDS.items()
+            if key in each
+        ]
+        text = escape(
+            ". ".join(filter(None, (field.get("description", "").rstrip("."), ", ".join(dict.fromkeys(bounds)))))
+        )
+        yield f"<tr><td><code>{escape(name)}</code><td>{escape(_type(schema, field))}<td>{default}<td>{text}</tr>"
+
+
+def _number(value: float) -> str:
+    return str(int(value) if value == int(value) else value)
+
+
+BOUNDS = {
+    "minimum": "at least",
+    "maximum": "at most",
+    "exclusiveMinimum": "above",
+    "maxItems": "at most",
+    "maxLength": "length at most",
+}
+
+
+def _type(schema: Mapping[str, Any], field: Mapping[str, Any]) -> str:
+    if "$ref" in field:
+        return str(_resolved(schema, field).get("title", "object"))
+    if "anyOf" in field:
+        kinds = dict.fromkeys(_type(schema, each) for each in field["anyOf"] if each.get("type") != "null")
+        return " or ".join(kind for kind in kinds if kind != "integer" or "number" not in kinds)
+    if field.get("type") == "array":
+        return f"list of {_type(schema, field.get('items', {}))}"
+    return " or ".join(map(str, field["enum"])) if "enum" in field else str(field.get("type", "anything"))
+
+
+def _resolved(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = str(model.get("$ref", "")).rpartition("/")[2]
+    return schema["components"]["schemas"][name] if name else model

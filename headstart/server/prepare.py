@@ -1,10 +1,11 @@
-"""From a request body to what the engine takes: prompt ids, parameters, constraint, and how to read the answer.
+"""Request bodies to engine requests: prompt ids, sampling parameters, constraint, and the parser of the output.
 
-Everything here may take a while (templates, tokenizing, grammars): it runs in a worker thread.
+Templates, tokenizing and grammars may take a while, so all of this runs in worker threads.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,92 +13,105 @@ from typing import Any
 
 from headstart.api import LLM
 from headstart.core import Request, SamplingParams
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.params import parameters
 from headstart.server import limits
 from headstart.server.accounts import Account
-from headstart.server.chat_prompt import Chat
-from headstart.server.schema import ChatRequest, Common, CompletionRequest, NamedTool, StructuredOutputs
-from headstart.text.grammar_spec import GrammarSpec, ToolCalls, ToolFrame
+from headstart.server.body_reader import call_arguments
+from headstart.server.schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    Message,
+    NamedTool,
+    StructuredOutputs,
+    TokenizeRequest,
+)
+from headstart.text.conversation import Conversation
+from headstart.text.grammar_spec import GrammarSpec, ToolCalls
 from headstart.text.parsers import Parser, is_opened, make_parser
 
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Variables of a template that chat_template_kwargs cannot set."""
+DEVELOPER = "developer"
+"""OpenAI's newer word for the system role; few templates know it."""
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Names of the reasoning of earlier turns: clients send either, templates read the first."""
 COMPLETION_TOKENS = 16
-"""max_tokens of /v1/completions where none is given, as OpenAI and vLLM have it."""
-AS_GIVEN = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "min_tokens",
-            "ignore_eos", "n", "bad_words", "allowed_token_ids")  # fmt: skip
-"""Fields of a body that are those of SamplingParams."""
+"""Default max_tokens of /v1/completions, as in OpenAI and vLLM."""
+HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
 FORCED_FORMAT = "hermes"
-"""How calls are written that a grammar enforces: whatever the model's own format, this one is then read."""
+"""Format of tool calls that a grammar enforces, for every model."""
 
 
 @dataclass(frozen=True)
-class Formats:
-    """How this model writes calls and thoughts; None: it has no way of its own. `parse_special`: names of special
-    tokens in messages become those tokens."""
+class OutputFormats:
+    """How a model writes tool calls and reasoning, and how its messages are read."""
 
-    tools: str | None = None
+    tools: str | None = None  # None: no format of its own
     reasoning: str | None = None
-    parse_special: bool = False
+    parse_special: bool = False  # names of special tokens in messages become those tokens
 
 
 @dataclass(frozen=True)
-class Job:
-    """One HTTP request, ready to run. `requests`: one for each prompt; `parser` makes the reader of one answer."""
+class PreparedRequest:
+    """One HTTP request, ready to run."""
 
-    requests: list[Request]
+    requests: list[Request]  # one for each prompt
     prompts: list[str] = field(default_factory=list)  # texts to echo
-    parser: Callable[[], Parser] | None = None
-    keeps_special: bool = False
-    keeps_stop: bool = False
+    make_parser: Callable[[], Parser] | None = None  # of one choice
+    keeps_special: bool = False  # special tokens stay in the text
+    keeps_stop: bool = False  # stop strings stay in the text
     continues: bool = False  # the output goes on in the middle of a text
 
-    def owned(self, account: Account, priority: int | None) -> Job:
-        """Asked for by somebody, whose answers nobody else gets to see as drafts."""
-        return replace(self, requests=[owned(request, account, priority) for request in self.requests])
 
-
-def owned(request: Request, account: Account, priority: int | None = None) -> Request:
-    """With its turn among those of others."""
+def with_owner(request: Request, account: Account, priority: int | None = None) -> Request:
+    """The request with its account's name and share, and its priority. Outputs serve as drafts within an account."""
     share, first = account.limits.share, account.priority(priority)
     return replace(request, owner=account.name, share=share, priority=first)
 
 
 def num_choices(body: Common) -> int:
-    """How many texts a body asks for."""
-    prompts = len(_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    """Number of outputs of a body."""
+    prompts = len(list_of_texts(body.prompt, "prompt")) if isinstance(body, CompletionRequest) else 1
     return prompts * max(body.n or 1, 1)
 
 
 def is_constrained(body: Common) -> bool:
-    """May a grammar have to be compiled?"""
+    """May preparing the body compile a grammar?"""
     named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice,
              body.guided_grammar, body.tools if isinstance(body, ChatRequest) else None)  # fmt: skip
     return any(each is not None for each in named)
 
 
-def completion_job(llm: LLM, body: CompletionRequest) -> Job:
-    """Raises UsageError, CapacityError or ModelError for what cannot be done."""
+def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common) -> PreparedRequest:
+    """The engine requests of a body, for pipeline.respond. Raises UsageError, CapacityError or ModelError."""
+    if isinstance(body, ChatRequest):
+        return _prepare_chat(llm, formats, account, body)
+    assert isinstance(body, CompletionRequest)
+    return _prepare_completion(llm, account, body)
+
+
+def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> PreparedRequest:
     if body.suffix:
         raise UsageError("suffix is not supported", "leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UsageError("best_of is not supported", "use n")
-    logprobs = body.logprobs
-    top = body.prompt_logprobs if body.prompt_logprobs is not None else (logprobs if body.echo else None)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    params, constraint = _params(llm, body, limit, logprobs, top), constraint_of(body)
+    top = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
+    params, constraint = _params(llm, body, _limit(body), body.logprobs, top), constraint_of(body)
     requests: list[Request] = []
     texts: list[str] = []
-    for prompt in _prompts(body.prompt):
+    for prompt in list_of_texts(body.prompt, "prompt"):
         if prompt == "":
             raise UsageError("the prompt is empty", "give at least one character")
-        given = encoded(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-        ids = _truncated(llm, body, given, limit)
-        requests.append(_request(llm, ids, params, body, constraint))
-        params = replace(params, seed=requests[0].seed)  # one drawn seed for all of them, since one is reported
+        given, ids = _encode_prompt(llm, body, prompt)
+        requests.append(_request(llm, account, ids, params, body, constraint))
+        params = replace(params, seed=requests[0].seed)  # one drawn seed for all prompts, since one is reported
         if body.echo:
-            whole = isinstance(prompt, str) and len(ids) == len(given)
-            texts.append(str(prompt) if whole else llm.tokenizer.decode(ids, skip_special=False))
+            is_whole = isinstance(prompt, str) and len(ids) == len(given)
+            texts.append(str(prompt) if is_whole else llm.tokenizer.decode(ids, skip_special=False))
     _check_prompt_logprobs(requests)
-    return Job(
+    return PreparedRequest(
         requests,
         texts,
         keeps_special=not body.skip_special_tokens,
@@ -106,96 +120,156 @@ def completion_job(llm: LLM, body: CompletionRequest) -> Job:
     )
 
 
-def chat_job(llm: LLM, formats: Formats, body: ChatRequest) -> Job:
-    """Raises UsageError, CapacityError or ModelError for what cannot be done."""
-    if body.top_logprobs is not None and not body.logprobs:
+def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: ChatRequest) -> PreparedRequest:
+    if body.top_logprobs and not body.logprobs:
         raise UsageError("top_logprobs needs logprobs", "set logprobs to true")
     if body.echo:
         raise UsageError("echo is not supported in chats", "use /v1/completions")
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    forced = _forced_tools(body, tools)
-    constraint = constraint_of(body)
+    forced, constraint = _forced_tools(body), constraint_of(body)
     if forced is not None:
         if constraint is not None:
             raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ids, prompt = _chat_prompt(llm, formats, body, tools, limit)
+    tools = _tools(body)
+    limit = _limit(body)
+    given, prompt = encode_chat(llm, formats, body)
+    ids = _truncated(llm, body, given, limit or 1)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
-        raise CapacityError(
-            f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}", "shorten the messages"
-        )
+        what = f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}"
+        raise CapacityError(what, "shorten the messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
-    requests = [_request(llm, ids, params, body, constraint)]
+    requests = [_request(llm, account, ids, params, body, constraint)]
     _check_prompt_logprobs(requests)
-    own = formats.tools or FORCED_FORMAT  # as the prompt asks for where the template has no place for tools
+    own = formats.tools or FORCED_FORMAT  # templates without tools get a prompt for this format
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     parser = None
     if calls is not None or thinks is not None:
         opened = thinks is not None and is_opened(thinks, prompt)
         parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
-    return Job(
+    return PreparedRequest(
         requests,
-        parser=parser,
+        make_parser=parser,
         keeps_special=parser is not None or not body.skip_special_tokens,
         keeps_stop=body.include_stop_str_in_output,
         continues=body.continue_final_message,
     )
 
 
-def _chat_prompt(
-    llm: LLM, formats: Formats, body: ChatRequest, tools: list[dict[str, Any]], limit: int | None
-) -> tuple[list[int], str]:
-    chat = Chat.of(body, tools if body.tool_choice != "none" else [], formats.parse_special)
-    ids, prompt = chat.encoded(llm)
-    return _truncated(llm, body, ids, limit or 1), prompt
-
-
-def prompt_ids(llm: LLM, formats: Formats, body: Common) -> list[list[int]]:
-    """What a body's prompts come to, without the rest of the work. Raises UsageError, CapacityError or ModelError."""
+def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]]:
+    """Token ids of a body's prompts. Raises UsageError, CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        return [_chat_prompt(llm, formats, body, tools, limit)[0]]
+        return [_truncated(llm, body, encode_chat(llm, formats, body)[0], _limit(body) or 1)]
     assert isinstance(body, CompletionRequest)
-    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    given = (
-        encoded(llm, each, body.add_special_tokens) if isinstance(each, str) else each for each in _prompts(body.prompt)
-    )
-    return [_truncated(llm, body, ids, limit) for ids in given]
+    return [_encode_prompt(llm, body, prompt)[1] for prompt in list_of_texts(body.prompt, "prompt")]
 
 
-def encoded(llm: LLM, text: str, add_special: bool) -> list[int]:
-    """Ids of a raw text. Raises CapacityError before it costs anything where it is longer than any that fits."""
-    check_length(llm, text)
+def _limit(body: Common) -> int | None:
+    """The longest output; None: as long as the context allows."""
+    if isinstance(body, ChatRequest):
+        return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+
+
+def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and those that are left after `truncate_prompt_tokens`."""
+    ids = encode_text(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+    return ids, _truncated(llm, body, ids, _limit(body) or 1)
+
+
+def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
+    """Token ids of a raw text. Raises CapacityError at once where the text is longer than any that fits."""
+    if not llm.tokenizer.may_fit(text, llm.engine.max_length):
+        what = f"the prompt has {len(text)} characters, but the context holds {llm.engine.max_length} tokens"
+        raise CapacityError(what, "shorten the prompt")
     return llm.tokenizer.encode(text, add_special=add_special)
 
 
-def check_length(llm: LLM, text: str) -> None:
-    """A text has at least as many tokens as it has bytes, divided by those of the longest token."""
-    most = llm.engine.max_length * llm.tokenizer.longest
-    if len(text) > most:
-        raise CapacityError(
-            f"the prompt has {len(text)} characters, but the context holds {llm.engine.max_length} tokens",
-            "shorten the prompt",
-        )
+def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest) -> tuple[list[int], str]:
+    """Prompt ids of messages under the chat template, and their text. Raises UsageError, in the template's words where
+    the template refuses the messages, and CapacityError."""
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := variables.keys() & RESERVED:
+        raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
+    tools, add_special = _tools(body), False
+    if isinstance(body, ChatRequest):
+        named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        variables |= {name: value for name, value in named.items() if value is not None}
+        tools, add_special = [] if body.tool_choice == "none" else tools, body.add_special_tokens
+    is_set = "add_generation_prompt" in body.model_fields_set
+    if body.continue_final_message and body.add_generation_prompt and is_set:
+        what = "continue_final_message and add_generation_prompt exclude each other"
+        raise UsageError(what, "set the latter to false")
+    messages = [_message(each) for each in body.messages or ()]
+    if (template := llm.chat_template) is None:
+        raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
+    has_tools = any("tools" in source for source in template.sources.values())
+    if tools and not has_tools:
+        messages = [{"role": "system", "content": _tool_prompt(tools)}, *messages]
+    if not any(DEVELOPER in source for source in template.sources.values()):
+        messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
+    conversation = Conversation(
+        messages,
+        (tools or None) if has_tools else None,
+        body.add_generation_prompt,
+        variables,
+        formats.parse_special,
+        body.continue_final_message,
+        max_tokens=llm.engine.max_length,
+    )
+    try:
+        return conversation.encode(template, llm.tokenizer, add_special=add_special)
+    except ModelError as error:  # the template's complaint is about the messages
+        raise UsageError(error.message, error.hint) from error
+    except CapacityError as error:
+        raise CapacityError(error.message, "shorten the messages") from error
+
+
+def _tools(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or () if tool.type == "function"]
+
+
+def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
+    """System prompt for templates without tools; a short form of the text that Hermes models are trained on."""
+    listed = "\n".join(json.dumps(tool) for tool in tools)
+    call = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    return f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A message as templates read it: one text, and arguments of calls as objects."""
+    document = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        if other := next((part.type for part in message.content if part.type != "text"), None):
+            raise UsageError(f"a message holds a part of type {other!r}", "this model reads text only")
+        document["content"] = "".join(part.text or "" for part in message.content)
+    document.setdefault("content", "")
+    if thought := next((document[name] for name in THOUGHTS if isinstance(document.get(name), str)), None):
+        document[THOUGHTS[0]] = thought
+    for call in document.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = call_arguments(function["arguments"])
+    return document
 
 
 def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return ids
-    most = max(llm.engine.max_length - limit, 1) if wanted == -1 else wanted
-    if most == 0:
+    num_tokens = max(llm.engine.max_length - limit, 1) if wanted == -1 else wanted
+    if num_tokens == 0:
         raise UsageError("truncate_prompt_tokens is 0, which leaves no prompt", "give at least 1, or -1")
-    return ids[-most:]
+    return ids[-num_tokens:]
 
 
-def _request(llm: LLM, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None) -> Request:
+def _request(
+    llm: LLM, account: Account, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None
+) -> Request:
     request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
+    request = with_owner(request, account, body.priority)
     return replace(request, cache_salt=body.cache_salt) if body.cache_salt else request
 
 
@@ -213,15 +287,12 @@ def _check_prompt_logprobs(requests: Seq[Request]) -> None:
 
 
 def constraint_of(body: Common) -> GrammarSpec | None:
-    """The one constraint that a body asks for. Raises UsageError for several."""
+    """The constraint of a body. Raises UsageError for several constraints."""
     specs: list[GrammarSpec] = []
-    if body.response_format is not None and body.response_format.type == "json_object":
-        specs.append(GrammarSpec("json_object"))
-    elif body.response_format is not None and body.response_format.type == "json_schema":
-        wrapper = body.response_format.json_schema
-        if wrapper is None or "schema" not in wrapper:
+    if (wanted := body.response_format) is not None and wanted.type != "text":
+        if (schema := wanted.schema_given) is None and wanted.type == "json_schema":
             raise UsageError("response_format json_schema has no schema", 'give {"json_schema": {"schema": {...}}}')
-        specs.append(GrammarSpec("json_schema", wrapper["schema"]))
+        specs.append(GrammarSpec("json_object") if schema is None else GrammarSpec("json_schema", schema))
     outputs = body.structured_outputs or StructuredOutputs()
     named = {
         "json_schema": (body.guided_json, outputs.json_),
@@ -239,41 +310,45 @@ def constraint_of(body: Common) -> GrammarSpec | None:
     return specs[0] if specs else None
 
 
-def _forced_tools(body: ChatRequest, tools: list[dict[str, Any]]) -> ToolCalls | None:
-    """The calls that tool_choice demands."""
+def _forced_tools(body: ChatRequest) -> ToolCalls | None:
+    """The tool calls that tool_choice demands."""
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
         return None
-    if not tools:
-        raise UsageError("tool_choice demands a call, but there are no tools", "give tools")
-    separator = "\n" if body.parallel_tool_calls and not isinstance(choice, NamedTool) else None
+    if not (tools := _tools(body)):
+        raise UsageError("tool_choice demands a call, but there are no tools that are functions", "give tools")
     name = choice.function.name if isinstance(choice, NamedTool) else None
-    return ToolCalls(tools, name, ToolFrame(separator=separator))
+    return ToolCalls(tools, name, may_repeat=bool(body.parallel_tool_calls) and name is None)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    if not prompt:
-        raise UsageError("prompt is an empty list", "give at least one prompt")
-    return list(prompt)
+def list_of_texts(given: str | list[Any], name: str) -> list[str | list[int]]:
+    """The texts (or token ids) of a body's member `name`, which holds one or several. Raises UsageError for none."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    if not given:
+        raise UsageError(f"{name} is an empty list", "give at least one text")
+    return list(given)
 
 
-def _params(llm: LLM, body: Common, limit: int, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-    """Raises UsageError for values out of range. What is null is as the model recommends, or has OpenAI's default."""
+def _params(
+    llm: LLM, body: Common, limit: int | None, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Raises UsageError for values out of range. Fields that are null have the model's recommendation, else the API's
+    default."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    given: dict[str, Any] = {name: getattr(body, name) for name in AS_GIVEN} | {
-        "temperature": body.temperature,
-        "top_k": None if body.top_k is None else max(body.top_k, 0) if body.top_k >= -1 else body.top_k,
+    given: dict[str, Any] = {name: getattr(body, name) for name in parameters() if name != "logprobs"} | {
         "logit_bias": _logit_bias(body.logit_bias),
         "max_tokens": limit,
-        "stop": tuple(text for text in stop if text),
-        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "stop": (*llm.turn_end, *(text for text in stop if text)),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
     }
+    for row in parameters().values():
+        if row.http_low is not None and given[row.name] is not None and row.http_low <= given[row.name] < row.low:
+            given[row.name] = given[row.name] % row.http_modulus if row.http_modulus else row.low
     chosen = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(**{"temperature": 1.0, **llm.recommended, **chosen})
+    recommended = llm.chat_sampling if isinstance(body, ChatRequest) else llm.recommended
+    return SamplingParams(**{**HTTP_DEFAULTS, **recommended, **chosen})
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with limits on headers and on patience, and HTTP/1.0 as old clients read it."""
+"""uvicorn's HTTP protocol with limits of header size and time, and with streams for HTTP/1.0 clients."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from headstart.server import limits
-from headstart.server.errors import document
+from headstart.server.errors import error_body
 
 
-class Protocol(HttpToolsProtocol):
-    """One connection."""
+class HttpProtocol(HttpToolsProtocol):
+    """One connection. uvicorn has no settings for these limits."""
 
     _num_header_bytes = 0
     _in_headers = True
     _refusal = (400, "this is no valid HTTP/1.1: the request line, or a header, cannot be read")
-    _patience: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._patience, self._unread):
+        for timer in (self._header_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         self._unset_keepalive_if_required()
@@ -36,7 +36,7 @@ class Protocol(HttpToolsProtocol):
         if self.parser is None or self.transport.is_closing():
             return
         super().data_received(data)
-        if self._in_headers:  # a header that never ends comes to no callback
+        if self._in_headers:  # a header that never ends reaches no callback
             self._num_header_bytes += len(data)
             if self._num_header_bytes > 2 * limits.HEADER_BYTES and not self.transport.is_closing():
                 self._refusal = (431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
@@ -45,7 +45,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_header_bytes, self._in_headers = 0, True
-        if self._patience is None:
+        if self._header_timer is None:
             self._wait_for_headers()
 
     def on_url(self, url: bytes) -> None:
@@ -59,35 +59,35 @@ class Protocol(HttpToolsProtocol):
             self._refuse(431, f"there are more than {limits.NUM_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
         self._in_headers = False
         super().on_headers_complete()
         if self.scope.get("http_version") == "1.0" and self.cycle is not None:
-            self.cycle.__class__ = Unchunked
+            self.cycle.__class__ = UnchunkedCycle
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(limits.READ_SECONDS, self.transport.abort)
+        self._write_timer = self.loop.call_later(limits.READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Who asks for another protocol (curl --http2) is answered in this one, which is no fault."""
+        """Clients that ask for another protocol (curl --http2) are answered in HTTP/1.1, without a warning."""
 
     def send_400_response(self, msg: str) -> None:
-        """In OpenAI's shape; uvicorn calls it for whatever its parser does not take."""
+        """In OpenAI's shape. uvicorn calls this for requests that its parser rejects."""
         if self.transport.is_closing():
             return
         status, text = self._refusal
         busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy:  # else it would stand in the middle of another answer
-            body = json.dumps(document(text, status)).encode()
+        if not busy:  # else it would be sent inside another response
+            body = json.dumps(error_body(text, status)).encode()
             lines = [STATUS_LINE[status], b"content-type: application/json\r\n", b"connection: close\r\n"]
             lines.append(b"content-length: %d\r\n\r\n" % len(body))
             self.transport.write(b"".join(lines) + body)
@@ -99,15 +99,15 @@ class Protocol(HttpToolsProtocol):
             self._refuse(431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
 
     def _refuse(self, status: int, text: str) -> None:
-        """The parser stops at an exception, and its caller sends the refusal."""
+        """The parser stops at the exception, and its caller sends the refusal."""
         self._refusal = (status, text)
         raise ValueError(text)
 
     def _wait_for_headers(self) -> None:
-        self._patience = self.loop.call_later(limits.HEADER_SECONDS, self._too_slow)
+        self._header_timer = self.loop.call_later(limits.HEADER_SECONDS, self._too_slow)
 
     def _too_slow(self) -> None:
-        self._patience = None
+        self._header_timer = None
         if self._num_header_bytes and not self.transport.is_closing():
             self._refusal = (408, f"the headers did not come within {limits.HEADER_SECONDS:g} s")
             self.send_400_response("")
@@ -115,8 +115,8 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()
 
 
-class Unchunked(RequestResponseCycle):
-    """An answer to HTTP/1.0: what has no length ends with the connection."""
+class UnchunkedCycle(RequestResponseCycle):
+    """A response to HTTP/1.0. Without a length it ends with the connection."""
 
     _has_length = True
 

@@ -1,35 +1,47 @@
-"""Folders of records: what requests asked and what the model wrote, as token ids, for `headstart adapt`.
+"""Folders of records: token ids of prompts and outputs, for `headstart adapt`.
 
-`manifest.json` says of which model; each line of `records-*.jsonl` is a text: {"prompt_ids", "response_ids",
+`manifest.json` names the model; each line of `records-*.jsonl` is a text: {"prompt_ids", "response_ids",
 "temperature"}. The folder is its owner's alone (0700, files 0600). A line that a crash has cut short is no record.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, Self
 
+from headstart.core import Request
 from headstart.engine.load import Model
 from headstart.errors import CapacityError, UsageError
-from headstart.files import read_regular, write_whole
-from headstart.layers.fingerprint import weights_fingerprint
+from headstart.files import read_regular, write_atomic
+from headstart.layers.weights import weights_fingerprint
 
+log = logging.getLogger("headstart.server")
 MANIFEST = "manifest.json"
 VERSION = 1
 FILES = "records-*.jsonl"
 PARTS = 16
 """Files of a full folder: the oldest goes when there is no room for another."""
+MAX_QUEUED = 1024
+"""Texts that may wait to be written."""
+STOP_SECONDS = 5.0
+"""Time for writing them at the end of the server."""
+LOG_DISK_EVERY_S = 600.0
+"""Time between two log lines about a disk that is full."""
 
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """Which model has written. `name` is what it was called, and may change."""
+    """The model whose texts a folder records. `name` may change later."""
 
     name: str
     vocab_size: int
@@ -39,12 +51,13 @@ class RecordedModel:
 
     @classmethod
     def of(cls, model: Model) -> Self:
+        """The description of a loaded model."""
         config = model.config
         fingerprint = weights_fingerprint(model.weights.tensors)
         return cls(model.name, config.vocab_size, config.hidden_size, config.num_layers, fingerprint)
 
     def check(self, folder: Path) -> None:
-        """Raises UsageError for records of another model, saying what differs, and for what is no folder of records."""
+        """Raise UsageError if a folder has records of another model, or none."""
         theirs = read_manifest(folder)
         for name in ("vocab_size", "hidden_size", "num_layers", "fingerprint"):
             ours, other = getattr(self, name), getattr(theirs, name)
@@ -57,19 +70,20 @@ class RecordedModel:
 
 
 @dataclass(frozen=True)
-class Record:
-    """One text, and how it was drawn."""
+class TextRecord:
+    """One text with its prompt and temperature."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     temperature: float = 0.0
 
     def line(self) -> bytes:
+        """The record as a line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
 
     @classmethod
     def of(cls, line: bytes, vocab_size: int) -> Self:
-        """Raises ValueError for a line that is no record of this vocabulary."""
+        """The record of a line. Raises ValueError for a line that is no record of this vocabulary."""
         document = json.loads(line)
         if not isinstance(document, dict):
             raise ValueError("not an object")
@@ -89,7 +103,7 @@ def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def read_manifest(folder: Path) -> RecordedModel:
-    """Raises UsageError for what is no folder of records."""
+    """The model of a folder of records. Raises UsageError for any other folder."""
     path, hint = folder / MANIFEST, "give the folder of headstart serve --record"
     if not folder.is_dir():
         raise UsageError(f"{folder} is {'a file' if folder.exists() else 'not there'}", hint)
@@ -111,22 +125,22 @@ _TYPES: dict[str, Any] = {"name": str, "vocab_size": int, "hidden_size": int, "n
 
 
 @dataclass
-class Found:
-    """What a folder holds: usable records, oldest first, and lines that are none."""
+class LoadedRecords:
+    """Records of a folder, oldest first, and the number of damaged lines."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[TextRecord] = field(default_factory=list)
     damaged: int = 0
 
 
-def read_records(folder: Path, vocab_size: int) -> Found:
-    """Raises UsageError for a folder without any, or that cannot be read."""
-    found = Found()
+def read_records(folder: Path, vocab_size: int) -> LoadedRecords:
+    """All records of a folder. Raises UsageError for a folder without records, or without access."""
+    found = LoadedRecords()
     try:
         for path in sorted(folder.glob(FILES)):
             for line in read_regular(path).split(b"\n"):
                 try:
                     if line:
-                        found.records.append(Record.of(line, vocab_size))
+                        found.records.append(TextRecord.of(line, vocab_size))
                 except (ValueError, RecursionError):
                     found.damaged += 1
     except OSError as error:
@@ -138,8 +152,8 @@ def read_records(folder: Path, vocab_size: int) -> Found:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make it, or take it: the owner's alone from now on. Raises UsageError for one that holds something else,
-    CapacityError where it cannot be written."""
+    """Create a folder for records, or take an existing one, with access for its owner only. Raises UsageError for a
+    folder with other files, CapacityError if it cannot be written."""
     with _written(folder):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--record: {folder} is a file", "give a folder of its own")
@@ -153,13 +167,14 @@ def prepare_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, model: RecordedModel) -> None:
-    """The folder is this model's: raises what `RecordedModel.check` and `prepare_folder` raise."""
+    """Prepare a folder and write its manifest. Raises UsageError if it has records of another model, and the errors of
+    `prepare_folder`."""
     prepare_folder(folder)
     if (folder / MANIFEST).exists():
         model.check(folder)
         return
     with _written(folder):
-        write_whole(folder / MANIFEST, json.dumps({"headstart_records": VERSION, **asdict(model)}, indent=1) + "\n")
+        write_atomic(folder / MANIFEST, json.dumps({"headstart_records": VERSION, **asdict(model)}, indent=1) + "\n")
         (folder / MANIFEST).chmod(0o600)
 
 
@@ -172,15 +187,15 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 class RecordFiles:
-    """Appends lines, whole or not at all, within `most_bytes`: the oldest file goes when there is no room for another.
-    Several servers of one model may write to one folder, each to files of its own."""
+    """Appends whole lines within `max_bytes`: the oldest file is removed when a new one needs room. Several servers of
+    one model may write to one folder, each to files of its own."""
 
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        self.folder, self._most, self._part = folder, most_bytes, max(most_bytes // PARTS, 1)
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self._max_bytes, self._part = folder, max_bytes, max(max_bytes // PARTS, 1)
         self._path, self._handle, self._size = folder, -1, 0
 
     def append(self, line: bytes) -> None:
-        """Raises OSError where it cannot be written; the file then ends as it did before."""
+        """Append a line. Raises OSError if it cannot be written; the file is then unchanged."""
         if self._handle < 0 or self._is_gone() or (self._size and self._size + len(line) > self._part):
             self._next(len(line))
         try:
@@ -198,13 +213,13 @@ class RecordFiles:
         self._handle = -1
 
     def _is_gone(self) -> bool:
-        """Has somebody deleted or moved the file? What is written to it would be seen by nobody."""
+        """Was the file deleted or moved? Its records would be lost."""
         with suppress(OSError):
             return not os.path.samestat(self._path.stat(), os.fstat(self._handle))
         return True
 
     def _next(self, size: int) -> None:
-        """Another file. A folder that is not there any more is not made again: it was taken away, or unmounted."""
+        """Open the next file. A missing folder is not created again: it was removed or unmounted."""
         self.close()
         self._make_room(max(size, self._part))
         self._path = self.folder / f"records-{time.time_ns():020}-{os.getpid()}.jsonl"
@@ -216,7 +231,58 @@ class RecordFiles:
         sizes: Seq[int] = [path.stat().st_size for path in files]
         total = sum(sizes)
         for path, each in zip(files, sizes, strict=True):
-            if total + size <= self._most:
+            if total + size <= self._max_bytes:
                 return
             path.unlink(missing_ok=True)
             total -= each
+
+
+class TextRecorder:
+    """Writes texts that have ended to record files, in a thread of its own. A full queue or disk costs records and a
+    line of the log, never time of a request."""
+
+    def __init__(self, files: RecordFiles, size: int = MAX_QUEUED) -> None:
+        self.kept = 0  # texts that were written
+        self.lost = {"queue": 0, "disk": 0}  # texts that were not, since the queue or the disk was full
+        self._files = files
+        self._queue: Queue[TextRecord | None] = Queue(size)
+        self._logged_at = -math.inf
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the record files."""
+        return self._files.folder
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write waiting records, within STOP_SECONDS."""
+        with suppress(Full):
+            self._queue.put(None, timeout=STOP_SECONDS)
+            self._thread.join(STOP_SECONDS)
+
+    def offer(self, request: Request, tokens: Seq[int]) -> None:
+        """Queue a text that has ended well."""
+        if not tokens:
+            return
+        try:
+            self._queue.put_nowait(TextRecord(request.prompt_ids, tuple(tokens), request.params.temperature))
+        except Full:
+            self.lost["queue"] += 1
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            try:
+                self._files.append(record.line())
+                self.kept += 1
+            except OSError as error:
+                self.lost["disk"] += 1
+                self._log_failure(error)
+        self._files.close()
+
+    def _log_failure(self, error: OSError) -> None:
+        if time.monotonic() - self._logged_at > LOG_DISK_EVERY_S:
+            log.error("cannot record to %s: %s; serving goes on", self.folder, error.strerror or error)
+            self._logged_at = time.monotonic()

@@ -1,180 +1,247 @@
-"""The endpoints."""
+"""Endpoints beside generation: models, tokenizing, prompts as token ids, health and metrics."""
 
 from __future__ import annotations
 
+import uuid
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
 
-import headstart
 from headstart.errors import UsageError
-from headstart.server import answers, fields, limits
-from headstart.server.answering import ERRORS, answer, chatting, completing, prepared, state_of
-from headstart.server.bridge import Bridge
-from headstart.server.chat_prompt import Chat
-from headstart.server.documents import dumped
-from headstart.server.entries import Entry, Served, context_of
-from headstart.server.errors import document
-from headstart.server.intake import CheckedRoute
-from headstart.server.prepare import encoded
-from headstart.server.replicas import siblings
-from headstart.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headstart.server.shelf import Shelf
-from headstart.server.watch import exposition
+from headstart.server import limits
+from headstart.server.apis.responses import ResponsesRequest, chat_of
+from headstart.server.body_reader import CheckedRoute, pool_of
+from headstart.server.errors import error_body
+from headstart.server.metrics import exposition
+from headstart.server.model_manager import ModelManager, ModelSlot, ServedModel, context_length
+from headstart.server.pipeline import ERRORS, body_of, respond_from_thread, state_of
+from headstart.server.prepare import encode_chat, encode_text, prompt_ids
+from headstart.server.renderer import dump_json
+from headstart.server.replicas import metrics as replica_metrics
+from headstart.server.schema import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseModel,
+    TokenizeRequest,
+    ignored_fields_header,
+)
+from headstart.version import __version__
 
 router = APIRouter(route_class=CheckedRoute)
 RETRY = {"Retry-After": "1"}
 
 
-@router.post("/v1/completions", responses=ERRORS, response_model=answers.TextCompletion)
-async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a text, or several."""
-    return await answer(request, body, completing(body))
+class ModelEntry(ResponseModel):
+    """One name of the model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
 
 
-@router.post("/v1/chat/completions", responses=ERRORS, response_model=answers.ChatCompletion)
-async def chat_completions(body: ChatRequest, request: Request) -> Response:
-    """The next turn of a conversation."""
-    return await answer(request, body, chatting(body))
+class ModelList(ResponseModel):
+    """Of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
 
 
-@router.get("/v1/models", response_model=answers.ModelList)
+class Tokenized(ResponseModel):
+    """Of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(ResponseModel):
+    """Of /detokenize."""
+
+    prompt: str
+
+
+@router.get("/v1/models", response_model=ModelList)
 async def models(request: Request) -> dict[str, Any]:
-    """What this server serves, for clients of OpenAI's API and of Anthropic's."""
+    """The models of this server, for clients of OpenAI's API and of Anthropic's."""
     state = state_of(request)
-    data = [each for entry in state.shelf.entries for each in await _listed(state.shelf, entry, state.started)]
+    data = [each for slot in state.models.slots for each in await _list_entries(state.models, slot, state.started)]
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
-async def _listed(shelf: Shelf, entry: Entry, started: int) -> list[dict[str, Any]]:
-    """A model under each of its names. `loaded`: is it in memory? Only where models come and go."""
-    info = entry.served.llm.info if entry.served else {}
-    context = info["context"] if info else await run_sync(context_of, entry)
+async def _list_entries(models: ModelManager, slot: ModelSlot, started: int) -> list[dict[str, Any]]:
+    """A model under each of its names; `loaded` tells whether it is in memory, on servers of several models."""
+    info = slot.served.llm.info if slot.served else {}
+    context = info["context"] if info else await run_sync(context_length, slot)
     document = {
-        "object": "model", "created": started, "owned_by": "headstart", "root": info.get("model") or entry.root,
+        "object": "model", "created": started, "owned_by": "headstart", "root": info.get("model") or slot.root,
         "max_model_len": context, "type": "model", "max_input_tokens": context,
         "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
         **{key: info[key] for key in ("synthetic_acceptance",) if key in info},
-        **({} if shelf.stays else {"loaded": entry.served is not None}),
+        **({} if models.is_fixed else {"loaded": slot.served is not None}),
     }  # fmt: skip
-    return [{"id": name, "display_name": name, **document} for name in entry.offer.names]
+    return [{"id": name, "display_name": name, **document} for name in slot.spec.names]
 
 
-@router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=answers.ModelEntry)
+@router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=ModelEntry)
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One model."""
     state = state_of(request)
-    entry = state.shelf.find(name)
-    listed = await _listed(state.shelf, entry, state.started)
-    return next((each for each in listed if each["id"] == name), listed[0])
+    entries = await _list_entries(state.models, state.models.find(name), state.started)
+    return next((each for each in entries if each["id"] == name), entries[0])
 
 
-@router.post("/tokenize", responses=ERRORS, response_model=answers.Tokenized)
+@router.post("/tokenize", responses=ERRORS, response_model=Tokenized)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or of messages under the chat template."""
-    headers = fields.header(fields.check(body.model_extra))
-    return await prepared(request, body.model, lambda served: _tokenized(served, body), headers)
+    headers = ignored_fields_header(body)
+    return await respond_from_thread(request, body.model, lambda served: _tokenize(served, body), headers)
 
 
-def _tokenized(served: Served, body: TokenizeRequest) -> bytes:
+def _tokenize(served: ServedModel, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise UsageError("tokenize needs exactly one of prompt and messages")
     llm = served.llm
     if body.prompt is not None:
-        ids = encoded(llm, body.prompt, body.add_special_tokens)
+        ids = encode_text(llm, body.prompt, body.add_special_tokens)
     else:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        ids = Chat.of(body, tools, served.formats.parse_special).encoded(llm)[0]
+        ids = encode_chat(llm, served.formats, body)[0]
     document: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
     if body.return_token_strs:
         document["token_strs"] = [llm.tokenizer.token_text(token) for token in ids]
-    return dumped(document).encode()
+    return dump_json(document).encode()
 
 
-@router.post("/detokenize", responses=ERRORS, response_model=answers.Detokenized)
+@router.post("/detokenize", responses=ERRORS, response_model=Detokenized)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
-    headers = fields.header(fields.check(body.model_extra))
-    return await prepared(request, body.model, lambda served: _detokenized(served, body.tokens), headers)
+    headers = ignored_fields_header(body)
+    return await respond_from_thread(request, body.model, lambda served: _detokenize(served, body.tokens), headers)
 
 
-def _detokenized(served: Served, tokens: list[int]) -> bytes:
+def _detokenize(served: ServedModel, tokens: list[int]) -> bytes:
     llm = served.llm
     size = llm.model.config.vocab_size
     if wrong := [token for token in tokens if not 0 <= token < size]:
         raise UsageError(f"token id {limits.shortened(str(wrong[0]))} is outside 0..{size - 1}")
-    return dumped({"prompt": llm.tokenizer.decode(tokens)}).encode()
+    return dump_json({"prompt": llm.tokenizer.decode(tokens)}).encode()
 
 
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
 async def health(request: Request) -> Response:
-    """200 while requests are answered."""
-    why = _why_not(state_of(request).shelf)
-    return JSONResponse(document(why, 503), 503, RETRY) if why else JSONResponse({"status": "ok"})
+    """200 while requests are answered; `drafting` is "paused" while a head's drafts are not accepted; `broken_heads`
+    names models whose MTP head is not whole, and the remedy."""
+    models = state_of(request).models
+    if why := _fault(models):
+        return JSONResponse(error_body(why, 503), 503, RETRY)
+    is_paused = any(each.llm.engine.head_health.is_paused for each in models.loaded)
+    broken = {each.llm.model.name: each.llm.model.broken_head for each in models.loaded if each.llm.model.broken_head}
+    more = {**({"drafting": "paused"} if is_paused else {}), **({"broken_heads": broken} if broken else {})}
+    return JSONResponse({"status": "ok", **more})
 
 
 @router.get("/ping")
 @router.post("/ping")
 async def ping(request: Request) -> Response:
-    """As /health, under the name that some platforms ask for."""
+    """As /health, under a name that some platforms use."""
     return await health(request)
 
 
 @router.get("/ready", responses={503: {"description": "The next request would be refused."}})
 async def ready(request: Request) -> Response:
     """200 while there is room for another request."""
-    shelf = state_of(request).shelf
-    full = bool(shelf.loaded) and all(each.bridge.is_full for each in shelf.loaded)
-    why = _why_not(shelf) or ("too many requests run or wait" if full else "")
-    return JSONResponse(document(why, 503), 503, RETRY) if why else JSONResponse({"status": "ok"})
+    models = state_of(request).models
+    is_full = bool(models.loaded) and all(each.admission.is_full for each in models.loaded)
+    why = _fault(models) or ("too many requests run or wait" if is_full else "")
+    return JSONResponse(error_body(why, 503), 503, RETRY) if why else JSONResponse({"status": "ok"})
 
 
-def _why_not(shelf: Shelf) -> str:
-    """Of several models one that works is enough; those that are not in memory are loaded when they are asked for."""
-    if shelf.draining:
+def _fault(models: ModelManager) -> str:
+    """Why no request is answered; empty where one of the loaded models works, or none is loaded."""
+    if models.draining:
         return "the server is shutting down"
-    found = [_fault(each.bridge) for each in shelf.loaded]
-    return found[0] if found and all(found) else ""
-
-
-def _fault(bridge: Bridge) -> str:
-    if not bridge.alive:
-        return "the engine's thread has ended; see the server's log"
-    if bridge.failures > 1:
-        return f"{bridge.failures} steps in a row have failed; see the server's log"
-    return ""
+    faults = [each.fault for each in models.loaded]
+    return faults[0] if faults and all(faults) else ""
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Of headstart."""
-    return {"version": headstart.__version__}
+    """The version of headstart."""
+    return {"version": __version__}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus, under vLLM's names; of replicas behind one router those of all."""
-    return Response(await exposed(request), media_type=CONTENT_TYPE_LATEST)
+    """For Prometheus, under vLLM's names; a replica behind a router answers for all of them."""
+    return Response(await _exposition(request), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/replicas")
 async def replicas(request: Request) -> dict[str, Any]:
-    """The replicas behind the router of this server; none where there is but this process."""
-    member = state_of(request).member
+    """The replicas behind the router of this server; none without a router."""
+    replica = state_of(request).replica
     found = []
-    if member is not None:
-        found = await siblings.listed(member, (await exposed(request, own=True)).decode())
+    if replica is not None:
+        found = await replica_metrics.list_replicas(replica, (await _exposition(request, own=True)).decode())
     return {"replicas": found}
 
 
-async def exposed(request: Request, *, own: bool = False) -> bytes:
-    """Metrics, of this process alone where they are asked for so."""
+async def _exposition(request: Request, *, own: bool = False) -> bytes:
+    """The text of /metrics. `own`: of this process alone."""
     state = state_of(request)
-    text = exposition([each.bridge.watch for each in state.shelf.loaded], state.shelf.metrics())
-    if own or state.member is None or request.headers.get(siblings.OWN) == state.member.token:
+    text = exposition([each.metrics for each in state.models.loaded], state.models.metrics())
+    if own or state.replica is None or request.headers.get(replica_metrics.OWN_HEADER) == state.replica.token:
         return text
-    return exposition([], await siblings.metrics(state.member, text.decode()))
+    return exposition([], await replica_metrics.collect(state.replica, text.decode()))
+
+
+class Rendered(BaseModel):
+    """One prompt as token ids, under vLLM's names. Routers use it to send requests where their prefix is cached."""
+
+    request_id: str
+    model: str
+    token_ids: list[int] = Field(description="The prompt under the chat template, cut where the request says so.")
+
+
+@router.post("/v1/chat/completions/render", responses=ERRORS, response_model=Rendered)
+async def chat(body: ChatRequest, request: Request) -> Response:
+    """The prompt that a chat completion of this body would have."""
+    return await _render(body, request)
+
+
+@router.post("/v1/completions/render", responses=ERRORS, response_model=list[Rendered])
+async def completion(body: CompletionRequest, request: Request) -> Response:
+    """The prompts that a completion of this body would have."""
+    return await _render(body, request, several=True)
+
+
+@router.post("/v1/responses/render", responses=ERRORS, response_model=Rendered)
+async def response(body: ResponsesRequest, request: Request) -> Response:
+    """The prompt that a response to this body would have."""
+    state, incoming = state_of(request), body_of(request)
+    async with state.deadline(incoming):
+        translated = await state.body_reader.pools.run(pool_of(incoming), chat_of, body)
+    return await _render(translated, request)
+
+
+async def _render(body: Common, request: Request, *, several: bool = False) -> Response:
+    headers = ignored_fields_header(body)
+    return await respond_from_thread(request, body.model, lambda served: _prompts(served, body, several), headers)
+
+
+def _prompts(served: ServedModel, body: Common, several: bool) -> bytes:
+    found: list[dict[str, Any]] = [
+        {"request_id": f"render-{uuid.uuid4().hex}", "model": body.model or served.names[0], "token_ids": ids}
+        for ids in prompt_ids(served.llm, served.formats, body)
+    ]
+    return dump_json(found if several else found[0]).encode()

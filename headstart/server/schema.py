@@ -1,11 +1,14 @@
-"""Request bodies: OpenAI's fields and vLLM's extra ones. What becomes of others stands in fields.py.
+"""Request bodies of OpenAI's APIs with vLLM's extra fields, and what becomes of other fields.
 
-Every list, text and name has a longest (limits.py), and a list is refused at its first wrong element.
+Every list, text and name has a maximum length (limits.py), and a list is refused at its first wrong element.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -13,24 +16,23 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
     Tag,
+    create_model,
     model_validator,
 )
 
+from headstart.params import parameters
 from headstart.server import limits
+from headstart.server.errors import BodyError
 
+log = logging.getLogger("headstart.server")
 Item = TypeVar("Item")
 Number = StrictInt | StrictFloat
-
-
-def _range(low: float, high: float | None = None) -> Any:
-    """Bounds for the document alone: SamplingParams checks them, in its own words."""
-    bounds: dict[str, Any] = {"minimum": low} | ({} if high is None else {"maximum": high})
-    return Field(json_schema_extra=bounds)
 
 
 Name = Annotated[StrictStr, Field(max_length=limits.NAME)]
@@ -38,26 +40,69 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
 
 
-class Body(BaseModel):
-    """Values of another type than the field's are refused, not converted. null is what was not said."""
+class ResponseModel(BaseModel):
+    """Base of responses in OpenAPI: fields that are named here are always there; others may be."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
+
+SENTINELS: Mapping[str, Any] = {
+    "seed": -1, "max_tokens": -1, "max_completion_tokens": -1, "max_output_tokens": -1, "model": "",
+    "reasoning_effort": "", "effort": "", "tool_choice": "", "response_format": {}, "format": {}, "guided_regex": "",
+    "guided_grammar": "", "guided_json": "", "guided_choice": [], "regex": "", "grammar": "", "choice": [], "json": "",
+}  # fmt: skip
+"""Optional fields -> the value by which clients ask for the default, beside null."""
+
+
+class Body(BaseModel):
+    """Values of another type than the field's are refused, not converted. null and SENTINELS mean the default."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Members beside the fields that need no effect."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Members that change the text and have no effect here -> what to do instead."""
+
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or None not in given.values():
+    def _without_defaults(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
             return given
-        fields = cls.model_fields.items()
-        defaults = {
-            field.alias or name for name, field in fields if not field.is_required() and field.default is not None
-        }
-        return {name: value for name, value in given.items() if value is not None or name not in defaults}
+        neutral = {name for name, value in given.items() if value is None or _is_sentinel(name, value)}
+        if not neutral:
+            return given
+        optional = {(each.alias or name): each for name, each in cls.model_fields.items() if not each.is_required()}
+        neutral = {name for name in neutral & optional.keys() if not given[name] is optional[name].default is None}
+        return {name: value for name, value in given.items() if name not in neutral}
+
+    def unknown_members(self, place: str = "") -> Iterator[str]:
+        """Paths of the members of nested objects that have no effect, without indices of lists. Raises BodyError for
+        members that must not be ignored."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else (value,):
+                if isinstance(each, Body):
+                    path = f"{place}{name.removesuffix('_')}."
+                    yield from each.unknown_here(path)
+                    yield from each.unknown_members(path)
+
+    def unknown_here(self, place: str) -> Iterator[str]:
+        """Paths of the members of this object alone that have no effect."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.refused and value not in (None, False):
+                raise BodyError(f"{place}{name} is not supported", place + name, self.refused[name])
+            if value is not None and name not in self.harmless and name != "cache_control":
+                yield place + name
+
+
+def _is_sentinel(name: str, value: Any) -> bool:
+    return name in SENTINELS and type(value) is type(SENTINELS[name]) and bool(value == SENTINELS[name])
 
 
 class StreamOptions(Body):
     """What a stream tells beside its text."""
 
+    harmless = frozenset({"include_obfuscation"})
     include_usage: StrictBool = False
     continuous_usage_stats: StrictBool = False
 
@@ -75,6 +120,7 @@ class Speculation(Body):
 class StructuredOutputs(Body):
     """vLLM's way to constrain the text; one of them."""
 
+    refused = {"structural_tag": "use grammar"}
     json_: Any = Field(default=None, alias="json")
     regex: StrictStr | None = None
     choice: Annotated[Many[StrictStr], Field(max_length=limits.CHOICES)] | None = None
@@ -82,11 +128,32 @@ class StructuredOutputs(Body):
     json_object: StrictBool | None = None
 
 
-class ResponseFormat(Body):
-    """OpenAI's way to constrain the text."""
+class JsonSchemaFormat(Body):
+    """A JSON schema that the text must fit; it is always enforced, whatever `strict` says."""
 
+    harmless = frozenset({"name", "description", "strict"})
+    schema_: Any = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    """OpenAI's way to constrain the text. `schema`: llama.cpp's and Together's place of the schema."""
+
+    harmless = frozenset({"name", "description", "strict"})
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Any = Field(default=None, alias="schema")
+
+    @property
+    def schema_given(self) -> Any:
+        """The schema at either place; None without one."""
+        inner = self.json_schema.schema_ if self.json_schema is not None else None
+        return self.schema_ if inner is None else inner
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> Self:
+        if self.type == "text" and self.schema_given is not None:
+            raise ValueError("it has a schema, but its type is text: the type is json_schema")
+        return self
 
 
 def _bias_of(value: Any) -> Any:
@@ -101,31 +168,48 @@ def _bias_of(value: Any) -> Any:
     return value
 
 
-class Common(Body):
-    """What both kinds of requests take."""
+LIST_TYPES: Mapping[str, Any] = {
+    "stop": Stop | Annotated[Many[Stop], Field(max_length=limits.STOPS)],
+    "bad_words": Annotated[Many[Name], Field(max_length=limits.BAD_WORDS)],
+    "stop_token_ids": Annotated[Many[StrictInt], Field(max_length=limits.TOKEN_IDS)],
+    "allowed_token_ids": Annotated[Many[StrictInt], Field(max_length=limits.VALUES)],
+    "logit_bias": Annotated[dict[str, Number], BeforeValidator(_bias_of), Field(max_length=limits.LOGIT_BIAS)],
+}
+"""Types of the sampling parameters that hold several values, with the most that a request may send."""
 
+
+def bounds(name: str) -> Any:
+    """The range of a sampling parameter, for OpenAPI only: SamplingParams checks it."""
+    row = parameters()[name]
+    limits_of = {"minimum": row.low if row.http_low is None else row.http_low, "maximum": row.high}
+    shown: dict[str, Any] = {word: limit for word, limit in limits_of.items() if not math.isinf(limit)}
+    return Field(json_schema_extra=shown)
+
+
+def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
+    """`base` with a field for each sampling parameter of `names` (parameter -> name of the field)."""
+    members: dict[str, Any] = {}
+    for name, member in names.items():
+        row = parameters()[name]
+        kind: Any = {"number": Number, "integer": StrictInt, "boolean": StrictBool}.get(row.kind)
+        if row.kind in ("number", "integer"):
+            kind = Annotated[kind, bounds(name)]
+        default = row.default if row.kind == "boolean" else None
+        members[member] = (
+            LIST_TYPES.get(name, kind),
+            Field(default=default, description=f"{row.help} {row.http_help}".rstrip()),
+        )
+        if default is None:
+            members[member] = (members[member][0] | None, members[member][1])
+    return create_model(base.__name__, __base__=base, **members)
+
+
+class Common(with_sampling(Body, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
+    """What both kinds of requests take. `logprobs` has a type of its own in each."""
+
+    _left_out: list[str] = PrivateAttr(default_factory=list)  # members of a translated body without effect
     model: StrictStr | None = Field(default=None, description="One of the names of /v1/models.")
-    max_tokens: Annotated[StrictInt, _range(1)] | None = Field(default=None, description="Longest output, in tokens.")
-    temperature: Annotated[Number, _range(0)] | None = None
-    top_p: Annotated[Number, _range(0, 1)] | None = None
-    top_k: Annotated[StrictInt, _range(-1)] | None = Field(default=None, description="0 or -1: off.")
-    min_p: Annotated[Number, _range(0, 1)] | None = None
-    n: Annotated[StrictInt, _range(1, 128)] | None = None
-    seed: Annotated[StrictInt, _range(0, 2**64 - 1)] | None = None
-    stop: Stop | Annotated[Many[Stop], Field(max_length=limits.STOPS)] | None = None
     include_stop_str_in_output: StrictBool = False
-    stop_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.TOKEN_IDS)] | None = None
-    min_tokens: Annotated[StrictInt, _range(0)] | None = None
-    ignore_eos: StrictBool = False
-    presence_penalty: Annotated[Number, _range(-2, 2)] | None = None
-    frequency_penalty: Annotated[Number, _range(-2, 2)] | None = None
-    repetition_penalty: Annotated[Number, _range(1e-3, 1e3)] | None = None
-    logit_bias: Annotated[dict[str, Number], BeforeValidator(_bias_of)] | None = Field(
-        default=None, max_length=limits.LOGIT_BIAS, description="Token id -> what is added to its logit."
-    )
-    allowed_token_ids: Annotated[Many[StrictInt], Field(max_length=limits.VALUES)] | None = None
-    bad_words: Annotated[Many[Name], Field(max_length=limits.BAD_WORDS)] | None = None
-    prompt_logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = Field(
         default=None, description="Only the last so many tokens of the prompt are read; -1: as many as fit."
     )
@@ -152,7 +236,7 @@ class Common(Body):
 
 
 def kind_of_prompt(value: Any) -> str | None:
-    """By its first element: a union would try, and blame, every kind for every element."""
+    """The member of Texts for a prompt, by its first element: a union would report errors of every member."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -181,7 +265,7 @@ class CompletionRequest(Common):
     prompt: Texts
     echo: StrictBool | None = False
     add_special_tokens: StrictBool = True
-    logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
+    logprobs: Annotated[StrictInt, bounds("logprobs")] | None = None
     suffix: StrictStr | None = None
     best_of: StrictInt | None = None
 
@@ -189,13 +273,22 @@ class CompletionRequest(Common):
 class ContentPart(Body):
     """A part of a message; text is all that these models read."""
 
+    harmless = frozenset({"annotations"})
     type: Name
     text: StrictStr | None = None
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation. Chat templates read other members, too."""
 
+    harmless = frozenset({
+        "name", "tool_call_id", "tool_name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
+        "id",
+    })  # fmt: skip
+    refused = {
+        "function_call": "use tool_calls", "prefix": "use continue_final_message",
+        "partial": "use continue_final_message",
+    }  # fmt: skip
     role: Name
     content: StrictStr | Annotated[Many[ContentPart], Field(max_length=limits.MESSAGES)] | None = None
     tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=limits.TOOLS)] | None = None
@@ -226,10 +319,22 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool of a request."""
+    """A tool of a request. Only functions are told to the model; tools that a server would run are left out."""
 
-    type: Literal["function"] = "function"
-    function: Function
+    type: Name = "function"
+    function: Function | None = None
+
+    @model_validator(mode="after")
+    def _has_function(self) -> Self:
+        if self.type == "function" and self.function is None:
+            raise ValueError("a tool of type function has no function")
+        return self
+
+    def unknown_here(self, place: str) -> Iterator[str]:
+        """A tool that is left out is named by its type."""
+        if self.type != "function":
+            return iter((place + self.type,))
+        return super().unknown_here(place)
 
 
 class ChatRequest(Common):
@@ -238,7 +343,7 @@ class ChatRequest(Common):
     messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = False
-    top_logprobs: Annotated[StrictInt, _range(0, 20)] | None = None
+    top_logprobs: Annotated[StrictInt, bounds("logprobs")] | None = None
     tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = True
@@ -273,3 +378,68 @@ class DetokenizeRequest(Body):
 
     model: StrictStr | None = None
     tokens: Annotated[Many[StrictInt], Field(max_length=limits.DETOKENIZED)]
+
+
+HARMLESS = frozenset({
+    "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
+    "prediction", "cache_prompt", "request_id", "keep_alive", "rid", "id_slot", "separate_reasoning",
+})  # fmt: skip
+"""Fields that change no text: bookkeeping, or hints for speed."""
+_OTHER_SAMPLER = (
+    f"this server has {', '.join(row.name for row in parameters().values() if row.kind == 'number')} and top_k"
+)
+REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    _OTHER_SAMPLER: {
+        "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "logits_processors": ([],),
+        "repetition_detection": (), "custom_logit_processor": (), "typical_p": (1,), "top_n_sigma": (-1,),
+        "mirostat": (0,), "dynatemp_range": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "samplers": (),
+        "watermark": (False,),
+    },
+    "leave it out": {
+        "web_search_options": (), "spaces_between_special_tokens": (True,), "vllm_xargs": ({},), "custom_params": ({},),
+        "kv_transfer_params": ({},), "guided_decoding_backend": ("auto", "guidance", "llguidance"),
+    },
+    "use response_format, structured_outputs or guided_grammar": {
+        "guided_whitespace_pattern": (), "json_schema": (), "format": (),
+    },
+    "use max_tokens": {"thinking_token_budget": (), "n_predict": (), "max_new_tokens": ()},
+    "use guided_grammar": {"ebnf": (), "grammar": ()},
+    "use guided_regex": {"regex": ()},
+    "use stop": {"stop_regex": ()},
+    "use include_stop_str_in_output": {"no_stop_trim": (False,)},
+    "use repetition_penalty": {"repeat_penalty": (1,)},
+    "use chat_template_kwargs": {"think": ()},
+    "use tools": {"functions": ([],)},
+    "use tool_choice": {"function_call": ("none", "auto")},
+    "say it in the messages": {"verbosity": ("medium",)},
+    "give its members as fields of the body": {"options": ({},)},
+    "give the prompt as text or token ids": {"prompt_embeds": ()},
+    "start the server with --chat-template": {"chat_template": ()},
+    "this server writes text only": {"audio": (), "modalities": (["text"],)},
+    "this server reads text only": {"mm_processor_kwargs": ({},)},
+    "this server has one model": {"lora_path": ()},
+}  # fmt: skip
+"""Fields of other servers that would change the text: hint -> field -> values that mean nothing, as null does."""
+REFUSED = {name: (nothing, hint) for hint, names in REFUSED_BY_HINT.items() for name, nothing in names.items()}
+_logged: set[str] = set()
+
+
+def ignored_fields_header(body: Body) -> dict[str, str]:
+    """The response header that names the fields of a body that are ignored; empty without such fields. Raises BodyError
+    for fields that must not be ignored."""
+    unknown = list(dict.fromkeys([*getattr(body, "_left_out", ()), *body.unknown_members()]))
+    for name, value in (body.model_extra or {}).items():
+        if name in HARMLESS or value is None:
+            continue
+        if name not in REFUSED:
+            unknown.append(name)
+            continue
+        nothing, hint = REFUSED[name]
+        if value not in nothing or (isinstance(value, bool) != any(isinstance(each, bool) for each in nothing)):
+            raise BodyError(f"{name} is not supported", name, hint)
+    for name in unknown[:20]:
+        if name not in _logged and len(_logged) < 1000:
+            _logged.add(name)
+            log.warning("a request has a field without effect here, which is ignored: %r", limits.shortened(name))
+    shown = [name for name in unknown if name.isascii() and name.isprintable() and len(name) <= limits.QUOTED]
+    return {"X-Ignored-Fields": ", ".join(shown[:20]) or str(len(unknown))} if unknown else {}

@@ -10,20 +10,20 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 
 from headstart.errors import ModelError
-from headstart.text._pieces import (
+from headstart.text._sentencepiece import (
     CONTROL,
     UNKNOWN,
     USER_DEFINED,
-    Normalizing,
-    bpe,
+    NormalizerSpec,
+    bpe_model,
+    build_bpe,
+    build_unigram,
     merges_by_score,
-    vocabulary_of,
-    with_merges,
-    with_scores,
+    token_ids,
 )
 from headstart.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-_KINDS = {
+_TYPES = {
     "gpt2": "byte pairs",
     "llama": "sentencepiece",
     "gemma4": "byte pairs over sentencepiece's pieces",
@@ -32,36 +32,38 @@ _KINDS = {
 
 
 def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
-    """The tokenizer of a GGUF file. ModelError for a kind that is not known or for broken tables."""
+    """The tokenizer of a GGUF file. Raises ModelError for an unknown type or broken tables."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in _KINDS:
-        known = "known are " + ", ".join(f"{name} ({what})" for name, what in _KINDS.items())
+    if kind not in _TYPES:
+        known = "known are " + ", ".join(f"{name} ({what})" for name, what in _TYPES.items())
         raise ModelError(f"{where}: the tokenizer model is {kind!r}", known if kind else "the file has no tokenizer")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{where}: tokenizer.ggml.tokens is missing or empty", "convert the model again")
     if kind == "gpt2" and not pre_tokenizer_of(metadata, where).pieces:
         tokenizer = _byte_level(metadata, tokens, where)
-    elif kind in ("gpt2", "gemma4"):  # the merges are written, scores mean nothing
+    elif kind in ("gpt2", "gemma4"):  # the file has merges; its scores mean nothing
         unknown = special_token(metadata, "unknown", tokens)
-        pairs = _written_merges(metadata, where)
-        tokenizer = with_merges(tokens, pairs, unknown, Normalizing(_prefix(metadata, kind == "gemma4")), where)
+        pairs = _read_merges(metadata, where)
+        tokenizer = build_bpe(tokens, pairs, unknown, NormalizerSpec(_space_prefix(metadata, kind == "gemma4")), where)
     else:
-        tokenizer = _scored(metadata, tokens, where)
-    _add_special(tokenizer, metadata, tokens)
+        tokenizer = _from_scores(metadata, tokens, where)
+    _add_special_tokens(tokenizer, metadata, tokens)
     return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> tokenizers.Tokenizer:
-    rule = pre_tokenizer_of(metadata, where)
-    pairs = _written_merges(metadata, where)
-    tokenizer = tokenizers.Tokenizer(bpe(vocabulary_of(tokens), pairs, where, ignore_merges=rule.ignore_merges))
-    finish_byte_level(tokenizer, rule)
+    pre_tokenizer = pre_tokenizer_of(metadata, where)
+    pairs = _read_merges(metadata, where)
+    tokenizer = tokenizers.Tokenizer(
+        bpe_model(token_ids(tokens), pairs, where, ignore_merges=pre_tokenizer.ignore_merges)
+    )
+    finish_byte_level(tokenizer, pre_tokenizer)
     return tokenizer
 
 
 def finish_byte_level(tokenizer: tokenizers.Tokenizer, rule: PreTokenizer) -> None:
-    """What stands around byte-level merges: normalizer, patterns, bytes as characters and back."""
+    """Set normalizer, pre-tokenizer and decoder of a byte-level BPE model."""
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
@@ -70,16 +72,16 @@ def finish_byte_level(tokenizer: tokenizers.Tokenizer, rule: PreTokenizer) -> No
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def _written_merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
+def _read_merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ModelError(f"{where}: tokenizer.ggml.merges is missing", "convert the model again")
-    # A space inside a part is written as a printable character, so the first space after the start divides them.
+    # spaces inside a part are written as another character, so the first space divides the parts
     return [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
 
 
 def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
-    """The pre-tokenizer the file names. ModelError for an unknown one: a wrong guess would be wrong ids in silence."""
+    """The pre-tokenizer that the file names. Raises ModelError for an unknown one: a guess could give wrong ids."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
@@ -87,89 +89,85 @@ def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _scored(metadata: Mapping[str, Any], tokens: list[str], where: str) -> tokenizers.Tokenizer:
+def _from_scores(metadata: Mapping[str, Any], tokens: list[str], where: str) -> tokenizers.Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens", "convert it again")
-    kinds = _token_kinds(metadata)
+    types = _token_types(metadata)
     if metadata["tokenizer.ggml.model"] == "llama":
-        pairs = merges_by_score(tokens, scores.tolist(), kinds)
+        pairs = merges_by_score(tokens, scores, types)
         unknown = special_token(metadata, "unknown", tokens)
-        return with_merges(tokens, pairs, unknown, Normalizing(_prefix(metadata, True)), where)
-    if len(kinds) != len(tokens):
+        return build_bpe(tokens, pairs, unknown, NormalizerSpec(_space_prefix(metadata, True)), where)
+    if len(types) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.token_type does not fit its tokens", "convert it again")
     table = metadata.get("tokenizer.ggml.precompiled_charsmap")
     charsmap = table.astype(np.uint8).tobytes() if isinstance(table, np.ndarray) else b""
-    squeeze = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
-    how = Normalizing(_prefix(metadata, False), charsmap, squeeze)
+    squeeze_spaces = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
+    spec = NormalizerSpec(_space_prefix(metadata, False), charsmap, squeeze_spaces)
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 2)
-    return with_scores(tokens, scores.tolist(), kinds, unknown_id, how, where)
+    return build_unigram(tokens, scores.tolist(), types, unknown_id, spec, where)
 
 
-def _prefix(metadata: Mapping[str, Any], usual: bool) -> Any:
-    return "always" if metadata.get("tokenizer.ggml.add_space_prefix", usual) else "never"
+def _space_prefix(metadata: Mapping[str, Any], default: bool) -> Any:
+    return "always" if metadata.get("tokenizer.ggml.add_space_prefix", default) else "never"
 
 
-def _token_kinds(metadata: Mapping[str, Any]) -> list[int]:
+def _token_types(metadata: Mapping[str, Any]) -> list[int]:
     types = metadata.get("tokenizer.ggml.token_type")
     return types.tolist() if isinstance(types, np.ndarray) else []
 
 
-def _of_kinds(metadata: Mapping[str, Any], *kinds: int) -> list[int]:
-    """Ids of the tokens of these kinds."""
+def _ids_of_types(metadata: Mapping[str, Any], *wanted: int) -> list[int]:
+    """Ids of the tokens of these types."""
     types, size = metadata.get("tokenizer.ggml.token_type"), len(metadata["tokenizer.ggml.tokens"])
-    found: list[int] = np.flatnonzero(np.isin(types[:size], kinds)).tolist() if isinstance(types, np.ndarray) else []
+    found: list[int] = np.flatnonzero(np.isin(types[:size], wanted)).tolist() if isinstance(types, np.ndarray) else []
     return found
 
 
-def _add_special(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    special = [tokens[i] for i in _of_kinds(metadata, CONTROL, UNKNOWN) if tokens[i]]
-    plain = [tokens[i] for i in _of_kinds(metadata, USER_DEFINED) if tokens[i]]
+def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    """Add control and user-defined tokens, and bos and eos where the file asks for them."""
+    special = [tokens[i] for i in _ids_of_types(metadata, CONTROL, UNKNOWN) if tokens[i]]
+    plain = [tokens[i] for i in _ids_of_types(metadata, USER_DEFINED) if tokens[i]]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-    _add_ends(tokenizer, metadata, tokens)
-
-
-def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """What `add_special=True` puts around a text: bos and eos, where the file asks for them."""
     kind = metadata.get("tokenizer.ggml.model")
-    usual = kind in ("llama", "gemma4") or (kind == "gpt2" and pre_tokenizer_of(metadata, "").add_bos)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", usual)
+    default = kind in ("llama", "gemma4") or (kind == "gpt2" and pre_tokenizer_of(metadata, "").add_bos)
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
     bos = special_token(metadata, "bos", tokens) if add_bos else None
     add_eos = metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")
     eos = special_token(metadata, "eos", tokens) if add_eos else None
-    put_ends(tokenizer, bos, eos)
+    add_bos_eos(tokenizer, bos, eos)
 
 
-def put_ends(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """`add_special=True` puts `bos` before a text and `eos` behind it."""
+def add_bos_eos(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Let `add_special=True` add `bos` before a text and `eos` after it."""
     ends = {token: tokenizer.token_to_id(token) for token in (bos, eos) if token}
     if ends:
         single = [part for part in (bos, "$A", eos) if part]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ends.items()))
 
 
-ENDS = (
+END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "[EOT]", "[e~[",
 )  # fmt: skip
-"""Control tokens that end an answer. Files name one or two of them; llama.cpp knows the others by their text."""
+"""Control tokens that end an answer. Files name one or two of them; llama.cpp recognizes the others by text."""
 _END_KEYS = ("eos", "eot", "eom")
 
 
-def ends_of(metadata: Mapping[str, Any]) -> set[int]:
-    """Ids that end a text: those the file names, and control tokens called so. `<|end|>` ends a part of a message only
-    where `<|return|>` or `<|flush|>` ends an answer (gpt-oss, Solar)."""
+def end_ids_of(metadata: Mapping[str, Any]) -> set[int]:
+    """Ids that end a text: those named by the file, and END_TOKENS. Where `<|return|>` or `<|flush|>` ends an answer
+    (gpt-oss, Solar), `<|end|>` only ends a part of a message."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
     found = {end for end in named if isinstance(end, int)}
     tokens = metadata["tokenizer.ggml.tokens"]
-    control = {tokens[i]: i for i in _of_kinds(metadata, CONTROL) if tokens[i] in ENDS}
+    control = {tokens[i]: i for i in _ids_of_types(metadata, CONTROL) if tokens[i] in END_TOKENS}
     if {"<|return|>", "<|flush|>"} & control.keys():
         found.discard(control.pop("<|end|>", -1))
     return found | set(control.values())
 
 
 def special_token(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> str | None:
-    """The text of the token that `tokenizer.ggml.{name}_token_id` names."""
+    """The text of the token `tokenizer.ggml.{name}_token_id`."""
     number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None

@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's Jinja templates, in a sandbox that cannot change what it is given."""
+"""Chat templates: Hugging Face's Jinja templates, rendered in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,26 +17,49 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.errors import ModelError, UsageError
 from headstart.text import _gguf_tokenizer
-from headstart.text._directory_tokenizer import special_tokens
+from headstart.text.tokenizer import read_config, special_tokens
 
 Message = Mapping[str, Any]
 
+TEMPLATES: Mapping[str, tuple[str, str]] = {
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+    ),
+    "gemma": (
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n"
+        "{{ m.content }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<end_of_turn>",
+    ),
+    "llama3": (
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>",
+    ),
+    "vicuna": (
+        "{% for m in messages %}{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}\n"
+        "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+        "\nUSER:",
+    ),
+}
+"""Chat templates by name, as llama.cpp names them -> source, and the text that ends an answer."""
+
 
 Result = TypeVar("Result")
-
-# A template is a program that came with the model: it may fail in any of these ways.
 _FAILURES = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     SyntaxError, MemoryError, AssertionError,
 )  # fmt: skip
+"""Errors of templates, which are programs that come with the model."""
 
 
 class _TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception(...)` in a template: the template's own words about the messages."""
+    """`raise_exception(...)` in a template, with the template's own message."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is just rendered."""
+    """`{% generation %}` marks the assistant's part for training; here its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -46,13 +69,19 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """One model's way to write messages as one text. `tokens`: texts of bos_token, eos_token, ... ."""
+    """Renders messages as one text. `tokens`: texts of bos_token, eos_token, ..."""
 
     def __init__(
-        self, source: str | Mapping[str, str], tokens: Mapping[str, str] | None = None, where: str = "the chat template"
+        self,
+        source: str | Mapping[str, str],
+        tokens: Mapping[str, str] | None = None,
+        where: str = "the chat template",
+        turn_end: str = "",
     ) -> None:
-        """`source` is a template or several by name (`default`, `tool_use`). ModelError if one does not compile."""
-        self._tokens = dict(tokens or {})
+        """`source`: a template, or several by name (`default`, `tool_use`). `turn_end`: text that ends an answer;
+        empty: the model's tokens do. Raises ModelError if one does not compile."""
+        self.tokens = dict(tokens or {})
+        self.turn_end = turn_end
         self._where = where
         named = {"default": source} if isinstance(source, str) else dict(source)
         if not named:
@@ -63,9 +92,20 @@ class ChatTemplate:
             name: self._guard("does not compile", partial(compiled, text)) for name, text in named.items()
         }
 
-    def replaced(self, source: str, where: str) -> ChatTemplate:
-        """Another template that knows the same tokens."""
-        return ChatTemplate(source, self._tokens, where)
+    def with_tokens(self, tokens: Mapping[str, str]) -> ChatTemplate:
+        return ChatTemplate(self.sources, tokens, self._where, self.turn_end)
+
+    @classmethod
+    def from_name(cls, name: str) -> ChatTemplate:
+        """One of TEMPLATES, or a Jinja file. Raises UsageError if it is neither, ModelError if it does not compile."""
+        source, turn_end = TEMPLATES.get(name, ("", ""))
+        try:
+            source = source or Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            hint = f"give a Jinja file, or a name: {', '.join(TEMPLATES)}"
+            raise UsageError(f"--chat-template: cannot read {name}: {reason}", hint) from None
+        return cls("{{ bos_token }}" + source if turn_end else source, None, name, turn_end)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> ChatTemplate | None:
@@ -85,8 +125,8 @@ class ChatTemplate:
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate | None:
         """From chat_template.jinja (and additional_chat_templates/), chat_template.json or tokenizer_config.json."""
-        config = _json(path / "tokenizer_config.json")
-        named = _named(config.get("chat_template") or _json(path / "chat_template.json").get("chat_template"))
+        config = read_config(path / "tokenizer_config.json")
+        named = _named(config.get("chat_template") or read_config(path / "chat_template.json").get("chat_template"))
         file = path / "chat_template.jinja"
         if file.exists():
             named["default"] = _text(file)
@@ -101,12 +141,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, special tokens included as text. `variables`: others that the template reads.
-        UsageError with the template's words when it
-        refuses the messages; ModelError when the template itself fails."""
+        """The text of a conversation, with special tokens as text. `variables`: further variables of the template.
+        Raises UsageError with the template's message if it refuses the messages, ModelError if the template fails."""
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name) or next(iter(self._compiled.values()))
-        values = self._tokens | {"documents": None} | dict(variables or {})
+        values = self.tokens | {"documents": None} | dict(variables or {})
         values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._guard("cannot be rendered", lambda: template.render(values))
 
@@ -143,7 +182,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes HTML and non-ASCII, which models were not trained on.
+    # Jinja's own filter escapes HTML and non-ASCII, unlike transformers
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -162,13 +201,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(_text(file))
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}", "download it again") from error
-    return value if isinstance(value, dict) else {}

@@ -1,20 +1,25 @@
-"""Tokens to text while they come: complete characters only, and nothing that later changes."""
+"""Streamed tokens to text: complete characters only, cut exactly before a stop string.
+
+Text is made token by token, so it does not depend on how many tokens a pass commits.
+"""
 
 from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from headstart.core import Delta, FinishReason, Request
 from headstart.text.tokenizer import Tokenizer
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Push ids, get text. All pushes and the flush joined equal `Tokenizer.decode` of all ids.
+    """Turns ids into text as they come; the parts and the flush, joined, equal `Tokenizer.decode` of all ids.
 
-    `continues`: the ids go on from a prompt, so a space the tokenizer would strip where a text starts is kept.
+    `continues`: the ids continue a prompt, so a space at their start is kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
@@ -24,7 +29,7 @@ class Detokenizer:
         self._to_strip = 0 if continues else tokenizer.rule.strip_start
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with this token; an incomplete character is held back."""
+        """The text that this token completes; an incomplete character is held back."""
         if token_id in self._skip:
             return ""
         data = self._tokenizer.token_bytes(token_id)
@@ -37,7 +42,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD for a character that never became complete."""
+        """The rest of the text: U+FFFD for an incomplete character."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -46,24 +51,24 @@ class Detokenizer:
 class StopChecker:
     """Cuts a growing text before the first stop string.
 
-    First is the one that is complete first (the longer of two that end together), so the cut does not depend on the
-    sizes of the pieces. Only text that may begin a stop string is held back.
+    The stop string that is complete first counts (of two that end together the longer one), so the cut does not depend
+    on how the text is split. Only text that may begin a stop string is held back.
     """
 
-    def __init__(self, stop: Iterable[str], *, keeps: bool = False) -> None:
-        """`keeps`: cut behind the stop string."""
+    def __init__(self, stop: Iterable[str], *, keeps_stop: bool = False) -> None:
+        """`keeps_stop`: cut after the stop string."""
         self._stop = tuple(sorted(text for text in stop if text))
-        self._keeps = keeps
-        self._longest = max(map(len, self._stop), default=0)
+        self._keeps_stop = keeps_stop
+        self._max_length = max(map(len, self._stop), default=0)
         self._held = ""
         self._stopped = False
-        self.found: str | None = None  # the stop string that has cut the text
+        self.found: str | None = None  # the stop string that was found
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """What can be shown now, and whether a stop string was found. After that, nothing more comes.
+        """Text that can be shown now, and whether a stop string was found; after that no text is returned.
 
-        A stop string that is complete while `may_stop` is False counts for nothing; one that only begins there may
-        still stop the text later."""
+        A stop string that ends while `may_stop` is False is ignored; one that only begins there may still stop the
+        text."""
         if self._stopped:
             return "", True
         if not self._stop:
@@ -78,25 +83,82 @@ class StopChecker:
         return text[:keep], False
 
     def flush(self) -> str:
-        """The end of the text: what was held back is no stop string after all."""
+        """The text that is still held back."""
         held, self._held = self._held, ""
         return held
 
     def _first_stop(self, text: str, known: int) -> int | None:
-        """Where the first stop string begins of those that end after `known` characters."""
+        """The position of the cut at the first stop string that ends after `known` characters."""
         places = ((stop, text.find(stop, max(known - len(stop) + 1, 0))) for stop in self._stop)
         ends = [(at + len(stop), at) for stop, at in places if at >= 0]
         if not ends:
             return None
         end, start = min(ends)
         self.found = text[start:end]
-        return end if self._keeps else start
+        return end if self._keeps_stop else start
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
+        """Length of the longest suffix of `text` that begins a stop string."""
+        for size in range(min(self._max_length - 1, len(text)), 0, -1):
             end = text[-size:]
-            place = bisect_left(self._stop, end)  # they are sorted: what begins with `end` follows it at once
+            place = bisect_left(self._stop, end)  # sorted: a stop string that begins with `end` comes next
             if place < len(self._stop) and self._stop[place].startswith(end):
                 return size
         return 0
+
+
+@dataclass
+class TextUpdate:
+    """Text of one delta."""
+
+    text: str = ""
+    num_tokens: int = 0  # of the delta, up to a stop string
+    finish_reason: FinishReason | None = None  # "stop": abort the choice if the engine still runs it
+
+
+@dataclass
+class TextOutput:
+    """The growing text of one choice."""
+
+    tokenizer: Tokenizer
+    request: Request
+    continues: bool = False  # continues a raw prompt, so a space at its start is kept
+    skip_special: bool = True  # False: for parsers of tool calls, which need special tokens
+    keeps_stop: bool = False  # the text includes its stop string or token
+    num_tokens: int = 0
+    _detokenizer: Detokenizer = field(init=False)
+    _stops: StopChecker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = Detokenizer(self.tokenizer, skip_special=self.skip_special, continues=self.continues)
+        self._stops = StopChecker(self.request.params.stop, keeps_stop=self.keeps_stop)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stops.found
+
+    def push(self, delta: Delta) -> TextUpdate:
+        """Text of a delta's tokens; of the last delta also the text that was held back."""
+        update = TextUpdate()
+        for token in delta.tokens:
+            update.num_tokens += 1
+            self.num_tokens += 1
+            if self._push_token(token, update):
+                update.finish_reason = "stop"
+                return update
+        update.finish_reason = delta.finish_reason
+        if delta.finish_reason is not None:
+            emitted, stopped = self._stops.push(self._detokenizer.flush())
+            update.text += emitted if stopped else emitted + self._stops.flush()
+            update.finish_reason = "stop" if stopped else delta.finish_reason
+        return update
+
+    def _push_token(self, token: int, update: TextUpdate) -> bool:
+        """Add the text of a token; True if it completes a stop string."""
+        if token in self.request.stop_ids and not self.keeps_stop:
+            return False  # a stop token is no part of the text
+        may_stop = self.num_tokens > self.request.params.min_tokens
+        emitted, stopped = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
+        update.text += emitted
+        return stopped

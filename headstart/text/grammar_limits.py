@@ -1,5 +1,5 @@
-"""What a constraint may cost: limits that are looked at before anything is compiled, those of the process that tries
-it first (grammar_trial.py), and what is so small that it need not be tried."""
+"""Limits of constraints: of their values, of their compilation (grammar_sandbox.py), and of light constraints, which
+are compiled without a sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headstart.errors import UsageError
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Bytes, numbers of things, seconds. All of them are far beyond what people write by hand."""
+    """Limits far above constraints written by hand."""
 
     value_bytes: int = 2 * 2**20  # of a schema, of all choices, of the tools
     text_bytes: int = 256 * 2**10  # of a Lark or GBNF grammar; GBNF is rewritten in Python
@@ -23,17 +23,17 @@ class GrammarLimits:
     definitions: int = 3_000  # in $defs
     rules: int = 5_000
     depth: int = 120  # of JSON; the library reads 128
-    # Of the trial. The compile that follows in this process is the same work, so these bound it too.
+    # of the sandbox, and so of the compilation in this process that follows, which is the same work
     seconds: float = 3.0  # of processor time
-    quick_seconds: float = 0.5  # for a first trial, so that those that are soon done do not wait for the others
+    quick_seconds: float = 0.5  # of a first attempt, so that quick ones do not wait for others
     wall_seconds: int = 60
-    address_space: int = 384 * 2**20  # beyond what the process starts with
-    stack: int = 32 * 2**20  # for compiling; here it is twice that
-    walk_stack: int = 512 * 2**10  # for masks; threads have 8 MB here
-    waiting: int = 20  # for each of the two; together fewer than the threads that a server has for constraints
+    address_space: int = 384 * 2**20  # beyond that of the process at its start
+    stack: int = 32 * 2**20  # for compiling; twice that in this process
+    walk_stack: int = 512 * 2**10  # for masks; threads of this process have 8 MB
+    waiting: int = 20  # per sandbox; fewer than the threads that a server has for constraints
     compiled_bytes: int = 64 * 2**20
-    cached_bytes: int = 128 * 2**20  # all that are kept
-    lexer_states: int = 50_000  # of one constraint while texts are made; the library's own limit is five times that
+    cached_bytes: int = 128 * 2**20  # of all cached constraints
+    lexer_states: int = 50_000  # of one constraint during generation; the library's default is five times that
 
 
 LIMITS = GrammarLimits()
@@ -42,8 +42,8 @@ LIGHT_NODES = 1_000
 LIGHT_TEXT = 512
 LIGHT_COUNT = 1_000
 LIGHT_NUMBER = 2**53
-"""Schemas, choices and texts within these compile in milliseconds, whatever they say, if they use no other keywords
-than those below. `python -m tests.fuzz constraints` measures it."""
+"""Schemas, choices and texts within these limits, with no other keywords than those below, compile in milliseconds.
+`python -m tests.fuzz constraints` measures it."""
 
 _NAMES_OF_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
 _SCHEMAS = frozenset({"items", "additionalProperties"})
@@ -55,22 +55,22 @@ _PLAIN = frozenset(
 )
 _RULE = re.compile(r"^\s*[?!]?[\w-]+(\.-?\d+)?\s*(\[[^\]\n]*\]\s*)?(::=|:)", re.MULTILINE)
 _LARGE_REPEAT = re.compile(r"\{\s*\d*\s*,?\s*\d{3,}|\{[^}]*\}[^{}]*\{|~")
-"""A repeat by a hundred and more, or two repeats by numbers, which may be nested."""
+"""A repetition by a hundred or more, or two counted repetitions, which may be nested."""
 
 
 def check(kind: str, value: Any) -> None:
-    """Raises UsageError for a value that is larger than a constraint may be. Costs little whatever the value is."""
+    """Raise UsageError for a value beyond LIMITS. Takes little time for any value."""
     if kind in ("regex", "grammar") and isinstance(value, str):
-        _most(len(value), LIMITS.text_bytes, kind, "characters")
+        _check_count(len(value), LIMITS.text_bytes, kind, "characters")
         if kind == "grammar":
-            _most(sum(1 for _ in _RULE.finditer(value)), LIMITS.rules, kind, "rules")
+            _check_count(sum(1 for _ in _RULE.finditer(value)), LIMITS.rules, kind, "rules")
     elif isinstance(value, str):
-        _most(len(value), LIMITS.value_bytes, kind, "characters")
+        _check_count(len(value), LIMITS.value_bytes, kind, "characters")
     elif kind == "choice" and isinstance(value, Seq):
-        _most(len(value), LIMITS.choices, kind, "choices")
+        _check_count(len(value), LIMITS.choices, kind, "choices")
         texts = [text for text in value if isinstance(text, str)]
-        _most(max(map(len, texts), default=0), LIMITS.choice_bytes, kind, "characters in one choice")
-        _most(sum(map(len, texts)), LIMITS.value_bytes, kind, "characters")
+        _check_count(max(map(len, texts), default=0), LIMITS.choice_bytes, kind, "characters in one choice")
+        _check_count(sum(map(len, texts)), LIMITS.value_bytes, kind, "characters")
     else:
         _check_tree(kind, value)
 
@@ -80,7 +80,7 @@ def _check_tree(kind: str, value: Any) -> None:
     todo: list[tuple[Any, int]] = [(value, 1)]
     while todo:
         each, depth = todo.pop()
-        _most(depth, LIMITS.depth, kind, "levels of nesting")
+        _check_count(depth, LIMITS.depth, kind, "levels of nesting")
         if isinstance(each, Mapping):
             size += sum(len(key) for key in each if isinstance(key, str))
             definitions += sum(len(each[k]) for k in ("$defs", "definitions") if isinstance(each.get(k), Mapping))
@@ -91,14 +91,14 @@ def _check_tree(kind: str, value: Any) -> None:
             size += len(each) if isinstance(each, str) else 8
             continue
         nodes += len(parts)
-        _most(nodes, LIMITS.nodes, kind, "values")
-        _most(size, LIMITS.value_bytes, kind, "characters")
-        _most(definitions, LIMITS.definitions, kind, "definitions")
+        _check_count(nodes, LIMITS.nodes, kind, "values")
+        _check_count(size, LIMITS.value_bytes, kind, "characters")
+        _check_count(definitions, LIMITS.definitions, kind, "definitions")
         todo += [(part, depth + 1) for part in parts]
-    _most(size, LIMITS.value_bytes, kind, "characters")
+    _check_count(size, LIMITS.value_bytes, kind, "characters")
 
 
-def _most(count: int, limit: int, kind: str, what: str) -> None:
+def _check_count(count: int, limit: int, kind: str, what: str) -> None:
     if count > limit:
         raise UsageError(
             f"the {kind} constraint has {count:,} {what}, but may have at most {limit:,}", "make it smaller"
@@ -106,29 +106,29 @@ def _most(count: int, limit: int, kind: str, what: str) -> None:
 
 
 def is_light(kind: str, value: Any, size: int) -> bool:
-    """Is it known to compile in milliseconds? `value` is plain JSON; `size`: its length as text."""
+    """Does a constraint compile in milliseconds? `value`: as JSON; `size`: its length as text."""
     match kind:
         case "json_object":
             return True
         case "choice":
             return size <= LIGHT_BYTES
         case "regex":
-            return _light_text(value)
+            return _is_light_text(value)
         case "grammar":
-            return _light_text(value) and "%" not in value
+            return _is_light_text(value) and "%" not in value
         case "json_schema":
-            return size <= LIGHT_BYTES and _light_schemas([value])
+            return size <= LIGHT_BYTES and _are_light_schemas([value])
         case _:
             tools = [tool.get("function") for tool in value["tools"] if isinstance(tool, Mapping)]
             schemas = [each.get("parameters") or {} for each in tools if isinstance(each, Mapping)]
-            return size <= LIGHT_BYTES and _light_schemas(schemas)
+            return size <= LIGHT_BYTES and _are_light_schemas(schemas)
 
 
-def _light_text(text: Any) -> bool:
+def _is_light_text(text: Any) -> bool:
     return isinstance(text, str) and len(text) <= LIGHT_TEXT and not _LARGE_REPEAT.search(text)
 
 
-def _light_schemas(todo: list[Any]) -> bool:
+def _are_light_schemas(todo: list[Any]) -> bool:
     seen = 0
     while todo:
         schema = todo.pop()
@@ -144,16 +144,16 @@ def _light_schemas(todo: list[Any]) -> bool:
                 todo += value
             elif key in _SCHEMAS:
                 todo.append(value)
-            elif not _light_keyword(key, value):
+            elif not _is_light_keyword(key, value):
                 return False
     return True
 
 
-def _light_keyword(key: str, value: Any) -> bool:
+def _is_light_keyword(key: str, value: Any) -> bool:
     if key in _COUNTS:
         return isinstance(value, int) and 0 <= value <= LIGHT_COUNT
     if key in _BOUNDS:
         return isinstance(value, int | float) and abs(value) <= LIGHT_NUMBER and len(repr(value)) <= 17
     if key == "pattern":
-        return _light_text(value)
+        return _is_light_text(value)
     return key in _PLAIN

@@ -1,7 +1,7 @@
-r"""What a constrained text must be (`GrammarSpec`), written as a grammar that llguidance reads.
+r"""`GrammarSpec`: the constraint of a text, and its source for llguidance.
 
 Kinds and their values:
-  json_object  any JSON object; the value is not used
+  json_object  any JSON object; the value is ignored
   json_schema  a JSON schema: a mapping, a bool or JSON text
   regex        a regular expression that the whole text matches (Rust's regex crate, no look-around; \d is 0-9)
   choice       a list of texts, of which the text is one
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from headstart.errors import UsageError
@@ -22,9 +22,23 @@ from headstart.text.grammar_limits import check
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
 
+CALL_PREFIX, CALL_SUFFIX = "<tool_call>\n", "\n</tool_call>"
+"""Around a call, as Hermes models write it. Names of special tokens in these texts mean the tokens."""
+NEWLINE = "\n"
 JSON_SPACE = r"[ \t\r\n]{0,32}"
-"""White space between the tokens of a JSON text. Bounded: small models else write nothing but line breaks."""
+"""White space between the tokens of a JSON text. Bounded, as small models may write line breaks without end."""
 
+_FORMATS = frozenset({
+    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
+})  # fmt: skip
+"""Formats that are enforced; any other `format` is an annotation."""
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SCHEMAS = frozenset({
+    "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties",
+    "unevaluatedProperties", "propertyNames", "anyOf", "oneOf", "allOf", "not", "if", "then", "else",
+})  # fmt: skip
+_DIALECT = "json-schema.org/"
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _IN_REGEX = {ord(mark): f"\\{mark}" for mark in r"\.+*?()|[]{}^$#&-~/"} | {
     control: f"\\x{{{control:x}}}" for control in (*range(32), *range(127, 160), 0x2028, 0x2029)
 }
@@ -33,39 +47,24 @@ _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 @dataclass(frozen=True)
-class ToolFrame:
-    """How a format writes calls. Each call is `prefix {"name": ..., "arguments": {...}} suffix`; all calls stand
-    between `begin` and `end`. `separator` stands between calls; None: exactly one call. Names of special tokens in
-    these texts mean the tokens."""
-
-    prefix: str = "<tool_call>\n"
-    suffix: str = "\n</tool_call>"
-    begin: str = ""
-    end: str = ""
-    separator: str | None = None
-    name_key: str = "name"
-    arguments_key: str = "arguments"
-
-
-@dataclass(frozen=True)
 class ToolCalls:
-    """The text must call some of `tools` (as in OpenAI requests); `name`: only this one."""
+    """The text must call a tool, as `CALL_PREFIX {"name": ..., "arguments": {...}} CALL_SUFFIX`."""
 
-    tools: Seq[Mapping[str, Any]]
-    name: str | None = None
-    frame: ToolFrame = field(default_factory=ToolFrame)
+    tools: Seq[Mapping[str, Any]]  # as in OpenAI requests
+    name: str | None = None  # the only tool that may be called
+    may_repeat: bool = False  # more calls may follow, each on a new line
 
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A kind and its value (see the module). Equal and hashed by content; the order of properties counts, since JSON
-    is written in that order. `plain`: the value as JSON; `key`: its text. Raises UsageError for an unknown kind, for
-    values that are not JSON, and for those beyond `grammar_limits.LIMITS`."""
+    """A kind and its value (see the module). Equal and hashed by content; the order of properties counts, since JSON is
+    written in that order. Raises UsageError for an unknown kind, a value that is no JSON, and a value beyond
+    `grammar_limits.LIMITS`."""
 
     kind: Kind
     value: Any = field(default=None, compare=False)
-    plain: Any = field(init=False, repr=False, compare=False)
-    key: str = field(init=False, repr=False)
+    plain: Any = field(init=False, repr=False, compare=False)  # the value as JSON
+    key: str = field(init=False, repr=False)  # the text of `plain`
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -74,7 +73,7 @@ class GrammarSpec:
         if self.kind == "json_object":
             value = None
         elif self.kind == "tools" and isinstance(value, ToolCalls):
-            value = {"tools": list(value.tools), "name": value.name, "frame": asdict(value.frame)}
+            value = vars(value) | {"tools": list(value.tools)}
         check(self.kind, value)
         if self.kind == "json_schema" and isinstance(value, str):
             value = _parsed(value)
@@ -84,10 +83,10 @@ class GrammarSpec:
 
     @classmethod
     def of_key(cls, kind: Kind, key: str) -> GrammarSpec:
-        """The spec whose `key` this is."""
+        """The spec with this `key`."""
         value = json.loads(key)
         if kind == "tools":
-            value = ToolCalls(value["tools"], value["name"], ToolFrame(**value["frame"]))
+            value = ToolCalls(**value)
         return cls(kind, value)
 
 
@@ -110,9 +109,9 @@ def _text_of(kind: Kind, value: Any) -> str:
     return text
 
 
-def source_of(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """The grammar of `spec` for llguidance. special: names and ids of special tokens. Raises UsageError for what can
-    be seen to be wrong without compiling."""
+def llguidance_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
+    """The grammar of `spec` for llguidance. special: names and ids of special tokens. Raises UsageError for errors that
+    are found without compiling."""
     if spec.kind == "tools":
         return _tools(spec.value, special)
     return _SOURCES[spec.kind](spec.plain)
@@ -123,10 +122,10 @@ def _json_schema(value: Any) -> str:
 
 
 def _regex(value: Any) -> str:
-    from llguidance import regex_to_lark  # a spec alone need not load the library
+    from llguidance import regex_to_lark  # only compilation loads the library
 
     text = _text(value, "the regex")
-    if (len(text) - len(text.rstrip("\\"))) % 2:  # the library would drop it
+    if (len(text) - len(text.rstrip("\\"))) % 2:  # the library would ignore it
         raise UsageError("the regex ends within an escape", "write a backslash of the text as two")
     return _lark({"start": f"/{regex_to_lark(text, 'd')}/"})
 
@@ -136,7 +135,7 @@ def _choice(value: Any) -> str:
         raise UsageError("choice must be a list of texts")
     if not value:
         raise UsageError("choice is an empty list", "give at least one text")
-    # As one regex: thousands of literals are too many for the library, and each is a state of its own.
+    # one regex: thousands of literals are too many for the library
     return _lark({"start": f"/(?:{'|'.join(map(_regex_literal, value))})/"})
 
 
@@ -152,7 +151,7 @@ def _grammar(value: Any) -> str:
 
 
 def _tools(value: Any, special: Mapping[str, int]) -> str:
-    """A rule for each tool, so that `$ref` in its parameters starts at its own schema."""
+    """A grammar with a rule for each tool, so that `$ref` in its parameters refers to its own schema."""
     if not isinstance(value, ToolCalls):
         raise UsageError("the value of a tools constraint must be ToolCalls")
     functions = [_function(tool) for tool in value.tools]
@@ -161,17 +160,13 @@ def _tools(value: Any, special: Mapping[str, int]) -> str:
     if not functions:
         named = f"no tool is named {value.name!r}" if value.name is not None else "the list of tools is empty"
         raise UsageError(named, "name one of the request's tools")
-    frame = value.frame
-    body = "call"
-    if frame.separator is not None:
-        body = f"call ({_frame_text(frame.separator, special)} call)*" if frame.separator else "call+"
     rules = {
-        "start": f"{_frame_text(frame.begin, special)} {body} {_frame_text(frame.end, special)}",
-        "call": f"{_frame_text(frame.prefix, special)} tool {_frame_text(frame.suffix, special)}",
+        "start": f"call ({_frame_text(NEWLINE, special)} call)*" if value.may_repeat else "call",
+        "call": f"{_frame_text(CALL_PREFIX, special)} tool {_frame_text(CALL_SUFFIX, special)}",
         "tool": " | ".join(f"tool_{i}" for i in range(len(functions))),
     }
     for i, function in enumerate(functions):
-        head = f"{{{json.dumps(frame.name_key)}: {json.dumps(function['name'])}, {json.dumps(frame.arguments_key)}: "
+        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
         schema = _inline_schema(_parameters(function), f"the parameters of tool {function['name']!r}")
         rules[f"tool_{i}"] = f'{_literal(head)} {schema} "}}"'
     return _lark(rules)
@@ -200,20 +195,53 @@ def _inline_schema(schema: Any, where: str) -> str:
     if not isinstance(schema, Mapping):
         raise UsageError(f"{where} must be a JSON object, but is {type(schema).__name__}")
     options = {"whitespace_pattern": JSON_SPACE, "whitespace_flexible": True}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return "%json " + json.dumps({**_without_annotations(schema), "x-guidance": options})
+
+
+def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A JSON schema in which each direct subschema is `change(subschema)`; other members stay as they are."""
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: change(each) for name, each in value.items()}
+        elif key in _SCHEMAS:
+            found[key] = [change(each) for each in value] if isinstance(value, list) else change(value)
+        else:
+            found[key] = value
+    return found
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema without the annotations that llguidance refuses, and with OpenAPI's `nullable` as null. zod writes a
+    pattern with look-around beside a format that is enforced: the format stays."""
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    kind = schema.get("format")
+    for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
+            continue
+        if key == "$schema" and _DIALECT not in str(value):
+            continue
+        if key == "pattern" and kind in _FORMATS and _LOOK_AROUND.search(str(value)):
+            continue
+        if key != "nullable":
+            kept[key] = value
+    found = with_subschemas(kept, _without_annotations)
+    if schema.get("nullable") is True:
+        return {"anyOf": [found, {"type": "null"}]}
+    return found
 
 
 def _frame_text(text: str, special: Mapping[str, int]) -> str:
-    """`text` as symbols of a Lark rule, in which names of special tokens are these tokens."""
-    if not special:
-        return _literal(text) if text else ""
-    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    """`text` as symbols of a Lark rule; names of special tokens become these tokens."""
+    names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     parts = re.split(f"({names})", text)
     return " ".join(f"<[{special[part]}]>" if part in special else _literal(part) for part in parts if part)
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text).replace("\x7f", "\\u007f")  # the library reads visible characters only
+    return json.dumps(text).replace("\x7f", "\\u007f")  # the library accepts visible characters only
 
 
 def _regex_literal(text: str) -> str:
@@ -231,13 +259,13 @@ def _text(value: Any, what: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message of llguidance without the source and the state that it quotes, in one line."""
+    """A message of llguidance in one line, without quoted source and state."""
     lines = [line.strip() for line in message.partition("<state>")[0].splitlines() if not _QUOTED.match(line)]
     return " ".join(filter(None, lines))
 
 
-def what_is_wrong(kind: Kind, message: str) -> str:
-    """The cause in a message of llguidance about a spec; its position only if the user wrote that source."""
+def error_cause(kind: Kind, message: str) -> str:
+    """The cause in a message of llguidance; with its position only if the user wrote that source."""
     text = one_line(message)
     return text if kind == "grammar" else _POSITION.sub("", text)
 

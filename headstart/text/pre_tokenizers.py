@@ -1,7 +1,7 @@
-"""How text is cut before byte pairs are merged, by the names of GGUF files (`tokenizer.ggml.pre`).
+"""Pre-tokenizers (patterns that split text before BPE) by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizer.json files, which is what the model was trained with. llama.cpp
-reads some of them more coarsely (its regular expressions have no classes of letters beyond ASCII).
+The patterns are those of the models' own tokenizer.json files. llama.cpp approximates some of them, as its regular
+expressions have no character classes beyond ASCII.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", lines: str =
     return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{lines}"
 
 
-def _cased(digits: str, *, contractions: str = "", ends: str = r"[\r\n/]*", but: str = "") -> str:
-    """Words end where a capital follows a small letter; `but` are characters that are in no word."""
-    upper, lower = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+def _cased(digits: str, *, contractions: str = "", ends: str = r"[\r\n/]*", excluded: str = "") -> str:
+    """Words end before a capital that follows a small letter. `excluded`: characters that are in no word."""
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]",
+    )
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{contractions}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{contractions}"
         rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_LINES}"
@@ -69,14 +72,13 @@ _CHAMELEON = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns applied one after the other, each to the pieces that are there by then: what it matches is a piece, and
-    so is what lies between. `pieces`: spaces are U+2581 and text stays text, instead of GPT-2's bytes."""
+    """How a text is split before BPE."""
 
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # applied in order, each to the parts so far; matches and the text between are parts
     nfc: bool = False
     ignore_merges: bool = False
-    add_bos: bool = False  # where the file does not say
-    pieces: bool = False
+    add_bos: bool = False  # unless the file says otherwise
+    pieces: bool = False  # sentencepiece's spaces (U+2581) instead of GPT-2's bytes
 
 
 _DIGITS_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
@@ -86,34 +88,20 @@ _DEEPSEEK = PreTokenizer((r"\p{N}{1,3}", _KANA_AND_HAN, rf"{_ASCII_WORD}| ?[\p{{
 _GPT4O = _cased(r"\p{N}{1,3}", contractions=_CONTRACTIONS + "?")
 _AYA = PreTokenizer((_THREES, _GPT4O))
 _LINES_APART = r"[^\n]+|\n+"
-_KIMI = r"\p{Han}+|" + _cased(r"\p{N}{1,3}", contractions=_CONTRACTIONS + "?", ends=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_KIMI = r"\p{Han}+|" + _cased(
+    r"\p{N}{1,3}", contractions=_CONTRACTIONS + "?", ends=r"[\r\n]*", excluded=r"&&[^\p{Han}]"
+)
+
+_GPT2_NAMES = (
+    "gpt-2", "gpt2", "phi-2", "exaone4", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum",
+    "modern-bert", "roberta-bpe", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de",
+    "jina-v2-code",
+)  # fmt: skip
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    **dict.fromkeys(
-        (
-            "gpt-2",
-            "gpt2",
-            "phi-2",
-            "exaone4",
-            "jais",
-            "trillion",
-            "granite-docling",
-            "gigachat",
-            "a.x-4.0",
-            "mellum",
-            "modern-bert",
-            "roberta-bpe",
-            "jina-es",
-            "jina-de",
-            "jina-v1-en",
-            "jina-v2-es",
-            "jina-v2-de",
-            "jina-v2-code",
-        ),
-        PreTokenizer((_GPT2,)),
-    ),
+    **dict.fromkeys(_GPT2_NAMES, PreTokenizer((_GPT2,))),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS_GPT2),
     **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), nfc=True)),
     "command-r": PreTokenizer((r"\p{N}", _GPT2), nfc=True),
@@ -161,5 +149,4 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), PreTokenizer((_LINES_APART,), add_bos=True, pieces=True)),
     "sarvam-moe": PreTokenizer((_LINES_APART,), pieces=True),
 }
-"""`tokenizer.ggml.pre` -> pre-tokenizer: all that llama.cpp b11434 knows but `whitespace` and `mmbert`, which only
-embedding models have."""
+"""`tokenizer.ggml.pre` -> pre-tokenizer: all of llama.cpp b11434 but `whitespace` and `mmbert` (embedding models)."""

@@ -1,7 +1,7 @@
 """`Tokenizer`: text to token ids and back, from a model directory or from a GGUF file's metadata.
 
-Decoding is defined per token (text/pieces.py): the bytes of all tokens joined, read as UTF-8 with U+FFFD for what is
-not UTF-8. So text can be streamed and never changes later.
+Decoding is defined per token (token_bytes.py): the bytes of all tokens joined, read as UTF-8 with U+FFFD for invalid
+bytes. So streamed text never changes later.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
+from headstart.errors import ModelError
+from headstart.placeholder import check_placeholder
 from headstart.text import _gguf_tokenizer
-from headstart.text.pieces import rule_of
+from headstart.text.token_bytes import parse_decoder
 
-LARGEST_ID = 2**32 - 1
-"""That the library takes."""
+FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
+MAX_ID = 2**32 - 1
+"""Largest id that the library takes."""
 LONG_TEXT = 4096
-"""Characters from which other threads shall run meanwhile."""
+"""Longer texts (characters) are encoded while other threads run."""
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`. `eos_ids`: every id that ends a text; `bos_id`: the id that starts one;
-    `rule`: how tokens become bytes."""
+    """Wraps a `tokenizers.Tokenizer`."""
 
     def __init__(
         self,
@@ -35,46 +38,42 @@ class Tokenizer:
         bos_id: int | None = None,
         where: str = "the tokenizer",
     ) -> None:
-        """Raises ModelError for a tokenizer whose decoder is not known."""
+        """Raises ModelError for an unknown decoder. `where`: the file, for messages."""
         self._inner = inner
         self._inner.no_truncation()
         self._inner.no_padding()
-        self.rule = rule_of(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
-        self._pieces: dict[int, bytes] = {}
+        self.rule = parse_decoder(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
+        self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
-        self.eos_ids = frozenset(eos_ids)
-        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)  # every id that ends a text
+        self.bos_id = bos_id  # the id that starts a text
 
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
-        """From tokenizer.json, or what a family ships instead, and the configs beside it. Raises ModelError when it is
-        missing or broken."""
-        from headstart.text import _directory_tokenizer  # with all that families ship: not for a GGUF file
-
-        optional = _directory_tokenizer.optional
-        inner, tokens, file = _directory_tokenizer.build(path, optional(path / "tokenizer_config.json"))
+        """From the first of FILES and the configs beside it. Raises ModelError for a missing or broken file."""
+        inner, tokens, file = _build(path, read_config(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
-        ends = _declared_ends(optional(path / "generation_config.json"), optional(path / "config.json"))
+        ends = _declared_ends(read_config(path / "generation_config.json"), read_config(path / "config.json"))
         if "eos_token" in tokens and (end := inner.token_to_id(tokens["eos_token"])) is not None:
             ends.add(end)
         return cls(inner, eos_ids=ends, bos_id=bos, where=str(file))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> Tokenizer:
-        """From GGUF metadata. Raises ModelError for an unknown kind of tokenizer."""
+        """From GGUF metadata. Raises ModelError for an unknown type of tokenizer."""
         inner = _gguf_tokenizer.build(metadata, where)
         bos = metadata.get("tokenizer.ggml.bos_token_id")
-        return cls(inner, eos_ids=_gguf_tokenizer.ends_of(metadata), bos_id=bos, where=where)
+        return cls(inner, eos_ids=_gguf_tokenizer.end_ids_of(metadata), bos_id=bos, where=where)
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special` puts what the model wants around a raw text (often bos). Names of special
-        tokens inside the text become those tokens (a chat template's output needs that) unless `parse_special` is
-        False: then they are plain text."""
+        """Token ids of `text`. `add_special` adds the model's special tokens around a raw text (often bos).
+        `parse_special`: names of special tokens inside the text become those tokens, as in the output of a chat
+        template; else they are plain text."""
         inner = self._inner if parse_special else self._literal
         try:
             text.encode()
         except UnicodeEncodeError:
-            # Half of a surrogate pair (from careless JSON) is no text; the tokenizer would refuse it.
+            # half of a surrogate pair, which the library refuses
             text = text.encode("utf-8", "replace").decode()
         if len(text) < LONG_TEXT:
             return list(inner.encode(text, add_special_tokens=add_special).ids)
@@ -82,20 +81,20 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`; ids that no token has give nothing."""
+        """The text of `ids`; ids without a token have none."""
         kept = [token for token in ids if not (skip_special and token in self.special_ids)]
         return self.strip_start(b"".join(map(self.token_bytes, kept))).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text."""
-        piece = self._pieces.get(token_id)
-        if piece is None:  # padding rows of the embedding have ids, but no text
-            text = self._inner.id_to_token(token_id) if 0 <= token_id <= LARGEST_ID else None
-            piece = self._pieces[token_id] = b"" if text is None else self.rule.to_bytes(text)
-        return piece
+        """The bytes that one token adds to a text."""
+        data = self._bytes.get(token_id)
+        if data is None:  # padding rows of the embedding have ids, but no text
+            text = self._inner.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None
+            data = self._bytes[token_id] = b"" if text is None else self.rule.to_bytes(text)
+        return data
 
     def token_text(self, token_id: int) -> str:
-        """One token for people: its bytes as text, U+FFFD for parts of a character."""
+        """The bytes of one token as text, U+FFFD for parts of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def to_json(self) -> str:
@@ -112,31 +111,43 @@ class Tokenizer:
         return token_id
 
     def strip_start(self, data: bytes) -> bytes:
-        """`data`, the start of a text, without the space that the tokenizer put before it."""
+        """`data`, the start of a text, without the space that the tokenizer adds there."""
         for _ in range(self.rule.strip_start):
             data = data.removeprefix(b" ")
         return data
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids end below it; some of them may have no token."""
+        """The largest id plus one; ids below may have no token."""
+        size: int = self._inner.get_vocab_size(with_added_tokens=True)
+        if all(map(self._inner.id_to_token, range(size))):
+            return size
         return max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def special_names(self) -> tuple[str, ...]:
-        """What special tokens are written as, the longest first."""
+        """Texts of special tokens, the longest first."""
         names = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
         return tuple(sorted(names - {""}, key=lambda name: (-len(name), name)))
 
     @cached_property
-    def longest(self) -> int:
-        """Bytes of the longest token: a text has at least as many tokens as it has bytes, divided by this."""
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token; bounds the number of tokens of a text from below."""
         return max(map(len, map(self.token_bytes, range(self.vocab_size))), default=1) or 1
+
+    def may_fit(self, text: str, max_tokens: int) -> bool:
+        """Whether `text` may have at most `max_tokens` tokens, without encoding it. Short texts do not wait for
+        `max_token_bytes`, which takes a second for a large vocabulary."""
+        return len(text) <= max_tokens or len(text) <= max_tokens * self.max_token_bytes
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """Reads names of special tokens as plain text."""
-        literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        """Encodes names of special tokens as plain text. Shares the vocabulary, which takes seconds to copy."""
+        inner, literal = self._inner, tokenizers.Tokenizer(self._inner.model)
+        for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+            if (value := getattr(inner, part)) is not None:
+                setattr(literal, part, value)
+        literal.add_tokens([token for _, token in sorted(inner.get_added_tokens_decoder().items())])
         literal.encode_special_tokens = True
         return literal
 
@@ -149,3 +160,80 @@ def _declared_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
         if ends := {end for end in ids if isinstance(end, int)}:
             return ends
     return set()
+
+
+def _build(path: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], Path]:
+    """The tokenizer of a directory, its `bos_token` and `eos_token`, and its file. `config`: tokenizer_config.json.
+    Raises ModelError for a missing or broken file."""
+    file = next((path / name for name in FILES if (path / name).is_file()), None)
+    named = special_tokens(config)
+    if file is None:
+        hint = "save the tokenizer once with transformers" if (path / "vocab.json").exists() else "download it again"
+        raise ModelError(f"{path} has no {', '.join(FILES[:-1])} or {FILES[-1]}", hint)
+    if file.name == "tokenizer.json":
+        return _parse(file), named, file
+    inner, bos, eos = _build_other(file, config)
+    _add_tokens(inner, config, file)
+    ends = {"bos_token": bos, "eos_token": eos}
+    tokens = {name: token for name, token in ends.items() if token is not None} | named
+    add_bos = config.get("add_bos_token", bos is not None)
+    _gguf_tokenizer.add_bos_eos(
+        inner,
+        tokens.get("bos_token") if add_bos else None,
+        tokens.get("eos_token") if config.get("add_eos_token", False) else None,
+    )
+    return inner, tokens, file
+
+
+def _build_other(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
+    """The tokenizer of a file other than tokenizer.json, its bos and its eos."""
+    if file.name == "tokenizer.model":
+        from headstart.text import _sentencepiece
+
+        return _sentencepiece.build(file, config)
+    from headstart.text import _tiktoken
+
+    return _tiktoken.from_tekken(file) if file.name == "tekken.json" else _tiktoken.from_tiktoken(file, config)
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], file: Path) -> None:
+    """Add the tokens of tokenizer_config.json. Raises ModelError if the library would give one another id."""
+    given = config.get("added_tokens_decoder")
+    rows = sorted((int(number), row) for number, row in given.items()) if isinstance(given, dict) else []
+    for number, row in rows:
+        flags = {name: bool(row.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        token = AddedToken(row["content"], special=bool(row.get("special", False)), **flags)
+        inner.add_tokens([token])
+        if inner.token_to_id(row["content"]) != number:
+            what = f"{file}: {row['content']!r} cannot have the id {number} that tokenizer_config.json gives it"
+            raise ModelError(what, "save the tokenizer once with transformers")
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of bos_token, eos_token, ... in a tokenizer_config.json, which holds strings or AddedToken objects."""
+    texts: dict[str, str] = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _parse(file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for any broken file
+        check_placeholder(file)
+        raise ModelError(f"cannot read {file}: {error}", "download the tokenizer again") from error
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty if there is no file. Raises ModelError for a broken file."""
+    if not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        check_placeholder(file)
+        raise ModelError(f"{file} is not valid JSON: {error}", "download it again") from error
+    return value if isinstance(value, dict) else {}

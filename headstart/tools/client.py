@@ -1,6 +1,8 @@
-"""A client for OpenAI-compatible servers that keeps the time at which each piece of text came: HTTP/1.1, one connection
-per request. What arrives is only stamped and kept, and read when the answer is complete, since client and server often
-share a machine's cores."""
+"""An HTTP/1.1 client for OpenAI-compatible servers that keeps the time at which each piece of text arrived.
+
+One connection per request. Data is parsed when the answer is complete, since client and server often share a machine's
+cores.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +20,28 @@ import httptools
 from headstart.errors import UsageError
 from headstart.tools import engine_metrics
 
-SILENCE_S = 600.0
-"""A server that says nothing for so long is taken for dead."""
+SILENCE_S = 600.0  # a server that sends nothing for so long counts as dead
 EVENT = b"data:"
 REDIRECTS = (301, 302, 307, 308)
 MODELS = "/v1/models"
-SHOWN = 200
-"""Characters of a server's error that are shown."""
+MAX_ERROR_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where requests go. `prefix` stands before every path; `trusted`: its certificate is not looked at."""
+    """The address of a server."""
 
     host: str
     port: int
     tls: bool = False
-    prefix: str = ""
+    prefix: str = ""  # before every path
     api_key: str | None = field(default=None, repr=False)
-    trusted: bool = False
+    trusted: bool = False  # its certificate is not checked
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:
-        """Raises UsageError. A path that ends in /v1, as clients of OpenAI have it, is taken without that; without a
-        scheme it is http."""
+        """Parses a URL; the default scheme is http, and a path that ends in /v1 is taken without that. Raises
+        UsageError."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -64,18 +64,17 @@ class Server:
 
 @dataclass
 class Response:
-    """What came back. Times in seconds since the request was sent; `pieces`: (time, characters) of text. Status -1:
-    hung up. `broken`: the connection ended before the answer did."""
+    """An answer. Times are in seconds since the request was sent."""
 
-    status: int = 0
+    status: int = 0  # -1: this client hung up
     text: str = ""
-    first: float = 0.0
+    first: float = 0.0  # when the first text came
     seconds: float = 0.0
-    pieces: list[tuple[float, int]] = field(default_factory=list)
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # (time, characters) of text
     usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""
     body: str = ""
-    broken: bool = False
+    broken: bool = False  # the connection ended before the answer did
 
 
 class _Collector(asyncio.Protocol):
@@ -129,7 +128,7 @@ class _Collector(asyncio.Protocol):
 
 
 async def get(server: Server, path: str) -> Response:
-    """The answer's `body`; nothing of it is read as a completion. Raises OSError when nobody listens."""
+    """Returns an answer with its `body`, not parsed. Raises OSError when no server listens."""
     answer, collector, _ = await _exchange(server, "GET", path, b"", None)
     if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
         moved = urlsplit(urljoin(server.prefix + path, to.decode())).path.removeprefix(server.prefix)
@@ -141,12 +140,12 @@ async def get(server: Server, path: str) -> Response:
 async def post(
     server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None
 ) -> Response:
-    """POST and read to the end, or hang up after `leave_after` seconds. Raises OSError when nobody listens,
-    TimeoutError when the server has gone silent."""
+    """Posts and parses the whole completion, or hangs up after `leave_after` seconds. Raises OSError when no server
+    listens, TimeoutError when the server goes silent."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer, collector, sent = await _exchange(server, "POST", path, content, leave_after)
     if answer.status > 0:
-        _read(collector, answer, sent)
+        _parse(collector, answer, sent)
     return answer
 
 
@@ -184,7 +183,7 @@ def _tls(server: Server) -> ssl.SSLContext | bool | None:
 
 
 async def _wait(collector: _Collector, leave_after: float | None) -> None:
-    """Until the answer ends. Raises TimeoutError after `leave_after` seconds, or when nothing comes any more."""
+    """Waits until the answer ends. Raises TimeoutError after `leave_after` seconds, or SILENCE_S without data."""
     if leave_after is not None:
         async with asyncio.timeout(leave_after):
             await collector.ended
@@ -196,22 +195,21 @@ async def _wait(collector: _Collector, leave_after: float | None) -> None:
         await asyncio.wait([collector.ended], timeout=left)
 
 
-def _read(collector: _Collector, answer: Response, sent: float) -> None:
-    """Take the answer apart."""
+def _parse(collector: _Collector, answer: Response, sent: float) -> None:
     content_type = collector.headers.get(b"content-type", b"").lower()
     if any(data.startswith(EVENT) for _, data in collector.parts[:1]) or b"text/event-stream" in content_type:
         for when, event in _events(collector.parts):
             if event != b"[DONE]":
-                _take(json.loads(event), answer, when - sent)
+                _add_choices(json.loads(event), answer, when - sent)
         return
     answer.body = b"".join(data for _, data in collector.parts).decode(errors="replace")
     answer.first = collector.parts[-1][0] - sent if collector.parts else 0.0
     if answer.status == 200 and not answer.broken:
-        _take(json.loads(answer.body), answer, answer.first)
+        _add_choices(json.loads(answer.body), answer, answer.first)
 
 
 def _events(parts: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Data lines of a stream, each with the time its end arrived. A line that the end cuts off is left out."""
+    """Yields data lines of a stream with the time at which each was complete."""
     rest = b""
     for when, data in parts:
         *lines, rest = (rest + data).split(b"\n")
@@ -220,7 +218,7 @@ def _events(parts: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
                 yield when, line[len(EVENT) :].strip()
 
 
-def _take(document: dict[str, Any], answer: Response, now: float) -> None:
+def _add_choices(document: dict[str, Any], answer: Response, now: float) -> None:
     answer.usage = document.get("usage") or answer.usage
     if "error" in document:
         answer.status, answer.body = 500, json.dumps(document)
@@ -238,13 +236,12 @@ def _take(document: dict[str, Any], answer: Response, now: float) -> None:
             answer.text += text
 
 
-def models(server: Server) -> list[dict[str, Any]]:
-    """Entries of /v1/models, of which each has an id. Raises UsageError saying what is wrong with the server."""
+def list_models(server: Server) -> list[dict[str, Any]]:
+    """Returns the entries of /v1/models, each with an id. Raises UsageError saying what is wrong with the server."""
     try:
         answer = asyncio.run(get(server, MODELS))
-    except (OSError, UnicodeError) as error:  # the latter: no such name can be looked up
-        hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
-        raise UsageError(f"cannot reach {server}: {reason(error)}", hint) from None
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be looked up
+        raise unreachable(server, error) from None
     if answer.status in (401, 403):
         raise UsageError(f"{server} wants another API key", "give it with --api-key")
     try:
@@ -253,14 +250,32 @@ def models(server: Server) -> list[dict[str, Any]]:
             return listed
     except (ValueError, TypeError, KeyError):
         pass
-    raise UsageError(
-        f"{server} is no OpenAI-compatible server: {MODELS} answers {answer.status} {message(answer.body)!r}",
-        "give the address that a client of OpenAI would get",
-    )
+    found = f"{MODELS} answers {answer.status} {error_message(answer.body)!r}"
+    hint = "give the address that a client of OpenAI would get"
+    raise UsageError(f"{server} is no OpenAI-compatible server: {found}", hint)
 
 
-async def counts(server: Server) -> engine_metrics.Counts | None:
-    """What the server counts; None where it shows no metrics that are known."""
+def find_model(server: Server, name: str | None) -> dict[str, Any]:
+    """Returns the entry of a model in /v1/models; without a name the first. Raises UsageError."""
+    listed = list_models(server)
+    found = next((each for each in listed if name in (None, each["id"])), None)
+    if found is None:
+        raise UsageError(f"{server} has no model {name!r}", f"it has {', '.join(each['id'] for each in listed[:10])}")
+    return found
+
+
+def get_object(server: Server, path: str) -> dict[str, Any]:
+    """Returns the JSON object at a path; empty where there is none."""
+    try:
+        answer = asyncio.run(get(server, path))
+        found = json.loads(answer.body) if answer.status == 200 else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+async def read_counters(server: Server) -> engine_metrics.EngineCounters | None:
+    """Returns the server's drafting counters; None where it shows no known metrics."""
     for path in engine_metrics.PATHS:
         try:
             answer = await get(server, path)
@@ -271,18 +286,23 @@ async def counts(server: Server) -> engine_metrics.Counts | None:
     return None
 
 
-def reason(error: Exception) -> str:
-    """Without the addresses that asyncio repeats."""
+def unreachable(server: Server, error: Exception) -> UsageError:
+    hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
+    return UsageError(f"cannot reach {server}: {error_reason(error)}", hint)
+
+
+def error_reason(error: Exception) -> str:
+    """Returns the reason without the addresses that asyncio repeats."""
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
         return "connection refused"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
-def message(body: str) -> str:
-    """The error in OpenAI's shape, or the beginning of whatever it is."""
+def error_message(body: str) -> str:
+    """Returns the error in OpenAI's shape, or the beginning of any other body."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, TypeError, KeyError):
         text = body
-    return " ".join(text.split())[:SHOWN]
+    return " ".join(text.split())[:MAX_ERROR_CHARACTERS]

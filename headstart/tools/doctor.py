@@ -1,4 +1,4 @@
-"""`headstart doctor`: what this machine and this installation offer. Imports no torch."""
+"""`headstart doctor`: the machine, the backend, packages and cached models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from headstart import __version__, hub, machine
+from headstart import hub, machine
 from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.kernels.backend import choose
-from headstart.kernels.native.placement import decide
+from headstart.kernels.backend import select_backend
+from headstart.kernels.native.placement import choose_placement
+from headstart.version import __version__
 
 COMPILERS = ("c++", "g++", "clang++")
 
 
 def run() -> Report:
-    """Collect everything; `ok` is false when no backend can run."""
-    packages = package_versions()
+    """Describes this machine and installation; `ok` is false when no backend can run."""
     cpu, threads, memory, nodes = machine.cpu(), machine.threads(), machine.memory(), machine.nodes()
     data: dict[str, Any] = {
         "version": __version__,
@@ -30,43 +31,38 @@ def run() -> Report:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "backend": backend(),
         "cpu": {"model": cpu.model, "instruction_sets": list(cpu.instruction_sets)},
-        "threads": {
-            "cores": threads.cores,
-            "affinity": threads.affinity,
-            "cgroup_quota": threads.quota,
-            "usable": threads.usable,
-        },
-        "nodes": {
-            "cpus": [len(node.cpus) for node in nodes],
-            "placement": decide(threads.usable, None, nodes, threads.quota).why,
-        },
+        "threads": {"cores": threads.cores, "affinity": threads.affinity, "cgroup_quota": threads.quota,
+                    "usable": threads.usable},
+        "nodes": {"cpus": [len(node.cpus) for node in nodes],
+                  "placement": choose_placement(threads.usable, None, nodes, threads.quota).why},
         "memory": {"total": memory.total, "available": memory.available, "cgroup_limit": memory.limit},
-        "compiler": first_line([COMPILERS, "--version"]),
+        "compiler": next(iter(program_output(COMPILERS, "--version").splitlines()), None),
         "gpu": gpus(),
-        "packages": packages,
+        "packages": package_versions(),
         "cache": cached_models(),
-    }
+    }  # fmt: skip
     return Report(ok=data["backend"]["name"] is not None, data=data, lines=_lines(data))
 
 
 def backend() -> dict[str, str | None]:
-    """Which backend `auto` means here and why."""
+    """Returns which backend `auto` selects here, and why."""
     try:
-        name, kind, why = choose(EngineConfig())
+        name, kind, why = select_backend(EngineConfig())
     except UsageError as error:
         return {"name": None, "why": str(error)}
     return {"name": name, "why": "; ".join(filter(None, (why, kind.detail())))}
 
 
 def gpus() -> list[str]:
-    """Names and memory of NVIDIA GPUs, as their driver tells."""
-    query = ["--query-gpu=name,memory.free,memory.total,driver_version", "--format=csv,noheader"]
-    told = (line.rsplit(", ", 3) for line in output([("nvidia-smi",), *query]).splitlines())
-    return [f"{name}, {free} free of {total}, driver {driver}" for name, free, total, driver in told]
+    """Returns names and memory of NVIDIA GPUs, as their driver reports them."""
+    query = "--query-gpu=name,memory.free,memory.total,driver_version"
+    rows = program_output(("nvidia-smi",), query, "--format=csv,noheader").splitlines()
+    fields = (row.rsplit(", ", 3) for row in rows)
+    return [f"{name}, {free} free of {total}, driver {driver}" for name, free, total, driver in fields]
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed versions of all declared dependencies, extras included; None: not installed."""
+    """Returns installed versions of all declared dependencies, extras included; None: not installed."""
     try:
         declared = requires("headstart") or []
     except PackageNotFoundError:  # run from a source tree that is not installed
@@ -82,24 +78,20 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def output(command: list[Any]) -> str:
-    """Stripped stdout of the first program of `command[0]` that exists; empty if none runs."""
-    program = next((path for name in command[0] if (path := shutil.which(name))), None)
+def program_output(names: Sequence[str], *arguments: str) -> str:
+    """Returns stripped stdout of the first program that exists; empty if none runs."""
+    program = next((path for name in names if (path := shutil.which(name))), None)
     if program is None:
         return ""
     try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def first_line(command: list[Any]) -> str | None:
-    return next(iter(output(command).splitlines()), None)
-
-
 def cached_models() -> list[dict[str, Any]]:
-    """Built-in models in our own cache, then models in the Hugging Face cache, with their size in bytes."""
+    """Returns built-in models in our own cache, then models in the Hugging Face cache, with their size in bytes."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

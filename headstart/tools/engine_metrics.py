@@ -1,25 +1,29 @@
-"""What engines tell about drafting in their Prometheus metrics: six vocabularies, one meaning."""
+"""Drafting counters in the Prometheus metrics of six engines, and advice from them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from headstart.formats.json_object import read_packaged
+
 PATHS = ("/metrics", "/prometheus/metrics", "/brpc_metrics")
-"""Where engines show them: most, TensorRT-LLM (whose /metrics is JSON), xLLM."""
+"""Where engines show metrics: most, TensorRT-LLM (whose /metrics is JSON), xLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
-    """One engine's words; several for one meaning where they changed. `marker`: a name that only it has."""
+class MetricNames:
+    """One engine's metric names; several for one counter where they changed."""
 
     engine: str
-    marker: str
-    drafts: tuple[str, ...] = ()
-    drafted: tuple[str, ...] = ()
-    accepted: tuple[str, ...] = ()
+    marker: str  # prefix of names that only this engine has
+    drafts: Sequence[str] = ()
+    drafted: Sequence[str] = ()
+    accepted: Sequence[str] = ()
     per_position: str = ""
     length: str = ""  # a gauge
     saved: str = ""  # passes that drafting saved
@@ -30,103 +34,62 @@ class Names:
         return tuple(name for name in (*self.drafts, *self.drafted, *self.accepted, self.length) if name)
 
 
-def _vllm(engine: str, marker: str, prefix: str, *, saved: str = "", always_there: bool = True) -> Names:
-    """vLLM's four counters, which others took over."""
-    return Names(
-        engine=engine,
-        marker=marker,
-        drafts=(f"{prefix}spec_decode_num_drafts_total",),
-        drafted=(f"{prefix}spec_decode_num_draft_tokens_total",),
-        accepted=(f"{prefix}spec_decode_num_accepted_tokens_total",),
-        per_position=f"{prefix}spec_decode_num_accepted_tokens_per_pos_total",
-        saved=saved,
-        always_there=always_there,
-    )
-
-
-ENGINES = (
-    _vllm("headstart", "headstart:depth", "vllm:", saved="headstart:passes_saved_total"),
-    _vllm("vllm", "vllm:", "vllm:", always_there=False),
-    _vllm("llamacpp", "llamacpp:", "llamacpp:"),
-    Names(
-        engine="sglang",
-        marker="sglang:",
-        drafts=("sglang:spec_verify_calls_total",),
-        length="sglang:spec_accept_length",
-    ),
-    Names(
-        engine="trtllm",
-        marker="trtllm_",
-        drafted=("trtllm_spec_decode_num_draft_tokens_total", "trtllm_spec_decode_drafted_tokens_total"),
-        accepted=("trtllm_spec_decode_num_accepted_tokens_total", "trtllm_spec_decode_accepted_tokens_total"),
-        length="trtllm_spec_decode_acceptance_length",
-        always_there=False,
-    ),
-    Names(
-        engine="xllm",
-        marker="speculative_num_drafts_total",
-        drafts=("speculative_num_drafts_total",),
-        drafted=("speculative_num_draft_tokens_total",),
-        accepted=("speculative_num_accepted_tokens_total",),
-        per_position="speculative_num_accepted_tokens_per_pos",
-        length="speculative_mean_tokens_per_decode_step",
-    ),
-)
+ENGINES = tuple(MetricNames(**row) for row in read_packaged("headstart.tools", "engine_metrics.json"))
+COUNTERS = ("drafts", "drafted", "accepted", "saved")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Totals of a server. None: this engine does not tell. `known` False: none of its names for drafting is there; it
-    does not draft, then, unless they are `always_there`."""
+class EngineCounters:
+    """Drafting totals of a server. None: the engine does not report this one."""
 
     engine: str
-    known: bool
+    known: bool  # False: no metric of drafting is there; it does not draft then, unless they are `always_there`
     always_there: bool = True
     drafts: float | None = None
     drafted: float | None = None
     accepted: float | None = None
-    per_position: dict[int, float] = field(default_factory=dict)
-    length: float | None = None  # a gauge: of late
-    saved: float | None = None
+    per_position: dict[int, float] = field(default_factory=dict)  # drafts accepted up to each position
+    length: float | None = None  # gauge of the acceptance length
+    saved: float | None = None  # passes
 
-    def since(self, before: Counts) -> Counts:
-        """What happened in between. The gauge stays."""
-
-        def less(now: float | None, then: float | None) -> float | None:
-            return None if now is None else now - (then or 0.0)
-
+    def since(self, before: EngineCounters) -> EngineCounters:
+        """Returns the counts since `before`; the gauge stays."""
+        known: dict[str, float] = {name: now for name in COUNTERS if (now := getattr(self, name)) is not None}
+        changes: dict[str, Any] = {name: now - (getattr(before, name) or 0.0) for name, now in known.items()}
         places = {place: count - before.per_position.get(place, 0.0) for place, count in self.per_position.items()}
-        return Counts(
-            engine=self.engine,
-            known=self.known,
-            always_there=self.always_there,
-            drafts=less(self.drafts, before.drafts),
-            drafted=less(self.drafted, before.drafted),
-            accepted=less(self.accepted, before.accepted),
-            per_position=places,
-            length=self.length,
-            saved=less(self.saved, before.saved),
-        )
+        return replace(self, **changes, per_position=places)
+
+    @classmethod
+    def total(cls, parts: Sequence[EngineCounters | None]) -> EngineCounters | None:
+        """Returns the sum over several servers, with the gauge of the first; None if one of them is unknown."""
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return None
+        columns = {name: [getattr(part, name) for part in known] for name in COUNTERS}
+        sums: dict[str, Any] = {name: None if None in values else sum(values) for name, values in columns.items()}
+        places = sorted({place for part in known for place in part.per_position})
+        per_position = {place: sum(part.per_position.get(place, 0.0) for part in known) for place in places}
+        return replace(known[0], **sums, per_position=per_position)
 
     @property
-    def active(self) -> bool:
+    def is_drafting(self) -> bool:
         """Were tokens drafted?"""
-        return any(count is not None and count > 0 for count in (self.drafts, self.drafted)) or (
-            self.drafts is None and self.drafted is None and (self.length or 0) > 0
-        )
+        counts = (self.length,) if self.drafts is None and self.drafted is None else (self.drafts, self.drafted)
+        return any(count is not None and count > 0 for count in counts)
 
     @property
     def acceptance_length(self) -> float | None:
         """1 + accepted / drafts, or the engine's gauge; counts the recovered or bonus token."""
-        if not self.active:
+        if not self.is_drafting:
             return None
         if self.drafts and self.accepted is not None:
             return 1 + self.accepted / self.drafts
         return self.length
 
 
-def read(text: str) -> Counts | None:
-    """None for a text that is not Prometheus metrics, or of an engine that is not in `ENGINES`."""
+def read(text: str) -> EngineCounters | None:
+    """Returns the drafting counters of a text in Prometheus format; None for other texts, and for an engine that is not
+    in ENGINES."""
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
@@ -138,27 +101,60 @@ def read(text: str) -> Counts | None:
     if names is None:
         return None
 
-    def total(wanted: tuple[str, ...]) -> float | None:
+    def total(*wanted: str) -> float | None:
         return next((totals[name] for name in wanted if name in totals), None)
 
     places: dict[int, float] = defaultdict(float)
     for sample in samples:
         if names.per_position and sample.name == names.per_position and sample.labels.get("position", "").isdigit():
             places[int(sample.labels["position"])] += sample.value
-    return Counts(
+    gauges = [sample.value for sample in samples if sample.name == names.length]
+    busy = [value for value in gauges if value > 0]  # of the workers that have drafted
+    return EngineCounters(
         engine=names.engine,
         known=any(name in totals for name in names.all),
         always_there=names.always_there,
-        drafts=total(names.drafts),
-        drafted=total(names.drafted),
-        accepted=total(names.accepted),
+        drafts=total(*names.drafts),
+        drafted=total(*names.drafted),
+        accepted=total(*names.accepted),
         per_position=dict(sorted(places.items())),
-        saved=total((names.saved,)),
-        length=_mean([sample.value for sample in samples if sample.name == names.length]),
+        saved=total(names.saved),
+        length=sum(busy) / len(busy) if busy else 0.0 if gauges else None,
     )
 
 
-def _mean(gauges: list[float]) -> float | None:
-    """Of the workers that have drafted; 0 if none has."""
-    busy = [value for value in gauges if value > 0]
-    return sum(busy) / len(busy) if busy else 0.0 if gauges else None
+LOW_ACCEPTANCE = 0.55  # acceptance rate below which the deepest drafted tokens mostly cost their rows
+MIN_DRAFTS = 100  # drafts that a rate can be told from
+
+
+def advise(counters: EngineCounters | None, min_drafts: int = MIN_DRAFTS) -> str:
+    """Returns what to do about a low acceptance rate; empty where nothing is to be done, or too few drafts counted."""
+    if counters is None or not counters.drafts or not counters.drafted or counters.accepted is None:
+        return ""
+    rate, depth = counters.accepted / counters.drafted, round(counters.drafted / counters.drafts)
+    if counters.drafts < min_drafts or rate >= LOW_ACCEPTANCE:
+        return ""
+    taken = _acceptance_by_position(counters.per_position, counters.drafts, rate, depth)
+    head = f"{rate:.0%} of the drafted tokens are accepted, which is below {LOW_ACCEPTANCE:.0%}"
+    best = max((k for k in range(1, depth + 1) if sum(taken[:k]) / k >= LOW_ACCEPTANCE), default=1)
+    now, then = 1 + sum(taken), 1 + sum(taken[:best])
+    if best < depth:
+        each = ", ".join(f"{one:.2f}" for one in taken)
+        sums = f"depth {depth} gives 1 + {' + '.join(f'{one:.2f}' for one in taken)} = {now:.2f} tokens a pass"
+        less = f"depth {best} {then:.2f}, with {depth - best} of {depth} drafted rows saved"
+        return f"{head}: lower the depth to {best}. A draft at position 1, 2, ... is accepted at {each}: {sums}, {less}"
+    entropy = "the text has more entropy than the head can guess: compare with drafting off"
+    return f"{head}, at depth 1 already ({then:.2f} tokens a pass); {entropy}"
+
+
+def _acceptance_by_position(per_position: Mapping[int, float], drafts: float, rate: float, depth: int) -> list[float]:
+    """Returns how often a draft's first, second, ... token is accepted. Where the engine does not count positions, the
+    conditional chance of each is taken to be the same."""
+    counted = [per_position[place] / drafts for place in sorted(per_position)][:depth]
+    if counted:
+        return counted + [0.0] * (depth - len(counted))
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        chance = (low + high) / 2
+        low, high = (chance, high) if sum(chance**k for k in range(1, depth + 1)) / depth < rate else (low, chance)
+    return [low**k for k in range(1, depth + 1)]

@@ -1,4 +1,4 @@
-"""`headstart ps` and `headstart stop`: models in the memory of a server that runs, in the words of Ollama's API."""
+"""`headstart ps` and `headstart stop`: models in the memory of a running server, through Ollama's API."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.client import Response, Server, get, post, reason
+from headstart.tools.client import Response, Server, get, get_object, post, unreachable
 
-FAR = 10 * 365
-"""Days after which nobody waits for a model to leave."""
+MAX_DAYS = 10 * 365  # a model that leaves later than that stays
 
 
 def ps(url: str, api_key: str | None) -> Report:
-    """What is in memory. Raises UsageError."""
+    """Lists the models in memory. Raises UsageError."""
     server = Server.at(url, api_key)
-    found = _asked(server, get(server, "/api/ps"))["models"]
     models = [
         {
             "name": each["name"].removesuffix(":latest"),
@@ -27,42 +25,33 @@ def ps(url: str, api_key: str | None) -> Report:
             "context": each["context_length"],
             "expires_at": each["expires_at"],
         }
-        for each in found
+        for each in _request(server, get(server, "/api/ps"))["models"]
     ]
-    return Report(True, {"url": str(server), "models": models, "replicas": _replicas(server)})
-
-
-def _replicas(server: Server) -> list[dict[str, Any]]:
-    """Of a server that has several behind its router; none of any other."""
-    answer = asyncio.run(get(server, "/replicas"))
-    document = json.loads(answer.body) if answer.status == 200 else {}
-    found: list[dict[str, Any]] = document.get("replicas", []) if isinstance(document, dict) else []
-    return found
+    replicas = get_object(server, "/replicas").get("replicas", [])  # of a server with several behind its router
+    return Report(True, {"url": str(server), "models": models, "replicas": replicas})
 
 
 def stop(name: str, url: str, api_key: str | None) -> Report:
-    """Let a model go. Raises UsageError. `ok`: it is out of memory."""
+    """Unloads a model; `ok`: it is out of memory. Raises UsageError."""
     server = Server.at(url, api_key)
-    said = _asked(server, post(server, "/api/generate", {"model": name, "keep_alive": 0, "stream": False}))
-    gone = said.get("done_reason") == "unload"
+    answer = _request(server, post(server, "/api/generate", {"model": name, "keep_alive": 0, "stream": False}))
+    gone = answer.get("done_reason") == "unload"
     line = f"{name} is out of memory" if gone else f"{name} leaves when its requests have ended, if it may"
     return Report(gone, {"model": name, "unloaded": gone}, [line])
 
 
 def until(expires_at: str) -> str:
-    """When a model leaves, for people."""
+    """Returns when a model leaves, for people."""
     left = datetime.fromisoformat(expires_at) - datetime.now(UTC)
-    if left.days > FAR:
-        return "stays"
-    return f"in {max(int(left.total_seconds()), 0)} s"
+    return "stays" if left.days > MAX_DAYS else f"in {max(int(left.total_seconds()), 0)} s"
 
 
-def _asked(server: Server, work: Coroutine[Any, Any, Response]) -> dict[str, Any]:
+def _request(server: Server, request: Coroutine[Any, Any, Response]) -> dict[str, Any]:
+    """Returns the JSON object of an answer. Raises UsageError."""
     try:
-        answer = asyncio.run(work)
-    except (OSError, ValueError) as error:  # the latter: no such name can be looked up, or no JSON
-        hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
-        raise UsageError(f"cannot reach {server}: {reason(error)}", hint) from None
+        answer = asyncio.run(request)
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up
+        raise unreachable(server, error) from None
     try:
         document = json.loads(answer.body)
     except ValueError:

@@ -1,12 +1,36 @@
-"""The prompts that come with headstart: a handful of kinds, written for it."""
+"""Built-in prompts of several kinds, the acceptance of a head on them, and where two outputs differ."""
 
 from __future__ import annotations
 
-import json
-from importlib import resources
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.core import SamplingParams
+from headstart.formats.json_object import read_packaged
+from headstart.stats import DraftStats
+
+if TYPE_CHECKING:
+    from headstart.api import LLM
 
 
 def builtin_prompts() -> tuple[tuple[str, str], ...]:
-    """(kind, prompt) pairs."""
-    text = resources.files("headstart.tools").joinpath("demo_prompts.json").read_text("utf-8")
-    return tuple((item["kind"], item["prompt"]) for item in json.loads(text))
+    """Returns (kind, prompt) pairs."""
+    return tuple((item["kind"], item["prompt"]) for item in read_packaged("headstart.tools", "demo_prompts.json"))
+
+
+def measure_acceptance(llm: LLM, max_tokens: int, finished: Callable[[], None]) -> DraftStats:
+    """Returns the counts of greedy answers to the built-in prompts, at the engine's depth; `finished` is called after
+    each."""
+    llm.engine.head_health.is_enabled = False
+    stats = DraftStats()
+    prompts = [prompt for _, prompt in builtin_prompts()]
+    params = SamplingParams(max_tokens=max_tokens)
+    for completion in llm.generate(prompts, params, on_finish=lambda index, completion: finished()):
+        stats.add(completion.speculation)
+    return stats
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
+    """Returns the first index at which two texts differ, or one of them ends; None if they are equal."""
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return None if place == len(one) == len(other) else place

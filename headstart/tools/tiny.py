@@ -1,4 +1,4 @@
-"""Small random models as Hugging Face directories: what tests and `headstart verify` run in float64.
+"""Small random models as Hugging Face directories, for tests.
 
 The tokenizer is byte-level with one id per common byte and a few merges, so that text, multi-byte characters and stop
 strings across tokens can be tried on a vocabulary of about a hundred ids.
@@ -17,11 +17,9 @@ from headstart import registry
 from headstart.formats import safetensors
 from headstart.models.base import Family
 from headstart.models.small import Arrays
-from headstart.text.pieces import byte_alphabet
+from headstart.text.token_bytes import byte_alphabet
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-"""Ids 0, 1 (begins a text) and 2 (ends one), as the tiny configs have them."""
-
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (begins a text) and 2 (ends one)
 MERGES = (
     ("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "u"), (" ", "t"), (" t", "he"), (" ", "a"),
     ("\n", "\n"), (" ", " "), ("in", "g"),
@@ -36,38 +34,30 @@ CHAT_TEMPLATE = """\
 
 
 def write_tiny(family: str, folder: Path, **config_changes: Any) -> Path:
-    """Write the tiny model of a family (by its name) into `folder`; keyword arguments change keys of its config.
+    """Writes the tiny model of a family (by its name) into `folder`; keyword arguments change keys of its config.
     Returns the folder. Raises ModelError for an unknown family."""
     declared: Family = registry.find("models", family).FAMILY
     return write_model(folder, *declared.tiny(**config_changes))
 
 
 def write_model(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
-    """Write config.json, weights, tokenizer and chat template. Returns the folder."""
+    """Writes config.json, weights, tokenizer and chat template. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.save(folder / "model.safetensors", arrays, {"format": "pt"})
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
-    _, start, end = SPECIAL
-    documents = {
-        "config.json": config,
-        "generation_config.json": ends,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": start,
-            "eos_token": end,
-            "pad_token": SPECIAL[0],
-            "chat_template": CHAT_TEMPLATE,
-        },
-    }
+    pad, start, end = SPECIAL
+    tokens = {"bos_token": start, "eos_token": end, "pad_token": pad}
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": CHAT_TEMPLATE}
+    documents = {"config": config, "generation_config": ends, "tokenizer_config": tokenizer}
     for name, content in documents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tiny_tokenizer(int(config["vocab_size"])).save(str(folder / "tokenizer.json"))
     return folder
 
 
 def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE of at most `vocab_size` ids; bytes it has no room for are dropped from a text.
-    All 256 bytes, or only the common ones: then the last ids of the vocabulary mean nothing, as in many models."""
+    """Returns a byte-level BPE of at most `vocab_size` ids, for all 256 bytes or only the common ones. Other bytes are
+    dropped from a text, and the last ids of the vocabulary mean nothing, as in many models."""
     of_byte = {byte: char for char, byte in byte_alphabet().items()}
     common = [*b"\n", *range(0x20, 0x7F), *"äöüßé€".encode()]
     rare = [byte for byte in range(256) if byte not in common]

@@ -1,12 +1,18 @@
-"""Prompts to answers by our own engine: text that the model itself writes, which is what a head must learn to draft."""
+"""Text that the model writes itself: answers to prompts, and prompts of its own.
+
+A head learns best from text of the model that it drafts for.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
+import re
+import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,34 +20,49 @@ from typing import Any, Literal
 from headstart.api import LLM, Choice
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
-from headstart.train.data import Message, find_files
-from headstart.train.shards import Shards
+from headstart.train.progress import show_progress
+from headstart.train.records import Message, Shards, find_files
 
 GREEDY_SHARE = 0.5
-WARM = (0.7, 1.0)
-"""The other half of the answers is drawn at temperatures in this range."""
+TEMPERATURES = (0.7, 1.0)
+"""Range of temperatures of the answers that are not greedy."""
 ANSWER_TOKENS = 256
-Ending = Literal["enough", "late"]
-FIRST_TOGETHER = 4
-"""Answers that a wave begins with; more with each that ends: a short run has some whole ones, not many beginnings."""
-FEWEST_TOKENS = 4
-"""Of an unfinished answer that is kept; shorter ones have nothing to learn from."""
+MIN_CONCURRENT = 4
+"""Answers in progress at the start of a wave. Each finished answer allows more, so that a short run finishes some."""
+MIN_ANSWER_TOKENS = 4
+"""Shorter unfinished answers are dropped: there is nothing to learn from them."""
+EndReason = Literal["enough", "late"]
+
+Language = Literal["en", "any"]
+OWN_KIND = "own"
+PROMPT_TOKENS = 192
+TEMPERATURE, TOP_P = 1.0, 0.95
+MIN_CHARACTERS, MAX_CHARACTERS = 12, 1500
+"""Length of a usable prompt."""
+MIN_COMPRESSED_SHARE = 0.35
+"""Text that zlib compresses below this share repeats itself."""
+_MARK = "user-turn-mark"
+_COMMON = """
+the a an of to in is and for on with that this it as are be by from what how i you my your can or which
+write explain describe make create find give list
+"""
+_COMMON_WORDS = frozenset(_COMMON.split())
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One question with what came before it, and those of the same user that follow once it is answered."""
+class ConversationPrompt:
+    """A question with the turns before it, and the same user's later questions."""
 
     messages: tuple[Message, ...]
     kind: str
     licence: str = ""
     source: str = ""
-    later: tuple[str, ...] = ()
+    later_questions: tuple[str, ...] = ()  # asked once the model has answered this one
 
-    def next(self, answer: str) -> Prompt:
-        """The next question of the conversation, behind the model's own answer to this one."""
-        said = ({"role": "assistant", "content": answer}, {"role": "user", "content": self.later[0]})
-        return replace(self, messages=(*self.messages, *said), later=self.later[1:])
+    def next_prompt(self, answer: str) -> ConversationPrompt:
+        """The conversation's next question, after the model's own answer to this one."""
+        turns = ({"role": "assistant", "content": answer}, {"role": "user", "content": self.later_questions[0]})
+        return replace(self, messages=(*self.messages, *turns), later_questions=self.later_questions[1:])
 
     @property
     def key(self) -> str:
@@ -49,136 +70,149 @@ class Prompt:
         return hashlib.sha256(json.dumps([dict(m) for m in self.messages], sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read_prompts(paths: Sequence[Path]) -> list[Prompt]:
-    """Lines {"prompt", "kind"?, "history"?, "source"?, "licence"?} of the files, or {"messages": [...]} or {"turns":
-    [...]} with all that a user asks, one after the other: answers in the file give way to the model's own. Raises
-    UsageError for a file without any."""
-    prompts: list[Prompt] = []
+def read_prompts(paths: Sequence[Path]) -> list[ConversationPrompt]:
+    """Prompts from JSONL lines {"prompt", "kind"?, "history"?, "source"?, "licence"?}, or {"messages": [...]} or
+    {"turns": [...]} with all questions of a user. Answers in the file are replaced by the model's own. Raises
+    UsageError for a file without prompts."""
+    prompts: list[ConversationPrompt] = []
     for path in find_files(paths):
         with path.open(encoding="utf-8", errors="replace") as lines:
-            parsed = [prompt for line in lines if (prompt := _parse(line, path.stem))]
+            parsed = [prompt for line in lines if (prompt := _parse_prompt(line, path.stem))]
         if not parsed:
             raise UsageError(f"{path} holds no prompts", 'each line is {"prompt": "..."}')
         prompts += parsed
     return prompts
 
 
-def _parse(line: str, default_kind: str) -> Prompt | None:
+def _parse_prompt(line: str, default_kind: str) -> ConversationPrompt | None:
     try:
         data = json.loads(line)
     except json.JSONDecodeError:
         return None
     if not isinstance(data, dict):
         return None
-    said, before = _objects(data.get("messages")), _objects(data.get("history"))
-    asked: list[Any] = [data["prompt"]] if "prompt" in data else []
-    if not asked and said:
-        asked = [m.get("content") for m in said if m.get("role") == "user"]
-        before = [m for m in said[:1] if m.get("role") == "system"]
-    elif not asked and isinstance(data.get("turns"), list):
-        asked = data["turns"]
-    if not asked or not all(isinstance(each, str) and each.strip() for each in asked):
+    messages, before = _dicts(data.get("messages")), _dicts(data.get("history"))
+    questions: list[Any] = [data["prompt"]] if "prompt" in data else []
+    if not questions and messages:
+        questions = [m.get("content") for m in messages if m.get("role") == "user"]
+        before = [m for m in messages[:1] if m.get("role") == "system"]
+    elif not questions and isinstance(data.get("turns"), list):
+        questions = data["turns"]
+    if not questions or not all(isinstance(each, str) and each.strip() for each in questions):
         return None
     kind = str(data.get("kind") or data.get("category") or default_kind)
-    messages = (*before, {"role": "user", "content": asked[0]})
+    first = (*before, {"role": "user", "content": questions[0]})
     source = str(data.get("source", default_kind))
-    return Prompt(messages, kind, str(data.get("licence", "")), source, tuple(asked[1:]))
+    return ConversationPrompt(first, kind, str(data.get("licence", "")), source, tuple(questions[1:]))
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def _dicts(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def answer(
+def answer_prompts(
     llm: LLM,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[ConversationPrompt],
     shards: Shards,
     *,
     seed: int = 0,
     max_tokens: int = ANSWER_TOKENS,
     wave: int = 512,
-    done: Callable[[dict[str, Any]], None] = lambda record: None,
-    until: Callable[[], Ending | None] = lambda: None,
+    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    should_end: Callable[[], EndReason | None] = lambda: None,
 ) -> None:
-    """Answer what `shards` do not hold yet, `wave` prompts to the engine at a time; `done` hears every new record.
-    `until` is asked after each step. Where there is enough, answers in the making are dropped: a later run writes them
-    whole. Where it is late they are kept as far as they have come. Prompts that do not fit into the context together
-    with `max_tokens` are left out."""
+    """Answer the prompts that `shards` do not hold yet, `wave` prompts at a time. Prompts that do not fit into the
+    context together with `max_tokens` are left out.
+
+    `should_end` is called after each step. At "enough", unfinished answers are dropped: a later run writes them in
+    full. At "late", they are kept as they are.
+    """
     missing = _unanswered(prompts, shards)
     # neighbours of similar length finish prefill together; the order is the same in every run
     missing.sort(key=lambda prompt: (len(str(prompt.messages[-1]["content"])) // 256, prompt.key))
 
-    def keep(prompt: Prompt, choice: Choice, reason: str) -> None:
+    def keep(prompt: ConversationPrompt, choice: Choice, reason: str) -> None:
         record = _record(prompt, choice, reason)
         shards.append(record)
-        done(record)
-        waiting.extend(_following(llm, prompt, choice, reason, max_tokens))
+        on_record(record)
+        following = [prompt.next_prompt(choice.text)] if prompt.later_questions and reason == "stop" else []
+        waiting.extend(each for each in following if _fits(llm, each, max_tokens))
 
     for start in range(0, len(missing), wave):
         part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
-        waiting, together, ended = deque(part), FIRST_TOGETHER, 0
+        waiting, concurrent, ended = deque(part), MIN_CONCURRENT, 0
         with llm.session() as session:
-            asked = {}
-            while (waiting or session.running) and not until():
-                while waiting and len(session.running) < together:
+            prompt_of = {}
+            while (waiting or session.running) and not should_end():
+                while waiting and len(session.running) < concurrent:
                     prompt = waiting.popleft()
-                    request = llm.request(_asked(llm, prompt), sampling(prompt, seed, max_tokens), depth=0)
-                    asked[request.request_id] = prompt
+                    params = sampling_params(prompt, seed, max_tokens)
+                    request = llm.request(_model_input(llm, prompt), params, depth=0)
+                    prompt_of[request.request_id] = prompt
                     session.submit(request)
                 for choice, delta in session.step():
                     if delta.finish_reason is not None:
-                        choice.completion(llm)  # raises for a text that broke off
-                        keep(asked[choice.request.request_id], choice, delta.finish_reason)
+                        choice.completion()  # raises for a failed request
+                        keep(prompt_of[choice.request.request_id], choice, delta.finish_reason)
                         ended += 1
-                together = max(together, FIRST_TOGETHER + 2 * ended)
+                concurrent = max(concurrent, MIN_CONCURRENT + 2 * ended)
             if not (waiting or session.running):
                 continue
-            for choice in list(session.running.values()) if until() == "late" else []:
-                if len(choice.tokens) >= FEWEST_TOKENS:
-                    keep(asked[choice.request.request_id], choice, "length")
+            for choice in list(session.running.values()) if should_end() == "late" else []:
+                if len(choice.tokens) >= MIN_ANSWER_TOKENS:
+                    keep(prompt_of[choice.request.request_id], choice, "length")
             return
 
 
-def _unanswered(prompts: Sequence[Prompt], shards: Shards) -> list[Prompt]:
+def answer_files(make_llm: Callable[[], LLM], paths: Sequence[Path], folder: Path, seed: int) -> None:
+    """Answer the prompts in files that the shards in `folder` do not hold yet."""
+    prompts = read_prompts(paths)
+    finished = tokens = 0
+    started = time.monotonic()
+    with show_progress("answering prompts") as show:
+
+        def on_record(record: dict[str, Any]) -> None:
+            nonlocal finished, tokens
+            finished, tokens = finished + 1, tokens + len(record["response_ids"])
+            rate = tokens / (time.monotonic() - started)
+            show(finished / len(prompts), f"{tokens:,} tokens, {rate:.0f} tok/s")
+
+        with Shards(folder, "answers") as shards:
+            answer_prompts(make_llm(), prompts, shards, seed=seed, on_record=on_record)
+
+
+def _unanswered(prompts: Sequence[ConversationPrompt], shards: Shards) -> list[ConversationPrompt]:
     """The first question of each conversation that has no answer yet."""
     answers: dict[str, str] = {}
-    if any(prompt.later for prompt in prompts):
-        whole = (record for record in shards if record["finish_reason"] == "stop")
-        answers = {record["key"]: record["messages"][-1]["content"] for record in whole}
-    open_ones = []
+    if any(prompt.later_questions for prompt in prompts):
+        complete = (record for record in shards if record["finish_reason"] == "stop")
+        answers = {record["key"]: record["messages"][-1]["content"] for record in complete}
+    unanswered = []
     for prompt in {p.key: p for p in prompts}.values():
-        while prompt.later and prompt.key in answers:
-            prompt = prompt.next(answers[prompt.key])
+        while prompt.later_questions and prompt.key in answers:
+            prompt = prompt.next_prompt(answers[prompt.key])
         if prompt.key not in shards.keys:
-            open_ones.append(prompt)
-    return open_ones
+            unanswered.append(prompt)
+    return unanswered
 
 
-def _following(llm: LLM, prompt: Prompt, choice: Choice, reason: str, max_tokens: int) -> list[Prompt]:
-    """The next question of a conversation, where an answer is whole and there is room for one more."""
-    if not prompt.later or reason != "stop":
-        return []
-    following = prompt.next(choice.text)
-    return [following] if _fits(llm, following, max_tokens) else []
-
-
-def _asked(llm: LLM, prompt: Prompt) -> str | list[Message]:
+def _model_input(llm: LLM, prompt: ConversationPrompt) -> str | list[Message]:
     """Messages for the chat template; a base model continues the text of the last one."""
     return list(prompt.messages) if llm.has_chat_template else str(prompt.messages[-1]["content"])
 
 
-def _fits(llm: LLM, prompt: Prompt, max_tokens: int) -> bool:
-    return len(llm.encode(_asked(llm, prompt))) + max_tokens <= int(llm.info["context"])
+def _fits(llm: LLM, prompt: ConversationPrompt, max_tokens: int) -> bool:
+    return len(llm.encode(_model_input(llm, prompt))) + max_tokens <= int(llm.info["context"])
 
 
-def sampling(prompt: Prompt, seed: int, max_tokens: int) -> SamplingParams:
-    """Temperature and seed follow from the prompt, so a resumed run draws what it would have drawn."""
+def sampling_params(prompt: ConversationPrompt, seed: int, max_tokens: int) -> SamplingParams:
+    """Temperature and seed depend on the prompt only, so that a resumed run samples the same."""
     rng = random.Random(f"{seed} {prompt.key}")
-    temperature = 0.0 if rng.random() < GREEDY_SHARE else round(rng.uniform(*WARM), 2)
+    temperature = 0.0 if rng.random() < GREEDY_SHARE else round(rng.uniform(*TEMPERATURES), 2)
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=rng.getrandbits(32))
 
 
-def _record(prompt: Prompt, choice: Choice, reason: str) -> dict[str, Any]:
+def _record(prompt: ConversationPrompt, choice: Choice, reason: str) -> dict[str, Any]:
     return {
         "key": prompt.key,
         "kind": prompt.kind,
@@ -190,3 +224,65 @@ def _record(prompt: Prompt, choice: Choice, reason: str) -> dict[str, Any]:
         "prompt_ids": list(choice.request.prompt_ids),
         "response_ids": choice.tokens,
     }
+
+
+def user_turn_ids(llm: LLM) -> list[int]:
+    """Token ids up to the first word of a user's turn. A model without a chat template gets its begin token, or else
+    its end token."""
+    if not llm.has_chat_template:
+        return llm.encode("", raw=True) or sorted(llm.tokenizer.eos_ids)[:1]
+    template = llm.model.checkpoint.chat_template()
+    assert template is not None
+    text = template.render([{"role": "user", "content": _MARK}], add_generation_prompt=False)
+    return llm.tokenizer.encode(text[: text.index(_MARK)], add_special=False)
+
+
+def write_prompts(
+    llm: LLM, first: int, count: int, seed: int, language: Language, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[ConversationPrompt]:
+    """Prompts that the model writes after the bare beginning of a user's turn (Xu et al. 2024, "Magpie").
+
+    Yields the usable ones of the attempts `first` to `first + count - 1`; they are the same for the same arguments.
+    When `should_stop` returns true, unfinished attempts are dropped.
+    """
+    ids = user_turn_ids(llm)
+    if not ids:
+        return
+    ends = ("stop",) if llm.has_chat_template else ("stop", "length")  # a base model continues its own text
+    with llm.session() as session:
+        attempts = {}
+        for number in range(first, first + count):
+            drawn = random.Random(f"{seed} own {number}").getrandbits(32)
+            params = SamplingParams(max_tokens=PROMPT_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=drawn)
+            request = llm.request(ids, params, depth=0)
+            attempts[request.request_id] = number
+            session.submit(request)
+        texts = {}
+        while session.running and not should_stop():
+            for choice, delta in session.step():
+                if delta.finish_reason in ends:
+                    texts[attempts[choice.request.request_id]] = choice.text.strip()
+    for _, text in sorted(texts.items()):
+        if is_usable(text, language):
+            yield ConversationPrompt(({"role": "user", "content": text},), OWN_KIND, "own", "written by the model")
+
+
+def is_usable(text: str, language: Language) -> bool:
+    """Long enough, without repetition and broken characters, and in the language."""
+    if not MIN_CHARACTERS <= len(text) <= MAX_CHARACTERS or "\ufffd" in text:
+        return False
+    if any(ord(char) < 32 and char not in "\n\t" for char in text):
+        return False
+    raw = text.encode()
+    if len(raw) > 200 and len(zlib.compress(raw)) < MIN_COMPRESSED_SHARE * len(raw):
+        return False
+    words = re.findall(r"[a-z']+", text.lower())
+    if language == "any":
+        return True
+    ascii_share = sum(char.isascii() for char in text) / len(text)
+    return ascii_share > 0.95 and len(words) >= 3 and sum(word in _COMMON_WORDS for word in words) >= 0.1 * len(words)
+
+
+def fingerprint(prompt: ConversationPrompt) -> str:
+    """The first ten words: prompts that begin alike count as one."""
+    return " ".join(re.findall(r"\w+", str(prompt.messages[-1]["content"]).lower())[:10])

@@ -1,7 +1,6 @@
-"""The distillation loss with its gradient, without ever keeping [N, V] activations.
+"""The distillation loss with its gradient, computed in chunks without storing [N, V] activations.
 
-Shapes: N rows that carry loss, W width, V draft vocabulary, M candidates: those of its tokens that a batch is scored
-on, r rank of a Markov head.
+Shapes: N rows that carry loss, W width, V draft vocabulary, M candidate tokens of a batch, r rank of a Markov head.
 """
 
 from __future__ import annotations
@@ -14,56 +13,55 @@ import torch
 from torch import Tensor
 
 CHUNK, GPU_CHUNK = 512, 8192
-"""Rows whose logits exist at the same time: small enough for the shared cache of a CPU, and enough to fill a GPU."""
+"""Rows whose logits exist at the same time: they fit into a CPU's shared cache, and fill a GPU."""
 
 
-def chunk_of(x: Tensor) -> int:
-    """Rows whose logits exist at the same time, where x is."""
+def chunk_rows(x: Tensor) -> int:
+    """Rows whose logits exist at the same time, on the device of x."""
     return CHUNK if x.device.type == "cpu" else GPU_CHUNK
 
 
 @dataclass(frozen=True, eq=False)
-class Candidates:
-    """The tokens whose logits a batch computes. `ids` [M] ascending draft ids; `lm_head` [M, W] as the head sees it;
-    `prior` [M] is added to logits of trunk and head: a random token stands for as many as it was drawn from."""
+class CandidateTokens:
+    """The tokens whose logits a batch computes."""
 
-    ids: Tensor
-    lm_head: Tensor
-    prior: Tensor
+    ids: Tensor  # [M] ascending draft ids
+    lm_head: Tensor  # [M, W] in the head's arithmetic
+    prior: Tensor  # [M] added to the logits of trunk and head: log of the number of tokens that a random one represents
 
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """What the trunk says at N rows: `probs` [N, M] over candidates, `best` [N] the index of its argmax among them, -1
-    where it is not one."""
+    """The trunk's distribution at N rows."""
 
-    probs: Tensor
-    best: Tensor
-    candidates: Candidates
+    probs: Tensor  # [N, M] over the candidates
+    best: Tensor  # [N] index of the trunk's argmax among the candidates, -1 if it is none of them
+    candidates: CandidateTokens
 
 
 @dataclass(frozen=True)
-class Terms:
-    """Of a row's loss, beside the cross-entropy to the trunk's distribution p: `top1` times that to its argmax, and
-    `variation` times 1 - sum min(p, q), the chance that a draft is rejected at T = 1."""
+class LossTerms:
+    """Weights of a row's loss terms, beside the cross-entropy to the trunk's distribution p."""
 
-    top1: float = 0.5
-    variation: float = 0.0
+    top1: float = 0.5  # cross-entropy to the trunk's argmax
+    variation: float = 0.0  # 1 - sum min(p, q), the probability that a draft is rejected at T = 1
 
 
-def everything(lm_head: Tensor) -> Candidates:
+def all_candidates(lm_head: Tensor) -> CandidateTokens:
     """The whole draft vocabulary."""
-    return Candidates(torch.arange(len(lm_head), device=lm_head.device), lm_head, lm_head.new_zeros(len(lm_head)))
+    return CandidateTokens(torch.arange(len(lm_head), device=lm_head.device), lm_head, lm_head.new_zeros(len(lm_head)))
 
 
 @torch.no_grad()
-def likely(hidden: Tensor, best: Tensor, lm_head: Tensor, size: int, generator: torch.Generator) -> Candidates:
-    """`size` of the draft vocabulary: every argmax `best` [N], the tokens that the trunk (states [N, W]) gives most to
-    over all rows, and for the last third random others, each for its share of what is left out."""
+def likely_candidates(
+    hidden: Tensor, best: Tensor, lm_head: Tensor, size: int, generator: torch.Generator
+) -> CandidateTokens:
+    """`size` tokens of the draft vocabulary: every argmax `best` [N], the tokens with the highest probability over all
+    rows (trunk states [N, W]), and one third random others that represent the rest."""
     if size >= len(lm_head):
-        return everything(lm_head)
+        return all_candidates(lm_head)
     mass = torch.zeros(len(lm_head), device=lm_head.device)
-    for rows in hidden.to(lm_head.dtype).split(chunk_of(hidden)):
+    for rows in hidden.to(lm_head.dtype).split(chunk_rows(hidden)):
         mass += (rows @ lm_head.T).softmax(-1).sum(0, dtype=torch.float32)
     mass[best[best >= 0]] += len(hidden)
     mass = mass.cpu()
@@ -75,14 +73,21 @@ def likely(hidden: Tensor, best: Tensor, lm_head: Tensor, size: int, generator: 
     prior[drawn] = math.log(len(rest) / len(drawn))
     ids = torch.cat((order[:num_first], drawn)).sort().values
     where = ids.to(lm_head.device)
-    return Candidates(where, lm_head[where], prior[ids].to(lm_head.device))
+    return CandidateTokens(where, lm_head[where], prior[ids].to(lm_head.device))
 
 
 @torch.no_grad()
-def teach(hidden: Tensor, lm_head: Tensor, best: Tensor, candidates: Candidates | None = None) -> Teacher:
-    """Trunk hidden states [N, W], LM head [V, W] and argmax draft ids [N] (or -1) -> teacher, over all tokens or some.
-    Logits in float32: bfloat16 ones step by 0.125 at 20."""
-    candidates = candidates or everything(lm_head)
+def make_teacher(
+    hidden: Tensor,
+    lm_head: Tensor,
+    best: Tensor,
+    candidates: CandidateTokens | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Teacher:
+    """Trunk hidden states [N, W], LM head [V, W] and argmax draft ids [N] (or -1) -> teacher over all or some tokens.
+    Logits are float32: in bfloat16 they step by 0.125 at 20. `scale`, `softcap`: of the trunk's logits."""
+    candidates = candidates or all_candidates(lm_head)
     if len(candidates.ids) < len(lm_head):
         place = torch.full((len(lm_head),), -1, dtype=torch.int64, device=lm_head.device)
         place[candidates.ids] = torch.arange(len(candidates.ids), device=lm_head.device)
@@ -90,10 +95,14 @@ def teach(hidden: Tensor, lm_head: Tensor, best: Tensor, candidates: Candidates 
     kept = torch.bfloat16 if lm_head.dtype != torch.float64 else torch.float32
     probs = torch.empty(len(hidden), len(lm_head), dtype=kept, device=hidden.device)
     prior = candidates.prior.to(lm_head.dtype)
-    chunk = chunk_of(hidden)
+    chunk = chunk_rows(hidden)
     for start in range(0, len(hidden), chunk):
-        logits = hidden[start : start + chunk].to(lm_head.dtype) @ lm_head.T + prior
-        probs[start : start + chunk] = logits.softmax(-1).to(kept)
+        logits = hidden[start : start + chunk].to(lm_head.dtype) @ lm_head.T
+        if scale != 1:
+            logits *= scale
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
+        probs[start : start + chunk] = (logits + prior).softmax(-1).to(kept)
     return Teacher(probs, best, candidates)
 
 
@@ -109,7 +118,7 @@ class _Distill(torch.autograd.Function):
         teacher: Teacher,
         rows: Tensor,
         weight: Tensor,
-        terms: Terms,
+        terms: LossTerms,
     ) -> tuple[Tensor, Tensor, Tensor]:
         lm_head, prior = teacher.candidates.lm_head, teacher.candidates.prior.to(weight.dtype)
         learns = ctx.needs_input_grad[0]
@@ -118,7 +127,7 @@ class _Distill(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=y.device)
         hits = torch.zeros(len(y), dtype=torch.bool, device=y.device)
         shared = torch.zeros(len(y), dtype=weight.dtype, device=y.device)
-        chunk = chunk_of(y)
+        chunk = chunk_rows(y)
         for start in range(0, len(y), chunk):
             part = slice(start, min(start + chunk, len(y)))
             target = teacher.probs[rows[part]].to(weight.dtype)
@@ -149,7 +158,7 @@ class _Distill(torch.autograd.Function):
 
 
 def _chunk(
-    log_probs: Tensor, target: Tensor, label: Tensor, weight: Tensor, terms: Terms
+    log_probs: Tensor, target: Tensor, label: Tensor, weight: Tensor, terms: LossTerms
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities [n, M] -> (summed loss, sum min(p, q) [n], d loss / d logits [n, M])."""
     hard = terms.top1 * (label >= 0).to(weight.dtype)
@@ -161,7 +170,7 @@ def _chunk(
     slope.scatter_add_(-1, picked, -hard[:, None])
     if terms.variation:
         loss = loss + terms.variation * (1 - shared)
-        rising = probs * (probs < target)  # where more of q would be accepted
+        rising = probs * (probs < target)  # where a larger q would raise acceptance
         probs.mul_(rising.sum(-1, keepdim=True)).sub_(rising)
         slope.add_(probs, alpha=terms.variation)
     return (loss * weight).sum().double(), shared, slope.mul_(weight[:, None])
@@ -172,13 +181,13 @@ def distill(
     teacher: Teacher,
     rows: Tensor,
     weight: Tensor,
-    terms: Terms,
+    terms: LossTerms,
     markov: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Head outputs y [N, W] against `teacher` at `rows` [N] -> (sum of weight * loss, hits [N]: the argmax is the
-    teacher's, shared [N]: sum min(p, q), the chance that a draft is accepted at T = 1). The loss is computed where
-    gradients are recorded, the hits where they are not. `markov`: embeddings of the tokens before [N, r], and the
-    matrix [V, r] that makes logits of them."""
+    teacher's, shared [N]: sum min(p, q), the probability of acceptance at T = 1). The loss is computed only where
+    gradients are recorded, the hits only where they are not. `markov`: embeddings of the previous tokens [N, r], and
+    the matrix [V, r] from them to logits."""
     before, out = markov if markov else (y.new_zeros(len(y), 0), y.new_zeros(len(teacher.candidates.ids), 0))
     if markov and len(out) > len(teacher.candidates.ids):
         out = out[teacher.candidates.ids]

@@ -1,15 +1,14 @@
 """Templated prompts for self-distillation.
 
-A head learns from text that the trunk itself writes, so it needs prompts of many kinds for the trunk to answer.  The
-templates and word lists live in ``prompt_lists.json``; this module fills them.  In a template
+The templates and word lists are in `prompt_lists.json`; this module fills them. In a template
 
-* ``{name}`` is an entry of the list ``name``, the same one wherever it stands in that template;
-* ``{name#2}`` is another entry of the same list;
-* ``{3-9}`` is a number of that range, ``{10-50/5}`` one in steps of 5, drawn anew each time;
-* ``{passage}``, ``{passages}``, ``{article}``, ``{docs}`` and ``{foreign}`` are longer texts, given or composed, and
-  ``{language}`` is the language of ``{foreign}``.
+* `{name}` is an entry of the list `name`, the same entry at each occurrence in that template;
+* `{name#2}` is another entry of the same list;
+* `{3-9}` is a number of that range, `{10-50/5}` one in steps of 5, drawn again at each occurrence;
+* `{passage}`, `{passages}`, `{article}`, `{docs}` and `{foreign}` are longer texts, given or composed, and `{language}`
+  is the language of `{foreign}`.
 
-An entry may itself hold placeholders; those are filled on their own.
+An entry may contain placeholders, which are filled separately.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KIND_WEIGHTS: dict[str, int] = {
     "json": 6,
     "tools": 5,
 }
-"""How often each kind of prompt is made, relative to the others."""
+"""Relative frequency of each kind of prompt."""
 
 T = TypeVar("T")
 
@@ -55,20 +54,16 @@ _RETRIES = 40
 
 
 @dataclass(frozen=True)
-class PromptRecord:
-    """One prompt for the trunk to answer.
-
-    ``passages`` are indices of the given texts that stand in the prompt (of the foreign ones for translation), so
-    that a caller can look up where they come from; ``licence`` covers the template's own words.
-    """
+class TemplatedPrompt:
+    """A filled template."""
 
     kind: str
     prompt: str
-    licence: str = "own"
-    passages: tuple[int, ...] = ()
+    licence: str = "own"  # of the template's words
+    passages: tuple[int, ...] = ()  # indices of the given texts in the prompt (for translation: of the foreign texts)
 
 
-class Foreign(NamedTuple):
+class ForeignText(NamedTuple):
     """A sentence or short paragraph to translate into English."""
 
     language: str
@@ -76,15 +71,15 @@ class Foreign(NamedTuple):
 
 
 @dataclass
-class _Texts(Generic[T]):
-    """Given texts, handed out in shuffled order so that all are used about equally often."""
+class _ShuffledTexts(Generic[T]):
+    """Texts drawn in shuffled order, so that all are used about equally often."""
 
     texts: list[T]
     rng: random.Random
     deck: list[int] = field(default_factory=list)
 
     def draw(self, used: list[int]) -> T:
-        """Return the next text and note its index in ``used``."""
+        """The next text; its index is appended to `used`."""
         if not self.deck:
             self.deck = list(range(len(self.texts)))
             self.rng.shuffle(self.deck)
@@ -95,55 +90,55 @@ class _Texts(Generic[T]):
 
 @cache
 def _data() -> dict[str, Any]:
-    """``lists`` and ``templates`` by name, and ``follow_ups``."""
+    """The JSON file: `lists` and `templates` by name, and `follow_ups`."""
     raw = resources.files(__package__).joinpath("prompt_lists.json").read_text(encoding="utf-8")
     return cast(dict[str, Any], json.loads(raw))
 
 
 def follow_ups() -> list[str]:
-    """Return second-turn requests that suit an answer of any kind."""
+    """Second-turn requests that suit an answer of any kind."""
     return list(_data()["follow_ups"])
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split running text into sentences; simple, and careful rather than complete."""
+    """Sentences of running text; joins two sentences rather than splitting one."""
     return [part for part in (piece.strip() for piece in _SENTENCE_END.split(" ".join(text.split()))) if part]
 
 
 def _number(match: re.Match[str], rng: random.Random) -> str:
-    """Draw a number for ``{low-high/step}``; ``{n}`` stands for itself."""
+    """A random number for `{low-high/step}`; `{n}` is n."""
     low, high, step = match.group(1), match.group(2), match.group(3)
     return low if high is None else str(rng.randrange(int(low), int(high) + 1, int(step or 1)))
 
 
-class _Filler:
+class _TemplateFiller:
     """Fills templates from the lists and the given texts."""
 
-    def __init__(self, rng: random.Random, passages: list[str], foreign: list[Foreign]) -> None:
+    def __init__(self, rng: random.Random, passages: list[str], foreign: list[ForeignText]) -> None:
         self._rng = rng
-        self._passages = _Texts(passages, rng)
-        self._foreign = _Texts(foreign, rng)
+        self._passages = _ShuffledTexts(passages, rng)
+        self._foreign = _ShuffledTexts(foreign, rng)
         self._used: list[int] = []
         self._docs: list[str] = []
-        self._told: Foreign | None = None
+        self._foreign_text: ForeignText | None = None
         self._makers: dict[str, Callable[[], str]] = {
             "passage": self._passage,
             "passages": self._several_passages,
             "article": self._article,
             "docs": self._several_docs,
-            "foreign": lambda: self._tell().text,
-            "language": lambda: self._tell().language,
+            "foreign": lambda: self._draw_foreign().text,
+            "language": lambda: self._draw_foreign().language,
             "focus": self._focus,
         }
 
     def fill(self, template: str) -> tuple[str, tuple[int, ...]]:
-        """Return the filled template and the indices of the given texts in it."""
+        """The filled template, and the indices of the given texts in it."""
         self._used = []
-        self._docs, self._told = [], None
+        self._docs, self._foreign_text = [], None
         return self._expand(template), tuple(self._used)
 
     def _expand(self, template: str) -> str:
-        """Fill one template in a scope of its own."""
+        """Fill one template; its placeholders are bound separately from those of other templates."""
         bound: dict[str, str] = {}
         pieces: list[str] = []
         end = 0
@@ -158,7 +153,7 @@ class _Filler:
         return "".join(pieces)
 
     def _value(self, key: str, bound: dict[str, str]) -> str:
-        """Return what one placeholder stands for."""
+        """The text for one placeholder."""
         number = _NUMBER.fullmatch(key)
         if number is not None:
             return _number(number, self._rng)
@@ -169,7 +164,7 @@ class _Filler:
         return bound[key]
 
     def _entry(self, name: str, taken: set[str]) -> str:
-        """Draw an entry of a list that differs from those already taken, and fill it."""
+        """A random entry of a list, filled; not one of `taken` if possible."""
         entries: list[str] = _data()["lists"][name]
         free = [entry for entry in entries if entry not in taken]
         return self._expand(self._rng.choice(free or entries))
@@ -177,16 +172,17 @@ class _Filler:
     def _passage(self) -> str:
         return self._passages.draw(self._used)
 
-    def _tell(self) -> Foreign:
-        """Return the prompt's foreign text: a given one or, when there is none, a made-up sentence."""
-        if self._told is None:
-            given = self._foreign.texts
-            made = self._foreign.draw(self._used) if given else Foreign("German", self._entry("german", set()))
-            self._told = made
-        return self._told
+    def _draw_foreign(self) -> ForeignText:
+        """The prompt's foreign text: a given one or, without any, a composed sentence."""
+        if self._foreign_text is None:
+            if self._foreign.texts:
+                self._foreign_text = self._foreign.draw(self._used)
+            else:
+                self._foreign_text = ForeignText("German", self._entry("german", set()))
+        return self._foreign_text
 
     def _article(self) -> str:
-        """Return a given passage or, half of the time and when there is none, a made-up news story."""
+        """A given passage or, half of the time and without any, a composed news story."""
         if self._passages.texts and self._rng.random() < 0.5:
             return self._passage()
         sentences = split_sentences(self._entry("news", set()))
@@ -198,26 +194,26 @@ class _Filler:
         return "\n\n".join(texts)
 
     def _several_docs(self) -> str:
-        """Return three to five made-up encyclopedia entries, sometimes numbered."""
+        """Three to five composed encyclopedia entries, sometimes numbered."""
         self._docs = [self._entry("doc", set()) for _ in range(self._rng.randint(3, 5))]
         if self._rng.random() < 0.5:
             return "\n\n".join(f"[{i}] {doc}" for i, doc in enumerate(self._docs, 1))
         return self._rng.choice(["\n\n", "\n"]).join(self._docs)
 
     def _focus(self) -> str:
-        """Return the name that one of the entries in the prompt opens with."""
+        """A name at the beginning of one of the encyclopedia entries in the prompt."""
         names = [match.group() for doc in self._docs for match in [_FOCUS.search(doc)] if match is not None]
         return self._rng.choice(names) if names else "the first one"
 
 
 def _usable(kind: str, passages: list[str]) -> list[str]:
-    """Return the kind's templates that the given texts suffice for."""
+    """The kind's templates that need no missing texts."""
     missing = () if passages else ("{passage}", "{passages}")
     return [t for t in _data()["templates"][kind] if not any(name in t for name in missing)]
 
 
 def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:
-    """Return ``count`` kinds in random order, in proportion to their weights."""
+    """`count` kinds in random order, in proportion to their weights."""
     total = sum(KIND_WEIGHTS[kind] for kind in kinds)
     plan = [kind for kind in kinds for _ in range(count * KIND_WEIGHTS[kind] // total)]
     plan += rng.choices(kinds, [KIND_WEIGHTS[kind] for kind in kinds], k=count - len(plan))
@@ -226,17 +222,13 @@ def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:
 
 
 def templated_prompts(
-    seed: int, count: int, passages: list[str], foreign_passages: list[Foreign]
-) -> Iterator[PromptRecord]:
-    """Yield up to ``count`` different prompts of all kinds, the same ones for the same arguments.
-
-    ``passages`` are texts of some 150 to 400 words to summarize, search and ask about; ``foreign_passages`` are
-    sentences or short paragraphs to translate.  Without them the templates that need them are left out or texts
-    are made up.
-    Fewer prompts come when the templates are exhausted.
-    """
+    seed: int, count: int, passages: list[str], foreign_passages: list[ForeignText]
+) -> Iterator[TemplatedPrompt]:
+    """Up to `count` different prompts of all kinds, the same for the same arguments; fewer if the templates are
+    exhausted. `passages`: texts of about 150 to 400 words. `foreign_passages`: sentences or short paragraphs to
+    translate. Without them, texts are composed, or the templates that need them are left out."""
     rng = random.Random(seed)
-    filler = _Filler(rng, passages, foreign_passages)
+    filler = _TemplateFiller(rng, passages, foreign_passages)
     templates = {kind: _usable(kind, passages) for kind in KIND_WEIGHTS}
     kinds = [kind for kind, usable in templates.items() if usable]
     seen: set[str] = set()
@@ -245,5 +237,5 @@ def templated_prompts(
             prompt, used = filler.fill(rng.choice(templates[kind]))
             if prompt.lower() not in seen:
                 seen.add(prompt.lower())
-                yield PromptRecord(kind, prompt, passages=used)
+                yield TemplatedPrompt(kind, prompt, passages=used)
                 break

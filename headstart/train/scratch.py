@@ -1,31 +1,36 @@
-"""`headstart train --from-scratch`: a small model of a family, and its own MTP head with it, from plain text.
+"""`headstart train --from-scratch`: a small model of a family and its own MTP head, from plain text.
 
-The trunk learns to say the next token; the head, unrolled as at run time, to say what the trunk says (see
-train.objective). Gradients of both go everywhere. What is trained are the family's own tensors, and what runs is the
-family's own code, so the result is a checkpoint like any other.
+The trunk learns the next token. The head, unrolled as at run time, learns the trunk's prediction (see `objective`).
+Gradients of both losses reach all weights. The family's own code runs over the family's own tensors, so the result is a
+checkpoint like any other.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from headstart import registry
 from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
-from headstart.engine.attach import native_head
+from headstart.engine.load import native_head
 from headstart.errors import UsageError
-from headstart.files import written_aside
+from headstart.files import atomic_folder
+from headstart.formats import safetensors
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
 from headstart.kernels.ops import StepInputs
@@ -34,29 +39,31 @@ from headstart.layers.decoder import Decoder, Tap
 from headstart.models.base import Family
 from headstart.models.small import SCRATCH
 from headstart.models.tensors import canonical_tensors
-from headstart.train import corpus
-from headstart.train.batches import Batch
-from headstart.train.checkpoint import save_model
-from headstart.train.data import Problems, Record
+from headstart.train.dataset import Batch
 from headstart.train.evaluate import Acceptance
-from headstart.train.loop import Recipe, check_bound, command_line, optimizers, update
-from headstart.train.masters import named, weights_of
-from headstart.train.objective import Target, Weighting, assess, cumulative
-from headstart.train.ops import DraftMemory, TrainOps
-from headstart.train.progress import note, shown
+from headstart.train.objective import DistillationTarget, LossConfig, count_accepted, score_batch
+from headstart.train.ops import TrainingKV, TrainOps
+from headstart.train.options import check_bound, command_line
+from headstart.train.plain_text import read_documents
+from headstart.train.progress import print_line, show_progress
+from headstart.train.records import SkippedRecords, TrainingRecord
+from headstart.train.torch_weights import as_tensors, cast_weights
+from headstart.train.trainer import Recipe, apply_gradients, make_optimizers
+from headstart.version import __version__
 
-VOCABULARY = 2048
-ROWS, LENGTH = 4, 256
-"""Of a batch."""
-HEAD_SHARE = 0.1
-"""Of the head's loss, which sums several steps and terms, beside the trunk's."""
+VOCAB_SIZE = 2048
+END = "<|endoftext|>"
+"""Token 0: before and after every document."""
+BATCH_ROWS, BATCH_LENGTH = 4, 256
+HEAD_LOSS_WEIGHT = 0.1
+"""Of the head's loss, a sum over steps and terms, against the trunk's."""
 HELD_OUT_BATCHES = 16
-FEWEST_TOKENS = 20 * LENGTH
+MIN_TEXT_TOKENS = 20 * BATCH_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchOptions:
-    """What to make. Exactly one of `minutes` (of training) and `tokens`."""
+    """Options of `headstart train --from-scratch`. Exactly one of `minutes` (of training) and `tokens` is given."""
 
     family: str
     out: Path
@@ -68,34 +75,66 @@ class ScratchOptions:
     seed: int = 0
 
     @property
-    def weighting(self) -> Weighting:
-        return Weighting.of(self.depth)
+    def loss(self) -> LossConfig:
+        return LossConfig.of(self.depth)
 
     @property
     def command(self) -> str:
-        """The command line that says the same, for the record."""
+        """The equivalent command line, for the record."""
         words = ["--from-scratch", self.family, "--out", self.out.name]
         words += [word for path in self.data for word in ("--data", path.name)]
         return command_line(self, words, ("minutes", "tokens", "depth", "seed"))
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """A tokenizer and the documents in its tokens."""
+class TokenizedText:
+    """Documents as tokens of a tokenizer trained on them."""
 
     tokenizer: Any
     training: list[Int32]
     held_out: list[Int32]
 
     @staticmethod
-    def of(records: Sequence[Record], vocab_size: int) -> Text:
+    def of(records: Sequence[TrainingRecord], vocab_size: int) -> TokenizedText:
+        """Raises UsageError for too little text."""
         training = [record for record in records if not record.held_out]
         held_out = [record for record in records if record.held_out] or training[:1]
-        tokenizer = corpus.train_tokenizer((record.text for record in training), vocab_size)
-        text = Text(tokenizer, corpus.encode(tokenizer, training), corpus.encode(tokenizer, held_out))
-        if (count := sum(map(len, text.training))) < FEWEST_TOKENS:
-            raise UsageError(f"the text has {count} tokens, too few to learn from", f"give {FEWEST_TOKENS} or more")
+        tokenizer = train_tokenizer((record.text for record in training), vocab_size)
+        text = TokenizedText(tokenizer, _encode_documents(tokenizer, training), _encode_documents(tokenizer, held_out))
+        if (count := sum(map(len, text.training))) < MIN_TEXT_TOKENS:
+            raise UsageError(f"the text has {count} tokens, too few to learn from", f"give {MIN_TEXT_TOKENS} or more")
         return text
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE of `vocab_size` ids (fewer if the texts have no more to merge); END is 0."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _encode_documents(tokenizer: tokenizers.Tokenizer, records: Sequence[TrainingRecord]) -> list[Int32]:
+    """Each document's tokens, with END before them."""
+    encoded = tokenizer.encode_batch([record.text for record in records], add_special_tokens=False)
+    return [np.asarray([0, *each.ids], np.int32) for each in encoded]
+
+
+def token_batches(documents: Sequence[Int32], rows: int, length: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Endless batches [rows, length]: the documents concatenated, in another order each epoch."""
+    epoch, stream = 0, np.empty(0, np.int64)
+    while True:
+        while len(stream) < rows * length:
+            order = np.random.default_rng((seed, epoch)).permutation(len(documents))
+            stream, epoch = np.concatenate([stream, *(documents[i] for i in order)]), epoch + 1
+        count = len(stream) // (rows * length)
+        whole, stream = stream[: count * rows * length], stream[count * rows * length :]
+        yield from whole.reshape(count, rows, length).astype(np.int64)
 
 
 class ScratchModel:
@@ -106,19 +145,20 @@ class ScratchModel:
         self.config, arrays = family.tiny(**{**SCRATCH, **family.scratch, **changes})
         self.sizes: DecoderConfig = family.read(self.config)
         self.masters = {key: torch.nn.Parameter(torch.from_numpy(value)) for key, value in arrays.items()}
-        self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, named(self.masters), False)  # type: ignore[arg-type]
+        tensors: Any = as_tensors(self.masters)
+        self._checkpoint = Checkpoint(Path(name), "safetensors", self.config, tensors, False)
 
     def build(self) -> tuple[Decoder, Head | None]:
-        """Trunk and head over the masters as they are now."""
-        tensors = canonical_tensors(self._checkpoint, self.family, self.sizes)
-        weights = weights_of(tensors, self.dtype, self._checkpoint.path.name)  # type: ignore[arg-type]
+        """Trunk and head over the current masters."""
+        tensors: Any = canonical_tensors(self._checkpoint, self.family, self.sizes)
+        weights = cast_weights(tensors, self.dtype, self._checkpoint.path.name)
         return self.family.build(weights, self.sizes), native_head(self.family, weights, self.sizes)
 
-    def losses(self, tokens: Tensor, weighting: Weighting) -> tuple[Tensor, Tensor, Acceptance | None]:
-        """tokens [B, T] -> (the trunk's loss, the head's loss, what of its drafts is right: without gradients)."""
+    def losses(self, tokens: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Acceptance | None]:
+        """tokens [B, T] -> (the trunk's loss, the head's loss, and without gradients the acceptance of its drafts)."""
         trunk, head = self.build()
         ops, positions = TrainOps(tokens.device, self.dtype), torch.arange(tokens.shape[1], device=tokens.device)
-        kv, states = [DraftMemory() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
+        kv, states = [TrainingKV() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
         tap: Tap = "streams" if head and head.spec.tap == "streams" else "post_norm"
         results = trunk.program(kv, tap=tap, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
         logits: Tensor = results["logits"]
@@ -126,25 +166,25 @@ class ScratchModel:
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         if head is None:
             return loss, torch.zeros(()), None
-        everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        read = results["streams" if tap == "streams" else "hidden"]
-        batch = Batch(tokens, read, results["hidden"], logits.argmax(-1), everywhere, everywhere, (), tokens.numel())
-        outcome = assess(head.modules, head.spec, _whole_vocabulary(trunk), batch, weighting)
+        all_rows = torch.ones_like(tokens, dtype=torch.bool)
+        tapped = results["streams" if tap == "streams" else "hidden"]
+        batch = Batch(tokens, tapped, results["hidden"], logits.argmax(-1), all_rows, all_rows, (), tokens.numel())
+        result = score_batch(head.modules, head.spec, _full_vocabulary_target(trunk), batch, config)
         if torch.is_grad_enabled():
-            return loss, outcome.loss, None
-        accepted, expected, tried = (each.sum(0) for each in cumulative(outcome, len(tokens)))
-        return loss, outcome.loss, Acceptance(tuple(accepted.tolist()), int(tried), tuple(expected.tolist()))
+            return loss, result.loss, None
+        accepted, expected, tried = (each.sum(0) for each in count_accepted(result, len(tokens)))
+        return loss, result.loss, Acceptance(tuple(accepted.tolist()), int(tried), tuple(expected.tolist()))
 
 
-def _whole_vocabulary(trunk: Decoder) -> Target:
+def _full_vocabulary_target(trunk: Decoder) -> DistillationTarget:
     lm_head = trunk.lm_head.weight
     ids = torch.arange(len(lm_head), device=lm_head.device)
-    return Target(trunk.embedding, trunk.norm.weight, ids, lm_head.detach(), lm_head.detach(), ids)
+    return DistillationTarget(trunk.embedding, trunk.norm.weight, ids, lm_head.detach(), lm_head.detach(), ids)
 
 
 @dataclass
-class Standing:
-    """Where a run stands; losses in nats per token."""
+class TrainState:
+    """Progress and results of a run; losses in nats per token."""
 
     steps: int = 0
     tokens: int = 0
@@ -159,38 +199,32 @@ class Standing:
         return min(1.0, self.seconds / 60 / (options.minutes or 1))
 
 
-def train(model: ScratchModel, text: Text, options: ScratchOptions) -> Standing:
-    """Run to the end of the schedule."""
-    standing = Standing()
+def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions) -> TrainState:
+    """Run to the end of the schedule, then evaluate on held-out text."""
+    state = TrainState()
     recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05)
-    chosen = optimizers(model.masters, recipe)
-    with shown("training") as show:
-        for tokens in corpus.batches(text.training, ROWS, LENGTH, options.seed):
-            started, done = time.monotonic(), standing.share_done(options)
+    optimizers = make_optimizers(model.masters, recipe)
+    with show_progress("training") as show:
+        for tokens in token_batches(text.training, BATCH_ROWS, BATCH_LENGTH, options.seed):
+            started, done = time.monotonic(), state.share_done(options)
             if done >= 1:
                 break
-            trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.weighting)
-            (trunk_loss + HEAD_SHARE * head_loss).backward()
-            update(model.masters, chosen, recipe, done)
+            trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.loss)
+            (trunk_loss + HEAD_LOSS_WEIGHT * head_loss).backward()
+            apply_gradients(model.masters, optimizers, recipe, done)
             loss = trunk_loss.item()
-            standing.seconds += time.monotonic() - started
-            standing.steps, standing.tokens = standing.steps + 1, standing.tokens + tokens.size
-            standing.loss = loss if math.isnan(standing.loss) else 0.98 * standing.loss + 0.02 * loss
-            show(done, f"{standing.tokens:,} tokens, loss {standing.loss:.3f}")
-    _evaluate(model, text, options, standing)
-    return standing
-
-
-@torch.no_grad()
-def _evaluate(model: ScratchModel, text: Text, options: ScratchOptions, standing: Standing) -> None:
-    results = [
-        model.losses(torch.from_numpy(tokens), options.weighting)
-        for tokens in islice(corpus.batches(text.held_out, ROWS, LENGTH, 0), HELD_OUT_BATCHES)
-    ]
-    standing.held_out = float(np.mean([loss.item() for loss, _, _ in results]))
-    for _, _, accepted in results:
-        if accepted is not None:
-            standing.acceptance = standing.acceptance + accepted if standing.acceptance else accepted
+            state.seconds += time.monotonic() - started
+            state.steps, state.tokens = state.steps + 1, state.tokens + tokens.size
+            state.loss = loss if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * loss
+            show(done, f"{state.tokens:,} tokens, loss {state.loss:.3f}")
+    with torch.no_grad():
+        batches = islice(token_batches(text.held_out, BATCH_ROWS, BATCH_LENGTH, 0), HELD_OUT_BATCHES)
+        results = [model.losses(torch.from_numpy(tokens), options.loss) for tokens in batches]
+    state.held_out = float(np.mean([held_out_loss.item() for held_out_loss, _, _ in results]))
+    for _, _, acceptance in results:
+        if acceptance is not None:
+            state.acceptance = state.acceptance + acceptance if state.acceptance else acceptance
+    return state
 
 
 def check(options: ScratchOptions) -> None:
@@ -205,40 +239,35 @@ def check(options: ScratchOptions) -> None:
 
 
 def run(options: ScratchOptions) -> Report:
-    """Train and write the checkpoint at `options.out`. Raises UsageError for what cannot work."""
+    """Train and write the checkpoint at `options.out`. Raises UsageError for bad options or data."""
     check(options)
-    with written_aside(options.out) as folder:
-        return _train_into(folder, options)
+    with atomic_folder(options.out) as folder:
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        family: Family = registry.find("models", options.family).FAMILY
+        skipped = SkippedRecords()
+        text = TokenizedText.of(read_documents(options.data, skipped), VOCAB_SIZE)
+        vocab_size, tokens = text.tokenizer.get_vocab_size(), sum(map(len, text.training))
+        changes = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
+        model = ScratchModel(options.family, family, changes, torch.float32)
+        size = sum(each.numel() for each in model.masters.values())
+        print_line(f"{options.family}: {size:,} parameters, {tokens:,} tokens of text, {vocab_size} in all")
+        facts = _facts(options, size, train(model, text, options))
+        save_model(folder, model.config, model.masters, text.tokenizer, facts)
+        return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *skipped.lines()])
 
 
-def _train_into(folder: Path, options: ScratchOptions) -> Report:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    family: Family = registry.find("models", options.family).FAMILY
-    problems = Problems()
-    text = Text.of(corpus.read_documents(options.data, problems), VOCABULARY)
-    vocabulary = text.tokenizer.get_vocab_size()
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = ScratchModel(options.family, family, {"vocab_size": vocabulary, **ends}, torch.float32)
-    size = sum(each.numel() for each in model.masters.values())
-    note(f"{options.family}: {size:,} parameters, {sum(map(len, text.training)):,} tokens of text, {vocabulary} in all")
-    standing = train(model, text, options)
-    facts = _facts(options, size, standing)
-    save_model(folder, model.config, model.masters, text.tokenizer, facts)
-    return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *problems.lines()])
-
-
-def _facts(options: ScratchOptions, size: int, standing: Standing) -> dict[str, Any]:
+def _facts(options: ScratchOptions, size: int, state: TrainState) -> dict[str, Any]:
     return {
         "family": options.family,
         "command": options.command,
         "parameters": size,
-        "steps": standing.steps,
-        "tokens": standing.tokens,
-        "minutes": round(standing.seconds / 60, 2),
-        "loss": round(standing.loss, 4),
-        "held_out_loss": round(standing.held_out, 4),
-        "held_out": standing.acceptance.data() if standing.acceptance else None,
+        "steps": state.steps,
+        "tokens": state.tokens,
+        "minutes": round(state.seconds / 60, 2),
+        "loss": round(state.loss, 4),
+        "held_out_loss": round(state.held_out, 4),
+        "held_out": state.acceptance.data() if state.acceptance else None,
     }
 
 
@@ -253,3 +282,29 @@ def _lines(options: ScratchOptions, facts: dict[str, Any]) -> list[str]:
         hits = "  ".join(f"{x:.3f}" for x in held_out["cumulative"])
         lines[1] = f"held-out acceptance of its head: {hits}  ({held_out['length']:.2f})"
     return lines
+
+
+def save_model(
+    folder: Path,
+    config: Mapping[str, Any],
+    masters: Mapping[str, Tensor],
+    tokenizer: tokenizers.Tokenizer,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write a Hugging Face directory: weights in bfloat16, configs, tokenizer, and `facts` about the training."""
+    tensors = {name: safetensors.bfloat16(master.detach().cpu().numpy()) for name, master in masters.items()}
+    safetensors.save(folder / "model.safetensors", tensors, {"format": "pt"})
+    documents = {
+        "config.json": config,
+        "generation_config.json": {key: config[key] for key in ("bos_token_id", "eos_token_id")},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END,
+            "eos_token": END,
+            "model_max_length": config["max_position_embeddings"],
+        },
+        "training.json": {"headstart_version": __version__, **facts},
+    }
+    for name, content in documents.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

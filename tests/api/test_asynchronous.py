@@ -8,7 +8,7 @@ import pytest
 from support import SMALL, assert_clean, headed_model
 
 from headstart import LLM, AsyncLLM, EngineConfig, SamplingParams
-from headstart.errors import UsageError
+from headstart.errors import GenerationError, UsageError
 
 CONFIG = EngineConfig(**{**SMALL, "dtype": "float64", "max_model_len": 256})
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8, seed=3)
@@ -54,5 +54,36 @@ def test_leaving_ends_the_text_and_errors_arrive() -> None:
             await asyncio.sleep(0.01)
         assert_clean(llm.llm.engine)
         await llm.close()
+
+    asyncio.run(run())
+
+
+def test_two_event_loops_one_after_the_other_and_texts_of_the_llm_itself() -> None:
+    """The engine's thread serves both loops; threads that use `.llm` share its batch."""
+    llm = AsyncLLM(headed_model("mimo"), CONFIG)
+
+    async def run() -> list[str]:
+        asked = [llm.generate(prompt, PARAMS) for prompt in PROMPTS]
+        own = asyncio.to_thread(llm.llm.generate, PROMPTS, PARAMS)
+        *awaited, made = await asyncio.gather(*asked, own)
+        assert [done.text for done in made] == expected()
+        return [done.text for done in awaited]
+
+    assert asyncio.run(run()) == asyncio.run(run()) == expected()
+    assert_clean(llm.llm.engine)
+    asyncio.run(llm.close())
+
+
+def test_closing_ends_texts_that_run() -> None:
+    async def run() -> None:
+        llm = AsyncLLM(headed_model("mimo"), CONFIG)
+        task = asyncio.create_task(llm.generate("the", SamplingParams(max_tokens=200, ignore_eos=True)))
+        while not llm.llm.engine.has_work:
+            await asyncio.sleep(0.01)
+        await llm.close()
+        with pytest.raises(GenerationError):
+            await task
+        with pytest.raises(UsageError, match="closed"):
+            await llm.generate("the")
 
     asyncio.run(run())

@@ -11,17 +11,19 @@ import subprocess
 import sys
 import weakref
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 from support import EOS, SMALL, VOCAB, agreeing_model, assert_clean, headed_model
 
 from headstart.api import LLM, Completion
+from headstart.api.llm import as_grammar
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.errors import CapacityError, GenerationError, ModelError, UsageError
+from headstart.text.chat import ChatTemplate
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.tiny import write_tiny
 
@@ -227,8 +229,9 @@ def test_stop_strings_cut_exactly(kind: str, drafter: str) -> None:
         ids = [each.tokenizer.decode(found.token_ids[:n]) for n in range(len(found.token_ids) + 1)]
         assert stop in ids[-1], "the token that completes it counts"
         assert stop not in ids[-2]
-        assert [delta.text for delta in each.stream("the thing", params_with(stop))] != []
-        assert "".join(delta.text for delta in each.stream("the thing", params_with(stop))) == found.text
+        streamed = [delta.text for delta in each.stream("the thing", params_with(stop))]
+        assert streamed
+        assert "".join(streamed) == found.text
     assert_clean(each.engine)
 
 
@@ -509,6 +512,30 @@ def test_a_schema_is_a_constraint() -> None:
         each.generate("the", constraint="json")
 
 
+def test_a_pydantic_model_is_a_constraint_without_other_keys() -> None:
+    class Inner(BaseModel):
+        y: bool
+
+    class Outer(BaseModel):
+        x: Inner
+        counts: dict[str, int] = {}
+
+    class Settings(BaseModel):
+        default: Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object", "properties": {}}})]
+
+    class Open(BaseModel, extra="allow"):
+        x: bool
+
+    plain = as_grammar(Outer).plain  # type: ignore[union-attr]
+    assert plain["additionalProperties"] is plain["$defs"]["Inner"]["additionalProperties"] is False
+    assert plain["properties"]["counts"]["additionalProperties"] == {"type": "integer"}
+    assert as_grammar(Open).plain["additionalProperties"] is True  # type: ignore[union-attr]
+    schema = as_grammar(Settings).plain  # type: ignore[union-attr]
+    assert schema["properties"]["default"]["items"]["additionalProperties"] is False  # a field, not JSON Schema's word
+    cut = llm().generate("the", SamplingParams(max_tokens=2), constraint=Outer)[0]
+    assert (cut.finish_reason, cut.is_truncated) == ("length", True)
+
+
 def test_closing_gives_everything_back() -> None:
     each = LLM(MODELS["random"](FAMILY), depth=0, max_model_len=256, threads=1, kv_blocks=40)
     engine, stream = weakref.ref(each.engine), each.stream("the", SamplingParams(max_tokens=50, ignore_eos=True))
@@ -532,6 +559,12 @@ def test_no_chat_template(tmp_path) -> None:
     with pytest.raises(UsageError, match="has no chat template"):
         each.encode([{"role": "user", "content": "x"}])
     assert each.tokenizer.decode(each.encode("the thing")) == "the thing"
+    each.use_chat_template(ChatTemplate.from_name("vicuna"))
+    assert each.turn_end == ("\nUSER:",)
+    assert each.tokenizer.decode(each.encode([{"role": "user", "content": "x"}])) == "USER: x\nASSISTANT:"
+    ends = each.tokenizer.eos_ids
+    each.use_chat_template(ChatTemplate.from_name("chatml"))  # its end is a token of this vocabulary
+    assert each.tokenizer.eos_ids == ends | {each.tokenizer.id_of("<|im_end|>")}
 
 
 # Constraints.

@@ -13,7 +13,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from headstart.cache.blocks import ROOT, BlockPool, block_key
-from headstart.cache.memory import KVMemory
+from headstart.cache.kv_cache import KVCacheManager
 from headstart.core import Request, SamplingParams, Sequence
 
 SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 30
@@ -36,7 +36,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = KVMemory(NUM_BLOCKS, SIZE)
+        self.memory = KVCacheManager(NUM_BLOCKS, SIZE)
         self.live: list[Sequence] = []
         self.trunk: dict[int, Prefix] = {}  # slot -> what it holds
         self.head: dict[int, Prefix] = {}
@@ -185,7 +185,7 @@ TestMemory.settings = settings(max_examples=60, stateful_step_count=40)
 # Single facts that a random walk might meet too rarely.
 
 
-def computed(memory: KVMemory, tokens: list[int], num_computed: int) -> Sequence:
+def computed(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Sequence:
     sequence = new_sequence(tokens)
     memory.attach_prefix(sequence)
     assert memory.reserve(sequence, len(tokens))
@@ -195,7 +195,7 @@ def computed(memory: KVMemory, tokens: list[int], num_computed: int) -> Sequence
 
 
 def test_prefix_hit_leaves_one_row() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     tokens = list(range(8))
     first = computed(memory, [*tokens, 9], 8)
     second = new_sequence(tokens)
@@ -206,20 +206,20 @@ def test_prefix_hit_leaves_one_row() -> None:
 
 
 def test_a_different_past_is_no_hit() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     computed(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9], 8)
     other = new_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])
     assert memory.attach_prefix(other) == 0
 
 
 def test_uncomputed_tokens_are_not_published() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     computed(memory, list(range(9)), 7)
     assert memory.attach_prefix(new_sequence(list(range(9)))) == 4
 
 
 def test_released_blocks_are_found_until_taken() -> None:
-    memory = KVMemory(4, SIZE)
+    memory = KVCacheManager(4, SIZE)
     first = computed(memory, list(range(13)), 12)
     memory.release(first)
     assert memory.pool.num_free == 4
@@ -232,7 +232,7 @@ def test_released_blocks_are_found_until_taken() -> None:
 
 
 def test_reserve_takes_all_or_nothing() -> None:
-    memory = KVMemory(4, SIZE)
+    memory = KVCacheManager(4, SIZE)
     sequence = new_sequence([1])
     assert not memory.reserve(sequence, 4 * SIZE + 1)
     assert memory.pool.num_free == 4
@@ -243,7 +243,7 @@ def test_reserve_takes_all_or_nothing() -> None:
 
 
 def test_drafter_fill_stops_at_the_first_hole() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     first = computed(memory, list(range(13)), 12)
     memory.fill(first, HEAD, 1, 6)
     second = new_sequence(list(range(13)))
@@ -257,7 +257,7 @@ def test_drafter_fill_stops_at_the_first_hole() -> None:
 
 
 def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     memory.reaches[HEAD] = 5
     first = computed(memory, list(range(13)), 12)
     memory.fill(first, HEAD, 4, 13)
@@ -283,7 +283,7 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
 
 
 def test_a_block_taken_again_forgets_the_drafter() -> None:
-    memory = KVMemory(3, SIZE)
+    memory = KVCacheManager(3, SIZE)
     first = computed(memory, list(range(9)), 8)
     memory.fill(first, HEAD, 1, 9)
     memory.release(first)
@@ -294,10 +294,10 @@ def test_a_block_taken_again_forgets_the_drafter() -> None:
 
 
 def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
-    memory = KVMemory(NUM_BLOCKS, SIZE)
+    memory = KVCacheManager(NUM_BLOCKS, SIZE)
     for forgets, expected in ((False, 0), (False, 4), (True, 0), (False, 4)):
         if forgets:
-            memory.pool.forget()
+            memory.pool.clear()
         sequence = new_sequence([1, 2, 3, 4, 5])
         assert memory.attach_prefix(sequence) == expected
         assert memory.reserve(sequence, 5)
@@ -308,13 +308,13 @@ def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
 
 
 def test_switched_off_it_finds_nothing() -> None:
-    memory = KVMemory(8, SIZE, prefix_caching=False)
+    memory = KVCacheManager(8, SIZE, prefix_caching=False)
     computed(memory, list(range(9)), 8)
     assert memory.attach_prefix(new_sequence(list(range(9)))) == 0
 
 
 def test_prompt_logprobs_do_not_read_the_cache() -> None:
-    memory = KVMemory(8, SIZE)
+    memory = KVCacheManager(8, SIZE)
     computed(memory, list(range(9)), 8)
     assert memory.attach_prefix(new_sequence(list(range(9)), prompt_logprobs=1)) == 0
 
@@ -345,10 +345,10 @@ def test_blocks_that_nobody_can_find_are_taken_first() -> None:
 
 
 def test_forgotten_blocks_are_taken_before_those_never_written() -> None:
-    memory = KVMemory(NUM_BLOCKS, SIZE)
+    memory = KVCacheManager(NUM_BLOCKS, SIZE)
     sequence = computed(memory, list(range(9)), 8)
     written = set(sequence.block_table)
     memory.release(sequence)
-    memory.pool.forget()
+    memory.pool.clear()
     assert {memory.pool.allocate().index for _ in written} == written
     memory.pool.check()

@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from headstart.cache.memory import KVMemory
-from headstart.cache.recurrent import StateMemory
+from headstart.cache.kv_cache import KVCacheManager
+from headstart.cache.recurrent import StateCacheManager
 from headstart.core import Draft, Request, SamplingParams, Sequence, Span
 
 SIZE, EVERY, RUNNING, SNAPSHOTS, KEPT = 4, 8, 3, 4, 5
@@ -33,8 +33,8 @@ class World:
     """What the slots hold, moved by plans as a backend may move it: sequences in any order, or at once."""
 
     def __init__(self, snapshots: int = SNAPSHOTS, *, prefix_caching: bool = True) -> None:
-        self.states = StateMemory(RUNNING, snapshots, KEPT, block_size=SIZE, every=EVERY)
-        self.memory = KVMemory(200, SIZE, prefix_caching=prefix_caching, states=self.states)
+        self.states = StateCacheManager(RUNNING, snapshots, KEPT, block_size=SIZE, every=EVERY)
+        self.memory = KVCacheManager(200, SIZE, prefix_caching=prefix_caching, states=self.states)
         self.slots: dict[int, Prefix] = {}
         self.kept: dict[int, dict[int, int]] = {}  # slot -> place -> token
 

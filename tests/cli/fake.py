@@ -19,7 +19,10 @@ class FakeLLM:
     """Records what it was asked; drafting never changes its text unless `differs`."""
 
     differs = False
+    has_chat_template = True
+    turn_end: tuple[str, ...] = ()
     recommended: dict[str, Any] = {}  # noqa: RUF012
+    chat_sampling: dict[str, Any] = {}  # noqa: RUF012
     asked: list[Any] = []  # noqa: RUF012  # cleared by the fixture
     configs: list[EngineConfig] = []  # noqa: RUF012
 
@@ -27,7 +30,7 @@ class FakeLLM:
         self.config = config or EngineConfig()
         self.configs.append(self.config)
         self.model = SimpleNamespace(name=model or DEFAULT_MODEL)
-        self.engine = SimpleNamespace(drafting=SimpleNamespace(forget=lambda: None))
+        self.engine = SimpleNamespace(drafting=SimpleNamespace(clear=lambda: None))
 
     def generate(
         self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None

@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 from unittest import mock
 
-from headstart.cli import edge
-from headstart.cli.app import root
+from headstart.cli import app
+from headstart.cli.parser import Command, Option, all_commands
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
@@ -121,7 +121,7 @@ def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds:
     code: int | None = None
     try:
         with mock.patch.multiple(sys, stdin=io.StringIO(stdin), stdout=out, stderr=err):
-            code = edge.run(list(words))
+            code = app.run(list(words))
     except TookTooLong:
         pass
     finally:
@@ -135,26 +135,14 @@ def _text(stream: io.TextIOWrapper) -> str:
     return stream.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
 
 
-def commands() -> dict[str, Any]:
-    """All commands by their full name, those of a group after it."""
-
-    def below(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                yield from below(command, f"{prefix}{name} ")
-            else:
-                yield prefix + name, command
-
-    return dict(below(root(), ""))
+def commands() -> dict[str, Command]:
+    """All commands by their full name."""
+    return all_commands(app.application())
 
 
-def wrong_values(item: Any, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """What somebody could give to this option or argument by mistake."""
-    kind = item.type_descriptor.annotation
-    if get_origin(kind) in (list, tuple):
-        kind = get_args(kind)[0]
-    members = [each for each in get_args(kind) if each is not type(None)]
-    kind = members[0] if members else kind
+def wrong_values(item: Option, paths: Mapping[str, str]) -> tuple[str, ...]:
+    """Values that somebody could give to this option or argument by mistake."""
+    kind = str if item.is_comma_list else item.kind
     places = tuple(paths[name] for name in ("FILE", "FOLDER", "MISSING", "BELOW_A_FILE", "FIFO"))
     if kind in (int, float):
         return NUMBERS
@@ -167,7 +155,7 @@ def make_paths(folder: Path) -> dict[str, str]:
 
     (folder / "file").write_text("not a model\n")
     (folder / "folder").mkdir()
-    (folder / "texts.jsonl").write_text('{"text": "the sky is blue and the sea is blue and the sky is blue"}\n' * 8)
+    (folder / "texts.jsonl").write_text('{"text": "the sky is blue and the sea is blue and the sky is blue"}\n' * 40)
     os.mkfifo(folder / "fifo")
     return {
         "MODEL": str(write_tiny("mimo", folder / "model")),
@@ -186,23 +174,23 @@ def wrong_lines(paths: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
     for name, command in commands().items():
         base = tuple(paths.get(word, word) for word in SMALL[name])
         places = [index for index, word in enumerate(SMALL[name]) if word in ("MODEL", "vllm", "qwen3_5-tiny")]
-        for item in command.params:
-            if item.param_type_name == "argument":
+        for item in command.options:
+            if item.is_argument:
                 place = (
-                    places[min(len(places) - 1, [each.name for each in command.params].index(item.name))]
+                    places[min(len(places) - 1, [each.name for each in command.options].index(item.name))]
                     if places
                     else 0
                 )
                 for value in wrong_values(item, paths):
                     yield (*name.split(), *base[:place], value, *base[place + 1 :])
                 continue
-            flag = max(item.opts, key=len)
-            if item.is_flag:
+            flag = item.label
+            if item.is_switch:
                 yield (*name.split(), *base, flag)
                 continue
             rest = _without(base, flag)
             for value in wrong_values(item, paths):
-                yield (*name.split(), *rest, flag, *[value] * item.nargs)
+                yield (*name.split(), *rest, flag, *[value] * item.num_values)
             yield (*name.split(), *rest, flag)
 
 
@@ -225,7 +213,8 @@ def forget_output(paths: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]:
-    """A place of its own to work in: the current folder and the cache; servers end as soon as they listen."""
+    """A place of its own to work in: the current folder and the cache; servers end as soon as they listen, and
+    simulated fleets serve few requests."""
     place = {"HEADSTART_CACHE": str(folder / "cache")} if cache else {}
     paths = make_paths(folder)
     before = Path.cwd()
@@ -234,6 +223,7 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
         with (
             mock.patch("headstart.server.run.serve", lambda *arguments: None),
             mock.patch("headstart.server.replicas.supervisor.supervise", lambda *arguments: 0),
+            mock.patch.multiple("headstart.tools.plan.fleet", MAX_REQUESTS=600, MAX_DISAGGREGATED_REQUESTS=600),
             mock.patch.dict(os.environ, place),
         ):
             yield paths

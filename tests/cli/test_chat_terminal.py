@@ -37,7 +37,7 @@ class Slow(FakeLLM):
 headstart.api.LLM = Slow
 from pathlib import Path
 import headstart.cli.chat
-headstart.cli.chat.cache_dir = lambda: Path({cache!r})
+headstart.cli.chat.history_file = lambda: Path({cache!r}, "chat_history")
 from headstart.cli.main import main
 sys.exit(main(["chat"]))
 """

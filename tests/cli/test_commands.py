@@ -132,7 +132,7 @@ def test_engine_options_make_the_config(
         ),
         (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias is 'x=1'"),
         (["--prompt", "a", "--nonsense"], "No such option: --nonsense"),
-        (["The sky is"], "'The sky is' stands where the model does"),
+        (["The sky is"], "'The sky is' is no model"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(
@@ -186,6 +186,68 @@ def test_chat_keeps_the_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPa
     assert "the context is 2048" in captured.err
 
 
+def test_chat_takes_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(fake_llm, "chat_sampling", {"temperature": 0.2, "top_p": 0.9})
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    assert main(["chat", "--top-p", "0.5"]) == 0
+    ((_, params, *_),) = fake_llm.asked
+    assert (params.temperature, params.top_p) == (0.2, 0.5)
+    assert capsys.readouterr().err.count("is a tiny demo model; headstart models --available") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench --out {file}/x.json", "bench --report {file}/x.html", "train --out {file}/head --minutes 1",
+        "train --out head --minutes 1 --data none", "train --out head --minutes 1 --prompts none",
+        "train --out head --minutes 1 --finetune --head none", "data --out {file}/texts --minutes 1",
+        "data --out texts --prompts none", "data --out texts --text none", "export --out {file}/model",
+        "graft model --strip --out {file}/model", "serve --record {file}/records", "bench --modes fast",
+        "bench --workload nonsense", "tune --workload nonsense",
+    ],
+)  # fmt: skip
+def test_long_commands_check_their_files_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Before a model is loaded, and before torch is imported."""
+    monkeypatch.chdir(tmp_path)
+    for module in ("api.llm", "tools.bench.inprocess", "tools.bench.step", "tools.tune", "engine.load"):
+        # engine.load last: a module that is imported here must not keep the patch.
+        monkeypatch.setattr(
+            f"headstart.{module}.load_model", lambda *_: pytest.fail("a model is loaded"), raising=False
+        )
+    (file := tmp_path / "file").write_text("")
+    assert main(command.format(file=file).split()) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert any(each in error for each in ("cannot be written", "none does not exist", "is unknown", "fast", "nonsense"))
+
+
+@pytest.mark.parametrize("end", ["/quit", "/bye", "/exit"])
+def test_chat_without_a_template_continues_the_text(
+    fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture, end: str
+) -> None:
+    monkeypatch.setattr(fake_llm, "has_chat_template", False)
+    assert chat(monkeypatch, "Look up:", "The grass is", end, "never") == 0
+    asked = [(prompt, raw) for prompt, _, raw, _ in fake_llm.asked]
+    assert asked == [("Look up:", True), ("Look up:The sky is blue.\nThe grass is", True)]
+    assert capsys.readouterr().err.count("has no chat template: it continues your text") == 1
+
+
+def test_a_template_by_name_makes_turns(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def use(self: Any, template: Any) -> None:
+        self.has_chat_template, self.turn_end = True, (template.turn_end,)
+
+    monkeypatch.setattr(fake_llm, "has_chat_template", False)
+    monkeypatch.setattr(fake_llm, "use_chat_template", use, raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    assert main(["chat", "--chat-template", "vicuna", "--stop", "#"]) == 0
+    ((prompt, params, raw, _),) = fake_llm.asked
+    assert (prompt, params.stop, raw) == ([{"role": "user", "content": "Hello"}], ("\nUSER:", "#"), False)
+    assert "template" not in capsys.readouterr().err
+    assert main(["chat", "--chat-template", "none"]) == 2
+    assert "or a name: chatml" in capsys.readouterr().err
+
+
 def chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     return main(["chat", "--temperature", "0.7"])
@@ -218,7 +280,7 @@ def test_chat_saves_loads_and_answers_again(
         ("/save /none/such/talk.json", "cannot write /none/such/talk.json"),
         ("/load none.json", "cannot read none.json"),
         ("/load bad.json", "bad.json holds no conversation"),
-        ("/load role.json", "has a turn of somebody else"),
+        ("/load role.json", "has a role other than"),
     ],
 )
 def test_what_chat_does_not_do(

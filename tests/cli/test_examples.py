@@ -7,21 +7,20 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from first_minute import SMALL, quiet_place, run
+from first_minute import SMALL, commands, quiet_place, run
 
-from headstart.cli import bench, models
-from headstart.cli.app import COMMANDS
+from headstart.cli.app import application
 
 pytestmark = pytest.mark.slow  # with all its lines
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
+GUIDES = tuple(ROOT / "docs" / f"{name}.md" for name in ("commands", "quickstart"))
+DOCUMENTS = (ROOT / "README.md", *GUIDES, *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
-          "Qwen3.5-9B", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
+          "Qwen3.5-9B", "qwen3.5-2b", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
 LESS = {
     "--minutes": "0.002",
     "--max-tokens": "2",
@@ -55,9 +54,8 @@ NO_SERVER = ("probe", "--url", "headstart ps", "headstart stop")
 
 
 def help_lines() -> list[str]:
-    lines = [line for name in COMMANDS for line in import_module(f"headstart.cli.{name}").EXAMPLES]
-    lines += [*models.EXAMPLES, *models.LIST_EXAMPLES, *models.REMOVE_EXAMPLES]
-    return [*lines, *bench.EXAMPLES, *bench.RUN_EXAMPLES, *bench.STEP_EXAMPLES]
+    entries = [*application().commands.values(), *commands().values()]
+    return [line for entry in entries for line in entry.examples]
 
 
 def readme_lines() -> list[str]:
@@ -79,9 +77,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             shutil.copytree(paths["MODEL"], name)
         for name in ("models/a", "models/b"):
             shutil.copytree(paths["MODEL"], name)
-        for name in ("texts.jsonl", "texts/texts.jsonl", "docs/guide.md", "task.txt"):
-            Path(name).parent.mkdir(exist_ok=True)
+        for name in ("texts", "docs"):
+            Path(name).mkdir()
+        for name in ("texts.jsonl", "texts/texts.jsonl"):
             shutil.copy(paths["TEXTS"], name)
+        for name in ("docs/guide.md", "task.txt"):
+            Path(name).write_text("Why is the sky blue?\n")
         for name in ("prompts.jsonl", "my-prompts.jsonl"):
             Path(name).write_text('{"prompt": "Why is the sky blue?"}\n')
         Path("my-settings.toml").write_text("threads = 1\n")

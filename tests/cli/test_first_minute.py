@@ -112,7 +112,7 @@ def test_no_argument(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("headstart.hub.DEFAULT_MODEL", paths["MODEL"])
     if name in ("demo", "verify", "tune", "plan", "bench run", "bench step"):  # minutes
         module = f"headstart.tools.{name.replace(' run', '.run').replace(' ', '.')}"
-        module += "" if name in ("demo", "bench run", "bench step") else ".run"
+        module += "" if name in ("demo", "tune", "bench run", "bench step") else ".run"
         monkeypatch.setattr(f"{module}.run", stopped)
     expect(run(tuple(name.split())), 0, 2, 130)
 

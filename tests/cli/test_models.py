@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from headstart import hub
 from headstart.cli.main import main
 from headstart.tools.tiny import write_tiny
 
@@ -65,6 +66,42 @@ def test_models_are_listed_and_removed(cache: Path, tmp_path: Path, capsys: Capt
     assert main(["models", "remove", REPO, "--yes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["removed"] == [REPO]
     assert not kept.exists() and other.exists()
+
+
+def test_what_can_be_made_anew_is_counted_and_pruned(cache: Path, capsys: Capture) -> None:
+    own = cache.with_name("own")
+    for folder in ("packed", "costs", "tuned"):
+        (own / folder).mkdir(parents=True)
+        (own / folder / "a.pack").write_bytes(bytes(2_000_000))
+    assert main(["models"]) == 0
+    assert "packed weights 2 MB, measured costs 2 MB; headstart models --prune" in capsys.readouterr().out
+    assert main(["models", "--json"]) == 0
+    assert sum(json.loads(capsys.readouterr().out)["derived"].values()) == 4_000_000
+    assert main(["models", "--prune", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == 4_000_000
+    assert [path.parent.name for path in own.rglob("*.pack")] == ["tuned"]
+    assert main(["models", "--prune"]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+    assert main(["models", "--prune", "--available"]) == 2
+
+
+def test_published_models_have_short_names(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    assert main(["models", "--available", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["models"]
+    assert all(0 < each["bytes"] < each["memory"] and each["drafts"] == "mtp" for each in rows)
+    small = next(each for each in rows if each["name"] == "qwen3.5-0.8b")
+    assert 1.4e9 < small["bytes"] < 1.6e9  # 0.75 billion weights of the text part
+    assert main(["models", "--available"]) == 0
+    assert "qwen3.5-4b 1.71x: MTPLX, M5 Max" in capsys.readouterr().out
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "_hub_snapshot", lambda name: asked.append(name) or cache)
+    for each in rows:
+        assert hub.repo_of(each["name"]) == hub.Repo(each["repo"])
+        assert hub.is_repo(each["name"])
+        assert hub.resolve_alias(each["name"]) == hub.Alias(each["name"], cache)
+    assert asked == [each["repo"] for each in rows]
+    Path(cache.parent, "mimo-7b").mkdir()  # a folder of this name comes first
+    assert hub.resolve("mimo-7b") == Path("mimo-7b")
 
 
 class Hub(ThreadingHTTPServer):

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from headstart.cli import bench
-from headstart.cli.app import root
+from headstart.cli.app import application
 from headstart.cli.main import main
+from headstart.cli.parser import all_commands
 from headstart.cli.settings import OTHER_VARIABLES, Settings
 
 Capture = pytest.CaptureFixture[str]
-ROOT = root()
+COMMANDS = all_commands(application())
 
 
 @pytest.fixture(autouse=True)
@@ -143,9 +144,9 @@ def test_variables_that_kubernetes_sets(fake_llm: Any, monkeypatch: pytest.Monke
 
 
 def test_every_option_has_one_variable() -> None:
-    settings = Settings(ROOT, {})
+    settings = Settings(COMMANDS, {})
     meanings: dict[str, set[tuple[str, str]]] = {}
-    for command, options in settings.commands.items():
+    for command, options in settings.options.items():
         words = command.split()
         for scope in ["", *(" ".join(words[:count]) for count in range(1, len(words) + 1))]:
             for name in options:
@@ -162,12 +163,12 @@ def test_commands_that_choose_themselves_do_not_take_what_is_said_for_all() -> N
     """verify goes through depths and drafters; a single pass has no queue."""
     given = {"depth": "3", "drafter": "mtp", "seed": "1", "kv_blocks": "9", "model": "m", "threads": "1"}
     environment = {f"HEADSTART_{name.upper()}": value for name, value in given.items()}
-    settings = Settings(ROOT, environment)
-    assert settings.of("verify").keys() == {"kv-blocks", "model", "threads"}
-    used = {name.replace("_", "-") for name in bench.STEP_USES}
-    assert settings.of("bench step").keys() <= {*used, "model"}
-    assert "model" not in settings.of("probe")
-    assert Settings(ROOT, {"HEADSTART_VERIFY_SEED": "1"}).of("verify")["seed"].value == "1"
+    settings = Settings(COMMANDS, environment)
+    assert settings.for_command("verify").keys() == {"kv-blocks", "model", "threads"}
+    used = {name.replace("_", "-") for name in bench.STEP_OPTIONS}
+    assert settings.for_command("bench step").keys() <= {*used, "model"}
+    assert "model" not in settings.for_command("probe")
+    assert Settings(COMMANDS, {"HEADSTART_VERIFY_SEED": "1"}).for_command("verify")["seed"].value == "1"
 
 
 def test_doctor_tells_what_is_set_and_where(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -191,10 +192,12 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         assert main(["completion", shell]) == 0
         assert f"_HEADSTART_COMPLETE=complete_{shell}" in capsys.readouterr().out
     assert main(["completion", "csh"]) == 2
-    assert "shell is 'csh'" in capsys.readouterr().err
+    assert "SHELL is 'csh'" in capsys.readouterr().err
     monkeypatch.setenv("_HEADSTART_COMPLETE", "complete_bash")
     lines = {"headstart ser": "serve", "headstart serve --por": "--port", "headstart chat smol": "smollm2-135m-mtp",
-             "headstart bench st": "step"}  # fmt: skip
+             "headstart bench st": "step", "headstart bench step --ro": "--rows",
+             "headstart bench --pa": "--pairs", "headstart chat --quantization i": "int8",
+             "headstart chat 'smol": "smollm2-135m-mtp"}  # fmt: skip
     for typed, expected in lines.items():
         monkeypatch.setenv("COMP_WORDS", typed)
         monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from headstart import registry
+from headstart.cli import render
 
 HEAVY = {
     "torch", "transformers", "pydantic", "gguf", "yaml", "asyncio", "http.client", "ssl", "rich", "llguidance", "httpx",
@@ -45,3 +47,34 @@ def test_generate_imports_what_it_needs() -> None:
     assert families <= {"qwen3", "qwen3_5", "qwen3_5_moe"}
     heads = {name for name in registry.available("heads") if f"headstart.heads.{name}" in names}
     assert heads <= {"mtp", "draft_model"}
+
+
+def test_serve_says_that_it_loads_before_it_imports_an_engine() -> None:
+    code = (
+        "import sys\nfrom headstart.cli import main, serve\n"
+        "serve.log_loading = lambda model, *_: sys.exit(' '.join([model, *sys.modules]))\n"
+        "main.main(['serve', 'a-model'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    model, *names = done.stderr.split()
+    assert model == "a-model"
+    assert not set(names) & ({*HEAVY, "numpy", "headstart.engine", "headstart.api"} - {"headstart.server"})
+
+
+def test_a_bar_appears_although_the_work_reports_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(render, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with render.progress("loading") as report:
+        deadline = time.monotonic() + 20
+        shown = ""
+        while "loading" not in shown and time.monotonic() < deadline:
+            time.sleep(0.05)
+            shown += capsys.readouterr().err
+        report(1, 2, "weights")
+    assert "loading" in shown
+    with render.progress("short") as report:
+        report(1, 1, "")
+    assert "short" not in capsys.readouterr().err

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from headstart.cli.wrap import Wrap
+from headstart.cli.generate import WordWrap
 
 CODE = "```python\nprint('a line of code is as long as it is')\n```"
 
 
 def wrapped(text: str, width: int, size: int = 1) -> str:
-    wrap = Wrap(lambda: width)
-    return "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.finish()
+    wrap = WordWrap(lambda: width)
+    return "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.flush()
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_pieces_do_not_matter_and_nothing_is_lost(text: str, width: int, size: i
 
 
 def test_a_word_comes_when_it_is_whole() -> None:
-    wrap = Wrap(lambda: 80)
+    wrap = WordWrap(lambda: 80)
     assert [wrap.push(piece) for piece in ("The", " sky", " is", ".")] == ["", "The", " sky", ""]
-    assert wrap.finish() == " is."
+    assert wrap.flush() == " is."

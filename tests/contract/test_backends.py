@@ -20,7 +20,7 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import load_model
 from headstart.errors import UsageError
-from headstart.kernels.backend import choose
+from headstart.kernels.backend import select_backend
 from headstart.kernels.backends import native, reference
 from headstart.tools.tiny import write_model
 
@@ -39,26 +39,27 @@ def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 def test_the_best_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, native.EXTENSION)
-    chosen = choose(EngineConfig())
+    chosen = select_backend(EngineConfig())
     assert (chosen.name, chosen.kind) == ("reference", reference.BACKEND)
     assert chosen.why == "headstart was installed without a C++ compiler"
     with pytest.raises(UsageError, match="backend native cannot run: headstart was installed without"):
-        choose(EngineConfig(backend="native"))
+        select_backend(EngineConfig(backend="native"))
     with pytest.raises(UsageError, match="--quantization int8 needs the native backend") as error:
-        choose(EngineConfig(quantization="int8"))
+        select_backend(EngineConfig(quantization="int8"))
     assert error.value.hint == "headstart was installed without a C++ compiler"
     without(monkeypatch, native.EXTENSION, "torch")
     with pytest.raises(UsageError, match=r"without a C\+\+ compiler, and backend reference .* needs torch"):
-        choose(EngineConfig())
+        select_backend(EngineConfig())
 
 
 def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BACKEND", replace(native.BACKEND, limits=lambda config: None))
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, limits=lambda config: None))
-    assert choose(EngineConfig()) == ("native", native.BACKEND, native.BACKEND.why)
-    assert choose(EngineConfig(backend="native", kv_cache_dtype="int8")).name == "native"
-    with pytest.raises(UsageError, match="--kv-cache-dtype int8 needs the native backend") as error:
-        choose(EngineConfig(backend="reference", kv_cache_dtype="int8"))
+    assert select_backend(EngineConfig()) == ("native", native.BACKEND, native.BACKEND.why)
+    for kv_dtype in ("int8", "fp8"):
+        assert select_backend(EngineConfig(backend="native", kv_cache_dtype=kv_dtype)).name == "native"
+        with pytest.raises(UsageError, match=f"--kv-cache-dtype {kv_dtype} needs the native backend") as error:
+            select_backend(EngineConfig(backend="reference", kv_cache_dtype=kv_dtype))
     assert error.value.hint == "use --backend auto"
     with pytest.raises(UsageError, match="--backend is 'quantum', which is unknown") as error:
         EngineConfig(backend="quantum")
@@ -67,7 +68,7 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
-    """That of CONTRIBUTING.md."""
+    """That of docs/extend."""
     with plugged_in(tmp_path, "backends"):
         config = EngineConfig(backend="thin", threads=1, max_model_len=64)
         model = load_model(str(folder), config)
@@ -111,7 +112,7 @@ def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, folder
     """The KV cache takes a share of what the cgroup leaves, not of the host's memory."""
     config = EngineConfig(backend="reference", threads=1, max_num_seqs=1000)
     model = load_model(str(folder), config)
-    monkeypatch.setattr("headstart.engine.make.PLANNED", WeakKeyDictionary())  # engines of other tests
+    monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
     sizes = []
     for free in (64 << 20, 256 << 20):
         monkeypatch.setattr(machine, "memory", lambda free=free: machine.Memory(1 << 40, free, 1 << 30))

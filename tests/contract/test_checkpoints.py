@@ -1,4 +1,4 @@
-"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts; and broken ones.
+"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts.
 
 Each form says the same as the plain safetensors model: logits in float32.
 """
@@ -15,14 +15,13 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from numpy.typing import NDArray
-from support import family_of, make, prompt_of
+from support import family_of, make, model_at, prompt_of
 from test_families import logits_in_chunks, new_sequence
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from headstart.config import EngineConfig
 from headstart.core import Span
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
@@ -40,10 +39,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": None},
 }
 TOKENS = prompt_of(80, 1)
-
-
-def model_at(path: Path, backend: str = "reference") -> Model:
-    return load_model(str(path), EngineConfig(backend=backend, dtype="float32", threads=1))
 
 
 def logits_of(model: Model) -> Tensor:
@@ -163,7 +158,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
     save(
         folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
     )
-    with pytest.raises(ModelError, match=r"is F8_E4M3, but no .*o_proj\.weight_scale_inv is there"):
+    with pytest.raises(ModelError, match=r"o_proj\.weight is F8_E4M3, but no scales stand beside it"):
         model_at(folder)
 
 
@@ -191,48 +186,6 @@ def test_stacked_experts(tmp_path: Path) -> None:
 
 RECYCLES: dict[str, dict[str, Any]] = {"nothing": {}, "pre": {"mtp_recycle": "pre_norm"}}
 
-# Bad input: one clear line.
-
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another number of experts": (
-        "glm4_moe",
-        {"n_routed_experts": 5},
-        r"gate.weight has shape \(7, 48\), but .*\(5, 48\)",
-    ),
-    "more experts than there are": ("deepseek_v3", {"num_experts_per_tok": 5}, "cannot take 5 of 4 experts"),
-    "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "8 experts do not make 3 groups"),
-    "more modules than there are": (
-        "glm4_moe",
-        {"num_nextn_predict_layers": 2},
-        "promises 2 MTP modules, but .* holds 1",
-    ),
-    "another latent": (
-        "deepseek_v3",
-        {"kv_lora_rank": 30},
-        r"kv_a_proj_with_mqa.weight has shape \(38, 48\), but .*\(36, 48\)",
-    ),
-    "softmax routing": (
-        "deepseek_v3",
-        {"scoring_func": "softmax"},
-        "scoring_func is 'softmax', which is not supported",
-    ),
-    "an indexer that is too narrow": ("deepseek_v32", {"index_head_dim": 4}, "4, but 6 features are rotated"),
-    "another activation": ("glm4_moe", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
-    "what is recycled": ("glm4_moe", {"mtp_recycle": "both"}, "mtp_recycle is 'both'"),
-    "a size that is a word": ("deepseek_v3", {"moe_intermediate_size": "wide"}, "is missing or not a number"),
-    "more than all": ("qwen3_moe", {"num_experts_per_tok": 8}, "cannot take 8 of 7 experts"),
-    "no number": ("qwen3_moe", {"moe_intermediate_size": None}, "is missing or not a number"),
-    "no size": ("deepseek_v3", {"kv_lora_rank": None}, "is missing or not a number"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_configs_that_contradict(case: str, tmp_path: Path) -> None:
-    family, changes, message = BAD[case]
-    config, arrays = family_of(family).tiny()
-    with pytest.raises(ModelError, match=message):
-        model_at(write_model(tmp_path, config | changes, arrays))
-
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
@@ -241,19 +194,3 @@ def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None
         model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
     ]
     assert [head and head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_moe"])
-def test_a_missing_expert(family: str, tmp_path: Path) -> None:
-    config, arrays = family_of(family).tiny()
-    del arrays["model.layers.2.mlp.experts.4.up_proj.weight"]
-    with pytest.raises(ModelError, match=r"has no tensor layers\.2\.mlp\.experts\.4\.up_proj\.weight"):
-        model_at(write_model(tmp_path, config, arrays))
-
-
-def test_a_packing_without_scales(tmp_path: Path) -> None:
-    config, arrays = family_of("glm4_moe").tiny()
-    arrays["model.layers.0.mlp.up_proj.weight_packed"] = arrays.pop("model.layers.0.mlp.up_proj.weight")
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
-    with pytest.raises(ModelError, match="no weight_scale stands beside it"):
-        model_at(write_model(tmp_path, config, arrays))

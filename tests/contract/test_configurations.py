@@ -26,9 +26,9 @@ def test_random_configurations_say_what_transformers_says(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(KINDS.keys() - {*NOT_THERE}))
 def test_random_gguf_files_say_what_transformers_says(family: str) -> None:
-    tally = run_family(family, 2, range(2), gguf=True)
+    tally = run_family(family, 2, range(1), gguf=True)
     assert not tally.failures
-    assert tally.counts["compared"] == 2
+    assert tally.counts["compared"] == 1
 
 
 @pytest.mark.parametrize("family", KINDS)

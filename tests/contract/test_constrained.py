@@ -29,7 +29,7 @@ from support import (
 from headstart.core import Request
 from headstart.engine.load import Model
 from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState
-from headstart.tools.verify.covering import pairwise
+from headstart.tools.verify.options import pairwise
 
 FAMILY = "mimo"
 SCHEMA = {

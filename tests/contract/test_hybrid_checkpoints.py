@@ -1,4 +1,4 @@
-"""Tiny hybrid models in the forms that people have them in: a multimodal wrapper, GGUF; and broken ones."""
+"""Tiny hybrid models in the forms that people have them in: a multimodal wrapper, GGUF."""
 
 from __future__ import annotations
 
@@ -9,28 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import write_gguf
-from support import family_of, make, prompt_of
-from test_families import logits_in_chunks
-from torch import Tensor
+from support import family_of, model_at
+from test_checkpoints import logits_of
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
-from headstart.errors import ModelError
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
-TOKENS = prompt_of(50, 1)
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 SHORT = ("lfm2", "lfm2_moe")
 Tiny = tuple[dict[str, Any], Arrays]
-
-
-def model_at(path: Path) -> Model:
-    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
-
-
-def logits_of(model: Model) -> Tensor:
-    return logits_in_chunks(make(model, dtype="float32", drafter="none"), TOKENS, 40, 1)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -85,58 +72,6 @@ def test_llama_cpp_files(tiny: Tiny, tmp_path: Path, listed: bool) -> None:
     ours, theirs = ({n: t for n, t in m.weights.tensors.items() if n.startswith("mtp.")} for m in (found, plain))
     for name in (n for n in theirs if ".experts." not in n):
         np.testing.assert_array_equal(ours[name].float32(), theirs[name].float32(), err_msg=name)
-
-
-# Bad input: one clear line.
-
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another number of value heads": (
-        "qwen3_5", {"linear_num_value_heads": 4},
-        r"in_proj_a.weight has shape \(6, 48\), but the config implies \(4, 48\)",
-    ),
-    "another kind of layer": ("qwen3_5", {"layer_types": ["full_attention"] * 3}, "has no tensor layers.0.self_attn"),
-    "another kind of layer, joined": (
-        "qwen3_next", {"layer_types": ["full_attention"] * 3}, "has no tensor layers.0.self_attn",
-    ),
-    "an unknown kind of layer": (
-        "qwen3_5", {"layer_types": ["mamba"] * 3}, "layer type 'mamba' is not supported",
-    ),
-    "too few kinds": ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types must name 3 layers"),
-    "heads that do not divide": ("qwen3_next", {"linear_num_key_heads": 4}, "6 value heads of 8, 4 key heads"),
-    "no convolution": ("qwen3_5", {"linear_conv_kernel_dim": 1}, "a convolution of 1"),
-    "a size that is missing": ("qwen3_5", {"linear_key_head_dim": None}, "linear attention needs it"),
-    "more modules than there are": (
-        "qwen3_5", {"mtp_num_hidden_layers": 2}, "promises 2 MTP modules, but .* holds 1",
-    ),
-    "another activation": ("qwen3_5", {"hidden_act": "selu"}, "hidden_act is 'selu'"),
-    "an embedding of its own": ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
-    "no gate": ("qwen3_5", {"attn_output_gate": False}, r"q_proj.weight has shape \(192, 48\)"),
-    "more experts than there are": ("qwen3_5_moe", {"num_experts_per_tok": 9}, "cannot take 9 of 7 experts"),
-    "experts that are missing": ("qwen3_next", {"num_experts": 9}, r"gate.weight has shape \(7, 48\)"),
-    "a wrapper around nothing": ("qwen3_5", {"text_config": "none"}, "text_config is not an object"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_configs_that_contradict(case: str, tmp_path: Path) -> None:
-    family, changes, message = BAD[case]
-    config, arrays = family_of(family).tiny()
-    with pytest.raises(ModelError, match=message):
-        model_at(write_model(tmp_path, config | changes, arrays))
-
-
-@pytest.mark.parametrize("name", ["conv1d.weight", "dt_bias", "A_log", "norm.weight", "in_proj_qkv.weight"])
-def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
-    config, arrays = family_of("qwen3_5").tiny()
-    del arrays[f"model.layers.2.linear_attn.{name}"]
-    with pytest.raises(ModelError, match=r"has no tensor layers\.2\.linear_attn\."):
-        model_at(write_model(tmp_path, config, arrays))
-
-
-def test_a_checkpoint_without_its_mtp_is_a_plain_model(tiny: Tiny, tmp_path: Path) -> None:
-    config, arrays = tiny
-    trunk = {name: array for name, array in arrays.items() if not name.startswith("mtp.")}
-    assert model_at(write_model(tmp_path, config, trunk)).head is None
 
 
 @pytest.mark.parametrize("family", SHORT)

@@ -11,9 +11,9 @@ from support import agreeing_model, headed_model, make, prompt_of, request, run
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Request
+from headstart.engine.build import MEMORY_SHARE
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
-from headstart.engine.make import MEMORY_SHARE
 
 FAMILY = "qwen3_5"
 LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 300}
@@ -76,7 +76,7 @@ def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) 
     specs, backend = hybrid().decoder.state_specs, hybrid().backend
     each = sum(backend.state_bytes(spec, MAX_DEPTH) for spec in specs)
     monkeypatch.setattr(type(backend), "free_memory", lambda self: int(each * slots * 4 / MEMORY_SHARE["cpu"]) + 64)
-    monkeypatch.setattr("headstart.engine.make.PLANNED", WeakKeyDictionary())  # engines of other tests
+    monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
     engine, requests = engine_of(), [ask(prompt_of(20 + i, i), f"r{i}") for i in range(5)]
     assert engine.memory.states is not None
     assert engine.memory.states.num_running == slots
@@ -109,7 +109,7 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"max_num_seqs": 8, "enable_prefix_caching": False}, 8, 0),
         ({"max_num_seqs": 8, "drafter": "none"}, 8, 10 * kept // state),
     ):
-        monkeypatch.setattr("headstart.engine.make.PLANNED", WeakKeyDictionary())  # engines of other tests
+        monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
         states = engine_of(**changes).memory.states
         assert states is not None
         assert (states.num_running, states.num_slots - states.num_running) == (running, snapshots), changes

@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from support import family_of, make, new_folder, prompt_of
-from test_families import logits_in_chunks, oracle_of
+from oracles import logits_of_oracle, oracle_of
+from support import family_of, make, model_at, new_folder, prompt_of
+from test_families import assert_logits
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model
 from headstart.errors import UsageError
-from headstart.layers.rope import CONTEXT, longest, rope_spec
+from headstart.layers.rope import CONTEXT, max_rope_length, rope_spec
 from headstart.tools.tiny import write_model
 
 LONGROPE = {
@@ -30,9 +29,7 @@ SHORT_LENGTH, LONG_LENGTH = 60, 90
 
 def loaded(variant: str, context: int | None) -> Model:
     config, arrays = family_of("llama").tiny(head_dim=8, **LONG[variant])
-    folder = write_model(new_folder(), config, arrays)
-    settings = EngineConfig(backend="reference", dtype="float32", threads=1, max_model_len=context)
-    return load_model(str(folder), settings)
+    return model_at(write_model(new_folder(), config, arrays), max_model_len=context)
 
 
 @pytest.mark.parametrize("variant", LONG)
@@ -40,13 +37,8 @@ def loaded(variant: str, context: int | None) -> Model:
 def test_logits_are_those_of_transformers(variant: str, context: int | None, length: int) -> None:
     model, tokens = loaded(variant, context), prompt_of(length, 5)
     assert model.config.max_length == {None: 64}.get(context, 90 if variant == "dynamic" else 256)
-    with torch.inference_mode():
-        expected = oracle_of("llama", model)(torch.tensor([tokens]), use_cache=False).logits[0]
-    assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
-    engine = make(model, dtype="float32", drafter="none", max_model_len=length)
-    for first, chunk in ((length, 1), (7, 7)):
-        found = logits_in_chunks(engine, tokens, first, chunk)
-        assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
+    expected = logits_of_oracle(oracle_of("llama", model), tokens)
+    assert_logits(model, tokens, expected, (length, 1), (7, 7), max_model_len=length)
 
 
 @pytest.mark.parametrize("variant", LONG)
@@ -63,4 +55,4 @@ def test_frequencies_by_context() -> None:
     assert ratio == pytest.approx([2.0, 3.0 / 1.3, 4.0 / 1.6, 2.5]) and short == rope_spec(config | {CONTEXT: 64}, 8)
     dynamic = {"rope_theta": 1e4, **LONG["dynamic"]}
     assert rope_spec(dynamic, 8) == rope_spec(dynamic | {CONTEXT: 64}, 8) != rope_spec(dynamic | {CONTEXT: 65}, 8)
-    assert [longest(dynamic | {CONTEXT: asked}, 64) for asked in (None, 32, 100, 1000)] == [64, 64, 100, 256]
+    assert [max_rope_length(dynamic | {CONTEXT: asked}, 64) for asked in (None, 32, 100, 1000)] == [64, 64, 100, 256]

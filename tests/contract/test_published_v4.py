@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from support import EngineConfig, family_of, make, prompt_of, request, run, write_model
-
-from headstart.engine.load import load_model
+from support import family_of, make, model_at, prompt_of, request, run, write_model
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32, "head_dim": 32, "o_lora_rank": 16}
 FP8 = ("wq_b.weight", "wkv.weight", "wo_a.weight", "wo_b.weight", "shared_experts.w1.weight", "e_proj.weight")
@@ -52,7 +50,7 @@ def test_packed_experts_and_integer_tables(tmp_path: Path) -> None:
         folder = write_model(tmp_path / str(len(texts)), config, arrays)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**config, **told}))
-        model = load_model(str(folder), EngineConfig(backend="reference", dtype="float64", threads=1))
+        model = model_at(folder, dtype="float64")
         assert model.head
         found = run(make(model, drafter="mtp", depth=2), [request(prompt_of(40, 3), max_tokens=30, stops=())])
         texts.append(found["r", 0].tokens)

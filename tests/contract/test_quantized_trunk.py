@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support import family_of
-from test_checkpoints import logits_of, model_at
+from support import family_of, model_at
+from test_checkpoints import logits_of
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
+from headstart.errors import UsageError
 from headstart.formats.base import make_tensor
 from headstart.formats.grouped import E2M1, NF4
 from headstart.models.small import Arrays
@@ -81,8 +82,19 @@ def test_a_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / form, {**config, "quantization_config": told}, stored)
     expected = logits_of(model_at(write_model(tmp_path / "plain", config, plain)))
     assert float((logits_of(model_at(folder)) - expected).abs().max()) <= 1e-5
-    llm = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40, drafter="mtp"))
+    stated: Any = {"nf4": "bitsandbytes"}.get(form, form)
+    llm = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40, drafter="mtp", quantization=stated))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     drafted, alone = (llm.generate(["the", "a cat"], params, depth=depth) for depth in (3, 0))
     assert all(each.speculation.drafted for each in drafted)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
+
+
+def test_a_stated_format_is_checked(tmp_path: Path) -> None:
+    config, arrays = family_of("llama").tiny()
+    plain, packed = write_model(tmp_path / "plain", config, arrays), dict(config)
+    packed["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    for folder, name in ((plain, "not quantized"), (write_model(tmp_path / "gptq", packed, arrays), "gptq")):
+        with pytest.raises(UsageError, match=f"--quantization awq, but .* is {name}") as caught:
+            LLM(str(folder), EngineConfig(quantization="awq"))
+        assert "leave --quantization out" in caught.value.hint

@@ -12,150 +12,48 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
+from family_rows import ROWS, row_of
 from gguf_files import add_vocabulary, written
-from support import RELATIVES, family_of, make, new_folder, prompt_of, request, run
-from test_families import behind, logits_in_chunks, oracle_of
+from oracles import greedy_text, logits_of_oracle, oracle_of
+from support import RELATIVES, family_of, make, model_at, new_folder, prompt_of, request, run
+from test_families import assert_logits, logits_in_chunks
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
-LENGTH, NEW = 70, 100
-LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 5.0],
-    "original_max_position_embeddings": 256,
-}  # fmt: skip
+LENGTH, NEW = 70, 24
 VARIANTS: dict[str, Config] = {
     **{name: {"model_type": name} for name in RELATIVES},
-    "mistral, no window": {"model_type": "mistral", "sliding_window": None},
-    "ministral": {"model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
-    "ministral3": {
-        "model_type": "ministral3", "sliding_window": None, "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "mixtral, window": {"model_type": "mixtral", "sliding_window": 9},
-    "qwen2_moe, windows": {
-        "model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2,
-        "mlp_only_layers": [1],
-    },
-    "phi3, a part of each head": {"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": None},
-    "phi3, longrope": {
-        "model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": LONGROPE,
-        "original_max_position_embeddings": 256,
-    },
-    "olmo3": {"model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 5e5},
-    "olmo3, scaled": {
-        "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 5e5, "rope_scaling": {
-            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.2,
-        },
-    },
-    "olmo3, a rope for each kind": {
-        "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 5e5, "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-        },
-    },
-    "glm, no biases": {"model_type": "glm", "attention_bias": False},
-    "exaone4": {"model_type": "exaone4", "num_nextn_predict_layers": 0},  # EXAONE 4.5 has one
-    "mellum, windows, an MLP": {
-        "model_type": "mellum", "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_nextn_predict_layers": 0,
-    },
-    "exaone4, no windows": {
-        "model_type": "exaone4", "num_nextn_predict_layers": 0, "sliding_window": None,
-        "layer_types": ["full_attention"] * 3,
-    },
-    "gemma3n": {"model_type": "gemma3n", "laurel_rank": 64, "vocab_size_per_layer_input": 131},  # as GGUF files say
-    "gemma3n, fewer tokens by layer, another stream, no factor": {
-        "model_type": "gemma3n", "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
-        "activation_sparsity_pattern": None, "attention_bias": True, "intermediate_size": 80,
-    },
-    "granite, biases": {"model_type": "granite", "attention_bias": True, "mlp_bias": True},
-    "granitemoehybrid, older names, rope, a dense part": {
-        "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"], "num_local_experts": 0,
-        "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True, "mamba_conv_bias": False,
-    },
-    "falcon_h1, no norm, biases": {
-        "model_type": "falcon_h1", "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True,
-        "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 1,
-    },
-    "falcon_h1, norm before the gate, no multipliers": {
-        "model_type": "falcon_h1", "mamba_norm_before_gate": True, "mlp_multipliers": None, "ssm_multipliers": None,
-        "key_multiplier": 1.0, "ssm_in_multiplier": 1.0, "attention_in_multiplier": 1.0,
-    },
-    "granitemoe": {"model_type": "granitemoe", "layer_types": None, "shared_intermediate_size": None},
-    "granitemoeshared": {"model_type": "granitemoeshared", "layer_types": None},
-    "seed_oss, all biases": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
-    "ernie4_5, biases": {"model_type": "ernie4_5", "use_bias": True},
-    "hunyuan_v1_dense, alpha": {
-        "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
-    },
-    "llama4, one expert, no norms": {
-        "model_type": "llama4_text", "num_experts_per_tok": 1, "use_qk_norm": False, "no_rope_layers": [1, 0, 1, 0],
-        "moe_layers": [0, 3],
-    },
-    "llama4, scaled": {
-        "model_type": "llama4_text", "attn_temperature_tuning": False, "attention_bias": True, "rope_scaling": {
-            "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 32,
-        },
-    },
-    "cohere2_moe, a softmax, no shared experts, a norm that does not center": {
-        "model_type": "cohere2_moe", "rms_norm_eps": 1e-5, "expert_selection_fn": "softmax", "num_shared_experts": 0,
-        "first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2, "num_hidden_layers": 4,
-        "prefix_dense_intermediate_size": None, "num_nextn_predict_layers": 0,
-    },
-    "stablelm, both parts beside each other": {
-        "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": False, "partial_rotary_factor": 0.5,
-    },
-    "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
-    "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
-}  # fmt: skip
+    **{name: dict(changes) for family in RELATIVES for name, changes in row_of(family).variants.items()},
+}
 """Families, and what else their configs say."""
-FAMILY_OF = {
-    "granitemoe": "granitemoehybrid", "granitemoeshared": "granitemoehybrid", "ministral": "mistral",
-    "ministral3": "mistral", "olmo3": "olmo2", "cohere": "cohere2", "llama4_text": "llama4",
-}  # fmt: skip
-"""Other names of a family."""
-ARCH = {
-    "cohere2": "cohere2", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "gemma3n": "gemma3n", "glm": "chatglm",
-    "glm4": "glm4", "granite": "granite", "hunyuan_v1_dense": "hunyuan-dense", "minicpm": "minicpm", "mistral": "llama",
-    "mixtral": "llama", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "qwen2_moe": "qwen2moe",
-    "seed_oss": "seed_oss", "stablelm": "stablelm",
-}  # fmt: skip
+FAMILY_OF = {each["model_type"]: family for family in RELATIVES for each in row_of(family).variants.values()}
+"""model_type -> family, also by its other names."""
+ARCH = {kind: arch for row in ROWS.values() for kind, arch in row.gguf.items()}
 """model_type -> llama.cpp's architecture."""
-PERMUTED = ("granite", "minicpm", "mistral", "mixtral")
 
 
 @cache
-def files_of(variant: str) -> tuple[str, Config, Arrays]:
+def files_of(variant: str) -> tuple[Path, Config, Arrays]:
     """A tiny random model, written: its folder, config and arrays."""
     changes = VARIANTS[variant]
     kind = changes["model_type"]
     config, arrays = family_of(FAMILY_OF.get(kind, kind)).tiny(**changes)
-    return str(write_model(new_folder(), config, arrays)), config, arrays
+    return write_model(new_folder(), config, arrays), config, arrays
 
 
 @cache
 def model_of(variant: str) -> Model:
-    return load_model(files_of(variant)[0], EngineConfig(backend="reference", dtype="float32", threads=1))
+    return model_at(files_of(variant)[0])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(variant: str) -> None:
     model, tokens = model_of(variant), prompt_of(LENGTH, 5)
-    with torch.inference_mode():
-        expected = oracle_of(VARIANTS[variant]["model_type"], model)(torch.tensor([tokens]), use_cache=False).logits[0]
-    assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
-    engine = make(model, dtype="float32", drafter="none")
-    for first, chunk in ((LENGTH, 1), (7, 7)):
-        found = logits_in_chunks(engine, tokens, first, chunk)
-        assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
+    expected = logits_of_oracle(oracle_of(VARIANTS[variant]["model_type"], model), tokens)
+    assert_logits(model, tokens, expected, (LENGTH, 1), (7, 31))
 
 
 @pytest.mark.parametrize(
@@ -165,15 +63,8 @@ def test_text_is_that_of_transformers_through_both_backends(variant: str) -> Non
     """Greedy, with lookup drafts and without, in company and in chunks."""
     pytest.importorskip("headstart.kernels.native._native")
     model, prompt = model_of(variant), prompt_of(12, 8) * 2
-    oracle, expected = oracle_of(VARIANTS[variant]["model_type"], model), list(prompt)
-    with torch.inference_mode():
-        output = oracle(torch.tensor([prompt]), use_cache=True)
-        for _ in range(NEW):
-            expected.append(int(output.logits[0, -1].argmax()))
-            output = oracle(torch.tensor([expected[-1:]]), **behind(output))
-    native = load_model(
-        files_of(variant)[0], EngineConfig(backend="native", dtype="float32", threads=1, kv_cache_dtype="float32")
-    )
+    expected = greedy_text(oracle_of(VARIANTS[variant]["model_type"], model), prompt, NEW)
+    native = model_at(files_of(variant)[0], "native", kv_cache_dtype="float32")
     settings = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
     for drafter, chunk, found, more in (
         ("none", 512, model, {}),
@@ -183,7 +74,7 @@ def test_text_is_that_of_transformers_through_both_backends(variant: str) -> Non
         engine = make(found, drafter=drafter, depth=3, max_model_len=160, max_num_batched_tokens=chunk, **more)
         wanted = [request(prompt[: 24 - 5 * i], name=f"r{i}", max_tokens=NEW, stops=()) for i in range(2)]
         outputs = run(engine, wanted)
-        assert outputs["r0", 0].tokens == expected[len(prompt) :], (drafter, chunk)
+        assert outputs["r0", 0].tokens == expected, (drafter, chunk)
 
 
 GGUF_KEYS: dict[str, str] = {
@@ -222,7 +113,7 @@ def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
     """Under the same names: rows of q and k in llama.cpp's order, experts stacked."""
     found, stacks = {}, dict[str, dict[int, Any]]()
     for name, array in arrays.items():
-        if config["model_type"] in PERMUTED and (match := re.search(r"\.([qk])_proj\.", name)):
+        if row_of(config["model_type"]).has_gguf_rope_order and (match := re.search(r"\.([qk])_proj\.", name)):
             heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
             array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         name = f"{name}.weight" if name.endswith("_scale") else name
@@ -270,11 +161,11 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
 def test_a_converted_file_says_the_same(variant: str, tmp_path: Path) -> None:
     _, config, arrays = files_of(variant)
     path = write_converted(tmp_path / "model.gguf", config, arrays)
-    found = load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
+    found = model_at(path)
     model, tokens = model_of("mistral, no window" if variant == "mistral" else variant), prompt_of(30, 5)
     if variant == "cohere2":  # every fourth layer has no window there
         _, config, arrays = files_of(variant)
         folder = write_model(new_folder(), {**config, "sliding_window_pattern": 4}, arrays)
-        model = load_model(str(folder), EngineConfig(backend="reference", dtype="float32", threads=1))
+        model = model_at(folder)
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in (found, model)]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5

@@ -17,12 +17,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from headstart.cache.memory import KVMemory
-from headstart.cache.recurrent import StateMemory
+from headstart.cache.kv_cache import KVCacheManager
+from headstart.cache.recurrent import StateCacheManager
 from headstart.core import Draft, Request, Rows, SamplingParams, Sequence, Span, StateSteps
-from headstart.engine.plan import build_plan, span_rows
+from headstart.engine.runner import build_plan, span_rows
 from headstart.kernels.reference.backend import ReferenceBackend
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
 try:
     import headstart.kernels.native._native  # noqa: F401
@@ -136,8 +136,8 @@ class History:
 
     def __init__(self, kind: str, name: str, draw: Callable[[Any], Any]) -> None:
         self.kind, self.name, self.draw = kind, name, draw
-        self.states = StateMemory(RUNNING, 3, KEPT, block_size=BLOCK, every=EVERY)
-        self.memory = KVMemory(100, BLOCK, states=self.states)
+        self.states = StateCacheManager(RUNNING, 3, KEPT, block_size=BLOCK, every=EVERY)
+        self.memory = KVCacheManager(100, BLOCK, states=self.states)
         self.machine = machine(kind, name, self.states.num_slots, RUNNING, KEPT, threads=draw(st.integers(1, 3)))
         self.live: list[tuple[Sequence, tuple[int, ...]]] = []
         self.hits = self.replayed = 0

@@ -42,7 +42,7 @@ def hits(llm: LLM) -> int:
     return llm.engine.memory.spill.hits.total()
 
 
-OTHER_KINDS = [("llama", "int8"), ("deepseek_v4", "int8"), ("llama", "float32")]
+OTHER_KINDS = [("llama", "int8"), ("deepseek_v4", "int8"), ("llama", "float32"), ("llama", "fp8")]
 """Types of keys change how wide a slot is and nothing else."""
 
 

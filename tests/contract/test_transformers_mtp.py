@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support import make, prompt_of, request, run, tiny_model
+from family_rows import ROWS
+from support import family_of, make, prompt_of, request, run, tiny_model
 from test_families import Forced, changed, new_sequence
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from headstart.core import Span
-from headstart.drafters.base import Wish
+from headstart.drafters.base import DraftRequest
 
 MAX_TOKENS = 40
-BOTH = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-"""Kinds of layers, of which transformers makes no rope where the trunk has none."""
 
 
 class Recorder:
@@ -39,11 +38,11 @@ class Recorder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mellum"])
+@pytest.mark.parametrize("family", [name for name, row in ROWS.items() if row.transformers_mtp is not None])
 def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(family, dtype="float32", **changed(BOTH if family == "mellum" else {}))
+    model = tiny_model(family, dtype="float32", **changed(dict(ROWS[family].transformers_mtp or {})))
     oracle = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
-    if family != "mellum":  # whose modules have names of their own
+    if not family_of(family).names.of_modules:  # the modules are layers after the trunk's
         oracle._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_layers}.*"]
     drafts, prompt = Recorder(monkeypatch), prompt_of(9, 6)
     given = torch.tensor([prompt])
@@ -65,6 +64,6 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
         sequence = new_sequence(engine, tokens, length)
         engine.runner.forward([Span(sequence, 0, length - 1, 0)])
         sequence.num_computed = length - 1
-        engine.drafting.drafter.propose([Wish(sequence, 1)])
+        engine.drafting.drafter.propose([DraftRequest(sequence, 1)])
         assert float((forced.seen[length, 0] - expected).abs().max()) <= 2e-4
         engine.memory.release(sequence)

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import family_of, make, prompt_of
-from test_families import fused_experts, logits_in_chunks
+from oracles import fused_experts
+from support import family_of, model_at, prompt_of
+from test_families import assert_logits
 from torch import Tensor
 from transformers import AutoConfig
 
-from headstart.config import EngineConfig
-from headstart.engine.load import load_model
 from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
@@ -76,7 +75,4 @@ def test_the_text_part_is_that_of_transformers(kind: str, tmp_path: Path) -> Non
     files |= {"model.visual.patch_embed.weight": np.ones(8, np.float32)}
     files = {name: np.ascontiguousarray(each) for name, each in files.items()}
     folder = write_model(tmp_path / "model", wrapper, files)
-    model = load_model(str(folder), EngineConfig(backend="reference", dtype="float32", threads=1))
-    found = logits_in_chunks(make(model, dtype="float32", drafter="none"), tokens, 7, 7)
-    assert expected.std() > 0.3
-    assert float((found - expected).abs().max()) <= 2e-4
+    assert_logits(model_at(folder), tokens, expected, (7, 7))

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4Assi
 
 from headstart.config import EngineConfig
 from headstart.core import Sequence, Span
-from headstart.drafters.base import Wish
-from headstart.engine.attach import attach_head
-from headstart.engine.load import Model, load_model
+from headstart.drafters.base import DraftRequest
+from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import ModelError
 from headstart.heads.assistant import read
 from headstart.tools.tiny import write_model
@@ -114,7 +113,7 @@ def test_drafts_of_transformers(groups: int) -> None:
         assert engine.memory.reserve(sequence, len(tokens) + 8)
         engine.runner.forward([Span(sequence, 0, length - 1, 0)])
         sequence.num_computed = length - 1
-        engine.drafting.drafter.propose([Wish(sequence, 4)])
+        engine.drafting.drafter.propose([DraftRequest(sequence, 4)])
         found += sequence.draft.tokens
         expected += expected_drafts(oracle, oracle_at(groups)[0], tokens[:length], 4)
         engine.memory.release(sequence)
@@ -126,17 +125,27 @@ CELLS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+def own_settings(backend: str) -> dict[str, Any]:
+    return {"backend": backend, "dtype": "float64" if backend == "reference" else "float32", "block_size": 16}
+
+
+@cache
+def plain(backend: str, temperature: float) -> support.Outputs:
+    """Plain decoding, one request after another."""
+    own = own_settings(backend)
+    engine = make(trunk(backend, own["dtype"]), **own, drafter="none", max_num_seqs=1, kv_blocks=40)
+    return run(engine, varied_requests(temperature))
+
+
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("groups", [0, 12])
 def test_drafting_changes_nothing(backend: str, groups: int) -> None:
     """Greedy and sampled, in company, in chunks, preempted."""
-    own = {"backend": backend, "dtype": "float64" if backend == "reference" else "float32", "block_size": 16}
+    own = own_settings(backend)
     model = with_assistant(trunk(backend, own["dtype"]), groups)
     for temperature, cell in zip((0.0, 0.8, 1.2), CELLS, strict=True):
-        requests = varied_requests(temperature)
-        plain = run(make(model, **own, drafter="none", max_num_seqs=1, kv_blocks=40), requests)
         engine = make(model, **own, drafter="assistant", **cell)
-        assert_same(run(engine, requests), plain)
+        assert_same(run(engine, varied_requests(temperature)), plain(backend, temperature))
         assert engine.stats.drafted > 30
 
 

@@ -15,9 +15,8 @@ pytest.importorskip("torch")
 
 from headstart.config import EngineConfig
 from headstart.core import Rows, Sequence
-from headstart.drafters.base import Wish
-from headstart.engine.attach import attach_head
-from headstart.engine.load import Model, load_model
+from headstart.drafters.base import DraftRequest
+from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import UsageError
 
 EXACT = {"reference": "float64", "native": "float32"}
@@ -35,6 +34,15 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "preempted": {"kv_blocks": 10},
     "auto": {"depth": "auto", "drafter": "mixed"},
 }
+
+CASES = [
+    (backend, variant, settings)
+    for b, backend in enumerate(EXACT)
+    for v, variant in enumerate(VARIANTS)
+    for s, settings in enumerate(SETTINGS)
+    if (b + v + s) % 2 == 0
+]
+"""Every variant with all settings, half of them on either backend."""
 
 
 @cache
@@ -69,9 +77,7 @@ def plain(backend: str, temperature: float) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", EXACT)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("backend", "variant", "settings"), CASES)
 def test_the_text_is_that_of_plain_decoding(backend: str, variant: str, settings: str) -> None:
     for temperature in (0.0, 1.0):
         drafted, engine = outputs(
@@ -97,9 +103,9 @@ def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, r
     passes: list[tuple[str, int]] = []
     original = engine.runner.run
 
-    def noted(opened: Any, program: str, rows: Any, **more: Any) -> Any:
+    def noted(handle: Any, program: str, rows: Any, **more: Any) -> Any:
         passes.append((program, sum(len(part.token_ids) for part in rows)))
-        return original(opened, program, rows, **more)
+        return original(handle, program, rows, **more)
 
     engine.runner.run = noted  # type: ignore[method-assign]
     done = support.run(engine, [support.request(support.prompt_of(21, 3), max_tokens=16, stops=())])
@@ -114,9 +120,9 @@ def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, r
 
 def test_only_rows_that_promise_something_are_run() -> None:
     class Gate:
-        starts, reach = True, 2
+        should_start, max_depth = True, 2
 
-        def goes_on(self, draft: Any) -> bool:
+        def should_continue(self, draft: Any) -> bool:
             return True
 
     engine = support.make(replace(trunk("reference"), head=support.make_block(trunk("reference"))), depth=5)
@@ -125,7 +131,7 @@ def test_only_rows_that_promise_something_are_run() -> None:
     sequence = Sequence(support.request(support.prompt_of(9, 1)), 0, support.prompt_of(9, 1), 0)
     assert engine.memory.reserve(sequence, 16)
     runner.run(runner.trunk, "forward", [Rows(sequence, 0, sequence.tokens[:8], 1)])
-    drafter.propose([Wish(sequence, 5, Gate())])  # type: ignore[arg-type]
+    drafter.propose([DraftRequest(sequence, 5, Gate())])  # type: ignore[arg-type]
     assert len(sequence.draft.tokens) == 2
     assert len(sequence.draft.scores) == 2
 

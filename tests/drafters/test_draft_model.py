@@ -29,8 +29,7 @@ from support import (
 
 from headstart.config import EngineConfig
 from headstart.core import Rows
-from headstart.engine.draft_model import Matching, match
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Matching, Model, load_model, match
 from headstart.errors import ModelError, UsageError
 from headstart.tools.tiny import write_model
 
@@ -71,10 +70,10 @@ def test_rows_are_computed_once(settings: dict[str, Any]) -> None:
     rows: list[int] = []
     original = engine.runner.run
 
-    def noted(opened: Any, program: str, parts: list[Rows], **more: Any) -> Any:
-        if opened is not engine.runner.trunk and len(parts) == 1:
+    def noted(handle: Any, program: str, parts: list[Rows], **more: Any) -> Any:
+        if handle is not engine.runner.trunk and len(parts) == 1:
             rows.append(len(parts[0].token_ids))
-        return original(opened, program, parts, **more)
+        return original(handle, program, parts, **more)
 
     engine.runner.run = noted
     expected = run(engine_of(replace(loaded("native", folder, folder), head=None), "native", drafter="none"), REQUESTS)
@@ -140,9 +139,9 @@ def test_a_few_tokens_elsewhere_are_mapped() -> None:
     moved = {**WORDS, "w0": 200, "new": 0}
     found = matched(WORDS, moved, (200, 201))
     assert (found.ids, found.rows) == (list(range(200)), [200, *range(1, 200)])
-    fed = found.fed(200)
-    assert fed is not None
-    assert fed.tolist() == [200, *range(1, 200)]
+    own_ids = found.own_ids(200)
+    assert own_ids is not None
+    assert own_ids.tolist() == [200, *range(1, 200)]
 
 
 def test_another_vocabulary_is_refused() -> None:

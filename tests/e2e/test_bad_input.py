@@ -15,6 +15,7 @@ from headstart.formats import safetensors
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
+from headstart.params import parameters
 from headstart.tools.tiny import write_tiny
 
 
@@ -154,7 +155,7 @@ def test_prompt_file_that_is_missing_or_no_text(capsys: pytest.CaptureFixture[st
 
 
 def test_infinite_values_never_become_parameters() -> None:
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in [row.name for row in parameters().values() if row.kind == "number"]:
         for value in (float("nan"), float("inf"), float("-inf")):
             with pytest.raises(UsageError, match=name):
-                SamplingParams(**{name: value})  # type: ignore[arg-type]
+                SamplingParams(**{name: value})

@@ -1,4 +1,4 @@
-"""An export from one file, the text of CONTRIBUTING.md, found by its file name."""
+"""An export from one file, the text of docs/extend, found by its file name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other examples of CONTRIBUTING.md, each from its one file: head kind, checkpoint format, launcher, tool format,
+"""The other examples of docs/extend, each from its one file: head kind, checkpoint format, launcher, tool format,
 reasoning format."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
-from seams import SECTIONS, plugged_in
+from seams import TUTORIALS, plugged_in
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -20,7 +20,16 @@ from headstart.core import SamplingParams
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.models.small import Arrays, random_arrays
-from headstart.text.parsers import Arguments, Content, Reasoning, ToolCall, format_in, is_opened, joined, make_parser
+from headstart.text.parsers import (
+    Arguments,
+    Content,
+    Reasoning,
+    ToolCall,
+    format_in,
+    is_opened,
+    make_parser,
+    merge_events,
+)
 from headstart.tools.tiny import write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
@@ -28,7 +37,7 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 
 @pytest.fixture(autouse=True)
 def plug_ins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with plugged_in(tmp_path_factory.mktemp("plug_ins"), *SECTIONS):
+    with plugged_in(tmp_path_factory.mktemp("plug_ins"), *TUTORIALS):
         yield
 
 
@@ -104,7 +113,7 @@ def events(text: str, tools: str | None, reasoning: str | None = None) -> list[A
     seen = []
     for cut in range(len(text)):
         parser = make_parser(tools, [], reasoning)
-        seen.append(joined([*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]))
+        seen.append(merge_events([*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]))
     assert all(each == seen[0] for each in seen)
     return seen[0]
 

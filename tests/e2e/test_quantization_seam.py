@@ -1,4 +1,4 @@
-"""A weight quantization from one file, the text of CONTRIBUTING.md: loaded, inspected, exported and planned."""
+"""A weight quantization from one file, the text of docs/extend: loaded, inspected, exported and planned."""
 
 from __future__ import annotations
 

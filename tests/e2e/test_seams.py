@@ -1,4 +1,4 @@
-"""A drafter and a family from one file each, as CONTRIBUTING.md has them; and that it has one of each kind."""
+"""A drafter and a family from one file each, as docs/extend has them; and that it has one of each kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from seams import SECTIONS, example, plugged_in
+from seams import TUTORIALS, example, plugged_in
 from support import SMALL, family_of, tiny_model
 
 from headstart import registry
@@ -42,10 +42,10 @@ def texts(model: Model, temperature: float, **settings: Any) -> tuple[list[list[
 
 
 def test_every_kind_has_an_example() -> None:
-    assert SECTIONS.keys() == registry.KINDS.keys()
+    assert TUTORIALS.keys() == registry.KINDS.keys()
 
 
-@pytest.mark.parametrize("kind", SECTIONS)
+@pytest.mark.parametrize("kind", TUTORIALS)
 def test_they_are_found_by_their_file_names(kind: registry.KindName, tmp_path: Path) -> None:
     """With the file on the search path, and no longer after it."""
     name = Path(example(kind)[0]).stem
@@ -117,7 +117,7 @@ def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_a_drafter_that_drafts_more_than_asked_is_a_bug(folders: None, acme: Path, tmp_path: Path) -> None:
-    (tmp_path / "eager.py").write_text(example("drafters")[1].replace("] * wish.depth", "] * (wish.depth + 1)"))
+    (tmp_path / "eager.py").write_text(example("drafters")[1].replace("] * request.depth", "] * (request.depth + 1)"))
     with registry.search_path("drafters", tmp_path):
         llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager", depth=3))
         with pytest.raises(AssertionError, match="drafts 4 tokens, but was asked for 3"):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import support
 
-from headstart.engine.attach import attach_head
+from headstart.engine.load import attach_head
 from headstart.heads import files
 from headstart.heads.kind import HeadCheckpoint
-from headstart.layers.fingerprint import trunk_fingerprint
+from headstart.layers.weights import trunk_fingerprint
 
 
 def test_a_head_of_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

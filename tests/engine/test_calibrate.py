@@ -15,7 +15,7 @@ from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine import calibrate
-from headstart.engine.calibrate import MOST_SECONDS, known_costs
+from headstart.engine.calibrate import MAX_SECONDS, known_costs
 from headstart.engine.engine import Engine
 
 
@@ -43,9 +43,9 @@ class Machine:
         assert drafter is not None
         propose = drafter.propose
 
-        def drafted(wishes: Any) -> None:
-            self.now += self.row * max([wish.depth for wish in wishes])
-            propose(wishes)
+        def drafted(requests: Any) -> None:
+            self.now += self.row * max([request.depth for request in requests])
+            propose(requests)
 
         monkeypatch.setattr(drafter, "propose", drafted)
         monkeypatch.setattr(engine.runner, "forward", forward)
@@ -58,7 +58,7 @@ def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.Monke
     machine = Machine(engine, monkeypatch, base, base / 100)
     costs = calibrate.calibrate(engine)
     first = 3 * base + 30 * base / 100  # a prompt, a warm-up, a step
-    assert machine.now < max(MOST_SECONDS, first) + 2 * base
+    assert machine.now < max(MAX_SECONDS, first) + 2 * base
     assert costs.passes.at(1) == pytest.approx(1.01 * base)
     assert costs.passes.at(4) == pytest.approx(1.04 * base, rel=0.2)
     assert not costs.busy

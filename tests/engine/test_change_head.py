@@ -10,9 +10,9 @@ import support
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Delta
+from headstart.engine.build import change_head
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
-from headstart.engine.make import change_head
 from headstart.errors import HeadstartError, ModelError, UsageError
 
 CONFIG: dict[str, Any] = {**support.SMALL, "dtype": "float64", "depth": 3}
@@ -80,7 +80,7 @@ def test_one_that_does_not_fit_changes_nothing(change: Any, error: type[Exceptio
     engine, request = support.make(model, **CONFIG), support.request([3, 4, 5], max_tokens=20, stops=())
     with pytest.raises(error):
         change_head(engine, change(model), EngineConfig(**CONFIG))
-    assert len(engine.runner.opened) == 1
+    assert len(engine.runner.networks) == 1
     plain = texts(support.make(model, **CONFIG | {"depth": 0}), [request], {}, EngineConfig(**CONFIG))
     assert texts(engine, [request], {}, EngineConfig(**CONFIG)) == plain
     assert engine.stats.drafts > 0

@@ -13,16 +13,16 @@ from support import SMALL, headed_model
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Request, SamplingParams, Sequence
-from headstart.drafters.base import Wish
+from headstart.drafters.base import DraftRequest
+from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.calibrate import calibrate
-from headstart.engine.costs import KNOTS, TRIAL, Costs, Curve, Work
-from headstart.engine.depth import AutoDepth, Room
-from headstart.engine.odds import Odds
+from headstart.engine.costs import KNOTS, TRIAL, CostCurve, Costs, PassShape
+from headstart.engine.depth import AutoDepth, DraftCandidate
 
-FLAT = Curve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
+FLAT = CostCurve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
 """A pass that waits for memory up to 8 rows, and computes from there on."""
-STEEP = Curve.fit({1: [1.0], 2: [2.0], 64: [64.0]})
-CHEAP_DRAFTS = Curve.fit({1: [0.02], 64: [0.3]})
+STEEP = CostCurve.fit({1: [1.0], 2: [2.0], 64: [64.0]})
+CHEAP_DRAFTS = CostCurve.fit({1: [0.02], 64: [0.3]})
 
 
 def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
@@ -36,19 +36,19 @@ def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
 
 
 def test_a_curve_goes_through_what_was_measured() -> None:
-    curve = Curve.fit({1: [9.0, 3.1, 9.0, 3.0, 9.0], 4: [4.0], 64: [64.0]})
+    curve = CostCurve.fit({1: [9.0, 3.1, 9.0, 3.0, 9.0], 4: [4.0], 64: [64.0]})
     assert [curve.at(n) for n in (1, 4, 64)] == pytest.approx([3.1, 4.0, 64.0])
     assert curve.at(34) == pytest.approx(34.0)
     assert curve.at(600) == pytest.approx(600.0)
 
 
 def test_more_rows_never_look_cheaper() -> None:
-    curve = Curve.fit({1: [3.0], 2: [2.0], 3: [3.5]})
+    curve = CostCurve.fit({1: [3.0], 2: [2.0], 3: [3.5]})
     assert curve.at(2) == 3.0
 
 
 def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
-    curve = Curve.fit({1: [1.0], 512: [512.0]})
+    curve = CostCurve.fit({1: [1.0], 512: [512.0]})
     for _ in range(200):
         curve.learn(4, 5.0 / curve.at(4))
     assert curve.at(4) == pytest.approx(5.0, rel=0.01)
@@ -57,20 +57,20 @@ def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
 
 def test_costs_survive_a_file() -> None:
     costs = Costs(FLAT, CHEAP_DRAFTS, prompt_share=0.7, reach=1e-6, catch_up=1e-5, busy=True)
-    assert Costs.of(costs.document()) == costs
+    assert Costs.from_document(costs.document()) == costs
     with pytest.raises(ValueError, match="knots"):
-        Costs.of({**costs.document(), "knots": [1, 2]})
+        Costs.from_document({**costs.document(), "knots": [1, 2]})
     with pytest.raises(ValueError, match="sense"):
-        Costs.of({**costs.document(), "passes": [0.0] * len(KNOTS)})
+        Costs.from_document({**costs.document(), "passes": [0.0] * len(KNOTS)})
 
 
 def test_costs_of_an_earlier_start_follow_a_machine_that_is_slower_as_a_whole() -> None:
-    kept = Costs(Curve.fit({1: [0.010], 4: [0.013]}), Curve.fit({1: [0.002]}), trial=TRIAL)
+    kept = Costs(CostCurve.fit({1: [0.010], 4: [0.013]}), CostCurve.fit({1: [0.002]}), trial=TRIAL)
     for _ in range(TRIAL):
-        kept.passed(Work(1), 0.015)
+        kept.record_pass(PassShape(1), 0.015)
     assert [kept.passes.at(1), kept.passes.at(4), kept.drafts.at(1)] == pytest.approx([0.015, 0.0195, 0.003], rel=0.05)
     for _ in range(200):  # from then on a surprise is one of its count first of all
-        kept.passed(Work(1), 0.010)
+        kept.record_pass(PassShape(1), 0.010)
     assert kept.passes.at(1) == pytest.approx(0.010, rel=0.05)
     assert kept.passes.at(4) > 0.015
     assert kept.drafts.at(1) == pytest.approx(0.003, rel=0.05)
@@ -94,48 +94,48 @@ def draft_of(tokens: list[int], scores: list[float]) -> Draft:
     return Draft(tokens, method="mtp", scores=scores)
 
 
-def learn(odds: Odds, each: Sequence, score: float, right: bool) -> None:
-    odds.drafted(each, draft_of([7 if right else 8], [score]))
+def learn(acceptance: AcceptanceEstimator, each: Sequence, score: float, right: bool) -> None:
+    acceptance.record_draft(each, draft_of([7 if right else 8], [score]))
     each.tokens.append(7)
-    odds.compare(each)
+    acceptance.record_outcomes(each)
 
 
 @pytest.mark.slow
 def test_scores_are_calibrated() -> None:
-    odds, rng = Odds(), np.random.default_rng(0)
+    acceptance, rng = AcceptanceEstimator(), np.random.default_rng(0)
     for _ in range(600):
         score = float(rng.choice([0.15, 0.55, 0.97]))
-        learn(odds, sequence(), score, rng.random() < score / 2)
-    found = [odds.chance(sequence(), draft_of([7], [score]), 0) for score in (0.15, 0.55, 0.97)]
+        learn(acceptance, sequence(), score, rng.random() < score / 2)
+    found = [acceptance.probability(sequence(), draft_of([7], [score]), 0) for score in (0.15, 0.55, 0.97)]
     assert found == pytest.approx([0.075, 0.275, 0.485], abs=0.08)
 
 
 def test_nothing_is_learned_behind_a_miss() -> None:
-    odds, each = Odds(), sequence()
-    odds.drafted(each, draft_of([7, 8, 9], [0.5] * 3))
+    acceptance, each = AcceptanceEstimator(), sequence()
+    acceptance.record_draft(each, draft_of([7, 8, 9], [0.5] * 3))
     each.tokens += [7, 1, 9]
-    odds.compare(each)
-    assert odds.table(each, "mtp", 0).seen == 1
-    assert odds.table(each, "mtp", 1).seen == 1  # the miss itself; the third token says nothing
+    acceptance.record_outcomes(each)
+    assert acceptance.table(each, "mtp", 0).num_tries == 1
+    assert acceptance.table(each, "mtp", 1).num_tries == 1  # the miss itself; the third token says nothing
 
 
 def test_a_sequence_has_a_record_of_its_own() -> None:
-    odds, good, bad = Odds(), sequence(), sequence()
+    acceptance, good, bad = AcceptanceEstimator(), sequence(), sequence()
     for _ in range(40):
-        learn(odds, good, 0.5, True)
-        learn(odds, bad, 0.5, False)
-    assert odds.factor(good, "mtp") > 1.3
-    assert odds.factor(bad, "mtp") < 0.6
-    odds.release(bad)
-    assert odds.factor(bad, "mtp") == 1.0
+        learn(acceptance, good, 0.5, True)
+        learn(acceptance, bad, 0.5, False)
+    assert acceptance.factor(good, "mtp") > 1.3
+    assert acceptance.factor(bad, "mtp") < 0.6
+    acceptance.release(bad)
+    assert acceptance.factor(bad, "mtp") == 1.0
 
 
 def test_temperatures_have_tables_of_their_own() -> None:
-    odds, cold, hot = Odds(), sequence(), sequence(temperature=1.0)
+    acceptance, cold, hot = AcceptanceEstimator(), sequence(), sequence(temperature=1.0)
     for _ in range(100):
-        learn(odds, cold, 0.5, True)
-        learn(odds, hot, 0.5, False)
-    assert odds.table(cold, "mtp", 0).mean > odds.table(hot, "mtp", 0).mean + 0.2
+        learn(acceptance, cold, 0.5, True)
+        learn(acceptance, hot, 0.5, False)
+    assert acceptance.table(cold, "mtp", 0).mean > acceptance.table(hot, "mtp", 0).mean + 0.2
 
 
 # Depth, in a world that is known: costs do not change, and tokens come as `rate` says.
@@ -144,7 +144,7 @@ def test_temperatures_have_tables_of_their_own() -> None:
 class Known(Costs):
     """Costs that nobody corrects."""
 
-    def passed(self, work: Work, seconds: float) -> None:
+    def record_pass(self, work: PassShape, seconds: float) -> None:
         pass
 
 
@@ -170,46 +170,46 @@ class World:
             if step == steps:
                 seconds = drafting = 0.0
                 tokens = verified = 0
-            work = Work(self.count, self.prompt_rows)
-            wishes = (
-                pilot.wishes([Room(each, 8, 0) for each in sequences])
-                if not pilot.skips_step() and pilot.weigh(work)
+            work = PassShape(self.count, self.prompt_rows)
+            requests = (
+                pilot.make_requests([DraftCandidate(each, 8, 0) for each in sequences])
+                if not pilot.should_skip_step() and pilot.estimate_costs(work)
                 else []
             )
-            chances = {wish.sequence: self._draft(wish) for wish in wishes}
-            lengths = [len(wish.sequence.draft.tokens) for wish in wishes]
-            taken = self.costs.of_draft([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)
-            pilot.cut(wishes)
+            probabilities = {request.sequence: self._draft(request) for request in requests}
+            lengths = [len(request.sequence.draft.tokens) for request in requests]
+            taken = self.costs.draft_seconds([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)
+            pilot.cut(requests)
             rows = self.count + sum(len(each.draft.tokens) for each in sequences)
-            took = self.costs.of_pass(Work(rows, self.prompt_rows))
-            emitted = sum(self._commit(pilot, each, chances.get(each, ())) for each in sequences)
-            pilot.stepped(Work(rows, self.prompt_rows), self.count, emitted, took, taken)
+            took = self.costs.pass_seconds(PassShape(rows, self.prompt_rows))
+            emitted = sum(self._commit(pilot, each, probabilities.get(each, ())) for each in sequences)
+            pilot.record_step(PassShape(rows, self.prompt_rows), self.count, emitted, took, taken)
             seconds, drafting, tokens = seconds + took + taken, drafting + taken, tokens + emitted
             verified += rows - self.count
         return seconds / tokens, verified / steps / self.count, drafting / seconds
 
-    def _draft(self, wish: Wish) -> Seq[float]:
-        wish.sequence.draft, chances = Draft(method="mtp"), []
-        if wish.gate is None or not wish.gate.starts:
-            return chances
-        while len(wish.sequence.draft.tokens) < wish.depth:
-            chances.append(self.rate(self.rng))
-            wish.sequence.draft.tokens.append(int(self.rng.random() < chances[-1]))  # 1 is right
-            wish.sequence.draft.scores.append(chances[-1])
-            if not wish.gate.goes_on(wish.sequence.draft):
+    def _draft(self, request: DraftRequest) -> Seq[float]:
+        request.sequence.draft, probabilities = Draft(method="mtp"), []
+        if request.gate is None or not request.gate.should_start:
+            return probabilities
+        while len(request.sequence.draft.tokens) < request.depth:
+            probabilities.append(self.rate(self.rng))
+            request.sequence.draft.tokens.append(int(self.rng.random() < probabilities[-1]))  # 1 is right
+            request.sequence.draft.scores.append(probabilities[-1])
+            if not request.gate.should_continue(request.sequence.draft):
                 break
-        return chances
+        return probabilities
 
-    def _commit(self, pilot: AutoDepth, each: Sequence, chances: Seq[float]) -> int:
+    def _commit(self, pilot: AutoDepth, each: Sequence, probabilities: Seq[float]) -> int:
         accepted = next((i for i, token in enumerate(each.draft.tokens) if token != 1), len(each.draft.tokens))
         each.tokens += [1] * (accepted + 1)
-        pilot.odds.compare(each)
+        pilot.acceptance.record_outcomes(each)
         each.draft = Draft()
         return accepted + 1
 
 
-def always(chance: float) -> Callable[[Any], float]:
-    return lambda rng: chance
+def always(probability: float) -> Callable[[Any], float]:
+    return lambda rng: probability
 
 
 def confident(rng: np.random.Generator) -> float:
@@ -218,7 +218,7 @@ def confident(rng: np.random.Generator) -> float:
 
 
 def plain(costs: Costs, count: int) -> float:
-    return costs.of_pass(Work(count)) / count
+    return costs.pass_seconds(PassShape(count)) / count
 
 
 def test_free_rows_and_right_guesses_go_deep() -> None:
@@ -255,10 +255,11 @@ def test_the_depth_falls_with_the_number_of_sequences() -> None:
 
 
 def test_never_far_from_the_best_fixed_depth() -> None:
-    costs = Known(Curve.fit({1: [1.0], 8: [1.6], 64: [9.0]}), Curve.fit({1: [0.08], 64: [0.8]}))
+    costs = Known(CostCurve.fit({1: [1.0], 8: [1.6], 64: [9.0]}), CostCurve.fit({1: [0.08], 64: [0.8]}))
     for rate in (0.3, 0.5, 0.7, 0.9):
         fixed = [
-            (costs.of_pass(Work(1 + k)) + costs.of_draft([1] * k, 0)) / sum(rate**i for i in range(k + 1))
+            (costs.pass_seconds(PassShape(1 + k)) + costs.draft_seconds([1] * k, 0))
+            / sum(rate**i for i in range(k + 1))
             for k in range(9)
         ]
         per_token, _, _ = World(costs, 1, always(rate)).run(400)
@@ -267,10 +268,11 @@ def test_never_far_from_the_best_fixed_depth() -> None:
 
 def test_a_score_decides_over_each_draft() -> None:
     """Half of the drafts are worthless: no fixed depth can do what looking at each of them does."""
-    costs = Known(Curve.fit({1: [1.0], 8: [3.0], 64: [20.0]}), CHEAP_DRAFTS)
+    costs = Known(CostCurve.fit({1: [1.0], 8: [3.0], 64: [20.0]}), CHEAP_DRAFTS)
     per_token, _, _ = World(costs, 1, confident).run(400)
     fixed = [
-        (costs.of_pass(Work(1 + k)) + costs.of_draft([1] * k, 0)) / sum(0.5**i for i in range(k + 1)) for k in range(5)
+        (costs.pass_seconds(PassShape(1 + k)) + costs.draft_seconds([1] * k, 0)) / sum(0.5**i for i in range(k + 1))
+        for k in range(5)
     ]
     assert per_token < 0.95 * min(fixed)
 
@@ -286,10 +288,10 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     pilot = AutoDepth("mtp")
     pilot.costs = Known(FLAT, CHEAP_DRAFTS, catch_up=0.05)
     each = sequence()
-    pilot.weigh(Work(1))
+    pilot.estimate_costs(PassShape(1))
     starts = [
-        pilot.wishes([Room(each, 8, missed)])[0].gate.starts  # type: ignore[union-attr]
-        for missed in (0, 100, 100_000)
+        pilot.make_requests([DraftCandidate(each, 8, num_uncached)])[0].gate.should_start  # type: ignore[union-attr]
+        for num_uncached in (0, 100, 100_000)
     ]
     assert starts == [True, True, False]
 

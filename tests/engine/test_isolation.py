@@ -171,8 +171,8 @@ def test_a_head_that_fails_ends_its_draft_only(rule: str, monkeypatch: pytest.Mo
 def test_slots_of_others_are_never_read() -> None:
     """Blocks that a failed sequence left behind may hold NaN."""
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
-    for opened in (engine.runner.trunk, *engine.runner.opened):
-        for pool in opened.pools.kv:
+    for handle in (engine.runner.trunk, *engine.runner.networks):
+        for pool in handle.pools.kv:
             pool.keys.fill_(np.nan)
             pool.values.fill_(np.nan)
     engine.runner._hidden_pool.fill_(np.nan)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headstart.core import Request, Rows, SamplingParams, Sequence
-from headstart.engine.plan import build_plan
+from headstart.engine.runner import build_plan
 
 SIZE = 4
 
@@ -32,7 +32,7 @@ PARTS = (
 @pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[::-1]], ids=["four", "one", "reversed"])
 def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: int) -> None:
-    plan = build_plan(parts, SIZE, first_position=first_position, behind=first_position or None)
+    plan = build_plan(parts, SIZE, first_position=first_position, hidden_offset=first_position or None)
     row, logit_rows = 0, []
     for i, part in enumerate(parts):
         blocks, last = part.sequence.block_table.tolist(), part.start + len(part.token_ids)
@@ -56,10 +56,10 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
 
 
 def test_rows_of_a_block_see_its_end() -> None:
-    first, block = PARTS[0], replace(PARTS[1], sees=14)
+    first, block = PARTS[0], replace(PARTS[1], visible_end=14)
     plan = build_plan((first, block), SIZE)
-    assert plan.sees is not None and plan.paths is None
-    assert plan.sees.tolist() == [1, *[14] * 9]
+    assert plan.visible_end is not None and plan.paths is None
+    assert plan.visible_end.tolist() == [1, *[14] * 9]
     assert plan.positions.tolist() == [1, *range(3, 12)]
 
 
@@ -70,7 +70,7 @@ def test_rows_of_a_tree_know_their_ancestors() -> None:
     assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1]
     slots = plan.slots.tolist()
     assert slots[:5] == [23, 0, 1, 2, 3]
-    assert plan.paths is not None and plan.sees is not None
+    assert plan.paths is not None and plan.visible_end is not None
     paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
     assert paths == [[23], [0], [23, 1], [23, 2], [23, 1, 3], []]
-    assert plan.sees.tolist() == plan.positions.tolist()
+    assert plan.visible_end.tolist() == plan.positions.tolist()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from support import OracleDrafter, agreeing_model, assert_same, headed_model, make, prompt_of, request, run
+from support import OracleDrafter, Outputs, agreeing_model, assert_same, headed_model, make, prompt_of, request, run
 
 from headstart.core import Request, Sequence, Span
 from headstart.engine.engine import Engine
@@ -22,13 +23,16 @@ def requests(max_tokens: int = 12) -> list[Request]:
     ]
 
 
+@cache
+def plain_texts() -> Outputs:
+    return run(make(agreeing_model(FAMILY), drafter="none", max_num_seqs=1), requests())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 @pytest.mark.parametrize("budget", [1, 2, 5, 16])
 def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
-    model = agreeing_model(FAMILY)
-    expected = run(make(model, drafter="none", max_num_seqs=1), requests())
-    engine = make(model, drafter=drafter, depth=4, max_num_batched_tokens=budget)
+    engine = make(agreeing_model(FAMILY), drafter=drafter, depth=4, max_num_batched_tokens=budget)
     rows: list[int] = []
 
     def after(engine: Engine) -> None:
@@ -37,7 +41,7 @@ def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
         behind = engine.scheduler.running[:-1]
         assert all(s.num_computed == len(s.tokens) - 1 for s in behind), "only the last is in its prompt"
 
-    assert_same(run(engine, requests(), after), expected)
+    assert_same(run(engine, requests(), after), plain_texts())
     assert max(rows) <= budget
     if budget == 1 or drafter == "mtp":
         assert (engine.stats.drafted > 0) == (budget > 1), "one row holds no draft"
@@ -60,16 +64,36 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
     assert (engine.drafting.drafter.proposed > 0) == (budget > 1)
 
 
+def test_without_chunked_prefill_a_prompt_is_one_pass() -> None:
+    """Other requests' tokens are in the same pass; prompts longer than the budget exceed it one at a time."""
+    engine = make(agreeing_model(FAMILY), drafter="none", max_num_batched_tokens=5, enable_chunked_prefill=False)
+    lengths = {each.request_id: len(each.prompt_ids) for each in requests()}
+    assert max(lengths.values()) > 5
+
+    def after(engine: Engine) -> None:
+        for sequence in engine.scheduler.running:
+            assert sequence.num_computed == len(sequence.tokens) - 1, "no prompt is cut"
+
+    assert_same(run(engine, requests(), after), plain_texts())
+
+
+def crowd() -> list[Request]:
+    """Two of these, which begin alike, do not fit into 16 blocks."""
+    prompts = [[*prompt_of(16, 9), *prompt_of(14, i)] for i in range(4)]
+    settings: dict[str, Any] = {"temperature": 0.9, "max_tokens": 48, "stops": ()}
+    return [request(prompt, name=f"{i}", seed=i, **settings) for i, prompt in enumerate(prompts)]
+
+
+@cache
+def plain_crowd() -> Outputs:
+    return run(make(headed_model(FAMILY), drafter="none", max_num_seqs=1, enable_prefix_caching=False), crowd())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 7])
 def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
-    model = headed_model(FAMILY)
-    prompts = [[*prompt_of(16, 9), *prompt_of(14, i)] for i in range(4)]
-    settings: dict[str, Any] = {"temperature": 0.9, "max_tokens": 60, "stops": ()}
-    many = [request(prompt, name=f"{i}", seed=i, **settings) for i, prompt in enumerate(prompts)]
-    expected = run(make(model, drafter="none", max_num_seqs=1, enable_prefix_caching=False), many)
-    engine = make(model, drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=budget)
-    assert_same(run(engine, many), expected)
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=budget)
+    assert_same(run(engine, crowd()), plain_crowd())
     assert (engine.scheduler.num_preemptions > 0) == (budget > 2), "two of these fit into the blocks"
     assert engine.scheduler.prefix_hits > 0
 

@@ -13,7 +13,7 @@ from support import assert_clean, in_threads, tiny_model
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
-from headstart.engine.shared import Turns
+from headstart.engine.shared import FairLock
 from headstart.errors import GenerationError
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, temperature=0.8)
@@ -26,7 +26,7 @@ def small_llm(**settings: Any) -> LLM:
 
 def test_turns_are_fair() -> None:
     """A thread that takes its turn in a loop, with nothing between, lets another one in after one turn at most."""
-    turns, order, stop = Turns(), list[str](), threading.Event()
+    turns, order, stop = FairLock(), list[str](), threading.Event()
 
     def greedy() -> None:
         while not stop.is_set():
@@ -52,7 +52,7 @@ def test_turns_are_fair() -> None:
 
 
 def test_turns_exclude_each_other() -> None:
-    turns, inside, most = Turns(), list[int](), list[int]()
+    turns, inside, most = FairLock(), list[int](), list[int]()
 
     def work(number: int) -> None:
         for _ in range(300):
@@ -60,7 +60,7 @@ def test_turns_exclude_each_other() -> None:
                 inside.append(number)
                 most.append(len(inside))
                 inside.remove(number)
-            turns.soon(lambda: most.append(len(inside)) if not inside else most.append(9))
+            turns.call_soon(lambda: most.append(len(inside)) if not inside else most.append(9))
 
     in_threads(work, range(4))
     assert max(most) == 1
@@ -68,17 +68,17 @@ def test_turns_exclude_each_other() -> None:
 
 
 def test_soon_inside_of_a_turn_comes_at_its_end() -> None:
-    turns, done = Turns(), list[int]()
+    turns, done = FairLock(), list[int]()
     with turns:
-        turns.soon(lambda: done.append(1))
+        turns.call_soon(lambda: done.append(1))
         assert not done
     assert done == [1]
-    turns.soon(lambda: done.append(2))
+    turns.call_soon(lambda: done.append(2))
     assert done == [1, 2]
 
 
 def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
-    turns, interrupted = Turns(), threading.Event()
+    turns, interrupted = FairLock(), threading.Event()
 
     class Interrupt(BaseException):
         pass

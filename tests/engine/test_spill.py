@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import support
 
-from headstart.cache.spill import Spill
+from headstart.cache.spill import KVSpill
 from headstart.cache.store import BlockStore
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Request
+from headstart.engine.build import change_head
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
-from headstart.engine.make import change_head
 from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 
@@ -59,12 +59,12 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     expected, _ = rows_of(engine_of(model, None, **depth), ask(prompt))
     first, _ = rows_of(engine_of(model, tmp_path, **depth), ask(prompt))
     engine = engine_of(model, tmp_path, **depth)
-    missed = []
+    num_uncached = []
     inner = engine.drafting.drafter.propose  # type: ignore[union-attr]
 
-    def propose(wishes: Any) -> None:
-        missed.extend(engine.drafting.drafter.missed(wish.sequence) for wish in wishes)  # type: ignore[union-attr]
-        inner(wishes)
+    def propose(requests: Any) -> None:
+        num_uncached.extend(engine.drafting.drafter.num_uncached(request.sequence) for request in requests)  # type: ignore[union-attr]
+        inner(requests)
 
     engine.drafting.drafter.propose = propose  # type: ignore[union-attr, method-assign]
     found, rows = rows_of(engine, ask(prompt))
@@ -73,7 +73,7 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     assert engine.scheduler.prefix_hits == 296
     assert engine.memory.spill.hits.total() == 296  # type: ignore[union-attr]
     assert rows <= 4 + 10 * 4
-    assert missed[0] <= 300 - 296, "no prompt pass of the head"
+    assert num_uncached[0] <= 300 - 296, "no prompt pass of the head"
     again, _ = rows_of(engine, ask(prompt))
     support.assert_same(again, expected)
     assert engine.memory.spill.hits.total() == 296, "now from the pool"  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
     expected, _ = rows_of(engine, ask(prompt))
     sequence = engine._start(ask(prompt), 0)
-    keys = list(engine.memory.prefix_keys(sequence))
+    keys = list(engine.memory.usable_keys(sequence))
     part = engine.memory.spill._parts[-1]  # type: ignore[union-attr]
     store_of(engine).path(part.name, keys[20]).unlink()
     engine = engine_of(model, tmp_path)
@@ -198,7 +198,7 @@ def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkey
     elif what == "config":
         config = {**config, "rope_theta": 12345.0}
     elif what == "version":
-        monkeypatch.setattr("headstart.engine.spilling.__version__", "0.0.0")
+        monkeypatch.setattr("headstart.engine.build.__version__", "0.0.0")
     model = loaded(config, arrays)
     if what == "backend":
         folder = write_model(support.new_folder(), config, arrays)
@@ -246,7 +246,7 @@ def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return inner(*about, **more)
 
     monkeypatch.setattr(BlockStore, "get", slow)
-    monkeypatch.setattr("headstart.cache.moving.LONGEST", 1e9)
+    monkeypatch.setattr("headstart.cache.spill.MAX_LOAD_S", 1e9)
     engine, order = engine_of(model, tmp_path), []
     engine.submit(ask(prompt, "known"))
     engine.submit(ask(prompt[:150], "also", max_tokens=3))
@@ -275,7 +275,7 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
         return inner(*about, **more)
 
     monkeypatch.setattr(BlockStore, "get", hanging)
-    monkeypatch.setattr("headstart.cache.moving.LONGEST", 0.05)
+    monkeypatch.setattr("headstart.cache.spill.MAX_LOAD_S", 0.05)
     engine, found = engine_of(model, tmp_path), dict[Any, Any]()
     with caplog.at_level(logging.WARNING, "headstart.cache"):
         for name in ("r", "also"):
@@ -368,7 +368,7 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
     engine.submit(ask(prompt))
     while engine.has_work:
         engine.step(lambda deltas: None)
-    assert isinstance(engine.memory.spill, Spill)
+    assert isinstance(engine.memory.spill, KVSpill)
     engine.memory.spill.close()
     engine = engine_of(model, tmp_path)
     rows_of(engine, ask(prompt))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from support import EOS, agreeing_model, headed_model, make, request, run
 
-from headstart.cli.documents import summary
+from headstart.cli.generate import summary
 from headstart.cli.main import main
 from headstart.config import EngineConfig, parse_speculative_config
-from headstart.core import FORCED, Draft, Verdict
-from headstart.engine.synthetic import SyntheticJudge
+from headstart.core import FORCED, Draft, VerifyResult
+from headstart.engine.verify import SyntheticVerifier
 from headstart.errors import UsageError
-from headstart.server.watch import Watch
+from headstart.server.accounts import Accounts
+from headstart.server.admission import Admission
+from headstart.server.metrics import ServerMetrics
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import VerifyOptions
 
@@ -24,8 +26,8 @@ RATES = "0.8,0.5,0.2"
 
 def test_rates_are_met() -> None:
     """rates[i] is the share of drafts whose first i + 1 tokens are accepted; what follows the last rate never is."""
-    judge = SyntheticJudge((0.8, 0.5, 0.2))
-    accepted = np.array([judge.judge([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
+    verifier = SyntheticVerifier((0.8, 0.5, 0.2))
+    accepted = np.array([verifier.verify([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
     shares = [(accepted > i).mean() for i in range(5)]
     np.testing.assert_allclose(shares, (0.8, 0.5, 0.2, 0, 0), atol=0.025)
 
@@ -33,14 +35,14 @@ def test_rates_are_met() -> None:
 @pytest.mark.parametrize(("rates", "tokens"), [((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))])
 def test_what_is_emitted(rates: tuple[float, ...], tokens: tuple[int, ...]) -> None:
     """The draft's tokens, though the model said others, then the model's own."""
-    assert SyntheticJudge(rates).judge([7, 8], [1, 2, 3], 0, 0, 9) == Verdict(tokens, 2, len(tokens) - 1)
+    assert SyntheticVerifier(rates).verify([7, 8], [1, 2, 3], 0, 0, 9) == VerifyResult(tokens, 2, len(tokens) - 1)
 
 
 def test_positions_choices_and_seeds_decide_apart() -> None:
-    judge = SyntheticJudge((0.5,))
+    verifier = SyntheticVerifier((0.5,))
 
     def decided(seed: int, choice: int) -> list[int]:
-        return [judge.judge([1], [0, 0], seed, choice, place).num_accepted for place in range(200, 600)]
+        return [verifier.verify([1], [0, 0], seed, choice, place).num_accepted for place in range(200, 600)]
 
     assert decided(1, 0) == decided(1, 0)
     assert len({tuple(decided(*each)) for each in ((1, 0), (1, 1), (2, 0), (1 + 2**40, 0))}) == 4
@@ -78,11 +80,11 @@ def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
     class Forced:
         method, max_depth = "mtp", 16
 
-        def propose(self, wishes: Any) -> None:
-            for wish in wishes:
-                truth = plain[wish.sequence.num_output : wish.sequence.num_output + 3]
-                wish.sequence.draft = Draft(list(truth[: wish.depth]), method=FORCED)
-                judged.append(len(wish.sequence.draft.tokens))
+        def propose(self, requests: Any) -> None:
+            for draft_request in requests:
+                truth = plain[draft_request.sequence.num_output : draft_request.sequence.num_output + 3]
+                draft_request.sequence.draft = Draft(list(truth[: draft_request.depth]), method=FORCED)
+                judged.append(len(draft_request.sequence.draft.tokens))
 
         def release(self, sequence: Any) -> None:
             pass
@@ -108,7 +110,7 @@ def test_metrics_and_summary_say_so() -> None:
     engine, _ = outputs(1)
     found = {
         (sample.name, sample.labels["position"]): sample.value
-        for metric in Watch(engine, "m").registry.collect()
+        for metric in ServerMetrics(engine, "m", Admission(Accounts(), 1)).registry.collect()
         for sample in metric.samples
         if sample.name == "headstart:synthetic_acceptance"
     }

@@ -16,14 +16,14 @@ from headstart.config import EngineConfig
 from headstart.engine import vocabulary
 from headstart.engine.load import Model
 from headstart.errors import UsageError
-from headstart.layers.sketch import directions
+from headstart.layers.linear import sketch_directions
 
 
 @pytest.fixture
 def sketches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Vocabularies of any size are sketched, and the cheapest sketch will do."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    for name, value in {"FEWEST_TOKENS": 1, "CANDIDATES": ((8, 1),), "AGREES": 0.0, "WORTH": 1e9}.items():
+    for name, value in {"MIN_VOCAB": 1, "CANDIDATES": ((8, 1),), "MIN_AGREEMENT": 0.0, "MAX_TIME_SHARE": 1e9}.items():
         monkeypatch.setattr(vocabulary, name, value)
     return tmp_path
 
@@ -64,7 +64,7 @@ def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
     """What is drafted is what a head with that draft vocabulary of its own drafts."""
     model = support.tiny_model("qwen3", num_hidden_layers=2)
     free = support.make_eagle3(model) if kind == "eagle3" else support.make_block(model)
-    ids = vocabulary.listed(replace(model, head=free), 40).token_ids
+    ids = vocabulary.reduced_vocabulary(replace(model, head=free), 40).token_ids
     assert ids is not None
     if kind == "eagle3":
         spec = support.eagle3_spec(model, (0, 1))
@@ -105,21 +105,21 @@ def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
     assert drafter
     propose = drafter.propose
 
-    def noted(wishes: Any) -> None:
-        propose(wishes)
-        drafts.append(list(wishes[0].sequence.draft.tokens))
+    def noted(requests: Any) -> None:
+        propose(requests)
+        drafts.append(list(requests[0].sequence.draft.tokens))
 
     drafter.propose = noted  # type: ignore[method-assign]
     size = 5 if anchor_predicts else 6
     prompt = list(range(3, 3 + 2 * size))
     output = support.run(engine, [support.request(prompt, max_tokens=8, stops=(), temperature=0.0)])["r", 0]
-    (opened,) = engine.runner.opened
+    (handle,) = engine.runner.networks
     piece = [*prompt, output.tokens[0], *[7] * (size - 1)]
-    states = vocabulary._states(engine, opened, [*range(40, 40 + 3 * size), *piece])
+    states = vocabulary._states(engine, handle, [*range(40, 40 + 3 * size), *piece])
     assert states is not None
     assert len(states) == 10
     assert (states[-5:] @ model.decoder.lm_head.weight.T).argmax(-1).tolist() == drafts[0]
-    assert vocabulary._states(engine, opened, prompt) is None
+    assert vocabulary._states(engine, handle, prompt) is None
     support.assert_clean(engine)
 
 
@@ -142,7 +142,7 @@ def test_what_was_measured_is_kept(sketches: Path, monkeypatch: pytest.MonkeyPat
     assert support.make(model, depth=3).drafting.num_vocab == 32  # made again
 
 
-@pytest.mark.parametrize("change", [{"AGREES": 1.1}, {"WORTH": 0.0}, {"FEWEST_TOKENS": 1 << 20}])
+@pytest.mark.parametrize("change", [{"MIN_AGREEMENT": 1.1}, {"MAX_TIME_SHARE": 0.0}, {"MIN_VOCAB": 1 << 20}])
 def test_the_full_vocabulary_where_a_sketch_does_not_pay(
     sketches: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, float]
 ) -> None:
@@ -180,6 +180,6 @@ def test_directions_are_those_of_the_states() -> None:
     few = rng.standard_normal((4, 48)).astype(np.float32)
     states = rng.standard_normal((500, 4)).astype(np.float32) @ few
     rows = rng.standard_normal((900, 48)).astype(np.float32)
-    project, spread = directions(rows, states, 8)
+    project, spread = sketch_directions(rows, states, 8)
     exact, guess = states @ rows.T, (states @ project.T) @ (rows @ spread.T).T
     assert (exact.argmax(1) == guess.argmax(1)).mean() > 0.95

@@ -8,7 +8,7 @@ from typing import Any
 from support import Outputs, assert_clean, assert_same, collect, headed_model, make, prompt_of, request, run
 
 from headstart.core import Sequence
-from headstart.engine.waiting import Waiting
+from headstart.engine.scheduler import WaitingQueue
 
 FAMILY = "mimo"
 
@@ -18,7 +18,7 @@ def sequence(owner: str, order: int, *, prompt: int = 10, **more: Any) -> Sequen
     return Sequence(asked, 0, list(asked.prompt_ids), order)
 
 
-def served(waiting: Waiting, count: int, output: int = 0) -> str:
+def served(waiting: WaitingQueue, count: int, output: int = 0) -> str:
     """Owners in the order in which they are taken; each writes so many tokens and ends."""
     order = ""
     for _ in range(count):
@@ -29,15 +29,15 @@ def served(waiting: Waiting, count: int, output: int = 0) -> str:
     return order
 
 
-def filled(owners: str, **more: Any) -> Waiting:
-    waiting = Waiting([])
+def filled(owners: str, **more: Any) -> WaitingQueue:
+    waiting = WaitingQueue([])
     for order, owner in enumerate(owners):
         waiting.add(sequence(owner, order, **more))
     return waiting
 
 
 def test_without_owners_it_is_first_come_first_served() -> None:
-    waiting = Waiting([])
+    waiting = WaitingQueue([])
     many = [sequence("", order) for order in range(5)]
     for each in many:
         waiting.add(each)
@@ -56,7 +56,7 @@ def test_owners_take_turns_however_many_requests_one_has() -> None:
 
 
 def test_long_texts_count_for_what_they_are() -> None:
-    waiting = Waiting([])
+    waiting = WaitingQueue([])
     for order in range(8):
         waiting.add(sequence("a", order, prompt=30))
         waiting.add(sequence("b", 10 + order, prompt=10))
@@ -64,7 +64,7 @@ def test_long_texts_count_for_what_they_are() -> None:
 
 
 def test_shares() -> None:
-    waiting = Waiting([])
+    waiting = WaitingQueue([])
     for order in range(9):
         waiting.add(sequence("a", order, share=2.0))
         waiting.add(sequence("b", 10 + order))
@@ -81,7 +81,7 @@ def test_who_was_away_cannot_save_up_turns() -> None:
 
 def test_what_runs_counts_while_it_is_written() -> None:
     running = [sequence("a", 0)]
-    waiting = Waiting(running)
+    waiting = WaitingQueue(running)
     for order, owner in enumerate("ab", 1):
         waiting.add(sequence(owner, order))
     assert waiting.first().request.owner == "a"
@@ -100,7 +100,7 @@ def test_an_idle_engine_owes_nobody_anything() -> None:
 
 
 def test_priorities_come_first_and_the_preempted_before_their_equals() -> None:
-    waiting = Waiting([])
+    waiting = WaitingQueue([])
     plain, urgent, back = sequence("a", 0), sequence("b", 1, priority=-1), sequence("a", 2)
     waiting.add(plain)
     waiting.add(urgent)

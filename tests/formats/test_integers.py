@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support import family_of, make as make_engine, prompt_of, request, run
+from support import family_of, make as make_engine, model_at, prompt_of, request, run
 
-from headstart.config import EngineConfig
-from headstart.engine.load import load_model
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
@@ -169,9 +167,8 @@ def test_a_model_says_what_its_plain_copy_says(tmp_path: Path) -> None:
         stored |= {name.replace("weight", word): part for word, part in gptq(w, 4).items()}
     texts = []
     for which, kept, settings in (("gptq", stored, {"quantization_config": GPTQ}), ("plain", plain, {})):
-        folder = str(write_model(tmp_path / which, {**config, **settings}, kept))
-        found = load_model(folder, EngineConfig(backend="reference", dtype="float32", threads=1))
-        engine = make_engine(found, dtype="float32", drafter="none")
+        folder = write_model(tmp_path / which, {**config, **settings}, kept)
+        engine = make_engine(model_at(folder), dtype="float32", drafter="none")
         texts.append(run(engine, [request(prompt_of(12, 8), max_tokens=16, stops=())])["r", 0].tokens)
     assert texts[0] == texts[1]
 

@@ -1,8 +1,7 @@
 """Fuzzers as commands.
 
-python -m tests.fuzz server --minutes 60          bodies, grammars and raw HTTP at once, with a monitor
-python -m tests.fuzz server --only bodies --seed 3 --number 17   one input again
-python -m tests.fuzz replay --requests 10000 --replays 1000      in company, then alone: the same bytes
+python -m tests.fuzz server --minutes 60          grammars and raw HTTP at once, with a monitor
+python -m tests.fuzz server --only wire --seed 3 --number 17   one input again
 python -m tests.fuzz configs --family llama --count 200 --gguf  random configurations against transformers
 python -m tests.fuzz constraints --minutes 10                 grammars and schemas compiled and walked, no server
 python -m tests.fuzz checkpoints --count 2000                 mutated files: no broken head is ALIVE
@@ -17,7 +16,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "server")]  # for `support` and `process`, as pytest has them
-KINDS = ("server", "replay", "configs", "constraints", "checkpoints")
+KINDS = ("server", "configs", "constraints", "checkpoints")
 
 
 def main() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import tempfile
 import time
 import traceback
@@ -17,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,8 +27,8 @@ from numpy.typing import NDArray
 
 from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams, Sequence, Span
+from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
-from headstart.engine.make import make_engine
 from headstart.errors import HeadstartError
 from headstart.kernels.native.backend import paths
 from tests.fuzz.converted import NOT_THERE, convert, sayable
@@ -131,7 +130,7 @@ def found_logits(path: Path, tokens: list[int], backend: str, **more: Any) -> It
     config = EngineConfig(backend=backend, drafter="none", **{**ENGINE, **BACKENDS[backend], **more})
     # those that round rows to bfloat16 are left to tests/kernels
     with patch("headstart.kernels.native.backend.paths", lambda: [each for each in paths() if each not in ROUNDING]):
-        engine = make_engine(load_model(str(path), config), config)
+        engine = build_engine(load_model(str(path), config), config)
     for company, lengths in enumerate(SPLITS):
         sequence, other, start, pieces = _sequence(engine, tokens), _sequence(engine, tokens[::-1]), 0, []
         for length in lengths:
@@ -205,35 +204,29 @@ def try_one(family: str, seed: int, number: int, folder: Path) -> Outcome:
     return compare(here, cache(lambda: expected_logits(folder, tokens)), tokens, hostile)
 
 
-def try_pair(family: str, seed: int, number: int, folder: Path, source: Path | None) -> Outcome:
+def try_pair(family: str, seed: int, number: int, folder: Path) -> Outcome:
     """The configuration of this number as a GGUF file."""
     rng = Random(f"{seed} {family} {number} gguf")
     arguments = sayable(family, draw(family, rng), rng)
     model = random_model(config_class(family)(**arguments), number)
     save(model, folder)
     path = folder / "model.gguf"
-    convert(folder, path, source)
+    convert(folder, path)
     tokens = [rng.randrange(model.config.vocab_size) for _ in range(LENGTH)]
     return compare(path, cache(lambda: expected_logits(folder, tokens)), tokens)
 
 
-def quietly(try_it: Callable[[Path], Outcome], keep: Path | None = None) -> Outcome:
-    """In a folder of its own; what it raises is a failure. `keep`: where the files stay."""
+def quietly(try_it: Callable[[Path], Outcome]) -> Outcome:
+    """In a folder of its own; what it raises is a failure."""
     with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder = Path(name)
         try:
-            return try_it(folder)
+            return try_it(Path(name))
         except Exception:  # noqa: BLE001  whatever it is, it is what the fuzzer looks for
             return Outcome("failed", traceback.format_exc(limit=-4))
-        finally:
-            if keep:
-                shutil.copytree(folder, keep, dirs_exist_ok=True)
 
 
-def run_family(
-    family: str, seed: int, numbers: range, gguf: bool = False, source: Path | None = None, keep: Path | None = None
-) -> Tally:
+def run_family(family: str, seed: int, numbers: range, gguf: bool = False) -> Tally:
     import torch
     from transformers.utils import logging
 
@@ -242,10 +235,7 @@ def run_family(
     logging.disable_progress_bar()
     tally = Tally()
     for number in numbers:
-        if gguf:
-            outcome = quietly(lambda folder: try_pair(family, seed, number, folder, source), keep)  # noqa: B023
-        else:
-            outcome = quietly(lambda folder: try_one(family, seed, number, folder), keep)  # noqa: B023
+        outcome = quietly(partial(try_pair if gguf else try_one, family, seed, number))
         tally.add(f"--family {family} --seed {seed} --number {number}{' --gguf' * gguf}", outcome)
     return tally
 
@@ -256,8 +246,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, help="this one again")
     parser.add_argument("--gguf", action="store_true", help="pairs: the same model as a GGUF file")
-    parser.add_argument("--converter", type=Path, help="with --gguf: llama.cpp's source, whose converter writes them")
-    parser.add_argument("--keep", type=Path, help="with --number: leave its files here")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -269,7 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.gguf and family in NOT_THERE:
             print(f"{family}: llama.cpp has no architecture for it")
             continue
-        tally = run_family(family, arguments.seed, numbers, arguments.gguf, arguments.converter, arguments.keep)
+        tally = run_family(family, arguments.seed, numbers, arguments.gguf)
         took = time.monotonic() - start
         counts = ", ".join(f"{tally.counts[kind]} {kind}" for kind in ("compared", "refused", "failed"))
         print(f"{family}: {counts} of {len(numbers)} in {took:.0f} s", flush=True)

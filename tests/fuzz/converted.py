@@ -1,13 +1,12 @@
-"""The same model as a GGUF file: by llama.cpp's own converter where its source is at hand, else by `gguf_files`."""
+"""The same model as a GGUF file, by `gguf_files`."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from pathlib import Path
 from random import Random
-from typing import Any
+
+from gguf_files import write_gguf
 
 from headstart.formats.safetensors_file import read_file
 from tests.fuzz.drawn import BY_KIND, FULL, HYBRID, KINDS, Config
@@ -65,42 +64,8 @@ def _sayable_rope(family: str, rope: Config, rng: Random) -> Config:
     return rope
 
 
-def convert(folder: Path, path: Path, source: Path | None) -> None:
-    """By the converter of llama.cpp's `source` folder, or by ours."""
-    if source is not None:
-        _by_llama_cpp(folder, path, source)
-        return
-    from gguf_files import write_gguf
-
+def convert(folder: Path, path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     tensors = read_file(folder / "model.safetensors")
     arrays = {name: each.float32().reshape(each.shape) for name, each in tensors.items() if 0 not in each.shape}
     write_gguf(path, config, arrays)
-
-
-def _by_llama_cpp(folder: Path, path: Path, source: Path) -> None:
-    """Its vocabulary is left to us, for it knows tokenizers by name only."""
-    for place in (source, source / "gguf-py"):
-        if str(place) not in sys.path:
-            sys.path.insert(0, str(place))
-    logging.getLogger("hf-to-gguf").setLevel(logging.ERROR)
-    import gguf
-    from conversion import get_model_class  # type: ignore[import-not-found]
-
-    config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] == "deepseek_v3":
-        (folder / "config.json").write_text(json.dumps(config | {"scoring_func": "sigmoid"}))  # as released files do
-    kind: Any = get_model_class(config["architectures"][0])
-    kind.no_mtp = True
-    model: Any = kind(folder, gguf.LlamaFileType.ALL_F32, path)
-    size = config["vocab_size"]
-
-    def set_vocab() -> None:
-        writer = model.gguf_writer
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("default")
-        writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, size))])
-        writer.add_token_merges(["a b"])
-
-    model.set_vocab = set_vocab
-    model.write()

@@ -134,7 +134,7 @@ def subjects() -> list[Subject]:
     """Every family of the table, the runnable ones with all their tensors, quantized ones, every kind of drafter."""
     every = []
     for key, animal in ZOO.items():
-        own = heads(key, animal)
+        own = heads(animal)
         every.append(Subject(key, config_of(animal), {**trunk(animal), **own}, _needed(own)))
     for kind, (config, shapes) in DRAFTERS.items():
         tensors: Tensors = {name: ("I64" if name == "d2t" else "BF16", shape) for name, shape in shapes.items()}

@@ -24,23 +24,15 @@ from typing import Any
 from tests.fuzz import monitor
 from tests.fuzz.client import Answer, encoded, problem, send
 
-FUZZERS = ("bodies", "grammars", "wire")
+FUZZERS = ("grammars", "wire")
 THREADS = 4
 SLOW_SECONDS = 60
 SPAN_SECONDS = 0.1
 SHOWN_BYTES = 400
 SERVER = (
-    "--threads",
-    "1",
-    "--max-num-seqs",
-    "16",
-    "--kv-blocks",
-    "1024",
-    "--max-model-len",
-    "2048",
-    "--request-timeout",
-    "20",
-)
+    "--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--max-model-len", "2048",
+    "--request-timeout", "20",
+)  # fmt: skip
 
 
 @dataclass

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from headstart.core import Rows, Sequence, StepPlan  # noqa: E402
 from headstart.drafters.block import BlockNetwork  # noqa: E402
-from headstart.engine.attach import attach_head  # noqa: E402
+from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError  # noqa: E402
 from headstart.formats.safetensors_file import read_file  # noqa: E402
 from headstart.heads.files import read_head  # noqa: E402
@@ -95,13 +95,13 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
     return norm(x, t["norm.weight"], eps)
 
 
-def plan(ids: list[int], start: int, sees: int | None = None) -> StepPlan:
+def plan(ids: list[int], start: int, visible_end: int | None = None) -> StepPlan:
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = range(start, start + len(ids))
     return StepPlan(
         token_ids=ints(ids), positions=ints(positions), slots=ints(positions), row_starts=ints([0, len(ids)]),
         block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(ids))), block_size=8,
-        sees=None if sees is None else ints([sees] * len(ids)),
+        visible_end=None if visible_end is None else ints([visible_end] * len(ids)),
     )  # fmt: skip
 
 
@@ -160,9 +160,9 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
     made: list[tuple[list[int], list[int]]] = []
     original = drafter.propose
 
-    def noted(wishes: Any) -> None:
-        original(wishes)
-        made.extend((list(wish.sequence.tokens), list(wish.sequence.draft.tokens)) for wish in wishes)
+    def noted(requests: Any) -> None:
+        original(requests)
+        made.extend((list(request.sequence.tokens), list(request.sequence.draft.tokens)) for request in requests)
 
     drafter.propose = noted  # type: ignore[method-assign]
     prompts = [support.prompt_of(30, 1), support.prompt_of(30, 1)[:20] + support.prompt_of(5, 2)]

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noq
 
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import StepPlan  # noqa: E402
-from headstart.engine.attach import attach_head  # noqa: E402
+from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError, UsageError  # noqa: E402
 from headstart.formats.safetensors_file import read_file  # noqa: E402
 from headstart.heads.base import HeadNetwork  # noqa: E402

@@ -20,9 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from headstart.cli.main import main
 from headstart.core import Sequence, Span
-from headstart.drafters.base import Wish
-from headstart.engine.attach import attach_head
-from headstart.engine.load import Model
+from headstart.drafters.base import DraftRequest
+from headstart.engine.load import Model, attach_head
 from headstart.errors import ModelError
 from headstart.formats.pickled import read_pickle
 from headstart.heads.files import is_head
@@ -54,7 +53,7 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
         assert engine.memory.reserve(sequence, len(tokens) + 8)
         forward = engine.runner.run(engine.runner.trunk, "forward", [rows_of(sequence, length)])
         sequence.num_computed = length - 1
-        engine.drafting.drafter.propose([Wish(sequence, depth)])
+        engine.drafting.drafter.propose([DraftRequest(sequence, depth)])
         with torch.inference_mode():
             wanted = expected(forward["hidden"].clone(), tokens[:length])
         same += [a == b for a, b in zip(sequence.draft.tokens, wanted, strict=True)]
@@ -63,7 +62,7 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
 
 
 def rows_of(sequence: Sequence, length: int) -> Any:
-    from headstart.engine.plan import span_rows
+    from headstart.engine.runner import span_rows
 
     return span_rows(Span(sequence, 0, length - 1, 1))
 

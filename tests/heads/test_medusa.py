@@ -13,7 +13,7 @@ from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
-from headstart.train.unroll import unroll  # noqa: E402
+from headstart.train.objective import unroll  # noqa: E402
 
 
 def test_the_formula() -> None:

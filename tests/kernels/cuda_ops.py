@@ -54,7 +54,7 @@ def only(plan: StepPlan, row: int) -> StepPlan:
 
 
 def run(backend: Any, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
-    given = torch.from_numpy(hidden).to(backend.place)
+    given = torch.from_numpy(hidden).to(backend.torch_device)
     made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=given)
     return {name: backend.numpy(x) for name, x in made.items()}
 

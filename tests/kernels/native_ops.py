@@ -34,7 +34,7 @@ SCALE_TYPES = ("<f2", "<f4", "<u2", "u1", "u1", "i1")
 MINS, POINTS = 1, 2
 FLOAT8, LEVELS = 5, 6
 """Kinds of csrc/matrix.h that have scales, and multiply rows of floats."""
-SIX_BITS = 7
+SIX_BITS, FIVE_BITS = 7, 8
 FACTOR_PANELS = 4
 """That share the factors of scales of 8 bits."""
 
@@ -53,7 +53,7 @@ class Form:
     @property
     def quantized(self) -> bool:
         """Are rows taken in 8 bits?"""
-        return self.kind in (3, 4, SIX_BITS)
+        return self.kind in (3, 4, SIX_BITS, FIVE_BITS)
 
     def rounds_rows(self, path: str) -> bool:
         """Are rows taken in bfloat16?"""
@@ -84,10 +84,11 @@ class Form:
 
 FORMS = {
     "F32": Form(0), "F16": Form(1), "BF16": Form(2),
-    "Q8-32-f16": Form(3, 32, 128), "Q8-32-f16-16": Form(3, 32, 16), "Q8-32-f16-min": Form(3, offsets=MINS),
+    "Q8-32-f16": Form(3, 32, 128),
     "Q4-32-f16": Form(4, 32, 8), "Q4-32-f16-min": Form(4, offsets=MINS), "Q4-32-i8-min": Form(4, 32, 0, I8, MINS),
     "Q4-16-i8": Form(4, 16, 4, I8), "Q4-16-i8-min": Form(4, 16, 0, I8, MINS),
-    "Q6-16-i8": Form(SIX_BITS, 16, 32, I8), "Q6-32-i8-min": Form(SIX_BITS, 32, 0, I8, MINS),
+    "Q5-32-f16": Form(FIVE_BITS, 32, 16), "Q5-32-f16-min": Form(FIVE_BITS, offsets=MINS),
+    "Q5-32-i8-min": Form(FIVE_BITS, 32, 0, I8, MINS), "Q6-16-i8": Form(SIX_BITS, 16, 32, I8),
     "Q8-64-f32": Form(3, 64, 128, F32_SCALES), "Q8-64-bf16-points": Form(3, 64, 0, BF16_SCALES, POINTS),
     "Q4-64-bf16-points": Form(4, 64, 0, BF16_SCALES, POINTS), "Q4-32-f16-points": Form(4, 32, 0, F16, POINTS),
     "E2M1-32-e8m0": Form(4, 32, 128, E8M0, levels=1), "E2M1-16-e4m3": Form(4, 16, 128, E4M3, levels=1),
@@ -130,7 +131,7 @@ def _fill_grouped(form: Form, rows: int, cols: int, rng: np.random.Generator, ou
 def _scales_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Random bytes of the scales of panels, and of their mins."""
     small = 6 if form.levels == 1 else 127 if form.levels == 2 else 15
-    most = {3: 255, 4: small, FLOAT8: 200, LEVELS: 1, SIX_BITS: 63}[form.kind]
+    most = {3: 255, 4: small, FLOAT8: 200, LEVELS: 1, SIX_BITS: 63, FIVE_BITS: 31}[form.kind]
     shape = (*shape, form.per_panel)
     if form.scales == I8:
         return rng.integers(-32, 64, (*shape[:-1], shape[-1] * (2 if form.has_min else 1))).astype("i1").view(np.uint8)
@@ -201,18 +202,25 @@ def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:
     return 1.2e-2 if path in PAIRED and kv_dtype != "float32" else otherwise
 
 
+def to_e4m3(values: Array) -> Array:
+    """Rounded as torch does."""
+    import torch
+
+    return torch.from_numpy(values).to(torch.float8_e4m3fn).float().numpy()
+
+
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     """Keys or values [T, heads * dim] as a pool keeps them."""
     if kv_dtype == "bfloat16":
         import torch
 
         return torch.from_numpy(values).bfloat16().float().numpy()
-    if kv_dtype == "int8":
+    if kv_dtype in ("int8", "fp8"):
         heads = values.reshape(len(values), -1, dim)
-        peak = np.abs(heads).max(2, keepdims=True)
-        scale = np.where(peak < np.float32(1e-30), np.float32(0), peak * np.float32(1 / 127))
-        inverse = np.float32(127) / np.maximum(peak, np.float32(1e-30))
-        return (np.rint(heads * inverse) * scale).reshape(values.shape)
+        peak, largest = np.abs(heads).max(2, keepdims=True), np.float32(127 if kv_dtype == "int8" else 448)
+        scale = np.where(peak < np.float32(1e-30), np.float32(0), peak * (1 / largest))
+        codes = heads * (largest / np.maximum(peak, np.float32(1e-30)))
+        return ((np.rint(codes) if kv_dtype == "int8" else to_e4m3(codes)) * scale).reshape(values.shape)
     return values
 
 

@@ -14,7 +14,7 @@ from headstart import api
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, StateSteps, StepPlan
 from headstart.engine.load import load_model
-from headstart.kernels.native.placement import FREE, Placement
+from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.layers.weights import Weights
 from headstart.models.tensors import canonical_tensors
 from headstart.tools.tiny import write_model
@@ -84,6 +84,7 @@ FORMS: list[dict[str, Any]] = [
     {"kv_dtype": "float32"},
     {"kv_dtype": "int8", "quantization": "int8"},
     {"kv_dtype": "bfloat16", "quantization": "int4"},
+    {"kv_dtype": "fp8"},
 ]
 
 
@@ -96,7 +97,7 @@ CASES += [(family, PATHS[0], FORMS[1]) for family in FAMILIES if family != "llam
 @pytest.mark.parametrize(("family", "path", "form"), CASES, ids=str)
 def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any]) -> None:
     def trunk(threads: int = 1) -> Trunk:
-        placement = {3: Placement(((1, 0, (0,)), (1, 0, ()), (1, 1, ())), "replicate")}.get(threads, FREE)
+        placement = {3: ThreadPlacement(((1, 0, (0,)), (1, 0, ()), (1, 1, ())), "replicate")}.get(threads, FREE)
         return Trunk(family, NativeBackend(threads=threads, path=path, placement=placement, **form))
 
     alone = trunk().chunked(TOKENS, (1,))
@@ -124,23 +125,27 @@ def test_quantized_logits_are_near(quantization: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_that_of_plain_decoding(family: str, temperature: float) -> None:
-    """Drafter, depth, batch, chunks, cache and threads leave every token as it was."""
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [*((family, "bfloat16") for family in FAMILIES), ("llama", "fp8"), ("deepseek_v4", "fp8")]
+)
+def test_text_is_that_of_plain_decoding(family: str, kv_dtype: Any) -> None:
+    """Drafter, depth, batch, chunks, cache and threads leave every token and its logprob as it was."""
     prompts = [prompt_of(length, length) for length in (1, 7, 30, 45)]
     params = [
-        SamplingParams(max_tokens=24, temperature=temperature, seed=i, ignore_eos=True) for i in range(len(prompts))
+        SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True, logprobs=0)
+        for i in range(len(prompts))
     ]
 
-    def run(**settings: Any) -> list[list[int]]:
-        config = EngineConfig(backend="native", max_model_len=128, **{"threads": 1, "kv_blocks": 40, **settings})
-        llm = api.LLM(str(folder(family)), config)
-        return [each.token_ids for each in llm.generate(prompts, params)]
+    def run(**settings: Any) -> list[tuple[list[int], list[float]]]:
+        config = EngineConfig(
+            backend="native", max_model_len=128, kv_cache_dtype=kv_dtype, **{"threads": 1, "kv_blocks": 40, **settings}
+        )
+        found = api.LLM(str(folder(family)), config).generate(prompts, params)
+        return [(each.token_ids, [token.logprob for token in each.logprobs or ()]) for each in found]
 
     plain = run(drafter="none", max_num_seqs=1, enable_prefix_caching=False)
-    assert all(max(tokens) < VOCAB for tokens in plain)
+    assert all(max(tokens) < VOCAB for tokens, _ in plain)
     assert run(drafter="ngram", depth=4, threads=2) == plain
     assert run(drafter="auto", depth=3, max_num_batched_tokens=5) == plain
-    assert run(drafter="auto", depth=5, max_num_seqs=2, kv_cache_dtype="bfloat16", threads=3) == plain
+    assert run(drafter="auto", depth=5, max_num_seqs=2, threads=3) == plain
     assert run(drafter="auto", depth=2, kv_blocks=12) == plain

@@ -16,7 +16,7 @@ pytest.importorskip("headstart.kernels.native._native")
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Sequence
-from headstart.engine.depth import AutoDepth, Gate
+from headstart.engine.depth import AutoDepth, AutoGate
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.heads.base import Head, HeadSpec
@@ -61,11 +61,11 @@ def native_model(threads: int) -> Model:
 def step_by_step(engine: Engine) -> Iterator[None]:
     """The backend makes no whole drafts meanwhile."""
     runner: Any = engine.runner
-    known, runner._chain = runner._chain, lambda steps: None
+    known, runner._draft_loop = runner._draft_loop, lambda steps: None
     try:
         yield
     finally:
-        runner._chain = known
+        runner._draft_loop = known
 
 
 def engine_of(head: str, threads: int = 2, **settings: Any) -> Engine:
@@ -110,9 +110,9 @@ def test_one_call_makes_a_draft() -> None:
     engine = engine_of("mtp")
     (sequence,) = engine.submit(support.request(support.prompt_of(9, 1), name="a", seed=1, max_tokens=9))
     passes, run = list[str](), engine.runner.run
-    engine.runner.run = lambda opened, program, *rest, **more: (  # type: ignore[method-assign]
+    engine.runner.run = lambda handle, program, *rest, **more: (  # type: ignore[method-assign]
         passes.append(program),
-        run(opened, program, *rest, **more),
+        run(handle, program, *rest, **more),
     )[1]
     engine.step(lambda deltas: None)
     assert passes == ["forward"] and len(sequence.draft.tokens) == 5
@@ -133,7 +133,7 @@ def test_gates_decide_as_in_python(head: str) -> None:
         ]
         for place in range(8):
             for _ in range(40):
-                auto.odds.table(sequences[0], engine.drafting.method, place).learn(
+                auto.acceptance.table(sequences[0], engine.drafting.method, place).learn(
                     float(rng.random() ** 6), bool(rng.random() < 0.6)
                 )
         engine.drafting.depth = 0
@@ -150,20 +150,20 @@ def test_gates_decide_as_in_python(head: str) -> None:
 def drafts_of(
     engine: Engine, auto: AutoDepth, sequences: list[Sequence], *, whole: bool
 ) -> Iterator[tuple[list[int], list[float]]]:
-    from headstart.drafters.base import Wish
+    from headstart.drafters.base import DraftRequest
 
     drafter = engine.drafting.drafter
     assert drafter
     for row_s in (0.0, 0.02, 0.1, 0.3):
         auto.row_s = row_s
-        wishes = [Wish(sequence, 5, Gate(auto, sequence, starts=True)) for sequence in sequences]
+        requests = [DraftRequest(sequence, 5, AutoGate(auto, sequence, should_start=True)) for sequence in sequences]
         for sequence in sequences:
             assert engine.memory.reserve(sequence, len(sequence.tokens) + 6)
             sequence.draft = Draft()
         if whole:
-            drafter.propose(wishes)
+            drafter.propose(requests)
         else:
             with step_by_step(engine):
-                drafter.propose(wishes)
+                drafter.propose(requests)
         for sequence in sequences:
             yield sequence.draft.tokens, sequence.draft.scores

@@ -13,9 +13,9 @@ from checkpoints import as_tensors
 from native_ops import FORMS, PATHS, Array, Part, assert_same_bits, backend, plan_of, random_matrix, run_native
 from test_native_rows import World
 
-from headstart.kernels.indexing import IndexSpec
 from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.kernels.specs import IndexSpec
 
 TOP = 5
 paths = pytest.mark.parametrize("path", PATHS)
@@ -33,7 +33,7 @@ def chosen_positions(on: Any, scores: Array, first: int) -> list[list[int]]:
         q, v, weights, keys = (ops.embed(table, step.token_ids) for table in tables)
         ops.store_index(keys, pools[1], index)
         ops.store_kv(q, v, pools[0], spec)
-        ops.choose(weights, weights, pools[1], index)
+        ops.select_positions(weights, weights, pools[1], index)
         return {"y": ops.attend(q, pools[0], spec, None, pools[1])}
 
     table = np.arange((count + 40) // 16)[::-1]
@@ -67,7 +67,7 @@ def test_ties_go_to_the_lowest_position(kind: str, first: int) -> None:
 
 
 @paths
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_row_that_takes_all_has_the_bits_of_dense_attention(path: str, kv_dtype: str, first: int) -> None:
     plain, choosing = World(path, kv_dtype, sinks=True), World(path, kv_dtype, sinks=True, top_k=70)
@@ -95,7 +95,7 @@ def test_many_positions(path: str) -> None:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             q, k, queries, weights, keys = (ops.embed(table, step.token_ids) for table in tables)
             ops.store_index(keys, pools[1], index)
-            ops.choose(queries, weights, pools[1], index)
+            ops.select_positions(queries, weights, pools[1], index)
             ops.store_kv(k, ops.embed(values, step.token_ids), pools[0], spec)
             return {"y": ops.attend(q, pools[0], spec, None, pools[1])}
 

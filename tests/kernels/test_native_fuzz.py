@@ -241,7 +241,7 @@ def run_all(world: World, passes: list[list[Part]], tokens: int, first: int) -> 
 
 attention_world = {
     "seed": SEEDS,
-    "kv_dtype": st.sampled_from(["float32", "bfloat16", "int8"]),
+    "kv_dtype": st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),
     "heads": st.sampled_from([(1, 1, 2), (3, 1, 16), (4, 2, 18), (8, 2, 32), (5, 1, 8)]),
     "first": st.sampled_from([0, 1]),
     "lengths": st.lists(st.integers(1, 62), min_size=1, max_size=3),

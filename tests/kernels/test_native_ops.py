@@ -173,20 +173,21 @@ class Sequences:
                 [(long, 70, lengths[long]), *((s, lengths[s] - 1, lengths[s]) for s in rest)]]  # fmt: skip
 
 
-SPECS = ((4, 2, 32), (3, 1, 40), (4, 1, 16), (2, 2, 22), (6, 2, 80), (8, 1, 64))
+KV_DTYPES = ["float32", "bfloat16", "int8", "fp8"]
+SPECS = ((4, 2, 32), (3, 1, 40), (4, 1, 16), (2, 2, 22), (6, 2, 80), (8, 1, 64), (5, 1, 24), (4, 2, 50))
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("first_position", [0, 1])
 def test_attention(path: str, kv_dtype: str, first_position: int) -> None:
-    index = 2 * ["float32", "bfloat16", "int8"].index(kv_dtype) + first_position
+    index = 2 * KV_DTYPES.index(kv_dtype) + first_position
     heads, kv_heads, dim = SPECS[index]
     check_attention(path, kv_dtype, AttentionSpec(heads, kv_heads, dim, dim**-0.5), first_position, index)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kv_dtype", "value_dim"), [("float32", 26), ("bfloat16", 64), ("int8", 90)])
+@pytest.mark.parametrize(("kv_dtype", "value_dim"), [("float32", 26), ("bfloat16", 64), ("int8", 90), ("fp8", 42)])
 def test_attention_with_other_values(path: str, kv_dtype: str, value_dim: int) -> None:
     """Values narrower or wider than keys; many heads over one latent."""
     check_attention(path, kv_dtype, AttentionSpec(8, 1, 76, 0.1, value_dim), 0, value_dim)

@@ -13,7 +13,7 @@ from headstart.core import NOT_FINITE, NOTHING_LEFT, SamplingRows
 
 _native = pytest.importorskip("headstart.kernels.native._native")
 torch = pytest.importorskip("torch")
-from headstart.kernels.native import sampling as native_sampling  # noqa: E402
+from headstart.kernels.native import backend as native_sampling  # noqa: E402
 from headstart.kernels.reference import sampling as reference_sampling  # noqa: E402
 
 POOL = _native.ThreadPool(1)

@@ -14,11 +14,10 @@ from checkpoints import as_tensors
 from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
 
 from headstart.core import StepPlan
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.ops import AttentionSpec, Experts
 from headstart.kernels.reference.backend import ReferenceBackend
-from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec, RouterSpec, StreamSpec
 
 COUNT, WIDTH = 90, 37
 SPEC = AttentionSpec(13, 1, 20, 0.3, 20, latent=True, window=11)
@@ -103,8 +102,8 @@ def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
             ops.store_kv(made, made, pools[2], SPEC)
             if index:
                 ops.store_index(keys(ops, step), chosen, index)
-                ops.choose(asked(ops, step), shares(ops, step), chosen, index)
-            return {"y": ops.attend_beside(q(ops, step), pools[0], pools[2], SPEC, spec.every, sinks, chosen)}
+                ops.select_positions(asked(ops, step), shares(ops, step), chosen, index)
+            return {"y": ops.attend_compressed(q(ops, step), pools[0], pools[2], SPEC, spec.every, sinks, chosen)}
 
         return code
 
@@ -136,7 +135,7 @@ def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
 @paths
 @pytest.mark.parametrize("inverse", [False, True])
 def test_the_last_features_turn_by_neighbours(path: str, inverse: bool) -> None:
-    spec = RopeSpec((1.0, 0.3, 0.02), 6, 1.2, trailing=True, inverse=inverse, behind=5)
+    spec = RopeSpec((1.0, 0.3, 0.02), 6, 1.2, trailing=True, inverse=inverse, shift=5)
 
     def code_on(world: World) -> Code:
         x = world.rows(3 * 11)
@@ -146,8 +145,8 @@ def test_the_last_features_turn_by_neighbours(path: str, inverse: bool) -> None:
 
 
 @paths
-@pytest.mark.parametrize("told", [False, True])
-def test_experts_that_tokens_name(path: str, told: bool) -> None:
+@pytest.mark.parametrize("token_experts", [False, True])
+def test_experts_that_tokens_name(path: str, token_experts: bool) -> None:
     """Scores of a softplus's root; factors that are limited."""
     spec = RouterSpec(7, 3, "softplus", scale=1.5)
     names = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
@@ -162,8 +161,10 @@ def test_experts_that_tokens_name(path: str, told: bool) -> None:
         )
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
-            named = (table, step.token_ids) if told else None
-            return {"y": ops.moe(x(ops, step), logits(ops, step), None if told else bias, experts, spec, named)}
+            named = (table, step.token_ids) if token_experts else None
+            return {
+                "y": ops.moe(x(ops, step), logits(ops, step), None if token_experts else bias, experts, spec, named)
+            }
 
         return code
 

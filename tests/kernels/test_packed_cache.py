@@ -15,8 +15,8 @@ from headstart.formats.base import Tensor, ends_crc, make_tensor
 
 pytest.importorskip("headstart.kernels.native._native")
 
-from headstart.kernels.native import packed_cache, packing
-from headstart.kernels.native.packed_cache import PackedCache, key_of
+from headstart.kernels.native import packing
+from headstart.kernels.native.packing import PackedCache, key_of
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_changed_checkpoint(source: Path, folder: Path, pool: packing.ThreadPool
 def test_other_version(source: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     these = tensors()
     filled(source, pool, these)
-    monkeypatch.setattr(packed_cache, name, "other")
+    monkeypatch.setattr(packing, name, "other")
     assert served(source, these, pool) == [False] * 3
     filled(source, pool, these)
     assert served(source, these, pool) == [True] * 3
@@ -177,7 +177,7 @@ def test_missing_checkpoint(tmp_path: Path, folder: Path, pool: packing.ThreadPo
 
 
 def test_no_room(source: Path, folder: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_cache, "_MAX_BYTES", 10_000)
+    monkeypatch.setattr(packing, "_MAX_BYTES", 10_000)
     filled(source, pool, tensors())
     assert not list(folder.iterdir())
 
@@ -185,7 +185,7 @@ def test_no_room(source: Path, folder: Path, pool: packing.ThreadPool, monkeypat
 def test_oldest_files_go(
     tmp_path: Path, folder: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_cache, "_MAX_FILES", 2)
+    monkeypatch.setattr(packing, "_MAX_FILES", 2)
     folder.mkdir(parents=True)
     stale = folder / ".dead.tmp"
     stale.write_bytes(b"half")

@@ -120,6 +120,12 @@ def test_layout_of_eight_bits(pool: packing.ThreadPool) -> None:
     assert np.float32(scale) * np.float32(quant - 128) == tensor.float32()[16 + 3, 9 * 4 + 2]
 
 
+@pytest.mark.parametrize(("dtype", "bits_each"), [("Q5_0", 5.5), ("Q5_1", 6), ("Q5_K", 5.625), ("Q4_K", 4.625)])
+def test_blocks_keep_their_size(pool: packing.ThreadPool, dtype: str, bits_each: float) -> None:
+    matrix = packing.pack(block_tensor(dtype, 32, 768), pool)
+    assert matrix.num_bytes * 8 == bits_each * 32 * 768
+
+
 def test_many_floats_go_in_parts(pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 3 * 16 * 70)
     tensor = float_tensor(floats(101, 70), "F64")

@@ -9,7 +9,7 @@ import pytest
 
 from headstart import machine
 from headstart.errors import UsageError
-from headstart.kernels.native.placement import FREE, decide
+from headstart.kernels.native.placement import FREE, choose_placement
 from headstart.machine import Node
 
 
@@ -36,24 +36,24 @@ def test_two_sockets_of_caches(tmp_path: Path) -> None:
     """Every cache is a group, nodes are counted from 0, and one without CPUs (memory only) is none."""
     nodes = machine.nodes(system(tmp_path, *TWO_SOCKETS), range(64))
     assert [node.number for node in nodes] == [0, 1]
-    placed = decide(64, None, nodes, None)
+    placed = choose_placement(64, None, nodes, None)
     assert placed.groups == tuple((8, n // 4, tuple(range(8 * n, 8 * n + 8))) for n in range(8))
     assert placed.weights == "share"
-    assert decide(64, "replicate", nodes, None).weights == "replicate"
-    assert decide(64, "off", nodes, None).groups == ()
+    assert choose_placement(64, "replicate", nodes, None).weights == "replicate"
+    assert choose_placement(64, "off", nodes, None).groups == ()
 
 
 def test_some_cpus_and_few_threads(tmp_path: Path) -> None:
     """Threads are spread in proportion to the CPUs that the process may use; a quota leaves them to the system."""
     nodes = machine.nodes(system(tmp_path, *TWO_SOCKETS), [*range(12), *range(60, 64)])
     assert [node.cpus for node in nodes] == [tuple(range(12)), tuple(range(60, 64))]
-    assert [group[:2] for group in decide(8, None, nodes, None).groups] == [(4, 0), (2, 0), (2, 1)]
-    assert [group[:2] for group in decide(2, None, nodes, None).groups] == [(1, 0), (1, 1)]
-    assert decide(8, None, nodes, 8.0).groups == ()
-    assert decide(8, "interleave", nodes, 8.0).weights == "interleave"
-    assert decide(1, None, nodes, None).groups == ()
+    assert [group[:2] for group in choose_placement(8, None, nodes, None).groups] == [(4, 0), (2, 0), (2, 1)]
+    assert [group[:2] for group in choose_placement(2, None, nodes, None).groups] == [(1, 0), (1, 1)]
+    assert choose_placement(8, None, nodes, 8.0).groups == ()
+    assert choose_placement(8, "interleave", nodes, 8.0).weights == "interleave"
+    assert choose_placement(1, None, nodes, None).groups == ()
     with pytest.raises(UsageError, match="--numa replicate needs a thread on each of 2 nodes"):
-        decide(1, "replicate", nodes, None)
+        choose_placement(1, "replicate", nodes, None)
 
 
 @pytest.mark.parametrize(("cpus", "sizes"), [(2, []), (15, []), (16, [8, 8]), (20, [6, 7, 7])])
@@ -62,7 +62,7 @@ def test_one_node_with_one_cache(cpus: int, sizes: list[int], tmp_path: Path) ->
     for root in (tmp_path, system(tmp_path / "told", [f"0-{cpus - 1}"], [f"0-{cpus - 1}"])):
         nodes = machine.nodes(root, range(cpus))
         assert nodes == (Node(0, (tuple(range(cpus)),)),)
-        placed = decide(cpus, "replicate", nodes, None)
+        placed = choose_placement(cpus, "replicate", nodes, None)
         assert (placed == FREE) == (not sizes)
         assert [group[0] for group in placed.groups] == sizes
         assert placed.weights is None

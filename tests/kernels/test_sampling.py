@@ -126,7 +126,7 @@ def test_against_oracle(cases, data):
     logits = np.stack([case[2][ids] for case in cases])
     allowed = None if masks is None else np.full((len(cases), 1), sum(1 << v for v in masks), np.uint32)
     entries = [entry(seq, prefix) for seq, prefix, _ in cases]
-    got = run(logits, entries, reduced, V, allowed, keep_probs=True)
+    got = run(logits, entries, reduced, V, allowed, keep_probs=True, prune=True)
     plain = run(logits, entries, reduced, V, allowed, prune=False)
     assert got.tokens.tolist() == plain.tokens.tolist()
     for i, (seq, prefix, _) in enumerate(cases):

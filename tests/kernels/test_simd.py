@@ -9,7 +9,7 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 TEXT = (CSRC / "simd.h").read_text("utf-8")
-BEGIN, PLAIN, END = "\nstruct f32 {", "#elif !HEADSTART_NEON\n", "// Up to 16 floats"
+BEGIN, PLAIN, END = "\nstruct f32 {", "#elif !HEADSTART_NEON\n", "// Loads min(count, 16) floats"
 OWN = {"half_to_float(uint16_t)"}
 """What plain C++ alone needs."""
 SETS = {

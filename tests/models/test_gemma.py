@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import write_gguf
-from support import family_of, make, prompt_of, request, run
+from support import family_of, make, model_at, prompt_of, request, run
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model
 from headstart.errors import ModelError
-from headstart.models.base import family_named
+from headstart.models.families import family_named
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
@@ -25,10 +24,6 @@ Tiny = tuple[dict[str, Any], Arrays]
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     said = {"gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6}, "gemma4": {"rope_theta": 1e6}}
     return family_of(request.param).tiny(**said.get(request.param, {}))  # as GGUF files say it
-
-
-def model_at(path: Path) -> Model:
-    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
 
 
 def logprobs(model: Model) -> list[float]:
@@ -71,7 +66,7 @@ def test_layers_that_share_keys_name_the_last_one_of_their_kind() -> None:
         {"model_type": "gemma4_text", "num_hidden_layers": 35, "layer_types": kinds * 7, "num_kv_shared_layers": 20,
          "num_key_value_heads": 1, "hidden_size": 1536, "intermediate_size": 6144, "use_double_wide_mlp": True}
     )  # fmt: skip
-    shares: list[Any] = [layer.mixer.shares for layer in sizes.layers]  # type: ignore[attr-defined]
+    shares: list[Any] = [layer.mixer.source_layer for layer in sizes.layers]  # type: ignore[attr-defined]
     assert shares == [None] * 15 + [13, 13, 13, 13, 14] * 4
     assert [layer.mlp.inner for layer in sizes.layers] == [6144] * 15 + [12288] * 20  # type: ignore[attr-defined]
     with pytest.raises(ModelError, match="no full_attention layer is left whose keys layer 2 could read"):

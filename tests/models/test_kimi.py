@@ -6,16 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import family_of
+from support import family_of, model_at
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
-
-
-def model_at(path: Path) -> Model:
-    return load_model(str(path), EngineConfig(backend="reference", dtype="float32", threads=1))
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -65,7 +65,7 @@ def test_a_tiny_model_has_every_name_of_the_family(family: str) -> None:
     """But for what a family joins or keeps otherwise, written names lead back to the shapes they were made from."""
     found = family_of(family)
     config, arrays = found.tiny()
-    sizes = found.parse(config)
+    sizes = found.read(config)
     names = {name: found.names.canonical(name) for name in arrays}
     assert None not in names.values()
     tensors = as_tensors({new: arrays[name] for name, new in names.items() if new})

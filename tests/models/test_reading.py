@@ -8,8 +8,8 @@ import pytest
 from support import ALL_FAMILIES, family_of
 
 from headstart.errors import ModelError
-from headstart.formats.mtp_families import count_keys
 from headstart.layers.attention import AttentionConfig
+from headstart.models.mtp import count_keys
 from headstart.models.reading import HARMLESS, NEUTRAL
 
 SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

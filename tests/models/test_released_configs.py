@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import family_of
 
-from headstart.models.base import family_named
+from headstart.models.families import family_named
 
 COMMON: dict[str, Any] = {
     "architectures": ["XForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,

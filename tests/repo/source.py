@@ -17,19 +17,10 @@ def trees() -> dict[str, ast.Module]:
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in paths}
 
 
-def imported_modules(path: str, tree: ast.Module, *, running: bool = False) -> list[tuple[str, int]]:
-    """Absolute names of everything a file imports, with lines; imports inside functions count too. `running`: without
-    those that only type checkers read."""
-    unread = {
-        id(node)
-        for block in ast.walk(tree)
-        if running and isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
+def imported_modules(path: str, tree: ast.Module) -> list[tuple[str, int]]:
+    """Absolute names of all imports of a file, with lines: also imports inside functions and for type checkers."""
     found = []
     for node in ast.walk(tree):
-        if id(node) in unread:
-            continue
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from headstart.cli.app import root
+from headstart.cli.app import application
 from headstart.cli.main import main
+from headstart.cli.parser import Command, CommandGroup
 from headstart.cli.vllm_flags import FLAGS
 
 SAMPLING = {
@@ -22,6 +22,7 @@ ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--numa", "--drafter",
     "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
+    "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
     "--kv-spill", "--kv-spill-gb",
 }  # fmt: skip
@@ -31,7 +32,7 @@ GROUPS = {"bench", "models"}
 COMMANDS: dict[str, set[str]] = {
     "demo": ENGINE | JSON | {"--max-tokens"},
     "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
-    "chat": SAMPLING | ENGINE | {"--system"},
+    "chat": SAMPLING | ENGINE | {"--system", "--chat-template"},
     "serve": ENGINE
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
@@ -81,29 +82,39 @@ COMMANDS: dict[str, set[str]] = {
     | {"--api-key", "--price-per-hour", "--out", "--report", "--force", "--compare"},
     "bench step": ENGINE | JSON | {"--rows", "--context", "--repeats", "--profile"},
     "models": set(),
-    "models list": JSON,
+    "models list": JSON | {"--available", "--prune"},
     "models remove": JSON | {"--yes"},
 }
+SECTIONS = {
+    "Use": "demo generate chat serve pull models ps stop doctor completion",
+    "Measure": "bench tune verify plan",
+    "Heads": "inspect train data adapt graft export",
+    "Other engines": "launch probe",
+}
+"""Commands in the order of --help."""
 
 
-def found_commands(group: Any, prefix: str = "") -> dict[str, Any]:
-    """Commands by their full name, those of a group after it."""
-    found = {}
-    for name, command in group.commands.items():
-        found[prefix + name] = command
-        if hasattr(command, "commands"):
-            found |= found_commands(command, f"{prefix}{name} ")
+def found_commands(group: CommandGroup, prefix: str = "") -> dict[str, Command | CommandGroup]:
+    """Commands by their full name, those of a group after the group."""
+    found: dict[str, Command | CommandGroup] = {}
+    for name, entry in group.commands.items():
+        found[prefix + name] = entry
+        if isinstance(entry, CommandGroup):
+            found |= found_commands(entry, f"{prefix}{name} ")
     return found
 
 
 def test_commands_are_frozen() -> None:
-    assert list(found_commands(root())) == list(COMMANDS)
+    root = application()
+    assert found_commands(root).keys() == COMMANDS.keys()
+    assert {title: " ".join(names) for title, names in root.sections.items()} == SECTIONS
+    assert [name for names in SECTIONS.values() for name in names.split()] == list(root.commands)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_are_frozen(command: str) -> None:
-    found = found_commands(root())[command]
-    options = {flag for item in found.params for flag in (*item.opts, *item.secondary_opts) if flag.startswith("-")}
+    found = found_commands(application())[command]
+    options = {flag for item in found.options for flag in item.flags}
     assert options - OF_ALL == COMMANDS[command]
     assert ("--config" in options) == (command not in GROUPS)
 

@@ -13,13 +13,13 @@ import pytest
 from source import PACKAGE, ROOT
 from test_cli_surface import COMMANDS
 
-FOLDERS = (".", "docs", "docs/cookbook", "benchmarks", "headstart/**")
+FOLDERS = (".", "docs", "docs/cookbook", "docs/decisions", "docs/extend", "docs/log", "benchmarks", "headstart/**")
 DOCUMENTS = sorted({str(path.relative_to(ROOT)) for each in FOLDERS for path in ROOT.glob(f"{each}/*.md")})
-HISTORY = {"docs/LOG.md"}
+HISTORY = {name for name in DOCUMENTS if name.startswith("docs/log/")}
 """Tells what was there once."""
 PLACES = {"COMMAND", "acme-serve"}
 FOREIGN = {"--speculate", "--draft-depth", "--no-deps", "--program"}
-"""Of other programs, and of the launcher that CONTRIBUTING.md makes up."""
+"""Of other programs, and of the launcher that docs/extend/launcher.md makes up."""
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -88,7 +88,8 @@ def test_command_lines_take_their_options(document: str) -> None:
             wrong.append(line)
             continue
         command = max((name for name in COMMANDS if words[: name.count(" ") + 1] == name.split()), key=len)
-        command = f"{command} run" if f"{command} run" in COMMANDS else command  # a group's own command
+        own = (f"{command} {default}" for default in ("run", "list"))  # a group's default command
+        command = next((each for each in own if each in COMMANDS), command)
         flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         if flags - COMMANDS[command] - {"--help", "--help-all"}:
             wrong.append(line)

@@ -8,9 +8,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from inside import ENGINE
 from process import Server, running
 
 from headstart import hub
+from headstart.api import LLM
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,11 @@ def server() -> Iterator[Server]:
         pytest.skip("the default model is not in the cache: headstart pull")
     with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--price-per-hour", "36") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The default model, for servers inside this process."""
+    if hub.cached_trunk() is None:
+        pytest.skip("the default model is not in the cache: headstart pull")
+    return LLM(None, ENGINE)

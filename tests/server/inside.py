@@ -12,26 +12,25 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from process import HttpServer
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.server.answering import State
-from headstart.server.app import ServerConfig, make_app
-from headstart.server.bridge import Bridge
-from headstart.server.protocol import Protocol
+from headstart.server.app import ServerConfig, app_over, single_model_manager
+from headstart.server.model_manager import ServedModel
+from headstart.server.pipeline import ServerState
+from headstart.server.protocol import HttpProtocol
 
 ENGINE = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, max_model_len=2048)
 
 
-class Inside:
+class Inside(HttpServer):
     """`client` for whole answers, `connect` for raw ones."""
 
-    def __init__(self, port: int, bridge: Bridge, state: State) -> None:
-        self.port, self.bridge, self.state = port, bridge, state
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return self.client.post(path, json=body)
+    def __init__(self, port: int, served: ServedModel, state: ServerState) -> None:
+        self.port, self.served, self.state = port, served, state
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -52,22 +51,24 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
-def state_of(app: Any) -> State:
+def state_of(app: Any) -> ServerState:
     """Of the application inside its guards."""
     while not isinstance(app, FastAPI):
         app = app.app
-    state: State = app.state.headstart
+    state: ServerState = app.state.headstart
     return state
 
 
 @contextmanager
 def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
     """A server over `llm`; ServerConfig's settings."""
-    app, bridge = make_app(llm, ServerConfig(**settings))
+    config = ServerConfig(**settings)
+    models = single_model_manager(llm, config)
+    app, served = app_over(models, config), models.loaded[0]
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a late reader is noticed soon
     bound.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False))
+    server = uvicorn.Server(uvicorn.Config(app, http=HttpProtocol, ws="none", log_config=None, access_log=False))
     started = threading.Event()
 
     async def main() -> None:
@@ -81,11 +82,11 @@ def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     assert started.wait(30)
-    found = Inside(bound.getsockname()[1], bridge, state_of(app))
+    found = Inside(bound.getsockname()[1], served, state_of(app))
     try:
         yield found
     finally:
         found.client.close()
         server.should_exit = server.force_exit = True
         thread.join(30)
-        bridge.stop()
+        served.stop()

@@ -32,14 +32,11 @@ CITY = {
 """Arguments of a tool that tells the weather."""
 
 
-@dataclass(eq=False)
-class Server:
-    """The running process and a client for it."""
+class HttpServer:
+    """A server at `url`, and a client for it."""
 
-    process: subprocess.Popen[bytes]
-    log: Path
-    url: str = ""
-    client: httpx.Client = field(default_factory=httpx.Client)
+    url: str
+    client: httpx.Client
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -55,6 +52,16 @@ class Server:
         while any(left := [self.metric(name) for name in names]):
             assert time.monotonic() < deadline, f"still there: {left}"
             time.sleep(0.02)
+
+
+@dataclass(eq=False)
+class Server(HttpServer):
+    """The running process and a client for it."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str = ""
+    client: httpx.Client = field(default_factory=httpx.Client)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)

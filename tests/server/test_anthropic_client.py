@@ -23,14 +23,21 @@ def client(server: Server) -> Any:
 
 
 def options(**given: Any) -> dict[str, Any]:
-    fixed = {"model": MODEL, "messages": QUESTION, "max_tokens": 30, "extra_body": {"seed": 1, "temperature": 0.8}}
+    fixed = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "max_tokens": 30,
+        "extra_body": {"seed": 1, "temperature": 0.8, "top_p": 1},
+    }
     return fixed | given
 
 
 def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) -> None:
     more = {"context_management": {"edits": []}, "thinking": {"type": "adaptive"}}  # as Claude Code sends it
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    whole = client.messages.create(**options(system=system, extra_body={"seed": 1, "temperature": 0.8, **more}))
+    whole = client.messages.create(
+        **options(system=system, extra_body={"seed": 1, "temperature": 0.8, "top_p": 1, **more})
+    )
     with client.messages.stream(**options(system="Be brief.")) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
@@ -41,7 +48,7 @@ def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) 
     count = client.messages.count_tokens(model=MODEL, messages=QUESTION, system="Be brief.").input_tokens
     assert sizes == [count, count]
     chat = [{"role": "system", "content": "Be brief."}, *QUESTION]
-    said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, seed=1, temperature=0.8).json()
+    said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, seed=1, temperature=0.8, top_p=1).json()
     assert said["choices"][0]["message"]["content"] == text  # one path for all
 
 

@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from process import MODEL, Server, running
+from inside import inside
+from process import MODEL, Server
+
+from headstart.api import LLM
 
 pytestmark = pytest.mark.slow  # a server process
 ASK = [{"role": "user", "content": "Hi"}]
@@ -23,7 +26,13 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (MESSAGES, MESSAGE | {"messages": []}, 400, "messages"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
-    (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}]}, 400, "tools.0.type"),
+    (
+        MESSAGES,
+        MESSAGE
+        | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "tool", "name": "w"}},
+        400,
+        "no tools that are functions",
+    ),
     (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),
     (MESSAGES, MESSAGE | {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
     (MESSAGES, MESSAGE | {"stop_sequences": "x"}, 400, "stop_sequences"),
@@ -35,7 +44,12 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSES, RESPONSE | {"max_output_tokens": 0}, 400, "max_output_tokens"),
     (RESPONSES, RESPONSE | {"previous_response_id": "resp_1"}, 400, "keeps no responses"),
     (RESPONSES, RESPONSE | {"background": True}, 400, "background"),
-    (RESPONSES, RESPONSE | {"tools": [{"type": "web_search"}]}, 400, "web_search"),
+    (
+        RESPONSES,
+        RESPONSE | {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+        400,
+        "web_search",
+    ),
     (RESPONSES, RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input.0"),
     (RESPONSES, RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input_image"),
     (RESPONSES, RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
@@ -50,7 +64,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
     (GENERATE, {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
     ("/api/show", {"model": "no-such"}, 404, "no-such"),
-    ("/api/pull", {"model": MODEL}, 404, "nothing at /api/pull"),
+    ("/api/pull", {"model": "no-such"}, 404, "no-such"),
+    ("/api/push", {"model": MODEL}, 404, "nothing at /api/push"),
 ]
 LONG: dict[str, dict[str, Any]] = {
     MESSAGES: MESSAGE | {"max_tokens": 400, "stream": True, "ignore_eos": True},
@@ -95,9 +110,8 @@ def test_who_leaves_a_stream_is_let_go(server: Server) -> None:
         server.wait_idle()
 
 
-def test_keys_as_each_api_sends_them() -> None:
-    small = ("--max-model-len", "512", "--kv-blocks", "64", "--threads", "1")
-    with running(*small, "--api-key", "secret", "--request-timeout", "0.6") as server:
+def test_keys_as_each_api_sends_them(llm: LLM) -> None:
+    with inside(llm, api_key=("secret",), request_timeout=0.6, served_model_name=(MODEL,)) as server:
         for path, body in LONG.items():
             refused = server.post(path, **body)
             assert refused.status_code == 401

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from process import Server, running
+from support import family_of
 
 from headstart import hub
-from headstart.tools.tiny import write_tiny
+from headstart.tools.tiny import write_model, write_tiny
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -118,13 +119,13 @@ def test_the_key_is_asked_for_and_not_kept(browser: Any, served: Server) -> None
     context = browser.new_context(base_url=served.url)
     page = context.new_page()
     page.goto("/")
-    page.get_by_label("API key").fill("another")
+    page.get_by_label("API key", exact=True).fill("another")
     page.keyboard.press("Enter")
-    page.get_by_text("does not take this key").wait_for()
-    page.get_by_label("API key").fill(KEY)
+    page.get_by_text("rejects this key").wait_for()
+    page.get_by_label("API key", exact=True).fill(KEY)
     page.keyboard.press("Enter")
     page.get_by_role("dialog").wait_for(state="detached")
-    page.get_by_text("smollm2-135m-mtp").wait_for()
+    page.get_by_text("smollm2-135m-mtp", exact=True).wait_for()
     assert KEY not in page.evaluate("JSON.stringify({...localStorage})")
     context.close()
 
@@ -223,11 +224,32 @@ def test_a_question_outlives_a_reload(page: Any) -> None:
     page.locator("span.t").nth(5).wait_for()
     page.reload()
     page.get_by_role("button", name=LONG, exact=True).click()
-    page.get_by_text("was left before").wait_for()
+    page.get_by_text("This page was closed before").wait_for()
     page.get_by_label("Max tokens").fill("8")
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("cut at max tokens").wait_for()
-    assert page.locator(".message.user").inner_text() == LONG
+    assert page.locator(".said").inner_text() == LONG
+
+
+def test_an_earlier_question_is_edited(page: Any) -> None:
+    say(page, "Name a fruit.")
+    say(page, "And an animal?")
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edited message").fill("Name a colour.")
+    page.locator("form.message").get_by_role("button", name="Send").click()
+    page.locator(".said", has_text="Name a colour.").wait_for()
+    page.locator(".after").wait_for()
+    assert page.locator(".said").all_inner_texts() == ["Name a colour."]
+    assert page.locator(".reply").count() == 1
+
+
+def test_code_has_colours_and_few_fields_are_open(page: Any) -> None:
+    assert page.locator(".numbers input:visible").count() == 2
+    page.evaluate(REMEMBERED.replace("**Answer ${i}** ", "~~~python\\n# all\\nreturn 1\\n~~~\\n\\n"), 2)
+    page.reload()
+    page.get_by_role("button", name="A long one", exact=True).click()
+    assert page.locator(".code-comment").inner_text() == "# all"
+    assert page.locator(".code-word").inner_text() == "return"
 
 
 def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
@@ -267,11 +289,23 @@ def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
     wide = "document.documentElement.scrollWidth"
     assert page.evaluate(wide) == 360
     page.get_by_role("button", name="Settings").click()
+    edge = "document.getElementById('settings').getBoundingClientRect().right"
+    for _ in range(100):  # it slides in; the page's policy forbids wait_for_function
+        if page.evaluate(edge) == 360:
+            break
+        page.wait_for_timeout(50)
+    assert page.evaluate(edge) == 360
     page.get_by_label("Max tokens").fill("12")
     page.keyboard.press("Escape")
+    page.get_by_role("button", name="History").click()
+    page.keyboard.press("Escape")  # with the focus outside the panel
+    page.locator("#history").wait_for(state="hidden")
     say(page, "Write `a_very_long_name_of_a_variable_that_does_not_fit_into_a_line = another_very_long_name`.")
     assert page.evaluate(wide) == 360
     page.goto("/dashboard")
+    page.get_by_text("Charts appear with the next request").wait_for()
+    assert not page.locator(".chart").count()  # nine empty grids would say nothing
+    served.client.post("/v1/completions", json={"prompt": "One", "max_tokens": 4}).raise_for_status()
     page.locator(".chart canvas").first.wait_for()
     assert page.evaluate(ground) == dark
     assert page.evaluate(wide) == 360
@@ -303,8 +337,13 @@ def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
     box.fill(LONG)
     box.press("Enter")
     page.locator("span.t").nth(5).wait_for()
+    board = page.context.new_page()
+    board.goto("/dashboard")
+    board.locator(".chart").first.wait_for()
     served.process.kill()
-    page.get_by_text("The connection broke").wait_for()
+    page.get_by_text("The connection was lost").wait_for()
+    board.get_by_text("has not answered since").wait_for()
+    assert set(board.locator(".chart b").all_inner_texts()) == {"\u2013"}
     assert page.locator(".reply .text").inner_text()
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("The server does not answer").wait_for()
@@ -313,15 +352,36 @@ def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
 def test_a_model_is_chosen_where_there_are_several(browser: Any, tmp_path: Path) -> None:
     for name in ("one", other := "another-model-with-a-long-name"):
         write_tiny("mimo", tmp_path / name)
+    (tmp_path / "one" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')  # no chat template
     with running("--models", str(tmp_path), "--threads", "1") as several:
         page = browser.new_page(base_url=several.url, viewport={"width": 360, "height": 700})
         page.set_default_timeout(WAIT_MS)
         page.goto("/")
-        page.get_by_label("Model", exact=True).select_option(other)
+        page.locator("select.models").select_option(other)
         say(page, "Hi")
         assert [each["name"] for each in several.client.get("/api/ps").json()["models"]] == [f"{other}:latest"]
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.locator("select.models").bounding_box()["width"] > 200  # its name can be read
+        page.locator("select.models").select_option("one")
+        page.get_by_text("No chat template: the model continues your text").wait_for()
+        say(page, "the")
+        assert numbers(page)["tokens"]
         page.goto("/dashboard")
-        page.get_by_label("Model", exact=True).select_option(other)
+        page.locator("select.models").select_option(other)
         page.locator(".tile").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.close()
+
+
+def test_the_dashboard_names_a_head_that_is_not_whole(browser: Any, tmp_path: Path) -> None:
+    config, arrays = family_of("qwen3_5").tiny()
+    write_model(tmp_path / "m", config, {name: each for name, each in arrays.items() if name != "mtp.norm.weight"})
+    names = ("--served-model-name", "first", "--served-model-name", "second")
+    with running(str(tmp_path / "m"), "--threads", "1", *names) as server:
+        page = browser.new_page(base_url=server.url)
+        page.set_default_timeout(WAIT_MS)
+        page.goto("/dashboard")
+        page.get_by_text("runs without its MTP head").get_by_text("mtp.norm.weight").wait_for()
+        page.goto("/")
+        page.locator(".model", has_text="first").wait_for()  # a second name is no second model
         page.close()

@@ -1,4 +1,5 @@
-"""The fuzzers of bodies, grammars and raw HTTP, some seconds (`python -m tests.fuzz server` for longer)."""
+"""The fuzzers of grammars and raw HTTP, some seconds (`python -m tests.fuzz server` for longer); test_schema.py makes
+bodies."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,7 +39,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "n": 0}, 400, "n is 0"),
     (TEXT, {"prompt": "x", "n": 200}, 400, "n is 200"),
     (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
-    (TEXT, {"prompt": "x", "seed": -1}, 400, "seed"),
+    (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
@@ -48,7 +47,6 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "speculation": {"depth": -1}}, 400, "depth"),
     (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
     (TEXT, {"prompt": "x", "guided_grammar": "start: nothing"}, 400, "grammar"),
-    (TEXT, {"prompt": "x", "guided_choice": []}, 400, "choice"),
     (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
     (CHAT, {}, 400, "messages"),
     (CHAT, {"messages": []}, 400, "messages"),
@@ -145,34 +143,36 @@ def test_neighbours_of_bad_requests(server: Server) -> None:
     assert text == alone
 
 
-def test_queue_limit_api_key_and_timeout() -> None:
-    arguments = ("--threads", "1", "--max-num-seqs", "1", "--max-queue", "0", "--api-key", "secret")
-    with running(*arguments, "--request-timeout", "1", "--max-model-len", "4096") as server:
-        assert server.client.get("/health").status_code == 200
-        for key in ("", "Bearer", "Bearer wrong", "secret"):
-            assert server.client.get("/v1/models", headers={"Authorization": key}).status_code == 401
-        server.client.headers["Authorization"] = "Bearer secret"
-        assert server.client.get("/v1/models").status_code == 200
-        assert server.post(TEXT, prompt="x", n=2).status_code == 400  # there is never room for two
-        long = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with server.client.stream("POST", TEXT, json=long) as running_now:
-            lines = running_now.iter_lines()  # kept: httpx hangs up when it is collected
-            next(lines)
-            refused = server.post(TEXT, prompt="x")
-            assert refused.status_code == 503
-            assert refused.headers["Retry-After"]
-        server.wait_idle()
-        late = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True)
-        assert late.status_code == 504
-        streamed = server.post(TEXT, prompt="x", max_tokens=4000, ignore_eos=True, stream=True).text
-        assert '"code": 504' in streamed
-        assert streamed.endswith("data: [DONE]\n\n")
-        server.wait_idle()
-        assert server.stop() == 0
+TEMPLATE = """{% for m in messages %}{% if m.content == "no" %}{{ raise_exception("I refuse") }}{% endif %}\
+{% if m.content == "bug" %}{{ 1 / 0 }}{% endif %}{{ m.content }}{% endfor %}"""
 
 
-def test_sigterm_lets_requests_end() -> None:
-    with running("--threads", "1") as server:
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    path = tmp_path_factory.mktemp("template") / "template.jinja"
+    path.write_text(TEMPLATE)
+    with running("--threads", "1", "--chat-template", str(path), "--log-format", "json") as found:
+        yield found
+
+
+def test_a_chat_template_that_raises(templated: Server) -> None:
+    for content, says in (("no", "I refuse"), ("bug", "division")):
+        answer = templated.post(CHAT, messages=[{"role": "user", "content": content}])
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]["message"]
+    fine = {"messages": [{"role": "user", "content": "Secret word: swordfish"}], "max_tokens": 3}
+    assert templated.post(CHAT, **fine).status_code == 200
+    assert templated.post("/tokenize", messages=fine["messages"]).json()["count"] > 3
+    lines = [json.loads(line) for line in templated.log.read_text("utf-8").splitlines()]
+    assert {"time", "level", "logger", "message"} <= lines[0].keys()
+    assert "swordfish" not in templated.log.read_text("utf-8")
+
+
+def test_a_killed_server_starts_again_and_lets_requests_end(templated: Server) -> None:
+    """On the same port. SIGTERM ends it when the request has its answer."""
+    templated.process.kill()
+    templated.process.wait()
+    with running("--threads", "1", port=int(templated.url.rpartition(":")[2])) as server:
         body = {"prompt": "Tell me", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}{TEXT}", json=body, timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line)
@@ -182,36 +182,6 @@ def test_sigterm_lets_requests_end() -> None:
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(timeout=30) == 0
-
-
-def test_kill_and_start_again() -> None:
-    with running("--threads", "1") as first:
-        port = first.url.rpartition(":")[2]
-        first.process.kill()
-        first.process.wait()
-    with running("--threads", "1", port=int(port)) as again:
-        assert again.post(TEXT, prompt="x", max_tokens=4).status_code == 200
-
-
-TEMPLATE = """{% for m in messages %}{% if m.content == "no" %}{{ raise_exception("I refuse") }}{% endif %}\
-{% if m.content == "bug" %}{{ 1 / 0 }}{% endif %}{{ m.content }}{% endfor %}"""
-
-
-def test_a_chat_template_that_raises(tmp_path: Path) -> None:
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    with running(
-        "--threads", "1", "--chat-template", str(tmp_path / "template.jinja"), "--log-format", "json"
-    ) as server:
-        for content, says in (("no", "I refuse"), ("bug", "division")):
-            answer = server.post(CHAT, messages=[{"role": "user", "content": content}])
-            assert answer.status_code == 400
-            assert says in answer.json()["error"]["message"]
-        fine = {"messages": [{"role": "user", "content": "Secret word: swordfish"}], "max_tokens": 3}
-        assert server.post(CHAT, **fine).status_code == 200
-        assert server.post("/tokenize", messages=fine["messages"]).json()["count"] > 3
-        lines = [json.loads(line) for line in server.log.read_text("utf-8").splitlines()]
-        assert {"time", "level", "logger", "message"} <= lines[0].keys()
-        assert "swordfish" not in server.log.read_text("utf-8")
 
 
 def test_the_machine_costs_while_it_runs(server: Server) -> None:

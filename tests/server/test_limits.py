@@ -9,30 +9,23 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inside import ENGINE, Inside, inside, read_all
 
-from headstart import hub
 from headstart.api import LLM
 from headstart.server import limits
+from headstart.server.body_reader import parse_body
 from headstart.server.errors import BodyError
-from headstart.server.intake import parsed
 from headstart.server.schema import ChatRequest, CompletionRequest
 
 pytestmark = pytest.mark.slow  # a server
 TEXT = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "Once", "max_tokens": 2, "seed": 1}'
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    if hub.cached_trunk() is None:
-        pytest.skip("the default model is not in the cache: headstart pull")
-    return LLM(None, ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +69,14 @@ MASSES: list[tuple[type, bytes]] = [
 def test_what_is_wrong_many_times_is_told_once_and_soon(model: type, data: bytes) -> None:
     begun = time.process_time()
     with pytest.raises(BodyError) as told:
-        parsed(data, model)
+        parse_body(data, model)
     assert time.process_time() - begun < 2
     assert len(str(told.value)) < 700
 
 
 def test_large_bodies_that_are_right_are_read() -> None:
     body = {"prompt": [[i % 1000 for i in range(4000)] for _ in range(100)], "user": '[{"' * 60_000}
-    assert len(parsed(json.dumps(body).encode(), CompletionRequest).prompt) == 100  # type: ignore[attr-defined]
+    assert len(parse_body(json.dumps(body).encode(), CompletionRequest).prompt) == 100  # type: ignore[attr-defined]
 
 
 def test_headers_must_end(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +123,8 @@ def test_bodies_must_come(server: Inside, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that hold much are refused; small ones are answered meanwhile, and all of it is given back."""
-    intake = server.state.intake
-    monkeypatch.setattr(intake.budgets[1], "most", 3 * 2**20)
+    reader = server.state.body_reader
+    monkeypatch.setattr(reader.budgets[1], "limit", 3 * 2**20)
     connections = []
     for _ in range(6):
         connection = server.connect()
@@ -140,7 +133,7 @@ def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest
         with suppress(OSError):
             connection.sendall(b'{"prompt": "' + b"x" * 2**20)
     deadline = time.monotonic() + 10
-    while intake.budgets[1].used < 2 * 2**20 and time.monotonic() < deadline:
+    while reader.budgets[1].used < 2 * 2**20 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.post(TEXT, prompt="Once", max_tokens=2).status_code == 200
     refused = 0
@@ -151,7 +144,7 @@ def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest
         connection.close()
     assert refused >= 3
     deadline = time.monotonic() + 10
-    while any(budget.used for budget in intake.budgets):
+    while any(budget.used for budget in reader.budgets):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -165,9 +158,9 @@ def test_who_does_not_read_is_dropped(server: Inside, monkeypatch: pytest.Monkey
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(HEAD + KEY + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
         deadline = time.monotonic() + 60
-        while not server.bridge._in_flight:
+        while not server.served.admission.num_in_flight:
             time.sleep(0.01)
-        while server.bridge._in_flight:
+        while server.served.admission.num_in_flight:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -220,31 +213,31 @@ def test_other_types_than_json(server: Inside) -> None:
 
 
 def test_a_fault_of_ours_closes_the_connection(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.bridge, "open", lambda requests: 1 / 0)
+    monkeypatch.setattr(server.served.engine, "open", lambda *requests: 1 / 0)
     answer = server.post(TEXT, prompt="Once")
     assert (answer.status_code, answer.headers["connection"]) == (500, "close")
     assert answer.json()["error"]["type"] == "server_error"
 
 
 def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headstart.server import answering
+    from headstart.server import pipeline
 
-    job = answering.completion_job
+    prepare = pipeline.prepare
 
     def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.6)
-        return job(*args, **more)
+        return prepare(*args, **more)
 
-    monkeypatch.setattr(answering, "completion_job", slow)
+    monkeypatch.setattr(pipeline, "prepare", slow)
     with inside(llm, request_timeout=0.3, max_queue=0) as server:
         answer = server.post(TEXT, prompt="Once", max_tokens=2)
         assert answer.status_code == 504
         assert "0.3 s" in answer.json()["error"]["message"]
         deadline = time.monotonic() + 5
-        while server.bridge._preparing:
+        while server.served.admission.num_preparing:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        with server.bridge.preparing(8):
+        with server.served.admission.reserve(8):
             assert server.client.get("/ready").status_code == 503
             refused = server.post(TEXT, prompt="Once")
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
@@ -258,17 +251,54 @@ def test_the_document_has_the_limits() -> None:
     assert {name: float(value) for value, name in rows} == {name: float(getattr(limits, name)) for _, name in rows}
 
 
-def test_answers_are_drafts_for_their_own_key_alone(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    owners, engine = [], server.bridge.llm.engine
+def test_requests_carry_the_owner_of_their_key_and_a_priority_within_its_bounds(
+    server: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are drafts for their own key alone, by the owner."""
+    orders, engine = [], server.served.llm.engine
     submit = engine.submit
 
     def noted(request: Any) -> Any:
-        owners.append(request.owner)
+        orders.append((request.owner, request.priority))
         return submit(request)
 
     monkeypatch.setattr(engine, "submit", noted)
-    for key in ("one", "two", "one"):
-        answer = server.client.post(TEXT, json=json.loads(BODY), headers={"Authorization": f"Bearer {key}"})
+    for key, priority in (("one", None), ("two", -5), ("one", 5)):
+        body = {**json.loads(BODY), "priority": priority}
+        answer = server.client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
-    assert len(owners) == 3
-    assert owners[0] == owners[2] != owners[1]
+    (first, second, third), priorities = zip(*orders, strict=True)
+    assert first == third != second
+    assert priorities == (0, 0, 5)
+
+
+def test_queue_limit_and_timeout() -> None:
+    llm = LLM(None, replace(ENGINE, max_num_seqs=1))
+    with inside(llm, max_queue=0, request_timeout=1) as server:
+        assert server.post(TEXT, prompt="x", n=2).status_code == 400  # there is never room for two
+        long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+        with server.client.stream("POST", TEXT, json=long | {"stream": True}) as running_now:
+            lines = running_now.iter_lines()  # kept: httpx hangs up when it is collected
+            next(lines)
+            refused = server.post(TEXT, prompt="x")
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"]
+        server.wait_idle()
+        assert server.post(TEXT, **long).status_code == 504
+        streamed = server.post(TEXT, **long, stream=True).text
+        assert '"code": 504' in streamed
+        assert streamed.endswith("data: [DONE]\n\n")
+        server.wait_idle()
+
+
+def test_a_late_reader_is_told_of_the_time_limit(llm: LLM) -> None:
+    asked = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
+    body = json.dumps(asked).encode()
+    with inside(llm, request_timeout=1) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(HEAD.replace(b"1.1", b"1.0") + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1.5)
+        *_, last, done = (line for line in read_all(connection).split(b"\n") if line)
+    assert done == b"data: [DONE]"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 504

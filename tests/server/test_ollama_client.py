@@ -31,6 +31,18 @@ def test_models(client: Any) -> None:
     assert shown.modelinfo["llama.context_length"] == running.context_length
     assert "tools" in shown.capabilities
     assert "<|im_start|>" in shown.template
+    assert shown.parameters == "temperature 0.2\ntop_p 0.9"
+    assert client.pull(MODEL).status == "success"
+    assert [each.status for each in client.pull(MODEL, stream=True)] == ["pulling manifest", "success"]
+
+
+def test_chats_of_all_apis_have_the_recommended_sampling(client: Any, server: Server) -> None:
+    """Without a temperature: what `headstart chat` and the page take, too."""
+    options = {"num_predict": 24, "seed": 1}
+    text = client.chat(MODEL, QUESTION, options={**options, "temperature": 0.2, "top_p": 0.9}).message.content
+    assert client.chat(MODEL, QUESTION, options=options).message.content == text
+    said = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=24, seed=1).json()
+    assert said["choices"][0]["message"]["content"] == text
 
 
 def test_a_stream_says_what_the_whole_answer_says(client: Any, server: Server) -> None:

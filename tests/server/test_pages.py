@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 import headstart
 from headstart.server.accounts import Accounts
-from headstart.server.guards import ApiKeys
+from headstart.server.guards import ApiKeyGuard
 from headstart.server.pages import POLICY, Pages
 
 WEB = Path(headstart.__file__).parent / "server" / "web"
@@ -24,7 +24,7 @@ OWN = sorted(path for path in WEB.rglob("*") if path.is_file() and path.parent.n
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
     """The pages in front of an application that wants a key."""
-    guarded = ApiKeys(PlainTextResponse("the application"), Accounts.of(["secret"], None))
+    guarded = ApiKeyGuard(PlainTextResponse("the application"), Accounts.of(["secret"], None))
     yield TestClient(Pages(guarded), headers={"Accept-Encoding": ""})
 
 

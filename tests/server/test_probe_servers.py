@@ -16,9 +16,10 @@ from headstart.cli.main import main
 from headstart.errors import UsageError
 from headstart.tools import client
 from headstart.tools.launch import run as launch
-from headstart.tools.launch.alive import check
-from headstart.tools.launch.launcher import Step, Wanted
-from headstart.tools.launch.start import Part, Running
+from headstart.tools.launch.prepare import LaunchOptions
+from headstart.tools.launch.processes import ServerGroup, ServerProcess
+from headstart.tools.launch.run import check_drafting
+from headstart.tools.launch.spec import LaunchSpec, LaunchStep
 
 SMALL = ("--threads", "1", "--max-num-seqs", "2", "--max-model-len", "1024", "--kv-blocks", "128")
 
@@ -86,18 +87,18 @@ def test_probe_of_a_page_that_is_no_such_server(plain: Server, capsys: pytest.Ca
 LAUNCHER = '''\
 """headstart itself as an engine to launch."""
 
-from headstart.tools.launch.launcher import Arguments, Flag, Launcher, Plan, Step
+from headstart.tools.launch.launcher import EngineLauncher, ServerBuilder
+from headstart.tools.launch.launcher import EngineFlag
 
 
-class Itself(Launcher):
+class Itself(EngineLauncher):
     name, title, program, newest = "itself", "headstart", {program!r}, "0.1"
-    flags = (Flag("--port", "headstart/cli/serve.py"),)
+    flags = (EngineFlag("--port", "headstart/cli/serve.py"),)
     images = {{"cpu": ""}}
 
-    def plan(self, facts, wanted, version):
-        arguments = Arguments(self, version)
-        arguments.add("--port", wanted.port)
-        return Plan(serve=[Step((self.program, "serve", *arguments.words, *wanted.extra), port=wanted.port)])
+    def build(self, server: ServerBuilder) -> None:
+        server.add("--port", server.spec.port)
+        server.serve(self.program, "serve", *server.words)
 
 
 LAUNCHER = Itself()
@@ -116,29 +117,29 @@ def test_launch_starts_waits_warms_up_and_ends(itself: str, tmp_path: Path) -> N
     """Its model is the default one, as headstart picks it; the options say nothing of the head."""
     head = str(Path(hub.__file__).parent / "heads" / hub.DEFAULT_MODEL)
     port = _free_port()
-    options = launch.LaunchOptions(
+    options = LaunchOptions(
         engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port, extra=(*SMALL, "--head", head)
     )
     with launch.started(options) as engine:
         report = engine.check(lambda done, total, text: None)
-        process = engine.running.front.process
+        process = engine.servers.front.process
     assert report.ok and report.data["check"]["tokens"] > 100
     assert process is not None and process.poll() is not None
 
 
 def test_launch_refuses_a_port_that_is_in_use(itself: str, plain: Server) -> None:
     port = int(plain.url.rpartition(":")[2])
-    options = launch.LaunchOptions(engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port)
+    options = LaunchOptions(engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port)
     with pytest.raises(UsageError, match="is in use"), launch.started(options):
         pass
 
 
 def checked(server: Server) -> dict[str, Any]:
     there = client.Server.at(server.url)
-    part = Part(Step(()), [], {}, server.log, there, "/health", server.process, [time.monotonic()])
-    running = Running([part], server.log.parent)
-    running.wait(lambda done, total, text: None)
-    return check(running, Wanted(depth=3), lambda done, total, text: None)
+    process = ServerProcess(LaunchStep(()), [], {}, server.log, there, "/health", server.process, [time.monotonic()])
+    servers = ServerGroup([process], server.log.parent)
+    servers.wait(lambda done, total, text: None)
+    return check_drafting(servers, LaunchSpec(depth=3), lambda done, total, text: None)
 
 
 def test_check_finds_drafting_alive(drafting: Server) -> None:

@@ -21,7 +21,7 @@ COMMANDS = [
     for text in TEXTS.values()
     for line in re.findall(r"^\$ (curl .*?)(?=^\$|^```)", text, re.MULTILINE | re.DOTALL)
 ]
-COMMANDS = list(dict.fromkeys([*COMMANDS, *(line for line in serve.EXAMPLES if line.startswith("curl"))]))
+COMMANDS = list(dict.fromkeys([*COMMANDS, *(line for line in serve.run.examples if line.startswith("curl"))]))
 CODES = [
     (name, code)
     for name, text in TEXTS.items()

@@ -18,20 +18,20 @@ from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import CapacityError, HeadstartError, UsageError
-from headstart.files import write_whole
-from headstart.server.recorder import Recorder
+from headstart.files import write_atomic
 from headstart.server.records import (
     MANIFEST,
-    Record,
     RecordedModel,
     RecordFiles,
+    TextRecord,
+    TextRecorder,
     claim_folder,
     prepare_folder,
     read_records,
 )
 
 CONFIG = EngineConfig(**{**support.SMALL, "dtype": "float64"})
-RECORD = Record((1, 5, 6), (7, 8, 2), 0.5)
+RECORD = TextRecord((1, 5, 6), (7, 8, 2), 0.5)
 MODEL = RecordedModel("tiny", support.VOCAB, 32, 2, "abc")
 
 
@@ -46,7 +46,7 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[Inside]:
         yield found
 
 
-def kept(folder: Path, count: int) -> list[Record]:
+def kept(folder: Path, count: int) -> list[TextRecord]:
     """The records of a folder, once there are so many."""
     deadline = time.monotonic() + 20
     while True:
@@ -74,7 +74,7 @@ def test_texts_that_ended_well_are_kept_as_ids_for_the_owner_alone(server: Insid
     server.post("/v1/completions", **BODY | {"n": 2, "prompt": [[3, 4], [4, 3]]})
     records = kept(folder, 6)
     assert len(records) == 6
-    assert records[0] == Record((3, 4, 5), tuple(told), 0.8)
+    assert records[0] == TextRecord((3, 4, 5), tuple(told), 0.8)
     assert [len(each.prompt_ids) for each in records[2:]] == [2] * 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -99,7 +99,7 @@ def test_a_full_disk_or_a_folder_that_is_gone_costs_records_only(
     folder.rename(tmp_path / "elsewhere")
     for _ in range(3):
         assert server.post("/v1/completions", **BODY).status_code == 200
-    lost = 'headstart:records_lost_total{model_name="' + server.bridge.watch.model + '",reason="disk"}'
+    lost = 'headstart:records_lost_total{model_name="' + server.served.metrics.model + '",reason="disk"}'
     deadline = time.monotonic() + 10
     while metric(server, lost) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -130,7 +130,7 @@ def test_no_space_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
-    made = Recorder(RecordFiles(tmp_path, 10_000), size=2)
+    made = TextRecorder(RecordFiles(tmp_path, 10_000), size=2)
     for _ in range(5):
         made.offer(support.request([1, 2, 3]), [4, 5])
     assert made.lost == {"queue": 3, "disk": 0}
@@ -143,7 +143,7 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
     size = len(RECORD.line())
     files = RecordFiles(tmp_path, 32 * size)
     for number in range(200):
-        files.append(Record((1, 5, 6), (7, 8, 2), number % 10 / 10).line())
+        files.append(TextRecord((1, 5, 6), (7, 8, 2), number % 10 / 10).line())
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 32 * size
     records = read_records(tmp_path, support.VOCAB).records
     assert 28 <= len(records) <= 32
@@ -175,7 +175,7 @@ def test_another_model_is_refused_by_the_number_that_differs(tmp_path: Path, fie
 
 def damaged(folder: Path, text: str) -> None:
     folder.mkdir()
-    write_whole(folder / MANIFEST, text)
+    write_atomic(folder / MANIFEST, text)
 
 
 def other_files(folder: Path) -> None:

@@ -12,23 +12,22 @@ from headstart.cli.main import main
 from headstart.errors import LimitError, UsageError
 from headstart.machine import Node
 from headstart.server.accounts import Accounts
-from headstart.server.replicas import join, router, siblings
-from headstart.server.replicas.child import command, how
-from headstart.server.replicas.router import Router
-from headstart.server.replicas.shares import divide
-from headstart.server.replicas.state import Fleet, Known, Member
+from headstart.server.replicas import metrics, router
+from headstart.server.replicas.group import ReplicaGroup, ReplicaId, ReplicaInfo, divide_cpus
+from headstart.server.replicas.router import RouterProcess
+from headstart.server.replicas.supervisor import command, describe_exit
 
 TWO_NODES = (Node(0, ((0, 1, 2, 3),)), Node(1, ((4, 5, 6, 7),)))
 
 
-def known(number: int, url: str = "http://127.0.0.1:1") -> Known:
-    return Known(number=number, url=url, pid=1, state="ready", starts=2, since=0.0, cpus=(number,))
+def known(number: int, url: str = "http://127.0.0.1:1") -> ReplicaInfo:
+    return ReplicaInfo(number=number, url=url, pid=1, state="ready", starts=2, since=0.0, cpus=(number,))
 
 
 @pytest.fixture
-def member(tmp_path: Path) -> Member:
-    Fleet(room=5, router="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))).write(tmp_path)
-    return Member(tmp_path, 1)
+def member(tmp_path: Path) -> ReplicaId:
+    ReplicaGroup(room=5, router="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))).write(tmp_path)
+    return ReplicaId(tmp_path, 1)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def member(tmp_path: Path) -> Member:
     ],
 )
 def test_cores_are_dealt_out(tmp_path: Path, wanted: str, quota: float | None, parts: list[tuple[int, ...]]) -> None:
-    shares = divide(wanted, None, TWO_NODES, quota, tmp_path)
+    shares = divide_cpus(wanted, None, TWO_NODES, quota, tmp_path)
     assert [share.cpus for share in shares] == parts
     assert sum(share.threads for share in shares) == (quota or 8)
 
@@ -52,26 +51,26 @@ def test_what_shares_a_core_stays_together(tmp_path: Path) -> None:
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    shares = divide("2", None, (Node(0, ((0, 1, 2, 3),)),), None, tmp_path)
+    shares = divide_cpus("2", None, (Node(0, ((0, 1, 2, 3),)),), None, tmp_path)
     assert [share.cpus for share in shares] == [(0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize(("wanted", "threads"), [("0", None), ("9", None), ("two", None), ("-1", None), ("2", 5)])
 def test_more_than_there_is_is_refused(tmp_path: Path, wanted: str, threads: int | None) -> None:
     with pytest.raises(UsageError, match="--replicas"):
-        divide(wanted, threads, TWO_NODES, None, tmp_path)
+        divide_cpus(wanted, threads, TWO_NODES, None, tmp_path)
 
 
-def test_a_replica_gets_the_same_line_and_its_own_address(member: Member) -> None:
+def test_a_replica_gets_the_same_line_and_its_own_address(member: ReplicaId) -> None:
     line = command(["serve", "a-model", "--port", "8000", "--", "x"], member, 9000, 2)
     assert line[:5] == [sys.executable, "-m", "headstart", "serve", "a-model"]
     assert line[-2:] == ["--", "x"]
     assert line.index("9000") > line.index("8000")
-    assert Member.of(line[line.index("--replica") + 1]) == member
+    assert ReplicaId.of(line[line.index("--replica") + 1]) == member
 
 
 def test_the_router_gets_flags_that_it_has() -> None:
-    made = Router("0.0.0.0", 8000, 9000)
+    made = RouterProcess("0.0.0.0", 8000, 9000)
     assert made.url == "http://127.0.0.1:8000"
     words = made.command(["http://127.0.0.1:1", "http://127.0.0.1:2"])
     assert words[words.index("--worker-urls") + 1 :] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
@@ -80,14 +79,14 @@ def test_the_router_gets_flags_that_it_has() -> None:
     assert (args.policy, args.port, args.disable_circuit_breaker) == ("cache_aware", 8000, True)
 
 
-def test_replicas_that_do_not_answer_count_as_down(member: Member) -> None:
+def test_replicas_that_do_not_answer_count_as_down(member: ReplicaId) -> None:
     own = 'vllm:num_requests_running{model_name="m"} 3.0\nvllm:num_requests_waiting{model_name="m"} 0.0\n'
-    found = asyncio.run(siblings.metrics(member, own))
+    found = asyncio.run(metrics.collect(member, own))
     values = {(each.name, each.labels["engine"]): each.value for metric in found for each in metric.samples}
     assert values["vllm:num_requests_running", "1"] == 3.0
     assert (values["headstart:replica_up", "0"], values["headstart:replica_up", "1"]) == (0.0, 1.0)
     assert values["headstart:replica_starts_total", "0"] == 2.0
-    listed = asyncio.run(siblings.listed(member, own))
+    listed = asyncio.run(metrics.list_replicas(member, own))
     assert [each["running"] for each in listed] == [None, 3.0]
 
 
@@ -112,20 +111,20 @@ def test_replicas_draw_on_one_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "x", "nowhere:1", "/tmp:one"])
 def test_replica_is_not_for_users(text: str) -> None:
     with pytest.raises(UsageError, match="--replica"):
-        Member.of(text)
+        ReplicaId.of(text)
 
 
 @pytest.mark.parametrize("url", ["router:8000", "ftp://router", "http://", "http://x:notaport"])
 def test_join_wants_an_address(url: str) -> None:
     with pytest.raises(UsageError, match="--join"):
-        join.check(url, "127.0.0.1")
+        router.check_address(url, "127.0.0.1")
 
 
 def test_join_tells_when_the_router_could_not_reach_this_server() -> None:
     with pytest.raises(UsageError, match="cannot reach"):
-        join.check("http://192.0.2.1:8000", "127.0.0.1")
-    assert join.own_url("http://127.0.0.1:8000", "127.0.0.1", 9000, tls=False) == "http://127.0.0.1:9000"
-    assert join.own_url("http://127.0.0.1:8000", "0.0.0.0", 9000, tls=True) == "https://127.0.0.1:9000"
+        router.check_address("http://192.0.2.1:8000", "127.0.0.1")
+    assert router.own_url("http://127.0.0.1:8000", "127.0.0.1", 9000, tls=False) == "http://127.0.0.1:9000"
+    assert router.own_url("http://127.0.0.1:8000", "0.0.0.0", 9000, tls=True) == "https://127.0.0.1:9000"
 
 
 def test_nobody_answers_at_a_router_that_is_gone() -> None:
@@ -134,7 +133,7 @@ def test_nobody_answers_at_a_router_that_is_gone() -> None:
 
 
 def test_exit_codes_are_told() -> None:
-    assert (how(2), how(-9)) == ("with code 2", "by SIGKILL")
+    assert (describe_exit(2), describe_exit(-9)) == ("with code 2", "by SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_exit_codes_are_told() -> None:
         (["one", "two", "--replicas", "2"], "serve one model"),
         (["--replicas", "1", "--record", "somewhere"], "--record does not go with --replicas"),
         (["--replicas", "1", "--engine", "vllm"], "headstart's own engines"),
-        (["--replicas", "1", "--role", "decode"], "--role decode needs a server that computes prompts"),
+        (["--replicas", "1", "--role", "decode"], "--role decode needs a prefill server"),
         (["--replicas", "1", "--role", "prefill", "--kv-spill", "kv"], "--role prefill does not go with --replicas"),
         (["--join", "nowhere"], "--join is 'nowhere'"),
         (["--replica", "x"], "--replica is 'x'"),
@@ -164,4 +163,4 @@ def test_without_a_router_it_is_said_how_to_get_one(
 ) -> None:
     monkeypatch.setattr(router, "MODULE", "no_such_router")
     assert main(["serve", "--replicas", "1"]) == 2
-    assert "pip install 'headstart[router]'" in capsys.readouterr().err
+    assert "pip install vllm-router" in capsys.readouterr().err

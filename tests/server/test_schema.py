@@ -22,8 +22,8 @@ PATHS = {
 }  # fmt: skip
 TRANSLATED = {
     "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/api/chat", "/api/generate", "/api/show",
-    "/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/completions/render", "/v1/chat/completions/render",
-    "/v1/responses/render",
+    "/api/pull", "/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/completions/render",
+    "/v1/chat/completions/render", "/v1/responses/render",
 }  # fmt: skip
 POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", *TRANSLATED}
 EXAMPLES, FEW = 40, 4

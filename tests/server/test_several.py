@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import PROGRAM, Server, refused, running
+from inside import inside
+from process import PROGRAM, HttpServer, Server, refused, running
 
 from headstart import hub
-from headstart.cli.app import root
-from headstart.cli.serve_several import _offers as offers_of
+from headstart.api import LLM
+from headstart.cli.app import application
+from headstart.cli.parser import all_commands
+from headstart.cli.serve_models import _model_specs
 from headstart.cli.settings import Settings
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
@@ -25,6 +28,7 @@ from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # server processes
 SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")
+TINY = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512)
 DEFAULT = hub.DEFAULT_MODEL
 
 
@@ -49,7 +53,7 @@ def several(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def answer(server: Server, model: str | None, number: int) -> str:
+def answer(server: HttpServer, model: str | None, number: int) -> str:
     found = server.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": f"Count to {number}."}], seed=number,
         max_tokens=40, temperature=0.7, **({"model": model} if model else {}),
@@ -72,7 +76,7 @@ def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Ser
     asked = [(model, number) for number in range(3) for model in (DEFAULT, "small", "mine", None)]
     with ThreadPoolExecutor(len(asked)) as pool:
         together = dict(zip(asked, pool.map(lambda each: answer(several, *each), asked), strict=True))
-    with running(str(folder / "models" / "small"), *SMALL) as small, running(str(folder / "own"), *SMALL) as own:
+    with inside(LLM(str(folder / "models/small"), TINY)) as small, inside(LLM(str(folder / "own"), TINY)) as own:
         alone = {DEFAULT: server, "small": small, "mine": own, None: server}
         assert together == {(model, number): answer(alone[model], None, number) for model, number in asked}
     assert len(set(together.values())) == 9
@@ -81,11 +85,22 @@ def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Ser
 def test_a_model_that_has_gone_is_not_asked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_tiny("llama", tmp_path / "models" / "one")
-    settings = Settings(root(), {})
-    (offer,) = offers_of((), Path("models"), settings, EngineConfig(), lambda path, config: config)
+    settings = Settings(all_commands(application()), {})
+    (offer,) = _model_specs((), Path("models"), settings, EngineConfig(), lambda path, config: config)
     shutil.rmtree("models")
     with pytest.raises(UsageError, match="models/one does not exist"):
         hub.resolve(offer.path)
+
+
+def test_files_are_called_by_their_stem_and_their_path(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.gguf", "b.gguf", "x/b.gguf")]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    paths = [*map(str, files), "org/model"]
+    settings = Settings(all_commands(application()), {})
+    found = _model_specs(paths, None, settings, EngineConfig(), lambda path, config: config)
+    assert [each.names for each in found] == [("a", paths[0]), *((path,) for path in paths[1:])]
 
 
 def test_lists_tell_what_there_is_and_what_is_in_memory(several: Server) -> None:
@@ -198,7 +213,7 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
         (["--models", "none"], "--models: none is no folder"),
         (["--models", "."], "--models: there is no model in ."),
         (["a", "b", "--keep-alive", "soon"], "--keep-alive is 'soon', which is no time"),
-        (["a", "b", "--memory", "0"], "--memory is 0, but must be above 0"),
+        (["a", "b", "--memory", "0"], "--memory is '0', but must be above 0"),
         (["a", "b", "--engine", "vllm"], "another engine serves one model"),
         (["--config", "table.toml"], "table.toml [models.x]: dept is no setting"),
         (["--config", "depth.toml"], "depth.toml [models.x]: --depth is 17"),

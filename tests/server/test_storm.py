@@ -1,4 +1,4 @@
-"""A short storm of mixed requests (benchmarks/serve.py has the long one): nothing is lost, nothing is left."""
+"""A short storm of mixed requests (benchmarks/storm.py has the long one): nothing is lost, nothing is left."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TEXTS = ["Name a colour.", "Tell me a long story about a fox.", "Write a poem.",
 
 def test_storm(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import serve
+    import storm
 
     questions = tmp_path / "question.jsonl"
     questions.write_text("\n".join(json.dumps({"category": text, "turns": [text]}) for text in TEXTS))
     host, _, port = server.url.removeprefix("http://").partition(":")
     where = {"host": host, "port": int(port), "pid": server.process.pid, "questions": questions, "per_category": 1}
-    found = serve.storm(Namespace(**where, minutes=0.1, clients=24, replays=20))
+    found = storm.storm(Namespace(**where, minutes=0.1, clients=24, replays=20))
     assert found["different"] == []
     assert not any(found["left_behind"].values())
     assert found["replayed"] == 20

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headstart.server.apis import messages, messages_body, ollama_body, responses, responses_body
-from headstart.server.apis.blocks import Blocks
+from headstart.server.apis import messages, ollama, responses
+from headstart.server.apis.blocks import BlockBuilder
 from headstart.server.errors import BodyError
-from headstart.text.parsers import joined, make_parser
+from headstart.text.parsers import make_parser, merge_events
 
 ANSWER = (
     "<think>\nIt is late.\n</think>\n\n \nI look.\n<tool_call>\n"
@@ -19,37 +19,37 @@ ANSWER = (
 TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
 
 
-def blocks_of(text: str, size: int) -> tuple[Blocks, list[Any]]:
+def blocks_of(text: str, size: int) -> tuple[BlockBuilder, list[Any]]:
     """All changes while a text comes in pieces of `size` characters."""
-    parser, blocks, changes = make_parser("hermes", TOOLS, "think"), Blocks(), list[Any]()
-    answer = SimpleNamespace(parser=parser)
+    parser, blocks, changes = make_parser("hermes", TOOLS, "think"), BlockBuilder(), list[Any]()
+    choice = SimpleNamespace(parser=parser)
     for start in range(0, len(text), size):
-        step = SimpleNamespace(answer=answer, text="", events=parser.push(text[start : start + size]))
+        step = SimpleNamespace(choice=choice, text="", events=parser.push(text[start : start + size]))
         changes += blocks.push(step)  # type: ignore[arg-type]
-    changes += blocks.push(SimpleNamespace(answer=answer, text="", events=joined(parser.finish())))  # type: ignore[arg-type]
+    changes += blocks.push(SimpleNamespace(choice=choice, text="", events=merge_events(parser.finish())))  # type: ignore[arg-type]
     return blocks, [*changes, *blocks.finish()]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_blocks_do_not_depend_on_pieces(size: int) -> None:
     blocks, changes = blocks_of(ANSWER, size)
-    assert [(block.kind, block.text.strip()) for block in blocks.all] == [
+    assert [(block.kind, block.text.strip()) for block in blocks.blocks] == [
         ("reasoning", "It is late."), ("text", "I look."), ("call", '{"zone": "UTC"}'),
     ]  # fmt: skip
     assert [change.what for change in changes if change.what != "more"] == ["open", "close"] * 3
     assert [change.is_last for change in changes if change.what == "close"] == [False, False, True]
-    for block in blocks.all:
+    for block in blocks.blocks:
         assert block.text == "".join(each.text for each in changes if each.block is block and each.what == "more")
-    said = [messages._whole(block) for block in blocks.all]
+    said = [messages._content(block) for block in blocks.blocks]
     assert said[0] | {"signature": ""} == {"type": "thinking", "thinking": "It is late.", "signature": ""}
     assert (said[2]["name"], said[2]["input"]) == ("get_time", {"zone": "UTC"})
-    items = [responses._item(block, "completed") for block in blocks.all]
+    items = [responses._item(block, "completed") for block in blocks.blocks]
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
     assert items[0]["content"] == [{"type": "reasoning_text", "text": "It is late."}]
 
 
 def test_an_answer_of_white_space_is_that() -> None:
-    assert [block.text for block in blocks_of("\n \n", 1)[0].all] == ["\n \n"]
+    assert [block.text for block in blocks_of("\n \n", 1)[0].blocks] == ["\n \n"]
 
 
 def turn(**members: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_a_turn_of_thoughts_text_and_calls_is_one_message() -> None:
     result = [{"type": "tool_result", "tool_use_id": "1", "content": "12:30"}, {"type": "text", "text": "So?"}]
     body = {"model": "m", "max_tokens": 1, "thinking": {"type": "disabled"}}
     body["messages"] = [turn(content=parts), {"role": "user", "content": result}]
-    chat = messages_body.chat_of(messages_body.MessagesRequest.model_validate(body)).model_dump(exclude_none=True)
+    chat = messages.chat_of(messages.MessagesRequest.model_validate(body)).model_dump(exclude_none=True)
     said = {"content": "I look.", "reasoning_content": "Late."}
     assert chat["messages"] == [
         turn(**said, tool_calls=[{"id": "1", **call}]),
@@ -80,7 +80,7 @@ def test_a_turn_of_thoughts_text_and_calls_is_one_message() -> None:
         {"type": "function_call", "call_id": "1", "name": "get_time", "arguments": '{"zone": "UTC"}'},
         {"type": "function_call_output", "call_id": "1", "output": "12:30"},
     ]
-    found = responses_body.chat_of(responses_body.ResponsesRequest.model_validate({"input": items}))
+    found = responses.chat_of(responses.ResponsesRequest.model_validate({"input": items}))
     first, second = found.model_dump(exclude_none=True)["messages"]
     assert (first["content"], first["reasoning_content"]) == ("I look.", "Late.")
     assert first["tool_calls"][0]["function"] == {"name": "get_time", "arguments": '{"zone": "UTC"}'}
@@ -90,12 +90,12 @@ def test_a_turn_of_thoughts_text_and_calls_is_one_message() -> None:
 def test_options_of_ollama() -> None:
     asked = {"num_ctx": 4096, "num_predict": -1, "seed": 7, "repeat_penalty": 1.1, "stop": ["x"], "mirostat": 0}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "options": asked, "think": "high"}
-    chat = ollama_body.chat_of(ollama_body.OllamaChatRequest.model_validate(body))
+    chat = ollama.chat_of(ollama.OllamaChatRequest.model_validate(body))
     assert (chat.seed, chat.max_tokens, chat.repetition_penalty, chat.stop) == (7, None, 1.1, ["x"])
     assert (chat.reasoning_effort, chat.chat_template_kwargs, chat.stream) == ("high", {"enable_thinking": True}, True)
     endless = body | {"options": {"num_predict": 0}}  # as Ollama has it
-    assert ollama_body.chat_of(ollama_body.OllamaChatRequest.model_validate(endless)).max_tokens is None
-    assert ollama_body.ShowRequest.model_validate({"name": "m"}).model == "m"
-    raw = ollama_body.GenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True, "system": "y"})
+    assert ollama.chat_of(ollama.OllamaChatRequest.model_validate(endless)).max_tokens is None
+    assert ollama.ShowRequest.model_validate({"name": "m"}).model == "m"
+    raw = ollama.GenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True, "system": "y"})
     with pytest.raises(BodyError, match="system"):
-        ollama_body.prompt_of(raw)
+        ollama.prompt_of(raw)

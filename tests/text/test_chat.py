@@ -10,7 +10,7 @@ import pytest
 from toy_tokenizers import byte_level
 
 from headstart.errors import ModelError, UsageError
-from headstart.text.chat import ChatTemplate
+from headstart.text.chat import TEMPLATES, ChatTemplate
 
 USER = [{"role": "user", "content": "hé <b>"}]
 MESSAGES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -84,3 +84,22 @@ def test_from_gguf() -> None:
     assert ChatTemplate.from_gguf(byte_level()) is None
     found = ChatTemplate.from_gguf(byte_level() | {"tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}"})
     assert found is not None and found.render(USER) == "<s></s>"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_by_name_ends_its_answers(name: str) -> None:
+    template = ChatTemplate.from_name(name).with_tokens({"bos_token": "<s>"})
+    first = template.render(USER)
+    assert first.startswith("<s>") and USER[0]["content"] in first
+    more = template.render([*USER, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "And?"}])
+    assert more.partition("Fine.")[2].startswith(template.turn_end)
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    (file := tmp_path / "t.jinja").write_text(SIMPLE)
+    assert ChatTemplate.from_name(str(file)).turn_end == ""
+    with pytest.raises(UsageError, match="--chat-template: cannot read none: No such file"):
+        ChatTemplate.from_name("none")
+    file.write_text("{% if %}")
+    with pytest.raises(ModelError, match=r"t\.jinja: the chat template does not compile"):
+        ChatTemplate.from_name(str(file))

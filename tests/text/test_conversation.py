@@ -103,7 +103,7 @@ def test_going_on_in_the_last_message() -> None:
     assert text.endswith("\n</s> he")
     assert sum(token in tokenizer.special_ids for token in ids) == 3
     for wrong in ([{"role": "user"}], [{"role": "user", "content": ["x"]}]):
-        with pytest.raises(UsageError, match="no text to go on"):
+        with pytest.raises(UsageError, match="no text to continue"):
             Conversation(wrong, continues=True).encode(template, tokenizer)
     with pytest.raises(UsageError, match="leaves the last message out"):
         Conversation(messages, continues=True).encode(ChatTemplate("nothing"), tokenizer)

@@ -16,7 +16,8 @@ from toy_tokenizers import sentencepiece
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
 from headstart.hub import cached_trunk
-from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState, Mask, ToolCalls, ToolFrame
+from headstart.text import grammar_spec
+from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState, Mask, ToolCalls
 from headstart.text.tokenizer import Tokenizer
 from headstart.tools.tiny import tiny_tokenizer
 
@@ -57,7 +58,7 @@ SPECS = [
     GrammarSpec("choice", CHOICES),
     GrammarSpec("grammar", GBNF),
     GrammarSpec("tools", ToolCalls(TOOLS)),
-    GrammarSpec("tools", ToolCalls(TOOLS, frame=ToolFrame(begin="[", end="]", prefix="", suffix="", separator=", "))),
+    GrammarSpec("tools", ToolCalls(TOOLS, may_repeat=True)),
 ]
 
 
@@ -124,16 +125,14 @@ def check(spec: GrammarSpec, text: str) -> None:
         case "grammar":
             assert re.fullmatch(r"[0-9+()]+", text) and text.count("(") == text.count(")")
         case "tools":
-            check_calls(text)
+            check_calls(text, may_repeat=spec.value.may_repeat)
 
 
-def check_calls(text: str) -> None:
-    if text.startswith("["):
-        calls = json.loads(text)
-        assert calls
-    else:
-        assert text.startswith("<tool_call>\n") and text.endswith("\n</tool_call>")
-        calls = [json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))]
+def check_calls(text: str, *, may_repeat: bool) -> None:
+    assert text.startswith("<tool_call>\n") and text.endswith("\n</tool_call>")
+    parts = text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>").split("\n</tool_call>\n<tool_call>\n")
+    assert may_repeat or len(parts) == 1
+    calls = [json.loads(part) for part in parts]
     for call in calls:
         assert list(call) == ["name", "arguments"]
         if call["name"] == "weather_now":
@@ -157,7 +156,7 @@ def test_sentencepiece_with_two_ids_for_one_byte() -> None:
     name = "sentencepiece"
     state = start(GrammarSpec("choice", ["hello world", "hé"]), name)
     tokenizer = compiler(name)._tokenizer
-    allowed = {tokenizer.id_of("h"), tokenizer.id_of("<0x68>"), tokenizer.id_of("he")}
+    allowed = {tokenizer.vocabulary()["h"], tokenizer.vocabulary()["<0x68>"], tokenizer.vocabulary()["he"]}
     assert set(ids(state.mask())) == allowed
     forced = start(GrammarSpec("choice", ["hello world"]), name).forced()
     assert b"".join(map(tokenizer.token_bytes, forced)) == b"hello world"
@@ -206,7 +205,7 @@ def test_masks_of_a_draft(spec: GrammarSpec, seed: int, ahead: int, rest: list[i
             break
         expected.append(twin.mask())
     rows = state.masks(draft)
-    assert rows.shape == (len(draft) + 1, compiler("tiny").num_words) and rows.dtype == np.uint32
+    assert rows.shape == (len(draft) + 1, -(-compiler("tiny").vocab_size // 32)) and rows.dtype == np.uint32
     np.testing.assert_array_equal(rows[: len(expected)], expected)
     assert (rows[len(expected) :] == 0xFFFFFFFF).all()
     for count in (1, len(draft)):
@@ -238,9 +237,9 @@ def test_forced_text_is_spelled_as_the_tokenizer_does() -> None:
     assert start(spec).forced() == tiny().encode("in the other thing")
 
 
-def test_special_tokens_of_a_frame() -> None:
-    frame = ToolFrame(prefix="<|im_start|>call ", suffix="")
-    state = start(GrammarSpec("tools", ToolCalls(TOOLS, name="weather_now", frame=frame)))
+def test_special_tokens_around_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_spec, "CALL_PREFIX", "<|im_start|>call ")
+    state = start(GrammarSpec("tools", ToolCalls(TOOLS, name="weather_now")))
     assert state.forced()[:6] == [1, *tiny().encode("call ")]
     assert not start(GrammarSpec("regex", "(.|\n)*")).advance(1)  # and no text can spell it
 
@@ -259,7 +258,7 @@ def test_end_of_text() -> None:
     assert state.advance(2)
     state.rollback(3)
     assert ids(state.mask()) == [a]
-    with pytest.raises(ValueError, match="cannot give back 1 of 0"):
+    with pytest.raises(ValueError, match="cannot undo 1 of 0"):
         state.rollback(1)
 
 

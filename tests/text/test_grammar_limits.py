@@ -24,8 +24,8 @@ from headstart.errors import BusyError, UsageError
 from headstart.text import grammar_spec, grammar_vocabulary
 from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState
 from headstart.text.grammar_limits import LIMITS, is_light
-from headstart.text.grammar_state import Lexer
-from headstart.text.grammar_vocabulary import Vocabulary
+from headstart.text.grammar_state import SharedLexer
+from headstart.text.grammar_vocabulary import LibraryVocabulary
 from tests.fuzz import constraints, grammars
 
 HEAVY = GrammarSpec("regex", "a{100,200}")
@@ -76,7 +76,7 @@ STEPS: list[dict[str, Any]] = [
 def test_chains_compile_or_are_refused(kind: Any, value: Any) -> None:
     """On a stack of 2 MB each of them overflows, in the other process only; on the usual one they are fine."""
     spec = GrammarSpec(kind, value)
-    with pytest.raises(UsageError, match="too complex: to compile it takes too much memory or too deep"):
+    with pytest.raises(UsageError, match="too complex: compiling it takes too much memory or too deep"):
         bounded().compile(spec)
     compiler("tiny").compile(spec)
     bounded().compile(GrammarSpec("regex", "still"))
@@ -133,7 +133,7 @@ def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Ra
     made = compiler("tiny")
     literals = grammar_spec._lark({"start": " | ".join(map(grammar_spec._literal, texts))})
     masks = made.end_ids, made._with_text, made._ends, made._special_bits
-    other = GrammarState(LLMatcher(made._library, literals), Lexer(0), *masks)
+    other = GrammarState(LLMatcher(made._library, literals), SharedLexer(0), *masks)
     state = made.compile(GrammarSpec("choice", texts))
     while not state.done:
         allowed = ids(state.mask())
@@ -146,7 +146,7 @@ def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Ra
 def test_the_beginning_of_a_forced_text_is_spelled_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the other thing is there, and 1234 of them: " * 100
     for name in ("tiny", "sentencepiece"):
-        vocabulary = Vocabulary(tokenizer := compiler(name)._tokenizer, tokenizer.vocab_size, ())
+        vocabulary = LibraryVocabulary(tokenizer := compiler(name)._tokenizer, tokenizer.vocab_size, ())
         beginning = vocabulary(text)
         with monkeypatch.context() as patched:
             patched.setattr(grammar_vocabulary, "FORCED_WINDOW", len(text))
@@ -158,13 +158,13 @@ def test_kept_within_bytes_and_failures_not_at_all() -> None:
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, cached_bytes=2**20))
     for number in range(24):
         compiled.compile(GrammarSpec("choice", [f"{number} {i}" for i in range(200)]))
-        assert compiled._kept.num_bytes <= 2**20
-    assert 1 < len(compiled._kept._states) < 24
-    kept = list(compiled._kept._states)
+        assert compiled._cache.num_bytes <= 2**20
+    assert 1 < len(compiled._cache._states) < 24
+    kept = list(compiled._cache._states)
     for value in ("(a", "a{200}b)"):
         with pytest.raises(UsageError):
             compiled.compile(GrammarSpec("regex", value))
-    assert list(compiled._kept._states) == kept
+    assert list(compiled._cache._states) == kept
 
 
 def test_what_one_text_fills_does_not_end_another() -> None:
@@ -238,7 +238,7 @@ def test_the_process_ends_with_its_owner() -> None:
 def test_too_many_that_wait_are_told_so() -> None:
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, waiting=1))
     waits = threading.Thread(target=lambda: compiled.compile(HEAVY))
-    with compiled._quick.turn():
+    with compiled._quick.reserve():
         waits.start()
         while compiled._quick._num_waiting < 2:
             time.sleep(0.01)

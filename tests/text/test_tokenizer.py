@@ -16,8 +16,8 @@ from toy_tokenizers import SCORES, WORDS, byte_level, sentencepiece
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
 from headstart.hub import cached_trunk
-from headstart.text import _gguf_tokenizer
-from headstart.text._pieces import merges_by_score
+from headstart.text import _gguf_tokenizer, _sentencepiece
+from headstart.text._sentencepiece import NormalizerSpec, build_bpe, merges_by_score
 from headstart.text.pre_tokenizers import PRE_TOKENIZERS
 from headstart.text.tokenizer import Tokenizer
 
@@ -64,11 +64,11 @@ def test_pieces(pre: str, text: str, pieces: list[str]) -> None:
 
 def test_special_tokens() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level())
-    bos, eos, user = (tokenizer.id_of(name) for name in ("<s>", "</s>", "<think> x"))
-    assert tokenizer.eos_ids == {eos, tokenizer.id_of("<|eot|>")} and tokenizer.bos_id == bos
-    assert tokenizer.special_ids == {bos, eos, tokenizer.id_of("<|eot|>")}
+    bos, eos, user = (tokenizer.vocabulary()[name] for name in ("<s>", "</s>", "<think> x"))
+    assert tokenizer.eos_ids == {eos, tokenizer.vocabulary()["<|eot|>"]} and tokenizer.bos_id == bos
+    assert tokenizer.special_ids == {bos, eos, tokenizer.vocabulary()["<|eot|>"]}
     assert tokenizer.vocab_size == 270
-    assert tokenizer.encode("<s>hello</s>") == [bos, tokenizer.id_of("hello"), eos]
+    assert tokenizer.encode("<s>hello</s>") == [bos, tokenizer.vocabulary()["hello"], eos]
     plain = tokenizer.encode("<s>hello</s>", parse_special=False)
     assert bos not in plain and tokenizer.decode(plain) == "<s>hello</s>"
     assert tokenizer.encode("<s>") == [bos]  # the other mode leaves this one alone
@@ -110,7 +110,7 @@ def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> N
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *names, "<turn|>"]
     metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], [3] * len(names) + [1])
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert tokenizer.eos_ids == {tokenizer.id_of(name) for name in ends | {"</s>"}}
+    assert tokenizer.eos_ids == {tokenizer.vocabulary()[name] for name in ends | {"</s>"}}
 
 
 def reference_pieces(text: str) -> list[str]:
@@ -128,6 +128,53 @@ def reference_pieces(text: str) -> list[str]:
 def test_sentencepiece_merges_by_score(text: str) -> None:
     inner = _gguf_tokenizer.build(sentencepiece(), "test")
     assert inner.encode(text, add_special_tokens=False).tokens == reference_pieces(text)
+
+
+BASE = (("a", 0, 1), ("b", 0, 1), ("▁", 0, 1), ("<0xC3>", 0, 6), ("<0xA9>", 0, 6), ("<0xC3><0xA9>", -1, 1))
+PARTS = st.lists(st.sampled_from(["a", "b", "▁", "é", "aa", "ab", "<0xC3>", "a▁"]), max_size=4).map("".join)
+VOCABULARIES = st.lists(st.tuples(PARTS, st.integers(-3, 0), st.integers(1, 6)), max_size=40)
+
+
+@given(VOCABULARIES, st.lists(st.text(alphabet="aab é", max_size=30), min_size=5, max_size=5))
+@settings(deadline=None, max_examples=300)
+def test_merges_are_those_pairs_that_a_text_reaches(pieces: list[tuple[str, int, int]], texts: list[str]) -> None:
+    """Pairs of the vocabulary by score, then ids; of equal tokens the first counts, and a reserved one is no result."""
+    tokens, scores, types = (list(each) for each in zip(*BASE, *pieces, strict=True))
+    first = {token: tokens.index(token) for token in tokens}
+    reserved = {token for token, kind in zip(tokens, types, strict=True) if kind in (2, 3, 6)}
+    found = []
+    for token, number in first.items():
+        for cut in range(1, 0 if token in reserved else len(token)):
+            if token[:cut] in first and token[cut:] in first:
+                key = (-scores[number], number, first[token[:cut]], first[token[cut:]])
+                found.append((key, (token[:cut], token[cut:])))
+    every_pair = [pair for _, pair in sorted(found)]
+    merges = merges_by_score(tokens, scores, types)
+    rest = iter(every_pair)
+    assert all(pair in rest for pair in merges)  # in the same order
+    spec = NormalizerSpec("never")
+    expected, inner = (build_bpe(tokens, pairs, None, spec, "test") for pairs in (every_pair, merges))
+    for text in [*texts, *tokens]:
+        assert inner.encode(text).ids == expected.encode(text).ids
+
+
+def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A damaged file is computed anew, and another score is another file."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setattr(_sentencepiece, "_CACHED_SIZE", 1)
+    tokens = ["", "a", "b", "ab", "é", "aé", "abaé", "ab"]
+    merges = merges_by_score(tokens, [0.0] * 8, [1] * 8)
+    (file,) = (tmp_path / "tokenizers").iterdir()
+    whole = file.read_bytes()
+    for content in (whole[:-4], b"", whole[:-1] + b"x"):
+        file.write_bytes(content)
+        assert merges_by_score(tokens, [0.0] * 8, [1] * 8) == merges
+        assert file.read_bytes() == whole
+    with monkeypatch.context() as patch:
+        patch.delattr(_sentencepiece, "find_merges")
+        assert merges_by_score(tokens, [0.0] * 8, [1] * 8) == merges
+    assert merges_by_score(tokens, [1.0, 1, 1, 1, 1, 2, 1, 1], [1] * 8) == [merges[1], merges[0], *merges[2:]]
+    assert len(list((tmp_path / "tokenizers").iterdir())) == 2
 
 
 def test_pieces_with_written_merges() -> None:

@@ -19,10 +19,10 @@ from headstart.text.parsers import (
     Reasoning,
     ToolCall,
     format_in,
-    joined,
     make_parser,
+    merge_events,
 )  # fmt: skip
-from headstart.text.parsers._schema import as_json, types_of
+from headstart.text.parsers._tags import argument_types, convert_to_json
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -64,7 +64,7 @@ TRICKY = {
 
 def parse(pieces: Any, name: str | None, **options: Any) -> list[Event]:
     parser = make_parser(name, TOOLS, **options)
-    return joined([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+    return merge_events([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
 def check(text: str, name: str | None, **options: Any) -> list[Event]:
@@ -384,8 +384,86 @@ def test_python_variants() -> None:
     for other in ("[nobody(a=1)]", "[search]", "[1, 2]", "search(text='a')", "[search (x) for x in y]"):
         assert check(other, "pythonic") == [Content(other)]
     events = check("<|tool_call_start|>[f(a='b'), 3]<|tool_call_end|>", "lfm2")
-    assert events == [ToolCall(0, "f"), Arguments(0, '{"a": "b"}'), Content(" 3]<|tool_call_end|>")]
-    assert check("<|tool_call_start|>[f(a=b)]", "lfm2")[:2] == [ToolCall(0, "f"), Arguments(0, '{"a": }')]
+    assert events == [ToolCall(0, "f"), Arguments(0, '{"a": "b"}')]
+    assert check("<|tool_call_start|>[f(a=b)]", "lfm2") == [ToolCall(0, "f"), Arguments(0, '{"a": "b"}')]
+
+
+def object_call(arguments: str) -> str:
+    return f'{{"name": "search", "arguments": {arguments}}}'
+
+
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+JSON_CALLS: dict[str, tuple[str, Any]] = {
+    "hermes": ("hermes", lambda a: f"<tool_call>\n{object_call(a)}\n</tool_call>"),
+    "json": ("json", object_call),
+    "mistral array": ("mistral", lambda a: f"[TOOL_CALLS][{object_call(a)}]"),
+    "mistral": ("mistral", lambda a: f"[TOOL_CALLS]search[ARGS]{a}"),
+    "kimi_k2": ("kimi_k2", lambda a: KIMI.format("search", 0, a)),
+    "harmony": ("harmony", lambda a: HARMONY.format("search", a)),
+    "deepseek_v3": ("deepseek_v3", lambda a: f"{BEGIN}function{SEPARATOR}search\n```json\n{a}\n```{END}"),
+    "deepseek_v31": ("deepseek_v31", lambda a: f"{BEGIN}search{SEPARATOR}{a}{END}"),
+}
+"""Format, and the text of a call with these arguments."""
+ODD: list[tuple[str, list[Any]]] = [
+    ('{"a": 1}', [{"a": 1}]), ("null", [{}]), ("None", [{}]), ('""', [{}]), ("[]", [{}]),
+    (json.dumps('{"a": "é"}'), [{"a": "é"}]), (json.dumps(json.dumps('{"a": 1}')), [{"a": 1}]),
+    ('[{"a": 1}]', [{"a": 1}]), ('[{"a": 1}, {"a": 2}]', [{"a": 1}, {"a": 2}]), ('{"a": 1,}', [{"a": 1}]),
+    ("{'a': True, b: [None, 'x\"', 1,],}", [{"a": True, "b": [None, 'x"', 1]}]), (r'{"a": "x\d"}', [{"a": r"x\d"}]),
+    ('{"a": [1, 2}', [{"a": [1, 2]}]), ('{"a": 1]', [{"a": 1}]), ('{"a" 1}', [{"a": None}]),
+    ('{"a": NaN}', [{"a": "NaN"}]), ('{"a": 1e999, "b": 007}', [{"a": "1e999", "b": "007"}]),
+    (r'{"a": "\u12"}', [{"a": r"\u12"}]), ("7", [{"INVALID_JSON": "7"}]), ('"plain"', [{"INVALID_JSON": '"plain"'}]),
+    ("[1]", [{"INVALID_JSON": "[1]"}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", JSON_CALLS)
+@pytest.mark.parametrize(("arguments", "wanted"), ODD, ids=range(len(ODD)))
+def test_arguments_are_one_object_for_each_call(call: str, arguments: str, wanted: list[Any]) -> None:
+    name, write_call = JSON_CALLS[call]
+    events = check(write_call(arguments), name)
+    assert calls(events) == [("search", each) for each in wanted]
+    assert content(events).strip() == ""
+
+
+@pytest.mark.parametrize("call", JSON_CALLS)
+@pytest.mark.parametrize("strays", ["}", "}}", " }\n}"])
+def test_braces_too_many_are_dropped(call: str, strays: str) -> None:
+    name, write_call = JSON_CALLS[call]
+    text = write_call('{"a": 1}')
+    for end in ('{"a": 1}}', '{"a": 1}'):  # after the call's object, after its arguments
+        at = text.find(end)
+        if at >= 0:
+            events = check(text[: at + len(end)] + strays + text[at + len(end) :], name)
+            assert calls(events) == [("search", {"a": 1})]
+            assert content(events).strip() == ""
+
+
+@pytest.mark.parametrize("call", [name for name in JSON_CALLS if name not in ("json", "mistral array")])
+def test_several_objects_between_one_pair_of_markers(call: str) -> None:
+    name, write_call = JSON_CALLS[call]
+    if call == "hermes":
+        one, two = object_call('{"a": 1}'), object_call('{"a": 2}')
+        texts = [f"<tool_call>\n{x}\n</tool_call>" for x in (f"{one}\n{two}", f"[{one}, {two}]", f"{one}, {two}}}")]
+    else:
+        texts = [write_call('{"a": 1}\n{"a": 2}'), write_call('[{"a": 1}, {"a": 2}]')]
+    for text in texts:
+        events = check(text, name)
+        assert calls(events) == [("search", {"a": 1}), ("search", {"a": 2})]
+        assert content(events).strip() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MARKED)
+def test_damaged_calls_have_objects(name: str) -> None:
+    """A call with a character too many: what is announced before the next text has an object."""
+    text = write(name, [("search", {"text": "é", "count": 12})])
+    for at in range(1, len(text) + 1):
+        for piece in ("}", "]", ")", "\n", '"'):
+            damaged = text[:at] + piece + text[at:] + " Done."
+            events = parse([damaged], name)
+            assert parse(damaged, name) == events
+            if any(isinstance(event, ToolCall) for event in events) and "Done." in content(events):
+                assert all(isinstance(arguments, dict) for _, arguments in calls(events)), (damaged, events)
 
 
 def test_mistral_variants() -> None:
@@ -408,7 +486,7 @@ def test_hermes_variants() -> None:
     assert calls(one('{"name": "f"}')) == [("f", {})]
     assert calls(one('{"name": "f", "arguments": {"a": 1}')) == [("f", {"a": 1})]  # the last brace lacks
     assert calls(one('{"name": "f", "arguments": {"a": "line\nbreak"}}')) == [("f", {"a": "line\nbreak"})]
-    assert one('{"name": "f", "arguments": {"a": 1]}}')[1:] == [Arguments(0, '{"a": 1]}}')]
+    assert one('{"name": "f", "arguments": {"a": 1]}}')[1:] == [Arguments(0, '{"a": 1}')]
     assert content(one('{"name": 3, "arguments": {}}')) == '<tool_call>{"name": 3, "arguments": {}}</tool_call>'
     events = check('<tool_call>{"name": "f", "arguments": {}}, and text', "hermes")
     assert events == [ToolCall(0, "f"), Arguments(0, "{}"), Content(", and text")]
@@ -437,7 +515,7 @@ def test_qwen3_coder_variants() -> None:
     assert calls(check(text, "qwen3_coder")) == [("search", {"text": code})]
     junk = "<tool_call><function=now>junk</function></tool_call>"
     assert check(junk, "qwen3_coder")[:2] == [ToolCall(0, "now"), Arguments(0, "{}")]
-    assert content(check(junk, "qwen3_coder")) == "junk</function></tool_call>"
+    assert content(check(junk, "qwen3_coder")) == ""
     unknown = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
     assert calls(check(unknown, "qwen3_coder")) == [("f", {"a": "1"})]
 
@@ -460,12 +538,17 @@ def test_glm45_variants() -> None:
     ],
 )  # fmt: skip
 def test_conversion(text: str, types: set[str], value: Any) -> None:
-    found = json.loads(as_json(text, frozenset(types)))
+    found = json.loads(convert_to_json(text, frozenset(types)))
     assert found == value and type(found) is type(value)
 
 
 def test_types_of() -> None:
-    assert types_of(TOOLS, "search", "note") == {"string", "null"}
-    assert types_of(TOOLS, "search", "level") == {"integer"}
-    assert types_of(TOOLS, "search", "options") == {"object"}
-    assert types_of(TOOLS, "search", "other") == types_of(TOOLS, "now", "x") == types_of((), "f", "x") == frozenset()
+    assert argument_types(TOOLS, "search", "note") == {"string", "null"}
+    assert argument_types(TOOLS, "search", "level") == {"integer"}
+    assert argument_types(TOOLS, "search", "options") == {"object"}
+    assert (
+        argument_types(TOOLS, "search", "other")
+        == argument_types(TOOLS, "now", "x")
+        == argument_types((), "f", "x")
+        == frozenset()
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.text.pieces import byte_alphabet
+from headstart.text.token_bytes import byte_alphabet
 
 NORMAL, CONTROL, USER_DEFINED, BYTE, UNKNOWN = 1, 3, 4, 6, 2
 

@@ -12,8 +12,8 @@ import pytest
 import support
 from support import family_of, soften, write_model
 
-from headstart.cli.adapt import with_adapted
 from headstart.cli.main import main
+from headstart.cli.options import with_adapted
 from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.engine.load import Model, load_model
@@ -22,13 +22,19 @@ from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
-from headstart.server.records import Record, RecordedModel, RecordFiles, claim_folder
-from headstart.tools.adapt.kept import WORK, Adapted, folder_of, forget, keep, kept_head
-from headstart.tools.adapt.measure import Comparison
-from headstart.tools.adapt.split import split
+from headstart.server.records import RecordedModel, RecordFiles, TextRecord, claim_folder
+from headstart.tools.adapt.evaluation import HeadComparison, split_records
+from headstart.tools.saved import (
+    WORK,
+    AdaptedHead,
+    find_adapted_head,
+    folder_of,
+    forget,
+    save_head,
+)  # fmt: skip
 
 CONFIG = EngineConfig(threads=1)
-FACTS = Adapted(kind="mtp", date="2026-11-22", base="", before=1.5, after=2.0)
+FACTS = AdaptedHead(kind="mtp", date="2026-11-22", base="", before=1.5, after=2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +71,12 @@ def prompt(rng: np.random.Generator, length: int = 20) -> tuple[int, ...]:
     return tuple(rng.integers(3, support.VOCAB, length).tolist())
 
 
-def texts(count: int, seed: int = 0) -> list[Record]:
+def texts(count: int, seed: int = 0) -> list[TextRecord]:
     rng = np.random.default_rng(seed)
-    return [Record(prompt(rng), prompt(rng, 12), float(i % 2)) for i in range(count)]
+    return [TextRecord(prompt(rng), prompt(rng, 12), float(i % 2)) for i in range(count)]
 
 
-def recorded(folder: Path, name: str, records: list[Record]) -> Path:
+def recorded(folder: Path, name: str, records: list[TextRecord]) -> Path:
     claim_folder(folder, RecordedModel.of(loaded(name)))
     files = RecordFiles(folder, 2**20)
     for each in records:
@@ -84,7 +90,7 @@ def recorded(folder: Path, name: str, records: list[Record]) -> Path:
 
 def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
     first, more = texts(200), texts(200, seed=1)
-    before, after = split(first), split(first + more)
+    before, after = split_records(first), split_records(first + more)
     assert 8 <= len(before.held_out) <= 40
     assert set(before.held_out) <= set(after.held_out)
     assert not set(before.training) & set(after.held_out)
@@ -96,26 +102,26 @@ def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> 
     system, records = prompt(rng, 300), []
     for _ in range(100):
         asked, answer, again = prompt(rng, 15), prompt(rng, 9), prompt(rng, 15)
-        first = Record((*system, *asked), answer)
-        later = Record((*first.prompt_ids, *answer, *again), prompt(rng, 9))
-        changed = Record((*system, *asked[:-2], 7, 8), prompt(rng, 9))
+        first = TextRecord((*system, *asked), answer)
+        later = TextRecord((*first.prompt_ids, *answer, *again), prompt(rng, 9))
+        changed = TextRecord((*system, *asked[:-2], 7, 8), prompt(rng, 9))
         records += [first, later, changed]
-    found = split(records)
+    found = split_records(records)
     sides = [{records[3 * i + k] in found.held_out for k in range(3) if records[3 * i + k] in kept} for i in range(100)
              for kept in [found.held_out + found.training]]  # fmt: skip
     assert all(len(side) == 1 for side in sides), "what is on both sides was trained on"
     assert len(found.training) > 150
     assert found.held_out
-    assert found.alike > 0
+    assert found.num_similar > 0
 
 
 def test_few_or_equal_prompts() -> None:
-    assert not split([]).training
+    assert not split_records([]).training
     one = texts(1)
-    assert len(split(one).held_out + split(one).training) == 1
-    assert len(split(texts(40)).held_out) >= 8
+    assert len(split_records(one).held_out + split_records(one).training) == 1
+    assert len(split_records(texts(40)).held_out) >= 8
     same = [replace(one[0], response_ids=(5, 6, i + 3)) for i in range(30)]
-    assert {len(split(same).held_out), len(split(same).training)} == {0, 30}
+    assert {len(split_records(same).held_out), len(split_records(same).training)} == {0, 30}
 
 
 # When a new head stays.
@@ -127,7 +133,7 @@ def test_few_or_equal_prompts() -> None:
     ids=["better", "equal", "noise", "worse", "few"],
 )
 def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
-    found = Comparison([(10, 5)] * len(after), [(10, count) for count in after])
+    found = HeadComparison([(10, 5)] * len(after), [(10, count) for count in after])
     assert found.is_better == better
     assert f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
     assert json.dumps(found.data())
@@ -138,7 +144,7 @@ def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
 
 def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
-    keep(folder_of(model) / "mtp", head, FACTS)
+    save_head(folder_of(model) / "mtp", head, FACTS)
     assert with_adapted(model, CONFIG).head == str(folder_of(model) / "mtp")
     assert with_adapted(model, replace(CONFIG, draft_vocab=9)).draft_vocab == "auto", "it has tokens of its own"
     assert "adapted head: acceptance length 1.50 -> 2.00 on your records" in capfd.readouterr().err
@@ -159,18 +165,18 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
-    keep(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
-    assert kept_head(model, CONFIG) is None
-    keep(folder_of(model) / "mtp", head, FACTS)
-    assert kept_head(model, CONFIG)
+    save_head(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
+    assert find_adapted_head(model, CONFIG) is None
+    save_head(folder_of(model) / "mtp", head, FACTS)
+    assert find_adapted_head(model, CONFIG)
     weights = folder_of(model) / "mtp" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     with caplog.at_level("WARNING"):
-        assert kept_head(model, CONFIG) is None
+        assert find_adapted_head(model, CONFIG) is None
     assert "the adapted head is not used" in caplog.text
     assert "headstart adapt --forget removes it" in caplog.text
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
-    assert kept_head(model, CONFIG) is None
+    assert find_adapted_head(model, CONFIG) is None
     assert forget(model, "eagle3") == ([], [])
     assert forget(model, None) == (["mtp"], [])
 
@@ -181,7 +187,7 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
 def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
     """The command, whose training makes the head `trained`."""
     from headstart.tools.adapt import run
-    from headstart.train import export
+    from headstart.train.head_weights import export_head
 
     def train(options: Any) -> None:
         lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
@@ -190,10 +196,10 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
         assert options.finetune
         head = read_head(trained)
         torch = pytest.importorskip("torch")
-        export.export_head(options.out, head, {n: torch.tensor(t.float32()) for n, t in head.tensors.items()})
+        export_head(options.out, head, {n: torch.tensor(t.float32()) for n, t in head.tensors.items()})
 
     monkeypatch.setattr(run, "train", train)
-    monkeypatch.setattr(run.own_data, "run", lambda options, progress: Report(False, {}, []))
+    monkeypatch.setattr(run.self_distillation, "run", lambda options, progress: Report(False, {}, []))
     return main(["adapt", *words, "--threads", "1", "--json", "--minutes", "0.5"])
 
 
@@ -210,7 +216,7 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     assert document["adapted"], document
     assert document["texts"]["damaged_lines"] == 1
     assert document["held_out"]["after"] > document["held_out"]["before"] + 0.2
-    kept = kept_head(model, CONFIG)
+    kept = find_adapted_head(model, CONFIG)
     assert kept is not None
     assert (document["path"], oct(kept[0].stat().st_mode)[-3:]) == (str(kept[0]), "700")
     assert [path.name for path in folder_of(model).iterdir()] == ["mtp"], "no text is left behind"
@@ -219,7 +225,7 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     document = json.loads(capfd.readouterr().out)
     assert not document["adapted"]
     assert document["held_out"]["difference"][1] < 0
-    assert kept_head(model, CONFIG) == kept
+    assert find_adapted_head(model, CONFIG) == kept
 
 
 def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
@@ -228,14 +234,14 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     pytest.importorskip("torch")
     from headstart.tools.adapt import run
 
-    keep(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
+    save_head(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
     before = (folder_of(model) / "mtp" / "model.safetensors").read_bytes()
 
     def train(options: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "train", train)
-    monkeypatch.setattr(run.own_data, "run", lambda options, progress: Report(False, {}, []))
+    monkeypatch.setattr(run.self_distillation, "run", lambda options, progress: Report(False, {}, []))
     words = ["adapt", str(recorded(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
     assert main(words) == 130
     told = capfd.readouterr().err
@@ -244,7 +250,7 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
     assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
     assert "forgotten: mtp; " in (told := capfd.readouterr().out)
-    assert "removed what interrupted runs had left: mtp" in told
+    assert "removed files of interrupted runs: mtp" in told
     assert not list(folder_of(model).iterdir())
 
 
@@ -262,7 +268,7 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     (tmp_path / "damaged" / "records-1.jsonl").write_text('{"prompt_ids": [1, 999], "response_ids": [1]}\n\x00\n')
     recorded(tmp_path / "few", model, texts(10))
     same = [replace(texts(1, seed)[0], response_ids=(5, 6, i + 3)) for seed in range(9) for i in range(30)]
-    once = next(part for i in range(9) if split(part := same[30 * i : 30 * i + 30]).training)
+    once = next(part for i in range(9) if split_records(part := same[30 * i : 30 * i + 30]).training)
     recorded(tmp_path / "same", model, once)
     (tmp_path / "file").touch()
     cases = {
@@ -294,7 +300,7 @@ def test_heads_that_cannot_be_adapted(
 def test_where_nothing_can_be_written(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
     with pytest.raises(CapacityError, match="cannot write"):
-        keep(Path("/proc/none/mtp"), head, FACTS)
+        save_head(Path("/proc/none/mtp"), head, FACTS)
     with pytest.raises((ModelError, UsageError)):
         folder_of("no such model")
 

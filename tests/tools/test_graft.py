@@ -20,7 +20,7 @@ from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.machine import Memory
 from headstart.tools.graft import run as graft
-from headstart.tools.graft.quantize import nearest_e4m3
+from headstart.tools.graft.describe import nearest_e4m3
 from headstart.tools.graft.run import BESIDE, GraftOptions, run
 from headstart.tools.tiny import write_tiny
 

@@ -12,12 +12,17 @@ from typing import ClassVar
 import pytest
 
 from headstart.tools import engine_metrics
-from headstart.tools.advice import advise
 from headstart.tools.client import Server
-from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.decide import Diagnosis, decide
+from headstart.tools.engine_metrics import EngineCounters, advise
 from headstart.tools.probe.endpoint import Endpoint
-from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
+from headstart.tools.probe.timing import (
+    DraftingVerdict,
+    Kind,
+    StreamTrace,
+    judge_drafting,
+    pace_by_length,
+    summarize,
+)  # fmt: skip
 
 LENGTHS = (24, 48, 96) * 3
 
@@ -32,7 +37,7 @@ def trace(
     noise: float = 0.2,
     pieces: str = "step",
     seed: int = 0,
-) -> Trace:
+) -> StreamTrace:
     """An engine that drafts three tokens, each accepted with probability `accepted`. `pieces`: one a step, or one a
     token within the step's time."""
     rng = random.Random(seed * 1000 + length)
@@ -46,15 +51,15 @@ def trace(
         count = min(count, length - out)
         out += count
         arrivals += [now] if pieces == "step" else [now + 1e-5 * place for place in range(count)]
-    return Trace(kind=kind, max_tokens=length, tokens=length, arrivals=tuple(arrivals))
+    return StreamTrace(kind=kind, max_tokens=length, tokens=length, arrivals=tuple(arrivals))
 
 
-def traces(kind: Kind, **settings: float | str) -> list[Trace]:
+def traces(kind: Kind, **settings: float | str) -> list[StreamTrace]:
     return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
 
 
-def judged(predictable: Sequence[Trace], unguessable: Sequence[Trace]) -> Diagnosis:
-    return decide(None, summarize(predictable), summarize(unguessable))
+def judged(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace]) -> DraftingVerdict:
+    return judge_drafting(None, summarize(predictable), summarize(unguessable))
 
 
 @pytest.mark.parametrize("pieces", ["step", "token"])
@@ -79,23 +84,23 @@ def test_plain_decoding_on_a_noisy_machine_is_off(noise: float) -> None:
 def test_drafts_that_are_never_taken_look_like_plain_decoding_by_time() -> None:
     """Only metrics can tell a dead head."""
     assert judged(traces("predictable"), traces("random")).answer == "off"
-    counts = Counts(engine="vllm", known=True, drafts=500, drafted=1500, accepted=3)
-    assert decide(counts, summarize(traces("predictable")), summarize(traces("random"))).answer == "dead"
+    counts = EngineCounters(engine="vllm", known=True, drafts=500, drafted=1500, accepted=3)
+    assert judge_drafting(counts, summarize(traces("predictable")), summarize(traces("random"))).answer == "dead"
 
 
 def test_a_long_first_token_does_not_matter() -> None:
     """It is what confounds the time of 200 tokens against that of 50."""
-    slow = by_length(traces("predictable", first_s=5.0))
-    quick = by_length(traces("predictable", first_s=0.0))
+    slow = pace_by_length(traces("predictable", first_s=5.0))
+    quick = pace_by_length(traces("predictable", first_s=0.0))
     for length in (24, 96):
         assert slow[length]["ms_per_token"] == pytest.approx(quick[length]["ms_per_token"])
         assert slow[length]["naive_ms_per_token"] > 2 * quick[length]["naive_ms_per_token"]
     assert judged(traces("predictable", first_s=5.0), traces("random", first_s=0.1)).answer == "off"
 
 
-def collected(each: Trace, every: int) -> Trace:
+def collected(each: StreamTrace, every: int) -> StreamTrace:
     """As a server sends it that collects so many tokens a piece."""
-    return Trace(kind=each.kind, max_tokens=each.max_tokens, tokens=each.tokens, arrivals=each.arrivals[::every])
+    return StreamTrace(kind=each.kind, max_tokens=each.max_tokens, tokens=each.tokens, arrivals=each.arrivals[::every])
 
 
 def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
@@ -107,14 +112,14 @@ def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
 
 
 def test_an_answer_in_one_piece_tells_nothing() -> None:
-    whole = [Trace(kind="predictable", max_tokens=48, tokens=48, arrivals=(0.5,))] * 3
+    whole = [StreamTrace(kind="predictable", max_tokens=48, tokens=48, arrivals=(0.5,))] * 3
     verdict = judged(whole, whole)
     assert (verdict.answer, verdict.confidence) == ("unknown", 0.5)
 
 
 def test_a_server_that_counts_no_tokens_is_judged_by_bursts() -> None:
-    def uncounted(found: list[Trace]) -> list[Trace]:
-        return [Trace(kind=t.kind, max_tokens=t.max_tokens, tokens=None, arrivals=t.arrivals) for t in found]
+    def uncounted(found: list[StreamTrace]) -> list[StreamTrace]:
+        return [StreamTrace(kind=t.kind, max_tokens=t.max_tokens, tokens=None, arrivals=t.arrivals) for t in found]
 
     drafting = uncounted(traces("predictable", accepted=0.8, pieces="token"))
     plain = uncounted(traces("predictable"))
@@ -123,7 +128,7 @@ def test_a_server_that_counts_no_tokens_is_judged_by_bursts() -> None:
 
 
 def test_nothing_measured_is_unknown() -> None:
-    assert decide(None, None, None).answer == "unknown"
+    assert judge_drafting(None, None, None).answer == "unknown"
 
 
 def test_confidence_grows_with_the_signs() -> None:
@@ -183,7 +188,7 @@ speculative_num_accepted_tokens_total 8
 def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: float | None) -> None:
     counts = engine_metrics.read(text)
     assert counts is not None and counts.engine == engine
-    verdict = decide(counts, None, None)
+    verdict = judge_drafting(counts, None, None)
     assert (verdict.answer, verdict.source) == (answer, "metrics")
     if length is not None:
         assert counts.acceptance_length == pytest.approx(length)
@@ -196,7 +201,7 @@ def test_counters_count_from_where_they_stood() -> None:
     new = later.since(before)
     assert (new.drafts, new.accepted, new.per_position) == (40, 60, {0: 20, 1: 0})
     assert new.acceptance_length == 2.5
-    assert decide(before.since(before), None, None).answer == "off"
+    assert judge_drafting(before.since(before), None, None).answer == "off"
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{broken", "<html></html>", "# TYPE other counter\nother_total 1\n"])
@@ -262,11 +267,11 @@ def test_an_endpoint_without_metrics_has_none(endpoint: str) -> None:
 # Advice.
 
 
-def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> Counts:
+def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> EngineCounters:
     """Of drafts of as many tokens as `accepted` has shares."""
     places = {place: share * drafts for place, share in enumerate(accepted)}
     total = drafts * sum(accepted)
-    return Counts(engine="vllm", known=True, drafts=drafts, drafted=drafts * len(accepted), accepted=total,
+    return EngineCounters(engine="vllm", known=True, drafts=drafts, drafted=drafts * len(accepted), accepted=total,
                   per_position=places if positions else {})  # fmt: skip
 
 
@@ -280,7 +285,7 @@ def test_a_low_acceptance_lowers_the_depth_with_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    "counts", [None, counted(1000, (0.7, 0.5)), counted(20, (0.1, 0.1)), Counts(engine="x", known=True)]
+    "counts", [None, counted(1000, (0.7, 0.5)), counted(20, (0.1, 0.1)), EngineCounters(engine="x", known=True)]
 )
-def test_no_advice_where_there_is_nothing_to_do_or_to_tell(counts: Counts | None) -> None:
+def test_no_advice_where_there_is_nothing_to_do_or_to_tell(counts: EngineCounters | None) -> None:
     assert advise(counts) == ""

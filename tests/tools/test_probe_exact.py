@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from headstart.cli.main import main
-from headstart.tools.probe.asking import Said
-from headstart.tools.probe.cases import FORMS, Case, prompt_of
-from headstart.tools.probe.tally import Tally, difference, upper_bound, verdict_of
+from headstart.tools.probe.exact import Comparisons, find_difference, overall_verdict, upper_bound
+from headstart.tools.probe.exact_requests import FORMS, ProbeResponse, RequestCase, make_prompt
 
-GREEDY, SAMPLED = Case("short", False), Case("short", True)
+GREEDY, SAMPLED = RequestCase("short", False), RequestCase("short", True)
 
 
 @pytest.mark.parametrize(
@@ -31,48 +30,49 @@ def test_upper_bounds_are_those_of_clopper_and_pearson(differences: int, trials:
 
 
 def test_a_difference_is_shown_where_it_begins() -> None:
-    one, other = Said("a" * 50 + "bc", (1, 2, 3)), Said("a" * 50 + "dc", (1, 2, 4, 5))
-    found = difference(GREEDY, one, other)
+    one, other = ProbeResponse("a" * 50 + "bc", (1, 2, 3)), ProbeResponse("a" * 50 + "dc", (1, 2, 4, 5))
+    found = find_difference(GREEDY, one, other)
     assert (found.character, found.token) == (50, 2)
     assert (found.one, found.other) == ("a" * 30 + "bc", "a" * 30 + "dc")
-    assert difference(GREEDY, Said("ab"), Said("abc")).character == 2
+    assert find_difference(GREEDY, ProbeResponse("ab"), ProbeResponse("abc")).character == 2
 
 
 def test_what_differs_from_itself_tells_nothing_of_conditions() -> None:
-    tally = Tally()
-    tally.add("again", GREEDY, Said("a"), Said("a"))
-    tally.add("company", GREEDY, Said("a"), Said("b"))
-    tally.add("again", SAMPLED, Said("a"), Said("b"))
-    tally.add("drafting", SAMPLED, Said("a"), Said("c"))
-    outcomes = {(row.condition, row.sampling): row.outcome for row in tally.rows()}
+    comparisons = Comparisons()
+    comparisons.add("again", GREEDY, ProbeResponse("a"), ProbeResponse("a"))
+    comparisons.add("company", GREEDY, ProbeResponse("a"), ProbeResponse("b"))
+    comparisons.add("again", SAMPLED, ProbeResponse("a"), ProbeResponse("b"))
+    comparisons.add("drafting", SAMPLED, ProbeResponse("a"), ProbeResponse("c"))
+    outcomes = {(row["condition"], row["sampling"]): row["outcome"] for row in comparisons.results()}
     assert outcomes["company", "greedy"] == "differs"
     assert outcomes["drafting", "sampled"] == "cannot tell"
-    assert verdict_of(tally.rows()) == "differences"
-    assert verdict_of([row for row in tally.rows() if row.sampling == "sampled"]) == "not reproducible"
+    assert overall_verdict(comparisons.results()) == "differences"
+    assert overall_verdict([row for row in comparisons.results() if row["sampling"] == "sampled"]) == "not reproducible"
 
 
 def test_the_second_server_has_a_control_of_its_own() -> None:
     """It is to blame for drafting alone."""
-    tally = Tally()
-    tally.add("there again", GREEDY, Said("b"), Said("c"))
+    comparisons = Comparisons()
+    comparisons.add("there again", GREEDY, ProbeResponse("b"), ProbeResponse("c"))
     for condition in ("drafting", "company"):
-        tally.add(condition, GREEDY, Said("a"), Said("b"))  # type: ignore[arg-type]
-    assert [row.outcome for row in tally.rows()] == ["differs", "cannot tell", "differs"]
+        comparisons.add(condition, GREEDY, ProbeResponse("a"), ProbeResponse("b"))  # type: ignore[arg-type]
+    assert [row["outcome"] for row in comparisons.results()] == ["differs", "cannot tell", "differs"]
 
 
 def test_any_answer_that_it_gave_alone_is_none_of_company() -> None:
-    tally = Tally()
-    assert tally.add("company", GREEDY, Said("warm"), Said("cold"), known=(Said("cold"),))
-    assert not tally.add("company", GREEDY, Said("warm"), Said("other"), known=(Said("cold"),))
+    comparisons = Comparisons()
+    warm, cold, other = (ProbeResponse(text) for text in ("warm", "cold", "other"))
+    assert comparisons.add("company", GREEDY, warm, cold, known=(cold,))
+    assert not comparisons.add("company", GREEDY, warm, other, known=(cold,))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> None:
-    case = Case(form, False)
-    asked, other = prompt_of(case, 1, 2, "asked"), prompt_of(case, 1, 2, "other")
-    assert asked == prompt_of(case, 1, 2, "asked") != other
+    case = RequestCase(form, False)
+    asked, other = make_prompt(case, 1, 2, "asked"), make_prompt(case, 1, 2, "other")
+    assert asked == make_prompt(case, 1, 2, "asked") != other
     assert asked[:15] == other[:15]
-    assert asked[:15] not in {prompt_of(case, *place, "asked")[:15] for place in ((1, 3), (2, 2))}
+    assert asked[:15] not in {make_prompt(case, *place, "asked")[:15] for place in ((1, 3), (2, 2))}
 
 
 # Servers.
@@ -257,8 +257,8 @@ def test_known_faults_of_an_engine_are_told_to_people(capsys: pytest.CaptureFixt
     [
         (["http://127.0.0.1:1", "--exact"], "cannot reach"),
         (["http://127.0.0.1:1", "--minutes", "3"], "--minutes is for --exact"),
-        (["http://127.0.0.1:1", "--exact", "--minutes", "0"], "--minutes is 0"),
-        (["http://127.0.0.1:1", "--exact", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["http://127.0.0.1:1", "--exact", "--minutes", "0"], "--minutes is '0'"),
+        (["http://127.0.0.1:1", "--exact", "--max-tokens", "0"], "--max-tokens is '0'"),
         (["http://127.0.0.1:1", "--exact", "--no-metrics"], "--no-metrics"),
         (["http://127.0.0.1:1", "--exact", "--against", "http://["], "cannot reach"),
     ],

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from headstart.cli.main import main
-from headstart.tools import quiet
-from headstart.tools.plan import here
+from headstart.tools import pass_timing
+from headstart.tools.plan import measure as here
 from headstart.tools.tiny import write_tiny
 
 Capture = pytest.CaptureFixture[str]
@@ -19,9 +19,9 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model with two modules, each for a draft step of its own."""
     pytest.importorskip("headstart.kernels.native._native")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", 1 << 16)
+    monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", 1 << 16)
     monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
-    monkeypatch.setattr(quiet, "MOST_WAITING", 1e9)
+    monkeypatch.setattr(pass_timing, "MAX_WAITING", 1e9)
     return str(write_tiny("mimo", tmp_path / "model", num_nextn_predict_layers=2))
 
 

@@ -14,10 +14,10 @@ from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
 from headstart.engine import load
 from headstart.errors import UsageError
-from headstart.tools.bench.document import Cell
-from headstart.tools.tune import run as tune
-from headstart.tools.tune.run import Candidate, TuneOptions, _Tuning
-from headstart.tools.tune.setting import Setting, keep, kept_setting
+from headstart.tools import tune
+from headstart.tools.bench.document import BenchCell
+from headstart.tools.saved import TunedSetting, load_setting, save_setting
+from headstart.tools.tune import Candidate, TuneOptions, TuningRun
 
 CONFIG = EngineConfig(threads=1, kv_blocks=128)
 
@@ -33,11 +33,11 @@ def model() -> str:
     return str(write_model(new_folder(), config, arrays))
 
 
-def cell(mode: str, repeat: int, rate: float) -> Cell:
+def cell(mode: str, repeat: int, rate: float) -> BenchCell:
     nothing: dict[str, Any] = {"ttft": None, "tpot": None, "itl": None, "e2e": None}
     from headstart.tools.bench.document import Latency
 
-    return Cell(
+    return BenchCell(
         workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
         requests=1, failed=0, errors=(), seconds=1.0, prompt_tokens=1, cached_tokens=0, output_tokens=round(rate),
         latency=Latency(**nothing), speculation=None, joules=None,
@@ -47,9 +47,9 @@ def cell(mode: str, repeat: int, rate: float) -> Cell:
 NOISE = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995)
 
 
-def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> _Tuning:
+def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> TuningRun:
     """As if six rounds had been measured, with a little noise."""
-    made = _Tuning.__new__(_Tuning)
+    made = TuningRun.__new__(TuningRun)
     made.options, made.rounds = TuneOptions(concurrency=(1,)), 6
     made.workload = type("W", (), {"name": "w"})()
     made.plain = [cell("off", i, 10_000) for i in range(6)]
@@ -74,7 +74,7 @@ def test_of_equals_the_one_that_decides_itself() -> None:
     assert setting.depth == AUTO
 
 
-def decided(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> Setting:
+def decided(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> TunedSetting:
     setting = tuning(speeds, noise).setting()
     assert setting is not None
     return setting
@@ -117,7 +117,7 @@ class Clock:
     def warm_up(self, runner: Any, workload: Any, mode: str) -> None:
         self.now += self.seconds / 2
 
-    def measure(self, runner: Any, workload: Any, mode: str, load: Any, repeat: int = 0) -> Cell:
+    def measure(self, runner: Any, workload: Any, mode: str, load: Any, repeat: int = 0) -> BenchCell:
         self.now += self.seconds
         made = cell(mode, repeat, 10_000 * NOISE[repeat % 6] * (1 if mode == "off" else 1.3))
         return replace(made, concurrency=load.concurrency)
@@ -139,32 +139,32 @@ def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.
         assert tried == 2
         assert report.data["choice"] is None
         assert report.lines[0].startswith("nothing decided")
-        assert kept_setting(model, CONFIG) is None
+        assert load_setting(model, CONFIG) is None
 
 
 def test_a_setting_is_kept_and_found(model: str) -> None:
-    assert kept_setting(model, CONFIG) is None
+    assert load_setting(model, CONFIG) is None
     assert with_tuned(model, CONFIG) == CONFIG
     setting = decided({("ngram", 2): 1.3})
-    keep(model, CONFIG, setting)
-    assert kept_setting(model, CONFIG) == setting
+    save_setting(model, CONFIG, setting)
+    assert load_setting(model, CONFIG) == setting
     found = with_tuned(model, CONFIG)
     assert (found.drafter, found.depth) == ("ngram", 2)
-    assert kept_setting(model, replace(CONFIG, threads=2)) is None  # another setting, another setting
+    assert load_setting(model, replace(CONFIG, threads=2)) is None  # another setting, another setting
 
 
 def test_a_damaged_setting_is_none(model: str) -> None:
-    path = keep(model, CONFIG, decided({("ngram", 2): 1.3}))
+    path = save_setting(model, CONFIG, decided({("ngram", 2): 1.3}))
     path.write_text("{")
-    assert kept_setting(model, CONFIG) is None
+    assert load_setting(model, CONFIG) is None
 
 
 @pytest.mark.slow
 def test_it_measures_and_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "MOST_ROUNDS", 1)
-    monkeypatch.setattr(tune, "FEWEST_PAIRS", 1)
+    monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(tune, "MIN_PAIRS", 1)
     setting = decided({("ngram", 2): 1.3})
-    monkeypatch.setattr(_Tuning, "setting", lambda self: replace(setting, workload="repetitive"))
+    monkeypatch.setattr(TuningRun, "setting", lambda self: replace(setting, workload="repetitive"))
     options = TuneOptions(model=model, config=CONFIG, workload="repetitive", concurrency=(1,))
     report = tune.run(options)
     assert report.data["pairs"] >= 1

@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.engine.load import load_model  # noqa: E402
 from headstart.heads.files import read_head, write_head  # noqa: E402
-from headstart.train.begin import begun  # noqa: E402
+from headstart.train.frozen_model import make_frozen_model  # noqa: E402
+from headstart.train.head_weights import initial_head  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
-from headstart.train.setup import subject_of  # noqa: E402
 
 WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
 
@@ -29,7 +29,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model, texts = support.write_model(folder / "model", config, support.soften(arrays, 0.1)), folder / "t.jsonl"
     rows = np.random.default_rng(1).choice(WORDS, (40, 40))
     texts.write_text("".join(json.dumps({"kind": "plain", "text": " ".join(row)}) + "\n" for row in rows))
-    options = {"model": str(model), "data": (texts,), "threads": 1, "measured": False, "kind": "eagle3"}
+    options = {"model": str(model), "data": (texts,), "threads": 1, "measure_speedup": False, "kind": "eagle3"}
     run(TrainOptions(out=folder / "head", tokens=15_000, draft_vocab=15, **options))
     return {**options, "head": folder / "head"}
 
@@ -80,5 +80,5 @@ def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path:
     assert [each.name[-6:] for each in (tmp_path / "out.training").glob("cache-*")] == ["-1-4-5"]
     unnamed = changed(common, tmp_path / "unnamed", eagle_aux_hidden_state_layer_ids=[])
     model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
-    subject = subject_of(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
-    assert begun(subject, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"
+    frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
+    assert initial_head(frozen_model, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"

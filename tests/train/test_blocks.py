@@ -19,36 +19,36 @@ from headstart.heads.base import HeadSpec  # noqa: E402
 from headstart.heads.files import read_head  # noqa: E402
 from headstart.heads.kind import HeadCheckpoint, head_kind  # noqa: E402
 from headstart.kernels.ops import StepInputs  # noqa: E402
-from headstart.train.batches import Batch  # noqa: E402
-from headstart.train.blocks import choose, draft  # noqa: E402
-from headstart.train.export import export_head  # noqa: E402
-from headstart.train.head import first_weights, modules_of  # noqa: E402
+from headstart.train.dataset import Batch  # noqa: E402
+from headstart.train.frozen_model import make_frozen_model  # noqa: E402
+from headstart.train.head_weights import export_head, first_weights  # noqa: E402
+from headstart.train.objective import choose_anchors, draft_blocks  # noqa: E402
 from headstart.train.run import TrainOptions, run  # noqa: E402
-from headstart.train.setup import subject_of  # noqa: E402
+from headstart.train.torch_weights import build_modules  # noqa: E402
 
 
-def plan_of(tokens: list[int], start: int, sees: int | None) -> StepPlan:
+def plan_of(tokens: list[int], start: int, visible_end: int | None) -> StepPlan:
     """Rows of one sequence at slots and positions from `start`."""
     ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
     positions = ints(range(start, start + len(tokens)))
     return StepPlan(
         token_ids=ints(tokens), positions=positions, slots=positions, row_starts=ints([0, len(tokens)]),
         block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(tokens))), first_position=0, block_size=8,
-        sees=None if sees is None else ints([sees] * len(tokens)),
+        visible_end=None if visible_end is None else ints([visible_end] * len(tokens)),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [{}, {"causal": False}, {"windows": (0, 6), "causal_windows": True}])
 def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     model = support.tiny_model("llama", num_hidden_layers=7)
-    subject = subject_of(model, EngineConfig(dtype="float64", threads=1), "block", 4)
-    assert subject.spec.block
+    frozen_model = make_frozen_model(model, EngineConfig(dtype="float64", threads=1), "block", 4)
+    assert frozen_model.spec.block
     sizes = {"vocab_size": support.VOCAB, "draft_vocab_size": 50, "mask_token_id": support.EOS}
-    spec = replace(subject.spec, block=replace(subject.spec.block, **sizes, **change))
+    spec = replace(frozen_model.spec, block=replace(frozen_model.spec.block, **sizes, **change))
     training = head_kind("block").training
     assert training
-    masters = first_weights(training, spec, model.decoder, 1.0)
-    module = modules_of(masters, spec, model.config.hidden_size, torch.float64)[0]
+    masters = first_weights(training, spec, model, 1.0)
+    module = build_modules(masters, spec, model.config.hidden_size, torch.float64)[0]
     length, rng = 20, np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, support.VOCAB - 8, (2, length)))
     streams = torch.from_numpy(rng.standard_normal((2, length, len(spec.tap) * model.config.hidden_size)))
@@ -56,7 +56,7 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     loss[0, :4], loss[:, -1], loss[1, 12:] = False, False, False
     batch = Batch(tokens, streams, streams[..., :1], tokens, loss, loss, ("a", "b"), 2 * length, seed=3)
     embedding = model.decoder.embedding
-    drafted = draft(module, embedding, batch, 4, 0.7)
+    drafted = draft_blocks(module, embedding, batch, 4, 0.7)
 
     blocks = drafted.blocks
     behind = {(int(s), int(a)) for s, row in zip(blocks.source, blocks.anchors, strict=True) for a in row}
@@ -116,21 +116,21 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: 
     training = replace(kind.training, spec=older, layer=lambda layer: layer)
     with monkeypatch.context() as patch:
         patch.setattr("headstart.heads.block.HEAD", replace(kind, training=training))
-        first = run(TrainOptions(tokens=3_000, threads=1, measured=False, **common))
-    second = run(TrainOptions(tokens=6_000, threads=1, measured=False, **common))
+        first = run(TrainOptions(tokens=3_000, threads=1, measure_speedup=False, **common))
+    second = run(TrainOptions(tokens=6_000, threads=1, measure_speedup=False, **common))
     assert second.data["steps"] > first.data["steps"]
     begun = read_head(tmp_path / "head").spec
     assert begun.block
     assert begun.block.tap_norms
     assert begun.layer
     assert not begun.layer.mixer.qk_norm
-    anew = run(TrainOptions(tokens=300, threads=1, measured=False, **{**common, "out": tmp_path / "new"}))
+    anew = run(TrainOptions(tokens=300, threads=1, measure_speedup=False, **{**common, "out": tmp_path / "new"}))
     assert "tap_norms.weight" not in read_head(Path(anew.data["out"])).tensors
 
 
 def test_other_anchors_each_time() -> None:
     loss = torch.ones(1, 200, dtype=torch.bool)
-    first, again, other = (choose(loss, 4, 0.5, seed) for seed in (1, 1, 2))
+    first, again, other = (choose_anchors(loss, 4, 0.5, seed) for seed in (1, 1, 2))
     assert torch.equal(first.anchors, again.anchors)
     assert not torch.equal(first.anchors, other.anchors)
     assert int(first.valid[..., 0].sum()) == 100 and first.anchors.min() > 0

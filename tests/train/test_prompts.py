@@ -7,23 +7,30 @@ from collections import Counter
 
 import pytest
 
-from headstart.train.prompts import KIND_WEIGHTS, Foreign, PromptRecord, follow_ups, split_sentences, templated_prompts
+from headstart.train.prompts import (
+    KIND_WEIGHTS,
+    ForeignText,
+    TemplatedPrompt,
+    follow_ups,
+    split_sentences,
+    templated_prompts,
+)
 
 PASSAGES = [f"Passage number {i} is about the history of a town. It has several sentences." for i in range(40)]
-FOREIGN = [Foreign("German", f"Dies ist der Satz Nummer {i}.") for i in range(90)]
+FOREIGN = [ForeignText("German", f"Dies ist der Satz Nummer {i}.") for i in range(90)]
 
 
 @pytest.fixture(scope="module")
-def records() -> list[PromptRecord]:
+def records() -> list[TemplatedPrompt]:
     return list(templated_prompts(7, 1000, PASSAGES, FOREIGN))
 
 
-def test_same_seed_gives_same_prompts(records: list[PromptRecord]) -> None:
+def test_same_seed_gives_same_prompts(records: list[TemplatedPrompt]) -> None:
     assert list(templated_prompts(7, 1000, PASSAGES, FOREIGN)) == records
     assert list(templated_prompts(8, 1000, PASSAGES, FOREIGN)) != records
 
 
-def test_all_kinds_come_in_proportion(records: list[PromptRecord]) -> None:
+def test_all_kinds_come_in_proportion(records: list[TemplatedPrompt]) -> None:
     kinds = Counter(record.kind for record in records)
     total = sum(KIND_WEIGHTS.values())
     assert len(records) == 1000
@@ -31,16 +38,16 @@ def test_all_kinds_come_in_proportion(records: list[PromptRecord]) -> None:
         assert kinds[kind] == pytest.approx(1000 * weight / total, abs=20)
 
 
-def test_no_duplicates(records: list[PromptRecord]) -> None:
+def test_no_duplicates(records: list[TemplatedPrompt]) -> None:
     assert len({record.prompt.lower() for record in records}) == len(records)
 
 
-def test_every_placeholder_is_filled(records: list[PromptRecord]) -> None:
+def test_every_placeholder_is_filled(records: list[TemplatedPrompt]) -> None:
     assert not [record.prompt for record in records if re.search(r"\{[\w#/-]+\}", record.prompt)]
     assert not [record.prompt for record in records if re.search(r"\ba [aei][a-z]", record.prompt.split("\n")[0])]
 
 
-def test_used_passages_stand_in_the_prompt(records: list[PromptRecord]) -> None:
+def test_used_passages_stand_in_the_prompt(records: list[TemplatedPrompt]) -> None:
     assert any(record.passages for record in records)
     for record in records:
         texts = [each.text for each in FOREIGN] if record.kind == "translation" else PASSAGES
@@ -54,8 +61,8 @@ def test_works_without_texts() -> None:
 
 
 def test_a_translation_names_the_language_of_its_text() -> None:
-    foreign = [Foreign("German", f"Das ist Satz {i}.") for i in range(9)]
-    foreign += [Foreign("French", f"Voici la phrase {i}.") for i in range(9)]
+    foreign = [ForeignText("German", f"Das ist Satz {i}.") for i in range(9)]
+    foreign += [ForeignText("French", f"Voici la phrase {i}.") for i in range(9)]
     for each in templated_prompts(3, 300, [], foreign):
         if each.kind == "translation":
             given = foreign[each.passages[0]]
@@ -67,7 +74,7 @@ def test_a_translation_names_the_language_of_its_text() -> None:
 def test_an_exhausted_kind_ends_instead_of_repeating() -> None:
     prompts = [
         r.prompt
-        for r in templated_prompts(1, 3000, PASSAGES, [Foreign("German", "Guten Tag.")])
+        for r in templated_prompts(1, 3000, PASSAGES, [ForeignText("German", "Guten Tag.")])
         if r.kind == "translation"
     ]
     assert 0 < len(prompts) <= 8

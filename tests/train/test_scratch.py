@@ -18,10 +18,10 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
 from headstart.errors import UsageError  # noqa: E402
 from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
-from headstart.train import corpus, delta, scan, scratch  # noqa: E402
-from headstart.train.data import Problems  # noqa: E402
-from headstart.train.objective import Weighting  # noqa: E402
+from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
+from headstart.train import plain_text, recurrent, scratch  # noqa: E402
+from headstart.train.objective import LossConfig  # noqa: E402
+from headstart.train.records import SkippedRecords  # noqa: E402
 from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
 
 TINY = {"vocab_size": support.VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
@@ -55,7 +55,7 @@ def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
     strength = torch.randn(2, length, 6, dtype=torch.float64, generator=generator)
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
     expected = walked(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)
-    torch.testing.assert_close(delta.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(recurrent.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("length", [1, 150])
@@ -67,13 +67,13 @@ def test_chunks_are_the_scan(length: int) -> None:
     rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
     expected = walked(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
-    torch.testing.assert_close(scan.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(recurrent.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_the_convolution_is_the_one_that_runs() -> None:
     spec, x, weight = ConvSpec(5, 4), torch.randn(2, 9, 5), torch.randn(20)
     expected = walked(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
-    torch.testing.assert_close(delta.causal_conv(x, weight, spec), expected)
+    torch.testing.assert_close(recurrent.causal_conv(x, weight, spec), expected)
 
 
 FIXED = (
@@ -87,7 +87,7 @@ def test_every_tensor_learns(family: str) -> None:
     """Gradients reach all that takes part in the forward; a bias of the choice of experts, an indexer and a layer's
     scalar (fixed in transformers too) take none."""
     model = tiny_model(family)
-    loss, head_loss, _ = model.losses(tokens_of(3, 40), Weighting())
+    loss, head_loss, _ = model.losses(tokens_of(3, 40), LossConfig())
     (loss + head_loss).backward()
     without = {name for name, each in model.masters.items() if each.grad is None or not each.grad.abs().sum() > 0}
     assert {name for name in without if not name.endswith(FIXED) and ".indexer." not in name} == set()
@@ -104,7 +104,7 @@ MAMBA2 = {
 @pytest.mark.parametrize("family", MAMBA2)
 def test_every_tensor_of_a_relative_with_mamba2_learns(family: str) -> None:
     model = ScratchModel(family, support.family_of(family), MAMBA2[family], torch.float64)
-    model.losses(tokens_of(3, 40), Weighting())[0].backward()
+    model.losses(tokens_of(3, 40), LossConfig())[0].backward()
     trunk = {name: each for name, each in model.masters.items() if "mtp" not in name and "head." not in name}
     assert not [name for name, each in trunk.items() if each.grad is None or not each.grad.abs().sum() > 0]
 
@@ -117,14 +117,14 @@ def test_gradients_are_those_of_the_loss(family: str) -> None:
     for each in model.masters.values():
         each.data = each.data.double()
     tokens, step = tokens_of(2, 12), 1e-6
-    loss, _, _ = model.losses(tokens, Weighting())
+    loss, _, _ = model.losses(tokens, LossConfig())
     loss.backward()
     slopes = {name: each.grad for name, each in model.masters.items() if each.grad is not None}
     size = sum(float(slope.square().sum()) for slope in slopes.values())
     with torch.no_grad():
         for name, slope in slopes.items():
             model.masters[name] -= step / size * slope
-    below, _, _ = model.losses(tokens, Weighting())
+    below, _, _ = model.losses(tokens, LossConfig())
     assert (loss - below).item() / step == pytest.approx(1, rel=1e-3)
 
 
@@ -136,8 +136,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=7_000, threads=1
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scratch, "ROWS", 2)
-        patch.setattr(scratch, "LENGTH", 64)
+        patch.setattr(scratch, "BATCH_ROWS", 2)
+        patch.setattr(scratch, "BATCH_LENGTH", 64)
         run(options)
     return options.out
 
@@ -158,16 +158,16 @@ def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
     (tmp_path / "tree" / "a.py").write_text("x = 1\n" * 60)
     pair = {"prompt": "What?", "response": "That."}
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, [{"text": "some text"}, pair, {"no": 1}])))
-    problems = Problems()
-    found = corpus.read_documents((tmp_path / "tree", tmp_path / "b.jsonl"), problems)
+    skipped = SkippedRecords()
+    found = plain_text.read_documents((tmp_path / "tree", tmp_path / "b.jsonl"), skipped)
     assert [record.text for record in found] == ["x = 1\n" * 60, "some text", "What?\n\nThat."]
-    assert problems.count == 1
-    assert sum(len(record.text) for record in corpus.read_documents((), problems)) > 1_000_000
+    assert skipped.count == 1
+    assert sum(len(record.text) for record in plain_text.read_documents((), skipped)) > 1_000_000
 
 
 def test_batches_hold_every_document_once_in_a_round() -> None:
     documents = [np.full(50, number, np.int32) for number in range(8)]
-    found = corpus.batches(documents, 2, 25, 0)
+    found = scratch.token_batches(documents, 2, 25, 0)
     rounds = [[next(found) for _ in range(8)] for _ in range(2)]
     for each in rounds:
         assert np.bincount(np.concatenate(each).reshape(-1)).tolist() == [50] * 8

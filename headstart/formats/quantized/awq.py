@@ -1,5 +1,7 @@
-"""AWQ: integers packed along the output into 32-bit words, stored [in, out]; the eight numbers of a word stand in
-another order (AutoAWQ's gemm)."""
+"""AWQ (AutoAWQ's gemm layout): 4-bit integers in 32-bit words, stored [in, out].
+
+Words are packed along the output; the eight numbers of a word are interleaved.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from numpy.typing import NDArray
 
 from headstart.formats.integers import Integers, unpacked
 from headstart.formats.quantization import Described, Quantization, Stored, bits_of
-from headstart.formats.quantized._int4 import GROUPED, check, outputs_of
+from headstart.formats.quantized.gptq import GROUPED, check, outputs_of
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -1,9 +1,9 @@
-"""bitsandbytes: 8-bit integers with a scale for each row (`SCB`), or 4-bit codes (nf4, fp4) with the largest magnitude
-of each block of columns, which may be 8-bit codes themselves (double quantization).
+"""bitsandbytes: 8-bit rows (LLM.int8) and 4-bit blocks (nf4, fp4), double quantization too.
 
-A 4-bit weight is one column of bytes, two codes in each, the first in the high half; its shape is in the JSON text of
-`quant_state`. Value = level of the code * magnitude, in float32; bitsandbytes rounds that once to the model's type.
-Kernels keep codes and magnitudes, and multiply levels as floats, block by block: they are no integers.
+An 8-bit weight has a scale per row (`SCB`). A 4-bit weight is one column of bytes, two codes in each, the first in the
+high half; its shape is in the JSON text of `quant_state`. Value = level of the code * largest magnitude of its block,
+in float32; bitsandbytes rounds that once to the model's type. Kernels keep codes and magnitudes and multiply levels as
+floats.
 """
 
 from __future__ import annotations

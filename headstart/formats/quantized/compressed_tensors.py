@@ -1,5 +1,7 @@
-"""compressed-tensors: integers packed along the input into 32-bit words, zero points along the output. Its bytes are
-int8, its floats fp8, nvfp4 and mxfp4."""
+"""compressed-tensors: integers packed along the input into 32-bit words.
+
+Zero points are packed along the output. Its 8-bit integers are read by int8, its floats by fp8, nvfp4 and mxfp4.
+"""
 
 from __future__ import annotations
 

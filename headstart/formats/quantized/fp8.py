@@ -1,8 +1,8 @@
-"""FP8 codes with a scale for a tensor, a row, or a block of rows and columns: DeepSeek's `weight_scale_inv`, the
-`weight_scale` of compressed-tensors, fbgemm and ModelOpt; as bytes it is a power of two (MXFP8).
+"""FP8 (E4M3, E5M2, MXFP8) with a scale per tensor, row or block.
 
-Value: float32(code) * scale. Kernels keep the codes and multiply them as floats, group by group (what E4M3 holds is no
-small integer); blocks of other widths than groups of 16, 32 or 64 columns, and E5M2, become bfloat16.
+DeepSeek's `weight_scale_inv`, the `weight_scale` of compressed-tensors, fbgemm and ModelOpt; a scale stored as a byte
+is a power of two (MXFP8). Value: float32(code) * scale. Kernels keep the codes and multiply them as floats, group by
+group; blocks of other widths than groups of 16, 32 or 64 columns, and E5M2, become bfloat16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Blocks of GGUF files that kernels take in other words, with the same values.
+"""GGUF's NVFP4 and Q1_0, repacked into blocks of the same values that kernels take.
 
-NVFP4: of 64 columns four FP8 scales without a sign, then the codes of 16 columns each, column i beside column 8 + i; a
-scale for the tensor, or for each matrix of a stack, may stand beside it. The value of a column is that of
-`formats/quantized/nvfp4.py`, where the scales were multiplied first. Q1_0: a float16 for 128 columns, and a bit for
-each that says its sign: the two of Q4_0's sixteen steps around the middle.
+NVFP4: four unsigned FP8 scales for 64 columns, then the codes of 16 columns each, column i beside column 8 + i; a scale
+for the tensor, or for each matrix of a stack, may stand beside it (`formats/quantized/nvfp4.py`). Q1_0: a float16 for
+128 columns and a sign bit for each, which are two of Q4_0's sixteen levels.
 """
 
 from __future__ import annotations

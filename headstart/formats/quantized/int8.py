@@ -1,5 +1,7 @@
-"""Integers of 8 bits with a scale for a tensor, a row, a group of columns or a block, and maybe a zero point for each
-(compressed-tensors' int-quantized): (code - zero point) * scale."""
+"""8-bit integers (compressed-tensors' int-quantized) with a scale per tensor, row, group or block.
+
+Value: (code - zero point) * scale.
+"""
 
 from __future__ import annotations
 

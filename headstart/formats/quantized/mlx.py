@@ -1,4 +1,4 @@
-"""MLX: integers packed along the input into 32-bit words, with a scale and a bias for each group. Not read yet."""
+"""MLX: integers packed along the input into 32-bit words; described, not loaded."""
 
 from __future__ import annotations
 

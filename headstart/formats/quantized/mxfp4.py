@@ -1,5 +1,8 @@
-"""MXFP4: FP4 (E2M1) with a power of two for 32 columns, two codes in a byte. Read as ggml's blocks of the same numbers,
-which kernels keep: twice the value of a code is a small integer, so sums inside a group are exact integers."""
+"""MXFP4: FP4 (E2M1) with a power of two for 32 columns.
+
+Read as ggml's blocks of the same numbers: twice the value of a code is a small integer, so sums inside a group are
+exact integers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor, two codes in a byte.
+"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor.
 
 ModelOpt's `weight_scale_2` multiplies the FP8 scales, compressed-tensors' `weight_global_scale` divides them: value =
 code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_global_scale rounded once. Kernels keep

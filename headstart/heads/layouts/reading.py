@@ -17,8 +17,7 @@ reads; transformers 5.23 `muse_glimmer_assistant`. Where they disagree, a file m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +25,16 @@ from typing import Any
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.formats.drafters import classify
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import Document, HeadCheckpoint, head_kind
+from headstart.heads.kind import HeadCheckpoint, head_kind, reading_config
 from headstart.heads.layouts.names import canonical, check_whole, draft_ids
+from headstart.heads.published import Document, identify
 from headstart.kernels.ops import AttentionSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_spec
 
-KINDS = ("dflash", "dspark", "dflash2")
 SPECULATORS = "speculators_model_type"
 SECTIONS = ("dflash_config", "eagle_config", "dspark_config")
 """Objects of config.json whose keys count before those of the top level."""
@@ -53,10 +51,6 @@ THETA, WINDOW, BLOCK = 1e6, 4096, 8
 """Defaults: of a Qwen3 drafter's rope in vLLM, of Qwen3's window and speculators' block."""
 
 
-def matches(document: Document) -> bool:
-    return classify(document).kind in KINDS
-
-
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     """Raises ModelError, naming the key or tensor, for what is missing, wrong, or not run here."""
     drafter = _Drafter.of(document, path)
@@ -64,7 +58,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     named = {ours: tensors[name] for ours, name in where.items()}
     if not named:
         raise ModelError(f"{path} holds no tensors of a drafter", "download the drafter again")
-    with drafter.naming():
+    with reading_config(path, "is this a DFlash or DSpark drafter?"):
         vocab_size = drafter.number(drafter.inner, "vocab_size")
         ids = draft_ids(tensors.get("d2t"), vocab_size, path)
         spec = drafter.spec(named, vocab_size, vocab_size if ids is None else len(ids))
@@ -99,7 +93,8 @@ class _Drafter:
 
     @classmethod
     def of(cls, document: Document, path: Path) -> _Drafter:
-        kind = classify(document).kind
+        published = identify(document)
+        kind = published.key if published else "dflash"
         if kind == "dflash2":
             raise ModelError(f"{path} is a DFlash2 drafter: its convolutions are not run here", "use a DFlash drafter")
         flash: dict[str, Any] = {}
@@ -108,15 +103,6 @@ class _Drafter:
                 flash |= part
         inner = document.get("transformer_layer_config") or document.get("text_config") or {}
         return cls(kind, document, {**document, **inner}, flash, path)
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Values that are not there, or of another type, are the file's fault."""
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            where = self.path / "config.json"
-            raise ModelError(f"{where}: {error} is missing or wrong", "is this a DFlash or DSpark drafter?") from error
 
     def told(self, *keys: str, default: Any = None) -> Any:
         """The first of these keys that the drafter's sections, then the whole config, say."""

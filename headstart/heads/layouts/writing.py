@@ -13,11 +13,10 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec
-from headstart.heads.kind import Arrays, HeadCheckpoint, plain_parts
+from headstart.heads.kind import HeadCheckpoint, plain_parts
 from headstart.heads.layouts.names import theirs, vocabulary_maps
-from headstart.layers.attention import AttentionConfig
+from headstart.heads.published import Arrays
 from headstart.layers.decoder import tapped_layers
-from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_base
 
 POSITIONS = 1 << 17
@@ -39,7 +38,7 @@ def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
     dflash = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_causal(block)}
     document = {
         "architectures": ["DFlashDraftModel"],
-        **_transformer(head, "qwen3"),
+        **_transformer(head),
         **_common(head),
         "num_target_layers": head.trunk_layers,
         "block_size": block.rows_for(block.block_size),
@@ -56,7 +55,7 @@ def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
     common = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_dspark(block)}
     document = {
         "architectures": ["Qwen3DSparkModel"],
-        **_transformer(head, "qwen3"),
+        **_transformer(head),
         **_common(head),
         "num_target_layers": head.trunk_layers,
         "block_size": block.block_size,
@@ -83,19 +82,14 @@ def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
         if wrong:
             raise ModelError(f"speculators has no place for {what}", "--to vllm-dflash or vllm-dspark may have")
     causal = all(map(block.is_causal, range(block.num_layers)))
-    inner = _transformer(head, "qwen3")
+    inner = _transformer(head)
     if causal and not any(block.windows):
         inner |= {"layer_types": ["sliding_attention"] * block.num_layers, "use_sliding_window": True}
         inner["sliding_window"] = inner["max_position_embeddings"]
     document = {
         "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
         "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block.block_size}],
-            "verifier": {"name_or_path": head.trunk, "architectures": []},
-        },
+        "speculators_config": speculators_config(kind, block.block_size, head.trunk, []),
         "aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
         "block_size": block.rows_for(block.block_size),
         "mask_token_id": block.mask_token_id,
@@ -109,6 +103,16 @@ def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
     return document, _named(head, arrays)
 
 
+def speculators_config(kind: str, depth: int, trunk: str, architectures: list[str]) -> dict[str, Any]:
+    """`speculators_config` of config.json: the algorithm, tokens per draft and the verifier."""
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
+        "verifier": {"name_or_path": trunk, "architectures": architectures},
+    }
+
+
 LAYOUTS: Mapping[str, Callable[[HeadCheckpoint, Arrays], Written]] = {
     "dflash": as_dflash, "dspark": as_dspark, "speculators": as_speculators,
 }  # fmt: skip
@@ -116,7 +120,7 @@ LAYOUTS: Mapping[str, Callable[[HeadCheckpoint, Arrays], Written]] = {
 
 def _block(head: HeadCheckpoint) -> BlockSpec:
     """Its spec, if its layers are Qwen3's. Raises ModelError, saying what is not."""
-    block, (attention, mlp) = head.spec.block, _parts(head)
+    block, (attention, mlp) = head.spec.block, plain_parts(head.spec.layer)
     if block is None:
         raise ModelError(f"the head is of kind {head.spec.kind}, no block drafter", "headstart train --kind block")
     for wrong, what in (
@@ -132,13 +136,10 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
     return block
 
 
-def _parts(head: HeadCheckpoint) -> tuple[AttentionConfig, MLPConfig]:
-    return plain_parts(head.spec.layer)
-
-
-def _transformer(head: HeadCheckpoint, model_type: str) -> dict[str, Any]:
+def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
     """Sizes of its layers, as transformers' Qwen3 has them."""
-    (attention, mlp), block, layer = _parts(head), head.spec.block, head.spec.layer
+    block, layer = head.spec.block, head.spec.layer
+    attention, mlp = plain_parts(layer)
     assert block and layer and attention.rope
     dim, turned = attention.spec.head_dim, attention.rope.inv_freq
     theta = rope_base(attention.rope)
@@ -150,7 +151,7 @@ def _transformer(head: HeadCheckpoint, model_type: str) -> dict[str, Any]:
     if len({*windows} - {0}) > 1:
         raise ModelError(f"the head's layers have windows of {windows}: published layouts have one for all", HINT)
     return {
-        "model_type": model_type,
+        "model_type": "qwen3",
         "hidden_size": head.hidden_size,
         "intermediate_size": mlp.inner,
         "num_hidden_layers": block.num_layers,

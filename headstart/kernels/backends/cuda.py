@@ -1,4 +1,4 @@
-"""One GPU: Triton's kernels, exact to the bit. Checked in Triton's interpreter on the CPU, not yet on a GPU."""
+"""One GPU: Triton kernels, bit-exact. Tested in Triton's interpreter on the CPU, not yet on a GPU."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "triton")
 NODES = ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")
-"""What the drivers of NVIDIA, of WSL and of AMD leave where a GPU is. Asking torch would import it."""
+"""Device nodes of NVIDIA, WSL and AMD drivers; asking torch would import it."""
 
 
 def limits(config: EngineConfig) -> tuple[str, str] | None:
     for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
-            return f"it needs {package}, which is not installed", "pip install 'headstart[cuda]'"
+            return f"it needs {package}, which is not installed", f"pip install {package}"
     if config.device == "cpu":
         return "the device is cpu", "use --device auto"
-    if config.kv_cache_dtype == "int8":
-        return "--kv-cache-dtype int8 is the native backend's", "use --kv-cache-dtype bfloat16"
+    if config.kv_cache_dtype in ("int8", "fp8"):
+        return f"--kv-cache-dtype {config.kv_cache_dtype} is the native backend's", "use --kv-cache-dtype bfloat16"
     if config.dtype != "float32":
         return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
     return None
 
 
 def open_cuda(config: EngineConfig, files: tuple[Path, ...]) -> CudaBackend:
-    from headstart.kernels.cuda.backend import CudaBackend  # torch is imported only when it is used
+    from headstart.kernels.cuda.backend import CudaBackend  # imports torch
 
     narrow = config.kv_cache_dtype != "float32"
-    return CudaBackend(narrow=narrow, quantization=config.quantization)
+    return CudaBackend(narrow=narrow, quantization=config.rounding)
 
 
-def present() -> bool:
-    """A driver's device, and packages that may use it."""
+def is_present() -> bool:
+    """True if there is a driver's device node and packages with GPU support are installed."""
     installed = all(importlib.util.find_spec(package) for package in PACKAGES)
     return any(Path(node).exists() for node in NODES) and installed and not version("torch").endswith("+cpu")
 
 
 BACKEND = BackendKind(
-    rank=50,  # behind native until it has run on a GPU
+    rank=50,  # behind native until tested on a GPU
     why="Triton's kernels on a GPU, exact to the bit",
     exact=True,
     limits=limits,
     open=open_cuda,
     flags=frozenset({"quantization", "kv_cache_dtype"}),
     packages=PACKAGES,
-    present=present,
+    is_present=is_present,
 )

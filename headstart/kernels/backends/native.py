@@ -1,4 +1,4 @@
-"""Compiled kernels on the CPU, exact to the bit: the default. No torch."""
+"""Compiled kernels on the CPU, bit-exact, without torch: the default."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from headstart.kernels.native.backend import NativeBackend
 
 EXTENSION = "headstart.kernels.native._native"
-MOST_THREADS_PER_CORE, FEW_THREADS = 8, 16
-"""More threads than so many for each core, and than these in all, are a mistake."""
+MAX_THREADS_PER_CORE, MIN_THREAD_LIMIT = 8, 16
+"""--threads is refused above MAX_THREADS_PER_CORE per core and above MIN_THREAD_LIMIT."""
 
 
 def limits(config: EngineConfig) -> tuple[str, str] | None:
     if importlib.util.find_spec(EXTENSION) is None:
-        return "headstart was installed without a C++ compiler", "install one, then pip install headstart again"
+        return "headstart was installed without a C++ compiler", "install one, then install headstart again"
     if config.device == "cuda":
         return "the device is cuda", "use --device cpu"
     if config.dtype != "float32":
@@ -33,20 +33,20 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
 
 def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
     from headstart.kernels.native.backend import NativeBackend
-    from headstart.kernels.native.packed_cache import PackedCache, key_of
-    from headstart.kernels.native.placement import decide
+    from headstart.kernels.native.packing import PackedCache, key_of
+    from headstart.kernels.native.placement import choose_placement
 
-    cache = PackedCache.open(key_of(files, config.quantization) if files else None)
+    cache = PackedCache.open(key_of(files, config.rounding) if files else None)
     threads, cores = config.threads or machine.threads().usable, machine.threads().cores
-    if threads > max(MOST_THREADS_PER_CORE * cores, FEW_THREADS):
+    if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
         what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"
         raise UsageError(what, "leave --threads out: it is what affinity and quota allow")
     return NativeBackend(
         threads=threads,
-        quantization=config.quantization,
+        quantization=config.rounding,
         kv_dtype=config.kv_cache_dtype,
         cache=cache,
-        placement=decide(threads, config.numa, machine.nodes(), machine.threads().quota),
+        placement=choose_placement(threads, config.numa, machine.nodes(), machine.threads().quota),
     )
 
 

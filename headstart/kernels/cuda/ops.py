@@ -1,55 +1,128 @@
-"""`Ops` on the device: kernels, and of torch only what copies, adds or multiplies single elements.
+"""`Ops` on the device.
 
-Of torch: `+`, `*`, cat, where, index_select: each element is a copy, or one IEEE operation of elements at its own
-place, so it is the same for any number of rows. Everything that sums, or takes a function, is a kernel. `refine` and
-`keep_groups` make drafts only and are torch's.
-"""
+torch is used only for copies and for single IEEE operations per element (`+`, `*`, cat, where, index_select), whose
+bits do not depend on the number of rows. All sums and functions are Triton kernels, except in `refine` and
+`keep_groups`, which serve drafts only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.kernels.cuda import attending, recurrence
-from headstart.kernels.cuda.angles import Angles
-from headstart.kernels.cuda.kernels import rows as row_kernels, streams as stream_kernels
-from headstart.kernels.cuda.launch import Launcher, tile_of
-from headstart.kernels.cuda.matrix import Matrix
-from headstart.kernels.cuda.mixing import Mixer, Told, uniform
+from headstart.kernels.cuda.attention import (
+    ALL,
+    WINDOW_ENDS,
+    AttentionSplits,
+    PositionList,
+    compress,
+    select_positions,
+)
+from headstart.kernels.cuda.grouped_products import GroupedProducts, check_same_layout
+from headstart.kernels.cuda.kernels import recurrent as recurrent_kernels, rows as row_kernels
+from headstart.kernels.cuda.launch import KernelLauncher, tile_size
+from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, StepInputs
-from headstart.kernels.reference.refine import best, largest
-from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
-from headstart.kernels.torch_backend import KVPool, StatePool
+from headstart.kernels.reference.moe import TokenExperts
+from headstart.kernels.reference.ops import largest_blocks, top_mask
+from headstart.kernels.specs import (
+    AttentionTemperature,
+    CompressSpec,
+    ConvSpec,
+    DeltaSpec,
+    IndexSpec,
+    RopeSpec,
+    RouterSpec,
+    ScanSpec,
+    StreamSpec,
+)
+from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
+
+CHUNK = 1024
+"""Positions computed together on the host."""
+MAX_STATE_COLUMNS = 64
+"""Columns of a recurrent state that one program updates, at most."""
+
+
+class PositionTables:
+    """Factors by position on one device: cosines and sines of rotary embeddings, and attention temperatures.
+
+    Computed on the host in float64, in fixed chunks, so an entry depends on its position alone. `version` counts
+    replacements: recordings made with an older version are invalid."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: dict[RopeSpec | AttentionTemperature, tuple[Tensor, ...]] = {}
+        self._rows = CHUNK
+        self.version = 0
+
+    def cover(self, last: int) -> None:
+        """Grow the tables (by doubling) up to position `last`."""
+        if last >= self._rows:
+            while self._rows <= last:
+                self._rows *= 2
+            self._tables.clear()
+            self.version += 1
+
+    def table(self, spec: RopeSpec) -> tuple[Tensor, ...]:
+        """Cosines and sines, times the scale: two float32 [positions, rotary_dim / 2]."""
+        frequencies = np.array(spec.inv_freq, np.float64)
+
+        def compute(positions: np.ndarray) -> tuple[np.ndarray, ...]:
+            angles = positions[:, None] * frequencies
+            return np.cos(angles) * spec.scale, np.sin(angles) * spec.scale
+
+        return self._table(spec, compute)
+
+    def factors(self, spec: AttentionTemperature) -> Tensor:
+        """Factors of queries, float32 [positions]."""
+
+        def compute(positions: np.ndarray) -> tuple[np.ndarray, ...]:
+            steps = np.floor_divide(positions + spec.ahead, spec.every)
+            return (1 + spec.strength * np.log1p(steps),)
+
+        return self._table(spec, compute)[0]
+
+    def _table(
+        self, spec: RopeSpec | AttentionTemperature, compute: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    ) -> tuple[Tensor, ...]:
+        if spec not in self._tables:
+            parts = [
+                compute(np.arange(begin, begin + CHUNK, dtype=np.float64)) for begin in range(0, self._rows, CHUNK)
+            ]
+            columns = (np.concatenate(part).astype(np.float32) for part in zip(*parts, strict=True))
+            self._tables[spec] = tuple(torch.from_numpy(column).to(self._device) for column in columns)
+        return self._tables[spec]
 
 
 class CudaOps:
     """`Ops` over torch tensors, for the rows of one plan."""
 
-    def __init__(self, launcher: Launcher, plan: DevicePlan, angles: Angles, mixer: Mixer) -> None:
-        self._launch, self._plan, self._angles, self._mixer = launcher, plan, angles, mixer
-        self._chosen: dict[KVPool, attending.Listed] = {}  # the last choice over each pool
+    def __init__(
+        self, launcher: KernelLauncher, plan: DevicePlan, tables: PositionTables, products: GroupedProducts
+    ) -> None:
+        self._launch, self._plan, self._tables, self._products = launcher, plan, tables, products
+        self._chosen: dict[TorchKVPool, PositionList] = {}  # the last selection over each pool
 
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
         return StepInputs(plan["token_ids"], plan["positions"], plan["logit_rows"], hidden)
 
-    def embed(self, table: Matrix, ids: Tensor) -> Tensor:
+    def embed(self, table: CudaMatrix, ids: Tensor) -> Tensor:
         return self._launch.take(table, ids)
 
-    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: CudaMatrix, bias: Tensor | None = None) -> Tensor:
         return self._launch.product(x, weight, bias)
 
-    def refine(self, approximate: Tensor, x: Tensor, weight: Matrix, count: int) -> Tensor:
-        return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+    def refine(self, approximate: Tensor, x: Tensor, weight: CudaMatrix, count: int) -> Tensor:
+        return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
 
     def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
-        return torch.where(best(scores, count)[..., groups], logits, NEVER)
+        return torch.where(top_mask(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         return self._launch.norm(x, weight, eps, num_parts)[0]
@@ -73,16 +146,16 @@ class CudaOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
-    def shift(self, x: Tensor, bias: Tensor) -> Tensor:
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
 
     def center(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        row_kernels.center[(len(x),)](x, out, x.shape[1], TILE=tile_of(x.shape[1]))
+        row_kernels.center[(len(x),)](x, out, x.shape[1], TILE=tile_size(x.shape[1]))
         return out
 
-    def temper(self, x: Tensor, positions: Tensor, spec: TemperSpec) -> Tensor:
-        return x * self._angles.factors(spec).index_select(0, positions)[:, None]
+    def scale_by_position(self, x: Tensor, positions: Tensor, spec: AttentionTemperature) -> Tensor:
+        return x * self._tables.factors(spec).index_select(0, positions)[:, None]
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         out = torch.empty_like(x)
@@ -98,8 +171,8 @@ class CudaOps:
         heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
         return torch.cat(heads, dim=-1).flatten(-2)
 
-    def head_linear(self, x: Tensor, weights: Sequence[Matrix]) -> Tensor:
-        return self._mixer.by_heads(x, weights)
+    def head_linear(self, x: Tensor, weights: Sequence[CudaMatrix]) -> Tensor:
+        return self._products.head_linear(x, weights)
 
     def moe(
         self,
@@ -108,93 +181,163 @@ class CudaOps:
         bias: Tensor | None,
         experts: Experts,
         spec: RouterSpec,
-        told: Told | None = None,
+        token_experts: TokenExperts | None = None,
     ) -> Tensor:
-        return self._mixer.mixture(x, logits, bias, experts, spec, self._plan, told)
+        return self._products.moe(x, logits, bias, experts, spec, self._plan, token_experts)
 
     def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
-        cosines, sines = self._angles.table(spec)
+        cosines, sines = self._tables.table(spec)
         out, heads = torch.empty_like(x), x.shape[1] // head_dim
         row_kernels.rope[(len(x),)](
-            x, positions, cosines, sines, out, x.shape[1], spec.behind, HEADS=heads, HEAD_TILE=tile_of(heads),
-            DIM=head_dim, ROTARY=spec.rotary_dim, TILE=tile_of(head_dim), TRAILING=spec.trailing, INVERSE=spec.inverse,
+            x, positions, cosines, sines, out, x.shape[1], spec.shift, HEADS=heads, HEAD_TILE=tile_size(heads),
+            DIM=head_dim, ROTARY=spec.rotary_dim, TILE=tile_size(head_dim), TRAILING=spec.trailing,
+            INVERSE=spec.inverse,
         )  # fmt: skip
         return out
 
-    def store_kv(self, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, pool: TorchKVPool, spec: AttentionSpec) -> None:
         self._launch.scatter(k, self._plan["slots"], pool.keys.flatten(1))
         if not pool.latent:
             self._launch.scatter(v, self._plan["slots"], pool.values.flatten(1))
 
     def attend(
-        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
-    ) -> Tensor:
-        listed = None if chosen is None else self._chosen[chosen]
-        return attending.attend(self._launch, q, pool, spec, self._plan, sinks, listed)
-
-    def attend_beside(
         self,
         q: Tensor,
-        pool: KVPool,
-        entries: KVPool,
+        pool: TorchKVPool,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+        chosen: TorchKVPool | None = None,
+    ) -> Tensor:
+        selected = None if chosen is None else self._chosen[chosen]
+        positions = selected or PositionList(ALL, self._plan.shape.context)
+        splits = AttentionSplits(self._launch, q, spec, self._plan, positions.splits)
+        window, chunk = (0, 0) if selected else (spec.window, spec.chunk)
+        splits.add(pool, positions, 0, window=window, chunk=chunk)
+        return splits.join(positions, 0, sinks, dense=selected is None)
+
+    def attend_compressed(
+        self,
+        q: Tensor,
+        pool: TorchKVPool,
+        entries: TorchKVPool,
         spec: AttentionSpec,
         every: int,
         sinks: Tensor | None = None,
-        chosen: KVPool | None = None,
+        chosen: TorchKVPool | None = None,
     ) -> Tensor:
-        listed = attending.ends_of(self._plan, every) if chosen is None else self._chosen[chosen]
-        return attending.attend_beside(self._launch, q, (pool, entries), spec, self._plan, sinks, listed)
+        context = self._plan.shape.context
+        window_ends = PositionList(WINDOW_ENDS, max(context // every, 1), every)
+        positions, among_entries = PositionList(ALL, context), window_ends if chosen is None else self._chosen[chosen]
+        splits = AttentionSplits(self._launch, q, spec, self._plan, positions.splits + among_entries.splits)
+        splits.add(pool, positions, 0, window=spec.window, chunk=spec.chunk)
+        splits.add(entries, among_entries, positions.splits)
+        return splits.join(among_entries, positions.splits, sinks, dense=True)
 
-    def store_index(self, k: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
         self._launch.scatter(k, self._plan["slots"], pool.keys.flatten(1))
 
-    def choose(self, q: Tensor, weights: Tensor, pool: KVPool, spec: IndexSpec) -> None:
-        self._chosen[pool] = attending.choose(self._launch, q, weights, pool, spec, self._plan)
+    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
+        self._chosen[pool] = select_positions(self._launch, q, weights, pool, spec, self._plan)
 
-    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: KVPool, spec: CompressSpec) -> Tensor:
-        return attending.compress(self._launch, values, gates, bias, pool, spec, self._plan)
+    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec) -> Tensor:
+        return compress(self._launch, values, gates, bias, pool, spec, self._plan)
 
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
         out = torch.empty_like(mixes)
-        stream_kernels.stream_weights[(len(mixes),)](
-            mixes, base, scale, out, spec.eps, spec.iterations, COUNT=spec.count, TILE=tile_of(spec.count),
+        row_kernels.stream_weights[(len(mixes),)](
+            mixes, base, scale, out, spec.eps, spec.iterations, COUNT=spec.count, TILE=tile_size(spec.count),
             ALL=mixes.shape[1] > spec.count,
         )  # fmt: skip
         return out
 
     def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
         width, stride = streams.shape[1] // spec.count, 0 if weights is None else weights.shape[1]
-        out, tile = self._launch.empty(len(streams), width), min(tile_of(width), self._launch.device.elements)
-        stream_kernels.sum_streams[(len(streams), -(-width // tile))](
-            streams, weights, out, width, stride, COUNT=spec.count, WEIGHED=weights is not None, TILE=tile
+        out, tile = self._launch.empty(len(streams), width), min(tile_size(width), self._launch.device.elements)
+        row_kernels.sum_streams[(len(streams), -(-width // tile))](
+            streams, weights, out, width, stride, COUNT=spec.count, WEIGHTED=weights is not None, TILE=tile
         )
         return out
 
     def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
         out, width = torch.empty_like(streams), x.shape[1]
-        tile = min(tile_of(width), self._launch.device.elements)
-        stream_kernels.mix_streams[(len(streams), -(-width // tile), spec.count)](
+        tile = min(tile_size(width), self._launch.device.elements)
+        row_kernels.mix_streams[(len(streams), -(-width // tile), spec.count)](
             streams, x, weights, out, width, COUNT=spec.count, TILE=tile
         )
         return out
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec, bias: Tensor | None = None
+        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: ConvSpec, bias: Tensor | None = None
     ) -> Tensor:
-        return recurrence.conv(self._launch, x, weight, pool, spec, self._plan, bias)
+        launch, plan, states, kept = self._launch, self._plan, pool.states, pool.rows
+        out, tile = torch.empty_like(x), min(tile_size(spec.channels), launch.device.elements)
+        sizes = {"CHANNELS": spec.channels, "WIDTH": spec.width, "TILE": tile}
+        tiles, steps = -(-spec.channels // tile), (plan["row_starts"], plan["own"], plan["reads"], plan["starts"])
+        recurrent_kernels.conv[(len(x), tiles)](
+            x, weight, bias, states, kept, out, plan["positions"], plan["sequences"], *steps, kept.shape[1],
+            BIAS=bias is not None, **sizes,
+        )  # fmt: skip
+        if (stores := plan.shape.stores) and spec.width > 1:
+            inputs = launch.empty(stores, spec.width - 1, spec.channels)
+            recurrent_kernels.conv_states[(stores, spec.width - 1, tiles)](
+                x, states, kept, inputs, plan["positions"], *steps, plan["store_sequences"], plan["store_positions"],
+                kept.shape[1], **sizes,
+            )  # fmt: skip
+            launch.scatter(inputs.flatten(1), plan["store_slots"], states.flatten(1))
+        self._keep_rows(pool, x)
+        return out
 
-    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
-        return recurrence.gated_delta(self._launch, (qkv, log_decay, strength), pool, spec, self._plan)
+    def gated_delta(
+        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: DeltaSpec
+    ) -> Tensor:
+        out = torch.zeros((len(qkv), spec.num_heads * spec.value_dim), device=qkv.device)
+        tile = min(tile_size(spec.value_dim), MAX_STATE_COLUMNS)
+        recurrent_kernels.gated_delta[(len(out), spec.num_heads, -(-spec.value_dim // tile))](
+            qkv, log_decay, strength, pool.states, pool.rows, out, *self._state_arrays(), pool.rows.shape[1],
+            KEY_HEADS=spec.num_key_heads, HEADS=spec.num_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
+            TILED=spec.tiled, KEY_TILE=tile_size(spec.key_dim), VALUE_TILE=tile,
+        )  # fmt: skip
+        self._keep_rows(pool, qkv, log_decay, strength)
+        return out
 
     def selective_scan(
-        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: StatePool, spec: ScanSpec
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: ScanSpec
     ) -> Tensor:
-        return recurrence.selective_scan(self._launch, (xbc, step), rate, skip, pool, spec, self._plan)
+        out = torch.zeros((len(xbc), spec.inner), device=xbc.device)
+        tile = min(tile_size(spec.head_dim), MAX_STATE_COLUMNS)
+        recurrent_kernels.selective_scan[(len(out), spec.num_heads, -(-spec.head_dim // tile))](
+            xbc, step, rate, skip, pool.states, pool.rows, out, *self._state_arrays(), pool.rows.shape[1],
+            GROUPS=spec.num_groups, HEADS=spec.num_heads, STATE=spec.state_dim, DIM=spec.head_dim,
+            STATE_TILE=tile_size(spec.state_dim), TILE=tile,
+        )  # fmt: skip
+        self._keep_rows(pool, xbc, step)
+        return out
+
+    def _state_arrays(self) -> tuple[Tensor, ...]:
+        """The arrays of plan.states, in the order of the kernels' parameters."""
+        names = ("positions", "row_starts", "own", "reads", "starts", "store_starts")
+        # without stores any array serves as their positions and slots: none is read
+        stores = ("store_positions", "store_slots") if self._plan.shape.stores else ("starts", "starts")
+        return tuple(self._plan[name] for name in (*names, *stores))
+
+    def _keep_rows(self, pool: TorchStatePool, *parts: Tensor) -> None:
+        """Store drafted rows for the next pass, after all kernels that read those of the last pass."""
+        _, num_kept, width = pool.rows.shape
+        offset = 0
+        for part in parts if num_kept else ():
+            columns = part.shape[1]
+            tile = min(tile_size(columns), self._launch.device.elements)
+            recurrent_kernels.keep[(len(part), -(-columns // tile))](
+                part, self._plan["keep_owns"], self._plan["keep_places"], pool.rows, num_kept, columns, offset, width,
+                TILE=tile,
+            )  # fmt: skip
+            offset += columns
 
     def softplus(self, x: Tensor, rate: Tensor | None, bias: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        about = {"RATE": rate is not None}
-        self._launch.each(row_kernels.softplus, x.numel(), x, rate, bias, out, x.numel(), x.shape[1], **about)
+        self._launch.each(
+            row_kernels.softplus, x.numel(), x, rate, bias, out, x.numel(), x.shape[1], RATE=rate is not None
+        )
         return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -210,18 +353,21 @@ class CudaOps:
         self._launch.scatter(x, self._plan["slots"], pool[:, column : column + x.shape[-1]])
 
 
-class Probe:
-    """Runs a program once without rows, to hear of weights that there are no kernels for. Raises ModelError."""
+class SupportCheck:
+    """`Ops` without computation: running a program over it raises ModelError for weights without a kernel."""
 
     def __getattr__(self, name: str) -> Any:
-        return self._taken
+        return self._accept
 
-    def moe(self, x: Any, logits: Any, bias: Any, experts: Experts, spec: RouterSpec, told: Any = None) -> None:
+    def moe(
+        self, x: Any, logits: Any, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None
+    ) -> None:
+        """Raises ModelError unless the matrices of all experts have one layout."""
         for matrices in (experts.gate, experts.up, experts.down):
-            uniform(matrices)
+            check_same_layout(matrices)
 
     def add_rms_norm(self, *arguments: Any) -> tuple[None, None]:
         return None, None
 
-    def _taken(self, *arguments: Any, **about: Any) -> None:
-        """An operation that there is."""
+    def _accept(self, *arguments: Any, **options: Any) -> None:
+        """Every other op is supported."""

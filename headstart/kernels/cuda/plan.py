@@ -1,6 +1,6 @@
-"""A StepPlan on the device, filled up to a bucket of rows, so that one recording of a program serves many plans.
+"""A StepPlan on the device, padded to a bucket of rows, so that one recording of a program serves many plans.
 
-Rows that fill up have slot -1, store nothing and see nothing. Shapes: R rows of the bucket, S sequences, B blocks.
+Padding rows have slot -1, store nothing and see nothing. Shapes: R rows of the bucket, S sequences, B blocks.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StateSteps, StepPlan
-from headstart.kernels.cuda.arrival import sent
+from headstart.kernels.cuda.device import copy_to_device
 
 Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Rows that passes have; beyond the last, multiples of it."""
-FEWEST_BLOCKS = 64
-ALIGNED = 4
-"""Integers of 16 bytes."""
+"""Row counts of padded passes; beyond the last, its multiples."""
+MIN_BLOCKS = 64
+"""Width of a block table, at least."""
+ALIGNED_INTS = 4
+"""Integers in 16 bytes."""
 
 
 def bucket_of(count: int) -> int:
-    """The smallest bucket that holds so many."""
+    """The smallest bucket >= count."""
     largest = BUCKETS[-1]
     return next((size for size in BUCKETS if size >= count), -(-count // largest) * largest)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What a recording of a program is made for: rows, rows with logits, blocks of a table, path slots, block size,
-    first position, and states that are written."""
+class PlanShape:
+    """Padded sizes of a plan, for which a program is recorded."""
 
     rows: int
-    logits: int
-    blocks: int
-    paths: int
+    logits: int  # rows with logits
+    blocks: int  # of a block table
+    paths: int  # path slots
     block_size: int
     first_position: int
-    stores: int = 0
+    stores: int = 0  # recurrent states written
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Shape:
-        blocks = max(FEWEST_BLOCKS, 1 << (max(plan.block_tables.shape[1], 1) - 1).bit_length())
+    def of(cls, plan: StepPlan) -> PlanShape:
+        blocks = max(MIN_BLOCKS, 1 << (max(plan.block_tables.shape[1], 1) - 1).bit_length())
         paths = bucket_of(len(plan.paths.slots)) if plan.paths else 0
         stores = bucket_of(len(plan.states.store_slots)) if plan.states and len(plan.states.store_slots) else 0
         rows, logits = bucket_of(plan.num_rows), bucket_of(len(plan.logit_rows)) if len(plan.logit_rows) else 0
@@ -54,141 +54,137 @@ class Shape:
 
     @property
     def context(self) -> int:
-        """Positions of a table."""
+        """Positions covered by a block table."""
         return self.blocks * self.block_size
 
 
-def arrays_of(plan: StepPlan, shape: Shape) -> dict[str, Ints]:
-    """The integers that kernels read, all of the sizes that `shape` says."""
+def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Ints]:
+    """The integer arrays that kernels read, padded to `shape`."""
     rows = shape.rows
     sequences = np.repeat(np.arange(len(plan.block_tables), dtype=np.int32), np.diff(plan.row_starts))
     tables = np.zeros((rows, shape.blocks), np.int32)
     tables[: len(plan.block_tables), : plan.block_tables.shape[1]] = plan.block_tables
-    made = {
-        "token_ids": _filled(plan.token_ids, rows),
-        "positions": _filled(plan.positions, rows),
-        "slots": _filled(plan.slots, rows, -1),
-        "sees": _filled(plan.positions if plan.sees is None else plan.sees, rows, -1),
-        "sequences": _filled(sequences, rows),
-        "logit_rows": _filled(plan.logit_rows, shape.logits),
+    arrays = {
+        "token_ids": _padded(plan.token_ids, rows),
+        "positions": _padded(plan.positions, rows),
+        "slots": _padded(plan.slots, rows, -1),
+        "visible_end": _padded(plan.positions if plan.visible_end is None else plan.visible_end, rows, -1),
+        "sequences": _padded(sequences, rows),
+        "logit_rows": _padded(plan.logit_rows, shape.logits),
         "tables": tables,
         "path_starts": np.zeros(rows + 1, np.int32),
         "path_slots": np.zeros(max(shape.paths, 1), np.int32),
     }
     if plan.hidden_slots is not None:
-        made["hidden_slots"] = _filled(plan.hidden_slots, rows)
+        arrays["hidden_slots"] = _padded(plan.hidden_slots, rows)
     if plan.paths:
-        made["path_starts"] = _continued(plan.paths.starts, rows + 1)
-        made["path_slots"] = _filled(plan.paths.slots, shape.paths)
-    return made if plan.states is None else made | state_arrays(plan, plan.states, sequences, shape)
+        arrays["path_starts"] = _padded_with_last(plan.paths.starts, rows + 1)
+        arrays["path_slots"] = _padded(plan.paths.slots, shape.paths)
+    return arrays if plan.states is None else arrays | state_arrays(plan, plan.states, sequences, shape)
 
 
-def state_arrays(plan: StepPlan, told: StateSteps, sequences: Ints, shape: Shape) -> dict[str, Ints]:
-    """Of recurrent layers: StateSteps by sequence, stores by number, and where rows are kept (owner -1: nowhere)."""
-    rows, places = shape.rows, plan.positions - told.keeps[sequences]
-    made = {
-        "row_starts": _continued(plan.row_starts, rows + 1),
-        "own": _filled(told.own, rows),
-        "reads": _filled(told.reads, rows, -1),
-        "starts": _filled(told.starts, rows),
-        "store_starts": _continued(told.store_starts, rows + 1),
-        "keep_owns": _filled(np.where(places >= 0, told.own[sequences], -1).astype(np.int32), rows, -1),
-        "keep_places": _filled(np.maximum(places, 0).astype(np.int32), rows),
+def state_arrays(plan: StepPlan, steps: StateSteps, sequences: Ints, shape: PlanShape) -> dict[str, Ints]:
+    """StateSteps for kernels: arrays per sequence, per store, and where each row is kept (owner -1: not kept)."""
+    rows, places = shape.rows, plan.positions - steps.keeps[sequences]
+    arrays = {
+        "row_starts": _padded_with_last(plan.row_starts, rows + 1),
+        "own": _padded(steps.own, rows),
+        "reads": _padded(steps.reads, rows, -1),
+        "starts": _padded(steps.starts, rows),
+        "store_starts": _padded_with_last(steps.store_starts, rows + 1),
+        "keep_owns": _padded(np.where(places >= 0, steps.own[sequences], -1).astype(np.int32), rows, -1),
+        "keep_places": _padded(np.maximum(places, 0).astype(np.int32), rows),
     }
     if shape.stores:
-        of = np.repeat(np.arange(len(told.own), dtype=np.int32), np.diff(told.store_starts))
-        made["store_sequences"] = _filled(of, shape.stores)
-        made["store_positions"] = _filled(told.store_positions, shape.stores, int(told.starts[0]))
-        made["store_slots"] = _filled(told.store_slots, shape.stores, -1)
-    return made
+        of = np.repeat(np.arange(len(steps.own), dtype=np.int32), np.diff(steps.store_starts))
+        arrays["store_sequences"] = _padded(of, shape.stores)
+        arrays["store_positions"] = _padded(steps.store_positions, shape.stores, int(steps.starts[0]))
+        arrays["store_slots"] = _padded(steps.store_slots, shape.stores, -1)
+    return arrays
 
 
-def _continued(values: Ints, size: int) -> Ints:
-    """The last one again and again."""
+def _padded_with_last(values: Ints, size: int) -> Ints:
+    """Pad with the last value."""
     return np.pad(values, (0, size - len(values)), mode="edge").astype(np.int32)
 
 
-def _filled(values: Ints, size: int, filling: int = 0) -> Ints:
-    out = np.full(size, filling, np.int32)
+def _padded(values: Ints, size: int, fill: int = 0) -> Ints:
+    out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
 
 
-def tiles_of(plan: StepPlan, shape: Shape, rows_per_tile: int) -> tuple[Ints, Ints]:
-    """(first rows, counts) of tiles of rows of one sequence, [R]; of those that fill up 0. A row with a path is
-    alone."""
-    most = 1 if plan.paths else rows_per_tile
+def row_tiles(plan: StepPlan, shape: PlanShape, rows_per_tile: int) -> tuple[Ints, Ints]:
+    """(first rows [R], row counts [R]) of attention tiles, each within one sequence; unused tiles have 0 rows. Rows
+    with paths get a tile each."""
+    max_rows = 1 if plan.paths else rows_per_tile
     starts: list[int] = []
     counts: list[int] = []
     bounds = plan.row_starts.tolist()
     for begin, end in pairwise(bounds):
-        for first in range(begin, end, most):
+        for first in range(begin, end, max_rows):
             starts.append(first)
-            counts.append(min(most, end - first))
-    return _filled(np.array(starts, np.int32), shape.rows), _filled(np.array(counts, np.int32), shape.rows)
+            counts.append(min(max_rows, end - first))
+    return _padded(np.array(starts, np.int32), shape.rows), _padded(np.array(counts, np.int32), shape.rows)
 
 
-NOTHING = {"slots": -1, "sees": -1, "store_slots": -1, "keep_owns": -1}
-"""What rows and stores that do nothing are told; all else is 0."""
+INACTIVE = {"slots": -1, "visible_end": -1, "store_slots": -1, "keep_owns": -1}
+"""Values of rows and stores that do nothing; all other arrays are 0."""
 
 
 @dataclass(eq=False)
 class DevicePlan:
-    """Integers of one shape on the device, in one buffer; `update` puts another plan of that shape into the same
-    places."""
+    """The arrays of a plan in one device buffer; `update` copies another plan of the same shape into it."""
 
-    shape: Shape
+    shape: PlanShape
     device: torch.device
     plan: StepPlan
     ints: dict[str, Tensor] = field(default_factory=dict)
     _tiles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        arrays = arrays_of(self.plan, self.shape)
-        self._whole = self._made(_joined(arrays))
-        parts = self._whole.split([_room(array) for array in arrays.values()])
-        places = zip(arrays.items(), parts, strict=True)
-        self.ints = {name: part[: array.size].view(array.shape) for (name, array), part in places}
+        arrays = plan_arrays(self.plan, self.shape)
+        self._whole = copy_to_device(_join(arrays), self.device)
+        parts = self._whole.split([_aligned_size(array) for array in arrays.values()])
+        named = zip(arrays.items(), parts, strict=True)
+        self.ints = {name: part[: array.size].view(array.shape) for (name, array), part in named}
 
     def update(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._whole.copy_(torch.from_numpy(_joined(arrays_of(plan, self.shape))), non_blocking=True)
-        for size, kept in self._tiles.items():
-            for place, array in zip(kept, tiles_of(plan, self.shape, size), strict=True):
-                place.copy_(torch.from_numpy(array), non_blocking=True)
+        self._whole.copy_(torch.from_numpy(_join(plan_arrays(plan, self.shape))), non_blocking=True)
+        for size, tiles in self._tiles.items():
+            for buffer, array in zip(tiles, row_tiles(plan, self.shape, size), strict=True):
+                buffer.copy_(torch.from_numpy(array), non_blocking=True)
 
     def clear(self) -> None:
-        """A plan of no rows."""
+        """Make all rows and stores inactive."""
         self._whole.zero_()
-        for name, filling in NOTHING.items():
+        for name, value in INACTIVE.items():
             if name in self.ints:
-                self.ints[name].fill_(filling)
+                self.ints[name].fill_(value)
         for _, counts in self._tiles.values():
             counts.zero_()
 
     def tiles(self, rows_per_tile: int) -> tuple[Tensor, Tensor]:
-        """Of attention, for so many rows each at most; kept up to date from then on."""
+        """Attention tiles of at most that many rows (see row_tiles); later updates keep them current."""
         if rows_per_tile not in self._tiles:
-            first, count = tiles_of(self.plan, self.shape, rows_per_tile)
-            self._tiles[rows_per_tile] = self._made(first), self._made(count)
+            first, count = row_tiles(self.plan, self.shape, rows_per_tile)
+            self._tiles[rows_per_tile] = copy_to_device(first, self.device), copy_to_device(count, self.device)
         return self._tiles[rows_per_tile]
-
-    def _made(self, array: Ints) -> Tensor:
-        return sent(array, self.device)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.ints[name]
 
 
-def _joined(arrays: Mapping[str, Ints]) -> Ints:
-    whole = np.zeros(sum(_room(array) for array in arrays.values()), np.int32)
+def _join(arrays: Mapping[str, Ints]) -> Ints:
+    whole = np.zeros(sum(_aligned_size(array) for array in arrays.values()), np.int32)
     at = 0
     for array in arrays.values():
         whole[at : at + array.size] = array.reshape(-1)
-        at += _room(array)
+        at += _aligned_size(array)
     return whole
 
 
-def _room(array: Ints) -> int:
-    """Kernels are compiled for addresses that are multiples of 16 bytes, or for any: no plan may choose."""
-    return -(-array.size // ALIGNED) * ALIGNED
+def _aligned_size(array: Ints) -> int:
+    """Size rounded up to 16 bytes: kernels are specialized on alignment, which must not depend on the plan."""
+    return -(-array.size // ALIGNED_INTS) * ALIGNED_INTS

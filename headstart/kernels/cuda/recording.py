@@ -1,8 +1,8 @@
-"""Programs as the device runs them again and again: one recording for each shape of plans, over buffers of its own.
+"""Records programs as CUDA graphs, one per padded plan shape, each over its own buffers.
 
-A recording is made with a plan that does nothing, as making it runs it. Where the device has no graphs a program runs
-at once. What a recording gives is valid until it runs again. Drawing from a recording's logits is a recording, too, of
-its own: what the draws depend on is put together while the pass runs, and need not be there before it is launched.
+Recording runs the program, so it uses a plan of inactive rows. Without graph support a program runs directly. Results
+are valid until the recording runs again. Sampling from a recording's logits is a recording of its own, because its
+inputs are prepared while the pass runs.
 """
 
 from __future__ import annotations
@@ -16,81 +16,79 @@ import torch
 from torch import Tensor
 
 from headstart.core import SamplingRows, StepPlan
-from headstart.kernels.cuda.angles import Angles
-from headstart.kernels.cuda.device import Device, said
-from headstart.kernels.cuda.launch import Launcher
-from headstart.kernels.cuda.mixing import Mixer
-from headstart.kernels.cuda.ops import CudaOps
-from headstart.kernels.cuda.plan import DevicePlan, Shape
-from headstart.kernels.cuda.sampling import DrawRows, Sampler, is_edited, is_limited
+from headstart.kernels.cuda.device import CudaDevice, explain_out_of_memory
+from headstart.kernels.cuda.grouped_products import GroupedProducts
+from headstart.kernels.cuda.launch import KernelLauncher
+from headstart.kernels.cuda.ops import CudaOps, PositionTables
+from headstart.kernels.cuda.plan import DevicePlan, PlanShape
+from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_edited, is_limited
 from headstart.kernels.ops import Ops, Program
 
 LOGIT_RESULTS = ("logits", "confidence")
 """Results with a row for each of plan.logit_rows; others have one for each row."""
-MOST_ROWS, MOST_RECORDINGS = 256, 64
-"""Passes of more rows run at once: launches are a small part of their time. Recordings of a program: the oldest goes
-when there are more."""
+MAX_ROWS, MAX_RECORDINGS = 256, 64
+"""Passes of more than MAX_ROWS rows run directly: launches are a small part of their time. A program keeps at most
+MAX_RECORDINGS recordings; the oldest is dropped."""
 
 
 @dataclass(frozen=True, eq=False)
-class Draws:
-    """Draws from all logits of a recording; `rows`: with these parameters."""
+class SamplingRecording:
+    """Recorded sampling from the logits of a PassRecording."""
 
-    rows: DrawRows
+    rows: DeviceSamplingRows  # parameters, updated before each replay
     tokens: Tensor  # [L, 1]
     replay: Callable[[], None]
 
 
 @dataclass(eq=False)
-class Recording:
-    """`rows`: the plan on the device; `hidden`: what the program reads; `replay`: compute `made` from these; `draws`
-    from `made`: by their columns, and whether rows are limited."""
+class PassRecording:
+    """A recorded program with its buffers."""
 
-    rows: DevicePlan
-    hidden: Tensor | None
-    made: Mapping[str, Tensor]
+    rows: DevicePlan  # input, updated before each replay
+    hidden: Tensor | None  # input [R, width]: hidden states that are not read from a pool
+    results: Mapping[str, Tensor]
     replay: Callable[[], None]
-    version: int
-    draws: dict[tuple[int, bool], Draws] = field(default_factory=dict)
+    version: int  # of the position tables at recording
+    sampling: dict[tuple[int, bool], SamplingRecording] = field(default_factory=dict)  # by (columns, is_limited)
 
 
 @dataclass(eq=False)
-class Handle:
-    """A program, and how it was recorded: by shape, and whether plans tell hidden slots and states, and hidden
-    states are given."""
+class CudaProgram:
+    """A program and its recordings."""
 
     program: Program
-    recordings: dict[tuple[Shape, bool, bool, bool], Recording] = field(default_factory=dict)
+    # by (shape, plan has hidden slots, plan has states, hidden states are passed)
+    recordings: dict[tuple[PlanShape, bool, bool, bool], PassRecording] = field(default_factory=dict)
 
 
-class Recorder:
-    """Runs programs on one device."""
+class GraphRecorder:
+    """Runs programs on one device, recorded where possible."""
 
-    def __init__(self, device: Device, launcher: Launcher) -> None:
+    def __init__(self, device: CudaDevice, launcher: KernelLauncher) -> None:
         self.device, self._launcher = device, launcher
-        self.angles, self._mixer = Angles(device.place), Mixer(launcher)
-        self._of_logits: WeakValueDictionary[int, Recording] = WeakValueDictionary()
+        self.tables, self._products = PositionTables(device.torch_device), GroupedProducts(launcher)
+        self._by_logits: WeakValueDictionary[int, PassRecording] = WeakValueDictionary()
 
     @property
-    def place(self) -> torch.device:
-        return self.device.place
+    def torch_device(self) -> torch.device:
+        return self.device.torch_device
 
     def run(
-        self, handle: Handle, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+        self, handle: CudaProgram, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
     ) -> dict[str, Tensor]:
-        """As Backend.run."""
-        shape = Shape.of(plan)
-        self.angles.cover(int(plan.positions.max()))
-        recorded = self.device.graphs and shape.rows <= MOST_ROWS
-        made = self._recorded if recorded else self._at_once
-        found = made(handle, shape, plan, hidden_pool, hidden)
-        counts = {name: len(plan.logit_rows) if name in LOGIT_RESULTS else plan.num_rows for name in found}
-        return {name: x[: counts[name]] for name, x in found.items()}
+        """Backend.run."""
+        shape = PlanShape.of(plan)
+        self.tables.cover(int(plan.positions.max()))
+        recorded = self.device.graphs and shape.rows <= MAX_ROWS
+        run = self._run_recorded if recorded else self._run_directly
+        results = run(handle, shape, plan, hidden_pool, hidden)
+        counts = {name: len(plan.logit_rows) if name in LOGIT_RESULTS else plan.num_rows for name in results}
+        return {name: x[: counts[name]] for name, x in results.items()}
 
-    def _at_once(
-        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    def _run_directly(
+        self, handle: CudaProgram, shape: PlanShape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
     ) -> Mapping[str, Tensor]:
-        rows = DevicePlan(shape, self.place, plan)
+        rows = DevicePlan(shape, self.torch_device, plan)
         if hidden is not None:
             hidden = torch.nn.functional.pad(hidden, (0, 0, 0, shape.rows - len(hidden)))
         elif hidden_pool is not None and plan.hidden_slots is not None:
@@ -98,69 +96,72 @@ class Recorder:
         return self.compute(handle.program, rows, hidden)
 
     def compute(self, program: Program, rows: DevicePlan, hidden: Tensor | None) -> Mapping[str, Tensor]:
-        """What a program makes of all rows of a plan, those that fill it up too."""
-        with said("a pass"):
-            ops = CudaOps(self._launcher, rows, self.angles, self._mixer)
+        """Run a program on all rows of a plan, padding included."""
+        with explain_out_of_memory("a pass"):
+            ops = CudaOps(self._launcher, rows, self.tables, self._products)
             return program(cast(Ops, ops), ops.inputs(hidden))
 
-    def _recorded(
-        self, handle: Handle, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    def _run_recorded(
+        self, handle: CudaProgram, shape: PlanShape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
     ) -> Mapping[str, Tensor]:
         stored = hidden_pool if hidden is None and plan.hidden_slots is not None else None
         key = shape, plan.hidden_slots is not None, plan.states is not None, hidden is not None
         known = handle.recordings.get(key)
-        if known is None or known.version != self.angles.version:
+        if known is None or known.version != self.tables.version:
             known = self._record(handle.program, shape, plan, stored, hidden)
             handle.recordings[key] = known
-            while len(handle.recordings) > MOST_RECORDINGS:
+            while len(handle.recordings) > MAX_RECORDINGS:
                 del handle.recordings[next(iter(handle.recordings))]
         known.rows.update(plan)
         if hidden is not None:
             assert known.hidden is not None
             known.hidden[: len(hidden)] = hidden
         known.replay()
-        return known.made
+        return known.results
 
     def _record(
-        self, program: Program, shape: Shape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
-    ) -> Recording:
-        rows = DevicePlan(shape, self.place, plan)
+        self, program: Program, shape: PlanShape, plan: StepPlan, hidden_pool: Tensor | None, hidden: Tensor | None
+    ) -> PassRecording:
+        rows = DevicePlan(shape, self.torch_device, plan)
         rows.clear()
-        given = None if hidden is None else torch.zeros((shape.rows, hidden.shape[1]), device=self.place)
+        passed = None if hidden is None else torch.zeros((shape.rows, hidden.shape[1]), device=self.torch_device)
 
         def work() -> Mapping[str, Tensor]:
-            read = given if hidden_pool is None else hidden_pool.index_select(0, rows["hidden_slots"])
-            return self.compute(program, rows, read)
+            stored = passed if hidden_pool is None else hidden_pool.index_select(0, rows["hidden_slots"])
+            return self.compute(program, rows, stored)
 
-        version = self.angles.version
-        made, replay = self.device.record(work)
-        recording = Recording(rows, given, made, replay, version)
-        if "logits" in made:  # no other tensor lies there while the recording lives
-            self._of_logits[made["logits"].data_ptr()] = recording
+        version = self.tables.version
+        results, replay = self.device.record(work)
+        recording = PassRecording(rows, passed, results, replay, version)
+        if "logits" in results:  # the address is unique while the recording lives
+            self._by_logits[results["logits"].data_ptr()] = recording
         return recording
 
-    def drawn(self, sampler: Sampler, logits: Tensor, rows: SamplingRows) -> Tensor | None:
-        """Tokens [L, 1], valid until the next draw, of logits [L, W] that a recording has just made; None where they
-        are no such, or rows are edited: then there are arrays of other sizes each time."""
-        recording = self._of_logits.get(logits.data_ptr())
+    def sample(self, sampler: CudaSampler, logits: Tensor, rows: SamplingRows) -> Tensor | None:
+        """Sample from logits [L, W] of a recording's last run -> tokens [L, 1], valid until the next call.
+
+        None if the logits are not a recording's, or if rows have edits, whose arrays change size."""
+        recording = self._by_logits.get(logits.data_ptr())
         if recording is None or is_edited(rows):
             return None
         key = logits.shape[1], is_limited(rows)
-        known = recording.draws.get(key)
+        known = recording.sampling.get(key)
         if known is None:
-            known = recording.draws[key] = self._record_draws(sampler, recording, logits.shape[1], rows)
+            known = recording.sampling[key] = self._record_sampling(sampler, recording, logits.shape[1], rows)
         known.rows.update(rows)
         known.replay()
         return known.tokens[: len(rows)]
 
-    def _record_draws(self, sampler: Sampler, recording: Recording, width: int, rows: SamplingRows) -> Draws:
-        logits = recording.made["logits"][:, :width]
-        filled = DrawRows.of(rows, self.place, len(logits))
+    def _record_sampling(
+        self, sampler: CudaSampler, recording: PassRecording, width: int, rows: SamplingRows
+    ) -> SamplingRecording:
+        logits = recording.results["logits"][:, :width]
+        padded = DeviceSamplingRows.of(rows, self.torch_device, len(logits))
 
         def work() -> Mapping[str, Tensor]:
-            tokens = torch.empty((filled.count, 1), dtype=torch.int64, device=self.place)
-            sampler.draw(logits, filled, None, tokens)
+            tokens = torch.empty((padded.count, 1), dtype=torch.int64, device=self.torch_device)
+            sampler.draw(logits, padded, None, tokens)
             return {"tokens": tokens}
 
-        made, replay = self.device.record(work)
-        return Draws(filled, made["tokens"], replay)
+        results, replay = self.device.record(work)
+        return SamplingRecording(padded, results["tokens"], replay)

@@ -4,10 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import SamplingRows, StepPlan
-from headstart.kernels.chain import GateRule
+from headstart.kernels.draft_loop import GateRule
 
 class ThreadPool:
-    """The process's own threads; the caller is one of them. Groups: threads, node, CPUs that they keep to."""
+    """Worker threads; the caller is one of them. groups: (threads, NUMA node, CPUs they are bound to)."""
 
     def __init__(self, threads: int, groups: Sequence[tuple[int, int, tuple[int, ...]]] = ...) -> None: ...
     @property
@@ -52,28 +52,27 @@ class Matrix:
     def data(self) -> NDArray[np.uint8]: ...
 
 def source_form(source: str) -> tuple[int, int, int, int, int, int] | None:
-    """kind, group, zero, scales, offsets, levels (numbers of csrc/matrix.h) of the matrix that rows of this type
-    become; None for an unknown type.
-    "int8" and "int4" are float32 rows to quantize."""
+    """(kind, group, zero, scales, offsets, levels), numbers of csrc/matrix.h, of the matrix that rows of this type
+    become; None for an unknown type. "int8" and "int4": float32 rows to quantize."""
 
 def matrix_bytes(kind: int, rows: int, cols: int, group: int, scales: int, offsets: int) -> int:
-    """Size of a matrix's data."""
+    """Bytes of a matrix's data."""
 
 def pack_rows(pool: ThreadPool, source: str, raw: NDArray[np.uint8], cols: int, out: NDArray[np.uint8]) -> None:
-    """raw [rows, bytes of a row] -> out [matrix_bytes]."""
+    """Pack raw [rows, bytes of a row] into out [matrix_bytes]."""
 
 def place(pool: ThreadPool, matrix: Matrix, how: str) -> Matrix:
-    """The same matrix in memory of its own on the nodes of the pool's threads: "share" (beside who reads it),
+    """Copy a matrix to the NUMA nodes of the pool's threads: "share" (each part on the node that reads it),
     "interleave" or "replicate"."""
 
 def dequantize_into(pool: ThreadPool, matrix: Matrix, out: NDArray[np.float32]) -> None:
-    """The matrix's values -> out [rows, cols]."""
+    """Write the matrix's values to out [rows, cols]."""
 
 # sampling_binding.cpp
 
 NOTHING_LEFT: int
 NOT_FINITE: int
-"""What `sample` writes for a row whose tokens are all banned, or whose logits hold NaN or infinity."""
+"""Codes that `sample` writes for a row whose tokens are all banned, or whose logits hold NaN or infinity."""
 
 def sample(
     pool: ThreadPool,
@@ -85,7 +84,7 @@ def sample(
     tokens: NDArray[np.int64],
     probs: NDArray[np.float64] | None,
 ) -> None:
-    """logits [L, W] -> tokens [L] and, where wanted, probs [L, vocab_size], which the caller has set to zero."""
+    """Sample logits [L, W] into tokens [L] and, if given, the distribution into zeroed probs [L, vocab_size]."""
 
 def logprobs(
     pool: ThreadPool,
@@ -99,8 +98,8 @@ def logprobs(
     top_values: NDArray[np.float32],
     num_found: NDArray[np.int64],
 ) -> None:
-    """logits [L, W] at tokens [L] -> values [L], and of each row its num_found [L] (at most num_top) best in
-    top_ids and top_values [L, at least num_top]. Rows with a negative num_top are left out."""
+    """Log-softmax of logits [L, W] at tokens [L] into values [L]; each row's num_found [L] <= num_top most likely
+    tokens into top_ids and top_values [L, >= num_top]. Rows with a negative num_top are skipped."""
 
 # cpu.cpp
 
@@ -110,25 +109,25 @@ def paths() -> list[str]:
 # steps.cpp, *_steps.cpp, run.cpp, program.cpp
 
 class KVPool:
-    """Keys and values of one layer. store: 0 float32, 1 bfloat16, 2 int8."""
+    """Keys and values of one layer. store: 0 float32, 1 bfloat16, 2 int8, 3 FP8 (E4M3)."""
 
     def __init__(self, num_slots: int, num_heads: int, head_dim: int, value_dim: int, store: int) -> None: ...
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Keys and values of slots `sources` to slots `targets`, as if all at once."""
+        """Copy slots `sources` to slots `targets`, as if all at once."""
     @property
     def slot_bytes(self) -> int: ...
     def slots(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The memory of these slots. Raises ValueError for slots that are not there."""
+        """View of these slots' memory. Raises ValueError for slots outside the pool."""
 
 class RowPool:
-    """Rows [num_slots, width] that are read one by one; wide: as floats, else as bfloat16."""
+    """Rows [num_slots, width] of a compressor, read one by one; wide: float32, else bfloat16."""
 
     def __init__(self, num_slots: int, width: int, wide: bool) -> None: ...
     def copy_rows(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None: ...
     @property
     def slot_bytes(self) -> int: ...
     def slots(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The memory of these slots. Raises ValueError for slots that are not there."""
+        """View of these slots' memory. Raises ValueError for slots outside the pool."""
 
 class HiddenPool:
     """Hidden states [num_slots, width]."""
@@ -139,7 +138,7 @@ class HiddenPool:
     @property
     def slot_bytes(self) -> int: ...
     def slots(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The memory of these slots. Raises ValueError for slots that are not there."""
+        """View of these slots' memory. Raises ValueError for slots outside the pool."""
 
 class StatePool:
     """Recurrent states of one layer [num_slots, state_size], and kept rows [num_owned, num_kept, row_size]."""
@@ -150,20 +149,20 @@ class StatePool:
     @property
     def slot_bytes(self) -> int: ...
     def slots(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The memory of these slots. Raises ValueError for slots that are not there."""
+        """View of these slots' memory. Raises ValueError for slots outside the pool."""
 
 class RopeTable:
-    """cos and sin of position * inv_freq, times scale."""
+    """Table of cos and sin of position * inv_freq, times scale."""
 
     def __init__(self, inv_freq: list[float], scale: float) -> None: ...
 
 class Arena:
-    """Scratch that the programs of a backend share."""
+    """Scratch memory that the programs of a backend share."""
 
     def __init__(self) -> None: ...
 
 class Program:
-    """A recorded forward; methods that record return the number of the buffer they write."""
+    """A recorded forward pass; recording methods return the index of the buffer they write."""
 
     profiling: bool
     def __init__(self, path: str) -> None: ...
@@ -210,13 +209,13 @@ class Program:
         scales_inputs: bool,
         told: NDArray[np.int64] | None,
     ) -> tuple[int, int]:
-        """The choice of experts, for `experts`."""
+        """The selected experts, for `experts`."""
 
     def experts(
         self, x: int, chosen: tuple[int, int], gate: list[Matrix], up: list[Matrix], down: list[Matrix], kind: int
     ) -> int: ...
     def want(self, x: int, by: Matrix) -> None:
-        """Keep the form of a buffer's rows that this matrix multiplies, from here on."""
+        """Pack a buffer's rows in the form that this matrix multiplies, at this point of the program."""
 
     def rope(self, x: int, table: RopeTable, head_dim: int, trailing: bool, inverse: bool, behind: int) -> int: ...
     def store_kv(self, k: int, v: int, pool: KVPool) -> None: ...
@@ -313,13 +312,15 @@ class Program:
         hidden_pool: HiddenPool | None,
         hidden: NDArray[np.float32] | None,
     ) -> dict[str, NDArray[np.float32]]:
-        """ValueError where the plan points outside what the program reads."""
+        """Run the program. Raises ValueError if the plan points outside its pools or tables."""
     def profile(self, reset: bool) -> dict[str, float]:
-        """Seconds by label since profiling began or the last reset."""
+        """Seconds per label since profiling began or the last reset."""
 
 # chain.cpp
 
 class Chain:
+    """A draft loop over recorded programs (DraftLoop)."""
+
     def __init__(
         self,
         path: str,
@@ -340,12 +341,12 @@ class Chain:
         depths: Sequence[int],
         gates: Sequence[GateRule | None],
     ) -> list[tuple[list[int], list[float]]]:
-        """ValueError where a plan points outside what its program reads."""
+        """DraftLoop.draft. Raises ValueError if a plan points outside a program's pools or tables."""
 
 # bandwidth.cpp
 
 def fastest_read(pool: ThreadPool, buffer: NDArray[np.uint8], runs: int) -> float:
-    """Seconds of the fastest of `runs` readings of the whole buffer by all threads."""
+    """Seconds of the fastest of `runs` reads of the whole buffer by all threads."""
 
 def barrier_seconds(pool: ThreadPool, count: int) -> float:
-    """Seconds of one of `count` barriers of all threads."""
+    """Average seconds of a barrier of all threads, over `count` barriers."""

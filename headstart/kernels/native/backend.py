@@ -1,7 +1,7 @@
-"""The CPU backend: recorded programs in C++ (csrc/), exact to the bit in rows, batch, chunking and threads. No torch.
+"""The CPU backend: recorded programs in C++ (csrc/), without torch.
 
-Buffers are numpy arrays that belong to their program: valid until it runs again. Engines on one model may run in
-several threads: whatever uses the pool's threads, and the arena of scratch, has them for itself meanwhile.
+Bits do not depend on rows, batch, chunks or threads. Buffers are numpy arrays owned by their program, valid until it
+runs again. Several Python threads may run engines: a call takes the thread pool and scratch memory for itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from headstart import machine
 from headstart.config import KVDtype, Quantization
-from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import NOT_FINITE, NOTHING_LEFT, Float32, Int64, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
-from headstart.kernels.chain import GateRule
-from headstart.kernels.indexing import CompressSpec
-from headstart.kernels.native import _native, sampling
+from headstart.kernels.draft_loop import GateRule
+from headstart.kernels.native import _native
 from headstart.kernels.native._native import (
     Arena,
     Chain,
@@ -41,25 +40,24 @@ from headstart.kernels.native._native import (
     paths,
     place,
 )
-from headstart.kernels.native.packed_cache import PackedCache, key_of
-from headstart.kernels.native.packing import pack
-from headstart.kernels.native.placement import FREE, Placement
+from headstart.kernels.native.packing import PackedCache, key_of, pack
+from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.kernels.native.program import record
 from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import CompressSpec, StateSpec
 
 Array = NDArray[np.float32]
-Stored = KVPool | RowPool | HiddenPool | StatePool
-_alive: WeakSet[NativeBackend] = WeakSet()
-_left_behind: list[ThreadPool] = []
-_STORES: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+SlotPool = KVPool | RowPool | HiddenPool | StatePool
+_instances: WeakSet[NativeBackend] = WeakSet()
+_leaked_pools: list[ThreadPool] = []
+_KV_FORMATS: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}  # Store in csrc/kernels.h
 
 
 class NativeBackend:
-    """Weights in the file's precision (or quantized), KV in bfloat16 or int8, activations float32 (on the paths
-    `amx` and `avx512bf16` rounded to bfloat16 where bfloat16 or FP8 matrices or keys and values multiply them).
+    """Weights in the file's precision or quantized, KV cache in float32, bfloat16, int8 or FP8, activations float32.
 
-    `path` is an instruction-set path of `paths()`, None the best one of this CPU. Bits are the same on one path.
+    On the paths `amx` and `avx512bf16`, activations that multiply bfloat16 or FP8 values are rounded to bfloat16.
+    path: an instruction-set path of `paths()`; None: the best of this CPU. Bits depend on the path.
     """
 
     name = "native"
@@ -73,7 +71,7 @@ class NativeBackend:
         kv_dtype: KVDtype | None = None,
         path: str | None = None,
         cache: PackedCache | None = None,
-        placement: Placement = FREE,
+        placement: ThreadPlacement = FREE,
     ) -> None:
         if path is not None and path not in paths():
             raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(paths())}")
@@ -83,23 +81,26 @@ class NativeBackend:
         except RuntimeError as error:
             raise UsageError(f"the system starts no {threads} threads: {error}", "use fewer: --threads N") from None
         self.placement = placement
-        _alive.add(self)
+        _instances.add(self)
         self.quantization: Quantization | None = quantization
-        self._kv_store = _STORES[kv_dtype or "bfloat16"]
+        self._kv_format = _KV_FORMATS[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
         self.arena = Arena()
         self.weight_bytes = 0
-        self.could_map = False
+        self.wrote_weight_cache = False
 
-    def take_turns(self, other: object) -> None:
-        """See kernels.backend.TakesTurns."""
-        if isinstance(other, NativeBackend):
-            alike = other.threads.size == self.threads.size and other.placement.groups == self.placement.groups
-            self.threads = other.threads if alike else self.threads
+    def share_threads(self, other: object) -> None:
+        """See kernels.backend.SharesThreads."""
+        if (
+            isinstance(other, NativeBackend)
+            and other.threads.size == self.threads.size
+            and other.placement.groups == self.placement.groups
+        ):
+            self.threads = other.threads
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
-        """A vector as float32, a matrix packed; what only drafts is rounded to int4: half of int8's time, and
-        costs 1 % of the acceptance length (docs/LOG.md)."""
+        """A float32 vector or a packed matrix. Draft-only weights become int4: half of int8's time for 1 % of the
+        acceptance length (docs/LOG.md)."""
         if len(tensor.shape) == 1:
             return np.array(tensor.float32(), np.float32)
         quantization = None if precise else self.quantization or ("int4" if drafts else None)
@@ -115,37 +116,37 @@ class NativeBackend:
         own, self._cache = self._cache, PackedCache.open(key_of(files, self.quantization) if self._cache.key else None)
         try:
             yield
-            self.could_map |= self._cache.save()
+            self.wrote_weight_cache |= self._cache.save()
         finally:
             self._cache = own
 
     def loaded(self) -> None:
-        self.could_map |= self._cache.save()
+        self.wrote_weight_cache |= self._cache.save()
 
     def prepare(self, program: Code, *, hidden_width: int = 0) -> Program:
         try:
             return record(program, self.path, hidden_width)
-        except ValueError as error:  # a size beyond what the kernels are made for
+        except ValueError as error:  # a size beyond the kernels' limits
             raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
 
     def kv_bytes(self, spec: KVSpec) -> int:
         if isinstance(spec, CompressSpec):
-            return spec.head_dim * (4 if self._kept_wide else 2)
-        scales = 8 if self._kv_store == _STORES["int8"] else 0
-        return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1)[self._kv_store] + scales)
+            return spec.head_dim * (4 if self._stores_float32 else 2)
+        scales = 8 if self._kv_format >= _KV_FORMATS["int8"] else 0
+        return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1, 1)[self._kv_format] + scales)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)
 
     @property
-    def _kept_wide(self) -> bool:
-        """Are kept rows floats? They are bfloat16 where keys are less: gates are no keys, which integers serve."""
-        return self._kv_store == _STORES["float32"]
+    def _stores_float32(self) -> bool:
+        """Do row pools store float32? Else bfloat16, also with a KV cache of 8 bits: their gates need more."""
+        return self._kv_format == _KV_FORMATS["float32"]
 
     def kv_pool(self, num_slots: int, spec: KVSpec) -> KVPool | RowPool:
         if isinstance(spec, CompressSpec):
-            return RowPool(num_slots, spec.head_dim, self._kept_wide)
-        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_store)
+            return RowPool(num_slots, spec.head_dim, self._stores_float32)
+        return KVPool(num_slots, spec.num_kv_heads, spec.head_dim, spec.value_width, self._kv_format)
 
     def copy_rows(
         self, pools: Sequence[KVPool | RowPool], sources: NDArray[np.int32], targets: NDArray[np.int32]
@@ -165,15 +166,15 @@ class NativeBackend:
     def state_pool(self, num_slots: int, num_owned: int, num_kept: int, spec: StateSpec) -> StatePool:
         return StatePool(num_slots, num_owned, num_kept, math.prod(spec.state_shape), spec.row_width)
 
-    def read_slots(self, pool: Stored, first: int, count: int) -> NDArray[np.uint8]:
+    def read_slots(self, pool: SlotPool, first: int, count: int) -> NDArray[np.uint8]:
         return pool.slots(first, count)
 
-    def write_slots(self, pool: Stored, first: int, content: NDArray[np.uint8]) -> None:
+    def write_slots(self, pool: SlotPool, first: int, content: NDArray[np.uint8]) -> None:
         slots = len(content) // pool.slot_bytes
         pool.slots(first, slots)[:] = content
 
     def fingerprint(self) -> str:
-        return f"{self.name} {self.path} {self.quantization} {self._kv_store} {_build()}"
+        return f"{self.name} {self.path} {self.quantization} {self._kv_format} {_build_hash()}"
 
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
@@ -195,42 +196,42 @@ class NativeBackend:
         token_ids: NDArray[np.int64] | None = None,
         keep_probs: bool = False,
     ) -> Sampled:
-        return sampling.sample(
+        return sample(
             self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
-    def prepare_chain(
+    def prepare_draft_loop(
         self,
         steps: Sequence[tuple[Program, int]],
         *,
         vocab_size: int,
         token_ids: NDArray[np.int64] | None = None,
-        rows_given: bool = False,
-    ) -> NativeChain:
+        is_block: bool = False,
+    ) -> NativeDraftLoop:
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
-        return NativeChain(self, Chain(self.path, programs, before, rows_given, vocab_size, token_ids))
+        return NativeDraftLoop(self, Chain(self.path, programs, before, is_block, vocab_size, token_ids))
 
     def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
-        return sampling.logprobs(self.threads, self.path, logits, tokens, num_top)
+        return logprobs(self.threads, self.path, logits, tokens, num_top)
 
     def profile(self, handle: Program, on: bool) -> None:
         handle.profiling = on
 
     def times(self, handle: Program, *, reset: bool = False) -> dict[str, float]:
-        """Of the parts matrices, head, attention, rows."""
+        """Seconds by part: matrices, head, attention, rows."""
         return handle.profile(reset)
 
     def free_memory(self) -> int:
         return machine.memory().available
 
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
-        buffer = np.ones(num_bytes, np.uint8)  # written: memory never touched is not read from memory
+        buffer = np.ones(num_bytes, np.uint8)  # untouched pages would not be read from memory
         return num_bytes / fastest_read(self.threads, buffer, runs)
 
 
 @dataclass(frozen=True)
-class NativeChain:
-    """A chain (kernels.ops.Chain) on a backend's threads."""
+class NativeDraftLoop:
+    """A DraftLoop on a backend's threads."""
 
     backend: NativeBackend
     chain: Chain
@@ -250,15 +251,15 @@ class NativeChain:
 
 
 @cache
-def _build() -> str:
-    """Of the compiled kernels: another compiler, or another version, may round elsewhere."""
+def _build_hash() -> str:
+    """Hash of the compiled kernels: another compiler or version may round differently."""
     return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
 
 
 def _after_fork() -> None:
-    """A child process has none of the threads: those pools would wait for them for ever, also where they end."""
-    for backend in list(_alive):
-        _left_behind.append(backend.threads)
+    """Give a forked child new thread pools. The old ones have no threads and would block, even in their destructors."""
+    for backend in list(_instances):
+        _leaked_pools.append(backend.threads)
         backend.threads = ThreadPool(backend.threads.size, backend.placement.groups)
 
 
@@ -267,5 +268,65 @@ if hasattr(os, "register_at_fork"):
 
 
 def instruction_paths() -> list[str]:
-    """Paths that this CPU can run, the best one first."""
+    """Instruction-set paths that this CPU can run, the best one first."""
     return list(paths())
+
+
+_REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}
+
+
+def sample(
+    pool: _native.ThreadPool,
+    path: str,
+    logits: Float32,
+    rows: SamplingRows,
+    *,
+    vocab_size: int,
+    token_ids: Int64 | None = None,
+    keep_probs: bool = False,
+) -> Sampled:
+    """Sample one token per row of logits [L, W] float32; rows may be strided, logits within a row may not.
+
+    token_ids: ascending target ids [W] of a reduced draft vocabulary. keep_probs: also return the processed
+    distribution as float64 [L, vocab_size] (greedy rows: one-hot). A row without a token fails alone (see Sampled).
+    """
+    tokens = np.empty(len(rows), np.int64)
+    probs = np.zeros((len(rows), vocab_size)) if keep_probs else None
+    _native.sample(pool, path, logits, rows, vocab_size, token_ids, tokens, probs)
+    failures = {row: _REASONS[token] for row, token in enumerate(tokens.tolist()) if token < 0}
+    num_top = rows.num_logprobs
+    if failures:
+        num_top = np.where(tokens < 0, -1, num_top)
+        tokens = np.maximum(tokens, -1)
+    if num_top.max(initial=-1) < 0:
+        return Sampled(tokens, [None] * len(tokens), probs, failures)
+    if token_ids is None:
+        logits = logits[:, :vocab_size]
+    return Sampled(tokens, _logprobs(pool, path, logits, token_ids, tokens, num_top.astype(np.int64)), probs, failures)
+
+
+def logprobs(
+    pool: _native.ThreadPool, path: str, logits: Float32, tokens: Int64, num_top: int | NDArray[np.integer]
+) -> list[TokenLogprob]:
+    """Raw log-softmax of logits [L, V] at tokens [L], and the num_top (a number or [L]) most likely tokens."""
+    counts = np.full(len(tokens), num_top, np.int64)
+    return [each for each in _logprobs(pool, path, logits, None, tokens, counts) if each is not None]
+
+
+def _logprobs(
+    pool: _native.ThreadPool, path: str, logits: Float32, token_ids: Int64 | None, tokens: Int64, num_top: Int64
+) -> list[TokenLogprob | None]:
+    """Logprobs of rows with num_top >= 0; None for the others."""
+    count = len(tokens)
+    max_top = max(int(num_top.max(initial=0)), 0)
+    values, num_found = np.zeros(count, np.float32), np.zeros(count, np.int64)
+    top_ids, top_values = np.empty((count, max_top), np.int64), np.empty((count, max_top), np.float32)
+    _native.logprobs(pool, path, logits, token_ids, tokens, num_top, values, top_ids, top_values, num_found)
+    entries = zip(
+        num_top.tolist(), tokens.tolist(), values.tolist(), top_ids.tolist(), top_values.tolist(), num_found.tolist(),
+        strict=True,
+    )  # fmt: skip
+    return [
+        TokenLogprob(token, value, tuple(zip(ids[:num], tops[:num], strict=True))) if wanted >= 0 else None
+        for wanted, token, value, ids, tops, num in entries
+    ]

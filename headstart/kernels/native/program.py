@@ -1,19 +1,18 @@
-"""Recording: a family's straight-line code runs once over `Recorder`, and becomes a native program for any row count.
+"""Records model code once over `ProgramRecorder` into a native program for any number of rows.
 
-Matrices are held back until something reads them: those over the same input then stand side by side and share a phase,
-and silu(gate(x)) * up(x) becomes one step.
+Matrix products are recorded when their result is first read, so that products of the same input are adjacent and run in
+one phase, and activate(gate(x)) * up(x) becomes one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.native._native import (
     HiddenPool,
     KVPool,
@@ -24,281 +23,287 @@ from headstart.kernels.native._native import (
     StatePool,
 )
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
-from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.specs import (
+    AttentionTemperature,
+    CompressSpec,
+    ConvSpec,
+    DeltaSpec,
+    IndexSpec,
+    RopeSpec,
+    RouterSpec,
+    ScanSpec,
+    StreamSpec,
+)
 
 Vector = NDArray[np.float32]
-ACTIVATIONS: Mapping[Activation, int] = {
-    "silu": 0,
-    "gelu": 1,
-    "gelu_tanh": 2,
-    "relu": 3,
-    "relu2": 4,
-    "identity": 5,
-    "clamped": 6,
-    "silu_7": 7,
-    "silu_16": 8,
-    "silu_of_10": 9,
-}
-"""Activation in csrc/kernels.h."""
+ACTIVATIONS: Mapping[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
+"""Numbers of Activation in csrc/kernels.h."""
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}
-"""Scoring in csrc/kernels.h."""
+"""Numbers of Scoring in csrc/kernels.h."""
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
 
 @dataclass(eq=False)
-class Buffer:
-    """Rows of a program: `index` in it, or a product still to be recorded."""
+class Symbol:
+    """A buffer of a program, or a matrix product that is not recorded yet."""
 
     width: int
-    index: int = -1
-    x: Buffer | None = None
+    index: int = -1  # of the buffer; -1: not recorded
+    x: Symbol | None = None  # input of the product
     matrix: Matrix | None = None
     bias: Vector | None = None
 
 
-class Recorder:
-    """`Ops` that writes down what it is asked for."""
+class ProgramRecorder:
+    """`Ops` that records each op into a native program."""
 
     def __init__(self, path: str, hidden_width: int) -> None:
         self.program = Program(path)
-        self._held: list[Buffer] = []
+        self._pending: list[Symbol] = []
         self._ropes: dict[tuple[tuple[float, ...], float], RopeTable] = {}
-        self._chosen: dict[KVPool, int] = {}  # the last choice over each pool
+        self._chosen: dict[KVPool, int] = {}  # the last selection over each pool
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
 
     def inputs(self) -> StepInputs:
-        """Symbols of the step's inputs; the hidden state [R, width] only where a program has one."""
+        """Symbols of the step's inputs, with hidden states [R, width] if the program reads them."""
         width = self._hidden_width
-        hidden = Buffer(width, self.program.hidden_input(width)) if width else None
+        hidden = Symbol(width, self.program.hidden_input(width)) if width else None
         return StepInputs("token_ids", "positions", "logit_rows", hidden)
 
-    def finish(self, results: dict[str, Buffer]) -> Program:
+    def finish(self, results: dict[str, Symbol]) -> Program:
         outputs = [(name, self._index(buffer)) for name, buffer in results.items()]
         self.program.finish(outputs)
         return self.program
 
-    def embed(self, table: Matrix, ids: Input) -> Buffer:
+    def embed(self, table: Matrix, ids: Input) -> Symbol:
         assert ids == "token_ids", ids
-        return Buffer(table.cols, self.program.embed(table, table.cols))
+        return Symbol(table.cols, self.program.embed(table, table.cols))
 
-    def linear(self, x: Buffer, weight: Matrix, bias: Vector | None = None) -> Buffer:
-        made = Buffer(weight.rows, x=x, matrix=weight, bias=bias)
-        self._held.append(made)
-        return made
+    def linear(self, x: Symbol, weight: Matrix, bias: Vector | None = None) -> Symbol:
+        product = Symbol(weight.rows, x=x, matrix=weight, bias=bias)
+        self._pending.append(product)
+        return product
 
-    def refine(self, approximate: Buffer, x: Buffer, weight: Matrix, count: int) -> Buffer:
+    def refine(self, approximate: Symbol, x: Symbol, weight: Matrix, count: int) -> Symbol:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
-        return Buffer(weight.rows, index)
+        return Symbol(weight.rows, index)
 
-    def keep_groups(self, logits: Buffer, scores: Buffer, groups: NDArray[np.int64], count: int) -> Buffer:
-        return Buffer(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
+    def keep_groups(self, logits: Symbol, scores: Symbol, groups: NDArray[np.int64], count: int) -> Symbol:
+        return Symbol(logits.width, self.program.keep_groups(self._index(logits), self._index(scores), groups, count))
 
-    def activate(self, x: Buffer, kind: Activation) -> Buffer:
-        return Buffer(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
+    def activate(self, x: Symbol, kind: Activation) -> Symbol:
+        return Symbol(x.width, self.program.activate(self._index(x), ACTIVATIONS[kind]))
 
-    def activate_mul(self, gate: Buffer, up: Buffer, kind: Activation = "silu") -> Buffer:
+    def activate_mul(self, gate: Symbol, up: Symbol, kind: Activation = "silu") -> Symbol:
         number = ACTIVATIONS[kind]
-        both_held = gate in self._held and up in self._held
-        if both_held and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up):  # one form of the rows
-            self._held = [each for each in self._held if each is not gate and each is not up]
+        both_pending = gate in self._pending and up in self._pending
+        # only matrices of one kind read the same packed form of the input rows
+        if both_pending and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up):
+            self._pending = [each for each in self._pending if each is not gate and each is not up]
             x = self._index(gate.x)
-            made = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
-            return Buffer(gate.width, made)
-        return Buffer(gate.width, self.program.activate_mul(self._index(gate), self._index(up), number))
+            index = self.program.gated(x, gate.matrix, up.matrix, gate.bias, up.bias, number, "matrices")
+            return Symbol(gate.width, index)
+        return Symbol(gate.width, self.program.activate_mul(self._index(gate), self._index(up), number))
 
-    def scale(self, x: Buffer, factor: float) -> Buffer:
-        return Buffer(x.width, self.program.scale(self._index(x), factor))
+    def scale(self, x: Symbol, factor: float) -> Symbol:
+        return Symbol(x.width, self.program.scale(self._index(x), factor))
 
-    def shift(self, x: Buffer, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.shift(self._index(x), bias))
+    def add_bias(self, x: Symbol, bias: Vector) -> Symbol:
+        return Symbol(x.width, self.program.shift(self._index(x), bias))
 
-    def center(self, x: Buffer) -> Buffer:
-        return Buffer(x.width, self.program.center(self._index(x)))
+    def center(self, x: Symbol) -> Symbol:
+        return Symbol(x.width, self.program.center(self._index(x)))
 
-    def temper(self, x: Buffer, positions: Input, spec: TemperSpec) -> Buffer:
+    def scale_by_position(self, x: Symbol, positions: Input, spec: AttentionTemperature) -> Symbol:
         assert positions == "positions", positions
-        return Buffer(x.width, self.program.temper(self._index(x), spec.every, spec.strength, spec.ahead))
+        return Symbol(x.width, self.program.temper(self._index(x), spec.every, spec.strength, spec.ahead))
 
-    def softcap(self, x: Buffer, cap: float) -> Buffer:
-        return Buffer(x.width, self.program.softcap(self._index(x), cap))
+    def softcap(self, x: Symbol, cap: float) -> Symbol:
+        return Symbol(x.width, self.program.softcap(self._index(x), cap))
 
-    def rms_norm(self, x: Buffer, weight: Vector, eps: float, num_parts: int = 1) -> Buffer:
-        return Buffer(x.width, self.program.norm(self._index(x), -1, weight, eps, num_parts)[0])
+    def rms_norm(self, x: Symbol, weight: Vector, eps: float, num_parts: int = 1) -> Symbol:
+        return Symbol(x.width, self.program.norm(self._index(x), -1, weight, eps, num_parts)[0])
 
-    def add_rms_norm(self, x: Buffer, residual: Buffer, weight: Vector, eps: float) -> tuple[Buffer, Buffer]:
+    def add_rms_norm(self, x: Symbol, residual: Symbol, weight: Vector, eps: float) -> tuple[Symbol, Symbol]:
         normed, total = self.program.norm(self._index(x), self._index(residual), weight, eps)
-        return Buffer(x.width, normed), Buffer(x.width, total)
+        return Symbol(x.width, normed), Symbol(x.width, total)
 
-    def add(self, a: Buffer, b: Buffer) -> Buffer:
-        return Buffer(a.width, self.program.add(self._index(a), self._index(b)))
+    def add(self, a: Symbol, b: Symbol) -> Symbol:
+        return Symbol(a.width, self.program.add(self._index(a), self._index(b)))
 
-    def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
-        return Buffer(x.width, self.program.sigmoid_mul(self._index(gate), self._index(x)))
+    def sigmoid_mul(self, gate: Symbol, x: Symbol) -> Symbol:
+        return Symbol(x.width, self.program.sigmoid_mul(self._index(gate), self._index(x)))
 
-    def concat(self, a: Buffer, b: Buffer, num_heads: int = 1) -> Buffer:
-        return Buffer(a.width + b.width, self.program.concat(self._index(a), self._index(b), num_heads))
+    def concat(self, a: Symbol, b: Symbol, num_heads: int = 1) -> Symbol:
+        return Symbol(a.width + b.width, self.program.concat(self._index(a), self._index(b), num_heads))
 
-    def head_linear(self, x: Buffer, weights: Sequence[Matrix]) -> Buffer:
+    def head_linear(self, x: Symbol, weights: Sequence[Matrix]) -> Symbol:
         width = sum(weight.rows for weight in weights)
-        return Buffer(width, self.program.head_linear(self._index(x), list(weights)))
+        return Symbol(width, self.program.head_linear(self._index(x), list(weights)))
 
     def moe(
         self,
-        x: Buffer,
-        logits: Buffer,
+        x: Symbol,
+        logits: Symbol,
         bias: Vector | None,
         experts: Experts,
         spec: RouterSpec,
-        told: tuple[NDArray[np.int64], Input] | None = None,
-    ) -> Buffer:
-        assert told is None or told[1] == "token_ids", told
+        token_experts: tuple[NDArray[np.int64], Input] | None = None,
+    ) -> Symbol:
+        assert token_experts is None or token_experts[1] == "token_ids", token_experts
         rows = self._index(x)
         for each in (*experts.gate, *experts.up):
-            self.program.want(rows, each)  # before the router, whose phase it would part from that of the rows
-        if logits in self._held:  # alone: what else is held (shared experts) runs beside the dealing out of rows
-            self._held.remove(logits)
+            self.program.want(rows, each)  # before the router, so that its phase is not split
+        if logits in self._pending:  # alone: other products (shared experts) run while rows are sorted by expert
+            self._pending.remove(logits)
             self._record(logits)
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, SCORINGS[spec.scoring],
-            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, told and told[0],
+            spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, token_experts and token_experts[0],
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
         biases = (list(each) for each in (experts.gate_bias, experts.up_bias, experts.down_bias))
-        return Buffer(
+        return Symbol(
             experts.down[0].rows,
             self.program.experts(rows, chosen, gate, up, down, ACTIVATIONS[experts.activation], *biases),
         )
 
-    def rope(self, x: Buffer, positions: Input, spec: RopeSpec, head_dim: int) -> Buffer:
+    def rope(self, x: Symbol, positions: Input, spec: RopeSpec, head_dim: int) -> Symbol:
         assert positions == "positions", positions
         table = self._ropes.setdefault((spec.inv_freq, spec.scale), RopeTable(list(spec.inv_freq), spec.scale))
-        turned = self.program.rope(self._index(x), table, head_dim, spec.trailing, spec.inverse, spec.behind)
-        return Buffer(x.width, turned)
+        index = self.program.rope(self._index(x), table, head_dim, spec.trailing, spec.inverse, spec.shift)
+        return Symbol(x.width, index)
 
-    def store_kv(self, k: Buffer, v: Buffer, pool: KVPool, spec: AttentionSpec) -> None:
+    def store_kv(self, k: Symbol, v: Symbol, pool: KVPool, spec: AttentionSpec) -> None:
         self.program.store_kv(self._index(k), self._index(v), pool)
 
-    def store_index(self, k: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Symbol, pool: KVPool, spec: IndexSpec) -> None:
         self.program.store_kv(self._index(k), -1, pool)
 
-    def choose(self, q: Buffer, weights: Buffer, pool: KVPool, spec: IndexSpec) -> None:
+    def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: IndexSpec) -> None:
         rows = self._index(q), self._index(weights)
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
-        self, q: Buffer, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
-    ) -> Buffer:
+        self,
+        q: Symbol,
+        pool: KVPool,
+        spec: AttentionSpec,
+        sinks: Vector | None = None,
+        chosen: KVPool | None = None,
+    ) -> Symbol:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
-            assert not (spec.window or spec.chunk or spec.causal or spec.before), (
-                "positions that were chosen, and others hidden"
+            assert not (spec.window or spec.chunk or spec.causal or spec.excludes_self), (
+                "an attention over selected positions cannot have a mask"
             )
             among = self._chosen[chosen]
-            return Buffer(
+            return Symbol(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
             )
-        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, spec.causal, spec.before, spec.chunk)
-        return Buffer(width, self.program.attend(index, pool, *how))
+        mask = (spec.causal, spec.excludes_self, spec.chunk)
+        index = self.program.attend(index, pool, spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, *mask)
+        return Symbol(width, index)
 
     def causal_conv(
-        self, x: Buffer, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
-    ) -> Buffer:
-        return Buffer(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
+        self, x: Symbol, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+    ) -> Symbol:
+        return Symbol(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def softplus(self, x: Buffer, rate: Vector | None, bias: Vector) -> Buffer:
-        return Buffer(x.width, self.program.softplus(self._index(x), rate, bias))
+    def softplus(self, x: Symbol, rate: Vector | None, bias: Vector) -> Symbol:
+        return Symbol(x.width, self.program.softplus(self._index(x), rate, bias))
 
-    def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: StatePool, spec: DeltaSpec) -> Buffer:
+    def gated_delta(self, qkv: Symbol, log_decay: Symbol, strength: Symbol, pool: StatePool, spec: DeltaSpec) -> Symbol:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
-        return Buffer(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+        return Symbol(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
 
     def selective_scan(
-        self, xbc: Buffer, step: Buffer, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
-    ) -> Buffer:
+        self, xbc: Symbol, step: Symbol, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+    ) -> Symbol:
         sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
         rows = (self._index(xbc), self._index(step))
-        return Buffer(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
+        return Symbol(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
-    def compress(self, values: Buffer, gates: Buffer, bias: Vector, pool: RowPool, spec: CompressSpec) -> Buffer:
+    def compress(self, values: Symbol, gates: Symbol, bias: Vector, pool: RowPool, spec: CompressSpec) -> Symbol:
         rows = self._index(values), self._index(gates)
-        return Buffer(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
+        return Symbol(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
 
-    def stream_weights(self, mixes: Buffer, base: Vector, scale: Vector, spec: StreamSpec) -> Buffer:
+    def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: StreamSpec) -> Symbol:
         how = (base, scale, spec.count, spec.iterations, spec.eps)
-        return Buffer(mixes.width, self.program.stream_weights(self._index(mixes), *how))
+        return Symbol(mixes.width, self.program.stream_weights(self._index(mixes), *how))
 
-    def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
+    def sum_streams(self, streams: Symbol, weights: Symbol | None, spec: StreamSpec) -> Symbol:
         by = -1 if weights is None else self._index(weights)
         summed = self.program.sum_streams(self._index(streams), by, spec.count)
-        return Buffer(streams.width // spec.count, summed)
+        return Symbol(streams.width // spec.count, summed)
 
-    def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
+    def mix_streams(self, streams: Symbol, x: Symbol, weights: Symbol, spec: StreamSpec) -> Symbol:
         rows = self._index(streams), self._index(x), self._index(weights)
-        return Buffer(streams.width, self.program.mix_streams(*rows, spec.count))
+        return Symbol(streams.width, self.program.mix_streams(*rows, spec.count))
 
-    def attend_beside(
+    def attend_compressed(
         self,
-        q: Buffer,
+        q: Symbol,
         pool: KVPool,
         entries: KVPool,
         spec: AttentionSpec,
         every: int,
         sinks: Vector | None = None,
         chosen: KVPool | None = None,
-    ) -> Buffer:
+    ) -> Symbol:
         among = -1 if chosen is None else self._chosen[chosen]
         how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, among)
         width = spec.num_heads * spec.value_width
-        return Buffer(width, self.program.attend_beside(self._index(q), pool, entries, *how))
+        return Symbol(width, self.program.attend_beside(self._index(q), pool, entries, *how))
 
-    def take_rows(self, x: Buffer, rows: Input) -> Buffer:
+    def take_rows(self, x: Symbol, rows: Input) -> Symbol:
         assert rows == "logit_rows", rows
-        taken = Buffer(x.width, self.program.take_logit_rows(self._index(x)))
+        taken = Symbol(x.width, self.program.take_logit_rows(self._index(x)))
         self._logit_buffers.add(taken.index)
         return taken
 
-    def zero_where(self, x: Buffer, positions: Input, position: int) -> Buffer:
+    def zero_where(self, x: Symbol, positions: Input, position: int) -> Symbol:
         assert positions == "positions", positions
-        return Buffer(x.width, self.program.zero_where(self._index(x), position))
+        return Symbol(x.width, self.program.zero_where(self._index(x), position))
 
-    def put_where(self, x: Buffer, token_ids: Input, token: int, row: Vector) -> Buffer:
+    def put_where(self, x: Symbol, token_ids: Input, token: int, row: Vector) -> Symbol:
         assert token_ids == "token_ids", token_ids
-        return Buffer(x.width, self.program.put_where(self._index(x), token, row))
+        return Symbol(x.width, self.program.put_where(self._index(x), token, row))
 
-    def store(self, x: Buffer, pool: HiddenPool, column: int = 0) -> None:
+    def store(self, x: Symbol, pool: HiddenPool, column: int = 0) -> None:
         self.program.store_hidden(self._index(x), pool, column)
 
-    def _index(self, buffer: Buffer) -> int:
+    def _index(self, buffer: Symbol) -> int:
         if buffer.index < 0:
             self._flush()
-        if buffer.index < 0:  # a factor of a gated product that is read by itself as well
+        if buffer.index < 0:  # a factor of a gated product that is also read by itself
             self._record(buffer)
         return buffer.index
 
     def _flush(self) -> None:
-        held, self._held = self._held, []
+        held, self._pending = self._pending, []
         for each in held:
             self._record(each)
 
-    def _record(self, product: Buffer) -> None:
+    def _record(self, product: Symbol) -> None:
         assert product.x is not None
         x = self._index(product.x)
         label = "head" if x in self._logit_buffers else "matrices"
         product.index = self.program.linear(x, product.matrix, product.bias, label)
-        if label == "head":  # of several steps
+        if label == "head":  # a head of several products
             self._logit_buffers.add(product.index)
 
 
-def _kind(product: Buffer) -> int | None:
+def _kind(product: Symbol) -> int | None:
     return product.matrix.kind if product.matrix else None
 
 
 def record(code: Any, path: str, hidden_width: int) -> Program:
-    """Run a family's program once. `hidden_width` > 0: it reads hidden states of that width."""
-    recorder = Recorder(path, hidden_width)
+    """Record model code. hidden_width > 0: it reads hidden states of that width. Raises ValueError for sizes beyond the
+    kernels' limits."""
+    recorder = ProgramRecorder(path, hidden_width)
     return recorder.finish(dict(code(recorder, recorder.inputs())))

@@ -1,4 +1,4 @@
-"""The oracle backend: plain torch, executed op by op, on CPU or CUDA."""
+"""The reference backend: plain torch, executed op by op, on CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 
 class ReferenceBackend(TorchBackend):
-    """Torch tensors as buffers, weights and pools. Weights are widened to `dtype`, and all arithmetic runs in it."""
+    """Buffers, weights and pools are torch tensors of `dtype`, in which all arithmetic runs."""
 
     name = "reference"
 
     def __init__(self, *, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise UsageError("device is cuda, but torch finds no CUDA GPU", "use --device cpu")
-        self.place, self.dtype = torch.device(device), DTYPES[dtype]
-        self.kept = self.hidden = self.dtype
-        self.summed = widened(self.dtype)
+        self.torch_device, self.dtype = torch.device(device), DTYPES[dtype]
+        self.kv_dtype = self.hidden_dtype = self.dtype
+        self.state_dtype = widened(self.dtype)
         if threads:
             torch.set_num_threads(threads)
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Tensor:
         values = np.ascontiguousarray(tensor.float32())
         with warnings.catch_warnings():
-            # a float32 weight may be the mapped file itself: it is read only, and nobody writes to weights
+            # a float32 weight may be the mapped, read-only file; weights are never written
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(values).to(self.place, self.dtype)
+            return torch.from_numpy(values).to(self.torch_device, self.dtype)
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
-        """The program itself: nothing is beyond torch."""
+        """The program itself: torch runs every op."""
         return program
 
-    def prepare_chain(self, steps: object, **about: object) -> None:
-        """Drafts are made step by step."""
+    def prepare_draft_loop(self, steps: object, **about: object) -> None:
+        """None: this backend drafts step by step."""
 
     @torch.inference_mode()
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: Tensor | None = None, hidden: Tensor | None = None
     ) -> Mapping[str, Tensor]:
-        ops = ReferenceOps(plan, self.place, self.dtype)
+        ops = ReferenceOps(plan, self.torch_device, self.dtype)
         if hidden is None and hidden_pool is not None and plan.hidden_slots is not None:
             hidden = hidden_pool[self.index(plan.hidden_slots)]
         return handle(ops, ops.inputs(hidden))
 
     def rounding(self) -> str:
-        return f"{torch.get_num_threads()} threads"  # who adds what to what
+        return f"{torch.get_num_threads()} threads"  # they decide the order of sums
 
     def free_memory(self) -> int:
-        if self.place.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.place)[0])
+        if self.torch_device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.torch_device)[0])
         return machine.memory().available

@@ -1,35 +1,107 @@
 """`Ops` in plain torch, for one pass.
 
-Shapes: R rows, S sequences of a group, Q rows of the longest span, L cached positions, K kv heads, G query heads per
-kv head, D head dim of keys, V of values. Matrices run in torch's own kernels, so rows agree with each other up to
-rounding only.
+Matrix products are torch's own, so the result of a row may round differently with other rows in the batch.
+
+Shapes: R rows, S spans of a group, Q rows of the longest span, L cached positions, K kv heads, G query heads per kv
+head, D features of a key, V features of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import StepPlan
-from headstart.kernels.indexing import CompressSpec, IndexSpec
-from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, KVSpec, StepInputs
-from headstart.kernels.reference.choice import best_positions, index_scores
+from headstart.core import Paths, StepPlan
+from headstart.kernels.ops import NEVER, REFINED, Activation, AttentionSpec, Experts, KVSpec, StepInputs
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import conv_step, delta_step, scan_step, walk
-from headstart.kernels.reference.refine import best, largest
-from headstart.kernels.reference.spans import Group, Spans
-from headstart.kernels.reference.streams import entries_of, mix_streams, stream_weights, sum_streams
-from headstart.kernels.specs import RopeSpec, RouterSpec, StreamSpec, TemperSpec
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
-from headstart.kernels.torch_backend import KVPool, StatePool
+from headstart.kernels.specs import (
+    AttentionTemperature,
+    CompressSpec,
+    ConvSpec,
+    DeltaSpec,
+    IndexSpec,
+    RopeSpec,
+    RouterSpec,
+    ScanSpec,
+    StreamSpec,
+)
+from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
+
+
+@dataclass(frozen=True, eq=False)
+class SpanGroup:
+    """Spans of similar size, padded to one shape."""
+
+    rows: Tensor  # int64 [S, Q]: row of the pass
+    valid: Tensor  # bool [S, Q]: False in padding
+    slots: Tensor  # int64 [S, L]: slot of each position
+    mask: Tensor  # [S, Q, L]: 0 where the row sees the position, -inf elsewhere
+
+    def with_visible(self, visible: Tensor) -> SpanGroup:
+        """The same spans, whose rows see the positions in `visible` [S, Q, L] bool."""
+        return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~visible, float("-inf")))
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Spans of rows that read the same slots: the rows of one sequence, or a single row if rows have paths."""
+
+    plan: StepPlan
+    row_starts: NDArray[np.int64]  # [S + 1]
+    tables: NDArray[np.int32]  # [S, B]
+    visible_end: NDArray[np.int32]  # [R]
+    ends: NDArray[np.int32]  # [S] last position that any row of the span sees, + 1
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Spans:
+        visible_end = plan.positions if plan.visible_end is None else plan.visible_end
+        if plan.paths is None:
+            ends = np.maximum.reduceat(visible_end, plan.row_starts[:-1]) + 1
+            return cls(plan, plan.row_starts.astype(np.int64), plan.block_tables, visible_end, ends)
+        tables = np.repeat(plan.block_tables, np.diff(plan.row_starts), axis=0)
+        return cls(plan, np.arange(plan.num_rows + 1), tables, visible_end, visible_end + 1)
+
+    def pad(self, spans: NDArray[np.int64], spec: KVSpec, device: torch.device, dtype: torch.dtype) -> SpanGroup:
+        plan, starts = self.plan, self.row_starts[spans]
+        lengths = self.row_starts[spans + 1] - starts
+        columns = np.arange(lengths.max())
+        valid = columns[None, :] < lengths[:, None]
+        rows = np.where(valid, starts[:, None] + columns, starts[:, None])
+        positions = np.arange(plan.first_position, self.ends[spans].max())
+        # padding reads the span's own last position: other slots may hold NaN, which a weight of 0 does not remove
+        reads = np.minimum(positions, self.ends[spans][:, None] - 1)
+        blocks = np.take_along_axis(self.tables[spans], reads // plan.block_size, axis=1)
+        slots = blocks * plan.block_size + reads % plan.block_size
+        if plan.paths:
+            self._apply_paths(plan.paths, spans, slots)
+        last = plan.positions - spec.excludes_self if spec.causal or spec.excludes_self else self.visible_end
+        visible = positions[None, None, :] <= last[rows][:, :, None]
+        if spec.window:
+            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - spec.window
+        if spec.chunk:
+            visible &= positions[None, None, :] >= (plan.positions[rows] // spec.chunk * spec.chunk)[:, :, None]
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
+        rows_t, valid_t, slots_t = (torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in (rows, valid, slots))
+        return SpanGroup(rows_t, valid_t, slots_t, mask.to(device))
+
+    def _apply_paths(self, paths: Paths, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Write the paths of rows into their slots [S, L]; padding repeats the row's own slot."""
+        for span, row in enumerate(rows):
+            path = paths.slots[paths.starts[row] : paths.starts[row + 1]]
+            if len(path):
+                end = self.plan.positions[row] + 1 - self.plan.first_position
+                slots[span, end - len(path) : end] = path
+                slots[span, end:] = path[-1]
+
 
 SHORT_SPAN, SHORT_CONTEXT = 8, 128
-"""Spans are padded in groups of like size: up to 8 rows or more (prefill), contexts up to 128, 256, 512, ..."""
+"""Spans are padded in groups of similar size: up to 8 rows or more (prefill), and contexts up to 128, 256, 512, ..."""
 
 
 class ReferenceOps:
@@ -39,22 +111,22 @@ class ReferenceOps:
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, int, bool, bool], list[Group]] = {}
-        self._chosen: dict[KVPool, list[Tensor]] = {}  # by groups: which of their positions rows see
+        self._grouped: dict[tuple[int, int, bool, bool], list[SpanGroup]] = {}
+        self._chosen: dict[TorchKVPool, list[Tensor]] = {}  # by pool, per group: selected positions, bool [S, Q, L]
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
-    def _groups(self, spec: KVSpec) -> list[Group]:
-        key = spec.window, spec.chunk, spec.causal, spec.before
+    def _groups(self, spec: KVSpec) -> list[SpanGroup]:
+        """The pass's spans with the mask of `spec`, cached."""
+        key = spec.window, spec.chunk, spec.causal, spec.excludes_self
         if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN
             doublings = np.ceil(np.log2(np.maximum(spans.ends / SHORT_CONTEXT, 1))).astype(int)
             kinds = 2 * doublings + is_long
             picks = (np.flatnonzero(kinds == kind) for kind in np.unique(kinds))
-            made = [spans.group(pick, spec, self._device, self._dtype) for pick in picks]
-            self._grouped[key] = made
+            self._grouped[key] = [spans.pad(pick, spec, self._device, self._dtype) for pick in picks]
         return self._grouped[key]
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -64,10 +136,10 @@ class ReferenceOps:
         return torch.nn.functional.linear(x, weight, bias)
 
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        return torch.where(largest(approximate, count), self.linear(x, weight), approximate)
+        return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
 
     def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
-        return torch.where(best(scores, count)[..., groups], logits, NEVER)
+        return torch.where(top_mask(scores, count)[..., groups], logits, NEVER)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
@@ -94,13 +166,13 @@ class ReferenceOps:
     def scale(self, x: Tensor, factor: float) -> Tensor:
         return x * factor
 
-    def shift(self, x: Tensor, bias: Tensor) -> Tensor:
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
 
     def center(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)
 
-    def temper(self, x: Tensor, positions: Tensor, spec: TemperSpec) -> Tensor:
+    def scale_by_position(self, x: Tensor, positions: Tensor, spec: AttentionTemperature) -> Tensor:
         steps = torch.div(positions + spec.ahead, spec.every, rounding_mode="floor").to(widened(x.dtype))
         return x * (1 + spec.strength * torch.log1p(steps)).to(x.dtype)[..., None]
 
@@ -126,70 +198,90 @@ class ReferenceOps:
         bias: Tensor | None,
         experts: Experts,
         spec: RouterSpec,
-        told: tuple[Tensor, Tensor] | None = None,
+        token_experts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        return mixture(x, logits, bias, experts, spec, told)
+        return mixture(x, logits, bias, experts, spec, token_experts)
 
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
-        return stream_weights(mixes, base, scale, spec)
+        count, wide = spec.count, widened(mixes.dtype)
+        parts, bases = mixes.to(wide).split(count, -1), base.to(wide).split(count)
+        input_weights: Tensor = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
+        if mixes.shape[-1] == count:
+            return input_weights
+        output_weights = 2 * (parts[1] * scale[1] + bases[1]).sigmoid()
+        square = torch.stack(parts[2:], -2) * scale[2] + torch.stack(bases[2:])
+        square = square.softmax(-1) + spec.eps
+        square = square / (square.sum(-2, keepdim=True) + spec.eps)
+        for _ in range(spec.iterations - 1):
+            square = square / (square.sum(-1, keepdim=True) + spec.eps)
+            square = square / (square.sum(-2, keepdim=True) + spec.eps)
+        return torch.cat((input_weights, output_weights, square.flatten(-2)), dim=-1)
 
     def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
-        return sum_streams(streams, weights, spec)
+        by_stream: Tensor = streams.unflatten(-1, (spec.count, -1))
+        weighted = by_stream / spec.count if weights is None else weights[..., : spec.count, None] * by_stream
+        return weighted.sum(-2).to(streams.dtype)
 
     def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
-        return mix_streams(streams, x, weights, spec)
+        count = spec.count
+        output_weights, square = (
+            weights[..., count : 2 * count],
+            weights[..., 2 * count :].unflatten(-1, (count, count)),
+        )
+        mixed: Tensor = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
+        return torch.flatten(output_weights[..., None].to(x.dtype) * x[..., None, :] + mixed, -2)
 
     def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
         cos, sin = self._rope_table(positions, spec)
         heads = x.unflatten(-1, (-1, head_dim))
         if spec.trailing:
-            rest, turning = heads[..., : -spec.rotary_dim], heads[..., -spec.rotary_dim :]
-            a, b = turning[..., 0::2], turning[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-            return torch.cat((rest, turned), dim=-1).flatten(-2)
+            rest, rotating = heads[..., : -spec.rotary_dim], heads[..., -spec.rotary_dim :]
+            a, b = rotating[..., 0::2], rotating[..., 1::2]
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            return torch.cat((rest, rotated), dim=-1).flatten(-2)
         half = spec.rotary_dim // 2
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(-2)
 
     def _rope_table(self, positions: Tensor, spec: RopeSpec) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, rotary_dim / 2], shared by all layers of the pass."""
+        """cos, sin [R, 1, rotary_dim / 2], cached for all layers of the pass."""
         key = (id(positions), spec)
         if key not in self._rope_tables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
-            turns = (positions - spec.behind).clamp(min=0) * (-1 if spec.inverse else 1)
-            angles = turns[..., None, None].double() * frequencies
+            steps = (positions - spec.shift).clamp(min=0) * (-1 if spec.inverse else 1)
+            angles = steps[..., None, None].double() * frequencies
             self._rope_tables[key] = (
                 (angles.cos() * spec.scale).to(self._dtype),
                 (angles.sin() * spec.scale).to(self._dtype),
             )
         return self._rope_tables[key]
 
-    def store_kv(self, k: Tensor, v: Tensor, pool: KVPool, spec: AttentionSpec) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, pool: TorchKVPool, spec: AttentionSpec) -> None:
         pool.keys[self._slots] = k.unflatten(-1, (spec.num_kv_heads, -1))
         if not spec.latent:
             pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
 
-    def store_index(self, k: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
         pool.keys[self._slots] = k.unflatten(-1, (1, -1))
 
-    def choose(self, q: Tensor, weights: Tensor, pool: KVPool, spec: IndexSpec) -> None:
+    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
         self._chosen[pool] = [
             best_positions(
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
-                (group.mask == 0) & self._ends(group, spec.every), spec.top_k,
+                (group.mask == 0) & self._window_ends(group, spec.every), spec.top_k,
             )
             for group in self._groups(spec)
         ]  # fmt: skip
 
-    def _ends(self, group: Group, every: int) -> Tensor:
-        """[L]: which of a group's positions end a window of `every`."""
+    def _window_ends(self, group: SpanGroup, every: int) -> Tensor:
+        """bool [L]: which of a group's positions end a window of `every`."""
         positions = torch.arange(group.slots.shape[1], device=self._device) + self._plan.first_position
         return (positions + 1) % every == 0
 
-    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: KVPool, spec: CompressSpec) -> Tensor:
+    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec) -> Tensor:
         positions = self._ints(self._plan.positions)
-        told = gates + bias.view(spec.every, -1)[positions % spec.every]
-        pool.keys[self._slots] = torch.cat((values, told), dim=-1)[:, None]
+        biased = gates + bias.view(spec.every, -1)[positions % spec.every]
+        pool.keys[self._slots] = torch.cat((values, biased), dim=-1)[:, None]
         out = values.new_zeros(len(values), spec.dim)
         for group in self._groups(spec):
             span, column = torch.nonzero(((positions[group.rows] + 1) % spec.every == 0) & group.valid, as_tuple=True)
@@ -199,35 +291,42 @@ class ReferenceOps:
             out[rows] = entries_of(kept, places >= 0, spec)
         return out
 
-    def attend_beside(
+    def attend_compressed(
         self,
         q: Tensor,
-        pool: KVPool,
-        entries: KVPool,
+        pool: TorchKVPool,
+        entries: TorchKVPool,
         spec: AttentionSpec,
         every: int,
         sinks: Tensor | None = None,
-        chosen: KVPool | None = None,
+        chosen: TorchKVPool | None = None,
     ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         windows, wholes = self._groups(spec), self._groups(replace(spec, window=0))
         for i, (near, far) in enumerate(zip(windows, wholes, strict=True)):
-            seen = (far.mask == 0) & self._ends(far, every)
-            seen = seen if chosen is None else seen & self._chosen[chosen][i]
+            visible = (far.mask == 0) & self._window_ends(far, every)
+            visible = visible if chosen is None else visible & self._chosen[chosen][i]
             keys = torch.cat((pool.keys[near.slots], entries.keys[far.slots]), dim=1)
             values = torch.cat((pool.values[near.slots], entries.values[far.slots]), dim=1)
-            mask = torch.cat((near.mask, far.only(seen).mask), dim=-1)
+            mask = torch.cat((near.mask, far.with_visible(visible).mask), dim=-1)
             attended = self._attend(q[near.rows], keys, values, spec, mask, sinks)
             out[near.rows[near.valid]] = attended[near.valid]
         return out
 
     def attend(
-        self, q: Tensor, pool: KVPool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: KVPool | None = None
+        self,
+        q: Tensor,
+        pool: TorchKVPool,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
+        chosen: TorchKVPool | None = None,
     ) -> Tensor:
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         groups = self._groups(spec)
         if chosen is not None:
-            groups = [group.only(seen) for group, seen in zip(groups, self._chosen[chosen], strict=True)]
+            groups = [
+                group.with_visible(selected) for group, selected in zip(groups, self._chosen[chosen], strict=True)
+            ]
         for group in groups:
             keys, values = pool.keys[group.slots], pool.values[group.slots]
             attended = self._attend(q[group.rows], keys, values, spec, group.mask, sinks)
@@ -237,7 +336,7 @@ class ReferenceOps:
     def _attend(
         self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """[S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V] -> [S, Q, H * V]."""
+        """q [S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V] -> [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
         repeat = spec.num_heads // kv_heads
@@ -252,22 +351,24 @@ class ReferenceOps:
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, pool: StatePool, spec: ConvSpec, bias: Tensor | None = None
+        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: ConvSpec, bias: Tensor | None = None
     ) -> Tensor:
-        made = walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
-        return made if bias is None else made + bias
+        result = walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
+        return result if bias is None else result + bias
 
     def softplus(self, x: Tensor, rate: Tensor | None, bias: Tensor) -> Tensor:
-        wide = widened(x.dtype)  # e to the sum of a whole text of these
-        made = torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
-        return made if rate is None else rate.to(wide) * made
+        wide = widened(x.dtype)  # decays of a whole text are summed in the exponent
+        result = torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
+        return result if rate is None else rate.to(wide) * result
 
-    def gated_delta(self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: StatePool, spec: DeltaSpec) -> Tensor:
+    def gated_delta(
+        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: DeltaSpec
+    ) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
         return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
 
     def selective_scan(
-        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: StatePool, spec: ScanSpec
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: ScanSpec
     ) -> Tensor:
         rows, wide = torch.cat((xbc, step), dim=-1), widened(xbc.dtype)
         scanned = walk(scan_step(spec, rate.to(wide), skip.to(wide)), rows, spec.inner, pool, self._plan)
@@ -291,8 +392,7 @@ class ReferenceOps:
 
 
 def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """scores [..., K, G, Q, L] of G query heads per kv head, mask [Q, L] (0, or -inf) -> softmax over L, less what
-    `sinks` [K * G] take of it."""
+    """Softmax of scores [..., K, G, Q, L] over L, with mask [Q, L] (0 or -inf) and the extra logits `sinks` [K * G]."""
     if spec.softcap:
         scores = (scores / spec.softcap).tanh() * spec.softcap
     scores = scores + mask
@@ -303,5 +403,54 @@ def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: 
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """A sum over a whole text is not for eight bits."""
+    """This dtype, but at least float32: for sums over a whole text."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: IndexSpec) -> Tensor:
+    """Scores of Ops.select_positions: q [..., R, heads * D], weights [..., R, heads], keys [..., L, D] -> [..., R, L],
+    in at least float32."""
+    wide = widened(q.dtype)
+    heads = q.to(wide).unflatten(-1, (spec.num_heads, spec.head_dim)).flatten(-3, -2)
+    products = (heads @ keys.to(wide).transpose(-1, -2)).relu()
+    by_head = products.unflatten(-2, (-1, spec.num_heads))  # [..., R, heads, L]
+    scores: Tensor = (weights.to(wide)[..., None, :] @ by_head).squeeze(-2)
+    return scores
+
+
+def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """The top_k visible positions by score, bool [..., L]; scores, visible [..., L]. Ties: the first; NaN comes
+    last."""
+    least = torch.finfo(scores.dtype).min
+    kept = torch.where(scores.isnan(), least, scores).clamp(min=least).masked_fill(~visible, float("-inf"))
+    order = kept.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    return torch.zeros_like(visible).scatter_(-1, order, True) & visible
+
+
+def largest_blocks(approximate: Tensor, count: int) -> Tensor:
+    """bool [R, width]: True in the `count` blocks of REFINED columns with the largest maximum (ties: the lower
+    block)."""
+    width = approximate.shape[-1]
+    blocks = torch.nn.functional.pad(approximate, (0, -width % REFINED), value=float("-inf")).unflatten(
+        -1, (-1, REFINED)
+    )
+    return top_mask(blocks.amax(-1), count).repeat_interleave(REFINED, -1)[..., :width]
+
+
+def top_mask(values: Tensor, count: int) -> Tensor:
+    """bool [R, n]: True at the `count` largest values (ties: the lower index)."""
+    first = values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, first, True)
+
+
+def entries_of(kept: Tensor, exists: Tensor, spec: CompressSpec) -> Tensor:
+    """Entries [N, dim] (Ops.compress) from stored rows [N, span, 2 width] of N windows; exists [N, span] bool."""
+    values, gates = kept.split(spec.width, dim=-1)
+    if spec.overlap:
+        old, new = slice(None, spec.every), slice(spec.every, None)
+        values, gates = (
+            torch.cat((part[:, old, : spec.dim], part[:, new, spec.dim :]), dim=1) for part in (values, gates)
+        )
+    wide = widened(gates.dtype)
+    weights: Tensor = gates.to(wide).masked_fill(~exists[..., None], float("-inf")).softmax(1)
+    return torch.sum(values * weights.to(values.dtype), 1)

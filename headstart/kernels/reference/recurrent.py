@@ -1,6 +1,6 @@
-"""Recurrent layers of the reference backend: one walk over the rows of all sequences at once, one step function each.
+"""Recurrent layers in plain torch: all sequences advance together, row by row, by one step function per kind of layer.
 
-Shapes: S sequences, T rows of the longest (kept ones and those of the pass), W columns of a row.
+Shapes: S sequences, T rows of the longest sequence (kept rows and rows of the pass), W columns of a row.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import StepPlan
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
-from headstart.kernels.torch_backend import StatePool
+from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.torch_backend import TorchStatePool
 
 L2_EPSILON = 1e-6
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -22,7 +22,7 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def conv_step(weight: Tensor, spec: ConvSpec) -> Step:
-    """States are the last width - 1 inputs, oldest first."""
+    """Ops.causal_conv; a state is the last width - 1 inputs, oldest first."""
     taps = weight.view(spec.width, spec.channels)
 
     def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def conv_step(weight: Tensor, spec: ConvSpec) -> Step:
 
 
 def delta_step(spec: DeltaSpec) -> Step:
-    """States are [heads, key_dim, value_dim]; see Ops.gated_delta."""
+    """Ops.gated_delta; a state is [heads, key_dim, value_dim]."""
     keys, heads = spec.num_key_heads, spec.num_heads
     head = torch.arange(heads)
     key_of = head % keys if spec.tiled else head // (heads // keys)
@@ -57,7 +57,7 @@ def delta_step(spec: DeltaSpec) -> Step:
 
 
 def scan_step(spec: ScanSpec, rate: Tensor, skip: Tensor) -> Step:
-    """States are [heads, state_dim, head_dim]; see Ops.selective_scan."""
+    """Ops.selective_scan; a state is [heads, state_dim, head_dim]."""
     groups, heads = spec.num_groups, spec.num_heads
     group_of = torch.arange(heads) // (heads // groups)
     sizes = (spec.inner, groups * spec.state_dim, groups * spec.state_dim, heads)
@@ -73,33 +73,33 @@ def scan_step(spec: ScanSpec, rate: Tensor, skip: Tensor) -> Step:
     return step
 
 
-def walk(step: Step, rows: Tensor, width: int, pool: StatePool, plan: StepPlan) -> Tensor:
-    """rows [R, W] -> outputs [R, width]; states move as plan.states says."""
-    told, num_rows = plan.states, len(rows)
-    assert told is not None, "the plan has no states for a recurrent layer"
+def walk(step: Step, rows: Tensor, width: int, pool: TorchStatePool, plan: StepPlan) -> Tensor:
+    """rows [R, W] -> outputs [R, width]; reads and writes states as plan.states says."""
+    steps, num_rows = plan.states, len(rows)
+    assert steps is not None, "the plan has no states for a recurrent layer"
     firsts = plan.positions[plan.row_starts[:-1]]
-    replayed = firsts - told.starts
+    replayed = firsts - steps.starts
     lengths = replayed + np.diff(plan.row_starts)
-    order = np.argsort(-lengths, kind="stable")  # those still walking are in front
-    kept = pool.rows[_longs(told.own)].flatten(0, 1) if pool.rows.numel() else pool.rows.flatten(0, 1)
+    order = np.argsort(-lengths, kind="stable")  # sequences with rows left come first
+    kept = pool.rows[_longs(steps.own)].flatten(0, 1) if pool.rows.numel() else pool.rows.flatten(0, 1)
     out = rows.new_empty((num_rows, width))
-    rows = rows.to(pool.rows.dtype)  # float32 at least
+    rows = rows.to(pool.rows.dtype)  # at least float32
     source = torch.cat((rows, kept))
     index = _sources(plan, replayed, lengths, num_rows, pool.rows.shape[1])[order]
     stores = _stores(plan, order)
-    reads = torch.from_numpy(told.reads[order].astype(np.int64))
+    reads = torch.from_numpy(steps.reads[order].astype(np.int64))
     states = pool.states.new_zeros((len(order), *pool.states.shape[1:]))
     states[reads >= 0] = pool.states[reads[reads >= 0]]
     for t in range(int(lengths.max()) + 1):
         for place, slot in stores.get(t, ()):
             pool.states[slot] = states[place]
-        walking = int((lengths > t).sum())
-        if walking:
-            taken = index[:walking, t]
-            moved, made = step(states[:walking], source[taken])
-            states = torch.cat((moved, states[walking:]))
+        num_active = int((lengths > t).sum())
+        if num_active:
+            taken = index[:num_active, t]
+            advanced, outputs = step(states[:num_active], source[taken])
+            states = torch.cat((advanced, states[num_active:]))
             is_new = taken < num_rows
-            out[taken[is_new]] = made[is_new].to(out.dtype)
+            out[taken[is_new]] = outputs[is_new].to(out.dtype)
     _keep(rows, pool, plan)
     return out
 
@@ -111,7 +111,8 @@ def _longs(values: NDArray[np.int32]) -> Tensor:
 def _sources(
     plan: StepPlan, replayed: NDArray[np.int32], lengths: NDArray[np.int32], num_rows: int, num_kept: int
 ) -> Tensor:
-    """[S, T]: which row each sequence takes at each step, of [rows of the pass; kept rows of each sequence]."""
+    """int64 [S, T]: each sequence's row at each step, as an index into [rows of the pass; kept rows of each
+    sequence]."""
     steps = np.arange(lengths.max())[None]
     kept = num_rows + np.arange(len(lengths))[:, None] * num_kept + steps
     new = plan.row_starts[:-1, None] + steps - replayed[:, None]
@@ -119,24 +120,24 @@ def _sources(
 
 
 def _stores(plan: StepPlan, order: NDArray[np.int64]) -> dict[int, list[tuple[int, int]]]:
-    """Rows walked -> (place in the order, slot) to write then."""
-    told = plan.states
-    assert told is not None
+    """Number of processed rows -> (index in `order`, slot) of the states to write then."""
+    steps = plan.states
+    assert steps is not None
     found: dict[int, list[tuple[int, int]]] = {}
     for place, s in enumerate(order):
-        for i in range(told.store_starts[s], told.store_starts[s + 1]):
-            walked = int(told.store_positions[i] - told.starts[s])
-            found.setdefault(walked, []).append((place, int(told.store_slots[i])))
+        for i in range(steps.store_starts[s], steps.store_starts[s + 1]):
+            num_done = int(steps.store_positions[i] - steps.starts[s])
+            found.setdefault(num_done, []).append((place, int(steps.store_slots[i])))
     return found
 
 
-def _keep(rows: Tensor, pool: StatePool, plan: StepPlan) -> None:
-    """The rows behind the state that a sequence keeps."""
-    told = plan.states
-    assert told is not None
-    spans = np.repeat(np.arange(len(told.own)), np.diff(plan.row_starts))
-    places = plan.positions - told.keeps[spans]
+def _keep(rows: Tensor, pool: TorchStatePool, plan: StepPlan) -> None:
+    """Keep the rows behind each sequence's state for the next pass."""
+    steps = plan.states
+    assert steps is not None
+    sequences = np.repeat(np.arange(len(steps.own)), np.diff(plan.row_starts))
+    places = plan.positions - steps.keeps[sequences]
     drafted = places >= 0
     if not drafted.any():
         return
-    pool.rows[_longs(told.own[spans][drafted]), _longs(places[drafted])] = rows[torch.from_numpy(drafted)]
+    pool.rows[_longs(steps.own[sequences][drafted]), _longs(places[drafted])] = rows[torch.from_numpy(drafted)]

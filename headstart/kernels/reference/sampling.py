@@ -1,13 +1,12 @@
-"""Logits to tokens in plain torch, in the order SamplingRows documents; every row's bits are its own.
+"""Sampling in plain torch, in the order that SamplingRows documents; the bits of a row do not depend on other rows.
 
-Scores are float64 (exact for float32 logits). Probability mass, where a sum of it is needed (top-p, logprobs), is a
-fixed-point int64: integer sums have no order, so no row, thread or vector width can change a cut-off. Ties and
-cut-offs go to the lowest token id.
-"""
+Scores are float64 (exact for float32 logits). Sums of probability mass (top-p, logprobs) are fixed-point int64, so
+their order does not matter. Ties and cut-offs go to the lowest token id."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,120 @@ from torch import Tensor
 
 from headstart.core import GREEDY_BELOW, NOT_FINITE, NOTHING_LEFT, Int64, Sampled, SamplingRows, TokenLogprob
 from headstart.kernels import philox
-from headstart.kernels.reference.noise import NoiseKeys, draw, first_max
+
+_MASK = 0xFFFFFFFF
+_DENSE_SHARE = 8  # more than V / 8 candidates: one Philox call per 4 neighbours is cheaper than one per token
+
+
+@dataclass(frozen=True, eq=False)
+class NoiseKeys:
+    """Philox key and counter parts of L rows, each [L] int64 on the logits' device."""
+
+    low: Tensor  # of the seed
+    high: Tensor
+    position: Tensor
+    choice: Tensor
+    stream: int = philox.TOKEN
+
+    @classmethod
+    def of(cls, rows: SamplingRows, picked: Int64, device: torch.device) -> NoiseKeys:
+        """The keys of the picked rows."""
+        seed = rows.seed[picked]
+        parts = (seed & np.uint64(_MASK), seed >> np.uint64(32), rows.position[picked] & _MASK, rows.choice[picked])
+        low, high, position, choice = (torch.from_numpy(part.astype(np.int64)).to(device) for part in parts)
+        return cls(low, high, position, choice)
+
+    def words(self, row: Tensor, ids: Tensor) -> Tensor:
+        """The noise word of token ids[i] in row row[i]: [N] int64."""
+        words = self._philox(ids >> 2, row)
+        return torch.stack(words).gather(0, (ids & 3)[None])[0]
+
+    def dense_words(self, vocab_size: int) -> Tensor:
+        """The noise words of every token of every row: [L, vocab_size rounded up to 4] int64."""
+        groups = torch.arange((vocab_size + 3) // 4, device=self.low.device)[None]
+        words = self._philox(groups, torch.arange(len(self.low), device=self.low.device)[:, None])
+        return torch.stack(words, dim=-1).flatten(1)
+
+    def _philox(self, groups: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+        parts = (groups, self.position[row], self.choice[row], torch.full_like(row, self.stream))
+        key = (self.low[row], self.high[row])
+        if _on_host(groups):
+            counter = tuple(part.numpy() for part in parts)
+            words = philox.philox((counter[0], counter[1], counter[2], counter[3]), (key[0].numpy(), key[1].numpy()))
+            return tuple(torch.from_numpy(word) for word in words)
+        return philox.philox((groups, parts[1], parts[2], parts[3]), key)
+
+
+def gumbel(words: Tensor) -> Tensor:
+    """Gumbel noise (float64) of int64 noise words."""
+    if _on_host(words):
+        return torch.from_numpy(philox.gumbel(words.numpy(), np.int64, np.float64))
+    noise: Tensor = philox.gumbel(words, torch.int64, torch.float64)
+    return noise
+
+
+def _on_host(x: Tensor) -> bool:
+    """Use numpy? On short CPU arrays a call costs a fifth of torch's, with the same bits."""
+    return x.device.type == "cpu" and x.numel() < 4096
+
+
+def first_max(scores: Tensor, best: Tensor | None = None) -> Tensor:
+    """Lowest column of each row's maximum: [L, V] -> [L]. torch.argmax does not guarantee the lowest."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.numpy().argmax(-1))  # numpy guarantees the lowest
+    best = scores.amax(-1) if best is None else best
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.where(scores == best[:, None], columns, scores.shape[-1]).amin(-1)
+
+
+def draw(scores: Tensor, best: Tensor, keys: NoiseKeys, token_ids: Tensor | None, vocab_size: int,
+         prune: bool | None = None) -> Tensor:  # fmt: skip
+    """Columns [L] of argmax(scores + Gumbel noise) for float64 scores [L, V'] with row maxima `best` [L].
+
+    prune: draw noise only for tokens that can win. None: where that is less work."""
+    if not (prune or (prune is None and not _on_host(scores))):
+        words = _all_words(scores, keys, token_ids, vocab_size)
+        return first_max(scores + gumbel(words))
+    top = first_max(scores, best)
+    rows = torch.arange(len(scores), device=scores.device)
+    bound = best + gumbel(keys.words(rows, _target(top, token_ids)))  # reached by the best token
+    alive = scores >= (bound - philox.GUMBEL_MAX)[:, None]
+    if int(alive.sum()) * _DENSE_SHARE > scores.numel():
+        words = _all_words(scores, keys, token_ids, vocab_size)
+        row, column = _can_win(scores, bound, words)
+        drawn = words[row, column]
+    else:
+        row, column = alive.nonzero(as_tuple=True)
+        drawn = keys.words(row, _target(column, token_ids))
+    return _winners(len(scores), row, column, scores[row, column] + gumbel(drawn))
+
+
+def _target(columns: Tensor, token_ids: Tensor | None) -> Tensor:
+    return columns if token_ids is None else token_ids[columns]
+
+
+def _all_words(scores: Tensor, keys: NoiseKeys, token_ids: Tensor | None, vocab_size: int) -> Tensor:
+    words = keys.dense_words(vocab_size)
+    return words[:, : scores.shape[-1]] if token_ids is None else words[:, token_ids]
+
+
+def _can_win(scores: Tensor, bound: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns that may reach the bound b: l + g >= b needs v <= 1 - exp(-exp(l - b)) <= exp(l - b).
+
+    float32 with a margin of 0.1 % is accurate enough; only these columns need logarithms."""
+    reach = (scores - bound[:, None]).float().exp_().mul_(2.0**32 * 1.001)
+    row, column = (words.float() <= reach.add_(1.0)).nonzero(as_tuple=True)
+    return row, column
+
+
+def _winners(num_rows: int, row: Tensor, column: Tensor, score: Tensor) -> Tensor:
+    """Lowest column of each row's best score, from candidates (row, column, score) [N]."""
+    best = torch.full((num_rows,), -torch.inf, dtype=score.dtype, device=score.device)
+    best.scatter_reduce_(0, row, score, "amax")
+    column = torch.where(score == best[row], column, torch.iinfo(torch.int64).max)
+    first = torch.full((num_rows,), torch.iinfo(torch.int64).max, device=score.device)
+    return first.scatter_reduce_(0, row, column, "amin")
+
 
 _MASS_ONE = 2.0**40  # mass of the best token; V < 2^23 tokens cannot overflow an int64
 _BINS_PER_NAT, _NUM_BINS = 16, 28 * 16 + 1  # the last bin has no mass: exp(-28) < 2^-40
@@ -27,14 +139,13 @@ _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(7, -1, -1))
 
 def sample(
     logits: Tensor, rows: SamplingRows, token_ids: Tensor | None, vocab_size: int, keep_probs: bool = False, *,
-    prune: bool = True,
+    prune: bool | None = None,
 ) -> Sampled:  # fmt: skip
-    """One token for each row of float32 or float64 logits [L, V'].
+    """Sample one token per row of float32 or float64 logits [L, V'].
 
-    token_ids: ascending target ids [V'] of a reduced draft vocabulary; sparse edits and noise address target ids.
-    keep_probs: also return the processed distribution as a float64 tensor [L, vocab_size] (greedy rows one-hot).
-    prune=False draws the noise of every token (for tests; the tokens are the same). Rows without a token fail alone
-    (see Sampled).
+    token_ids: ascending target ids [V'] of a reduced draft vocabulary; edits and noise use target ids. keep_probs: also
+    return the processed distribution as a float64 tensor [L, vocab_size] (greedy rows: one-hot). prune: see `draw`; the
+    tokens are the same. A row without a token fails alone (see Sampled).
     """
     if token_ids is None:
         logits = logits[:, :vocab_size]
@@ -42,14 +153,14 @@ def sample(
     best = scores.amax(-1)
     failures = _failures(best)
     failed = torch.tensor(list(failures), dtype=torch.int64, device=logits.device)
-    if failures:  # any numbers will do for what follows
+    if failures:  # any finite numbers
         scores, best = scores.index_fill(0, failed, 0.0), best.index_fill(0, failed, 0.0)
     sampled = np.flatnonzero(rows.temperature >= GREEDY_BELOW)
     columns = first_max(scores, best) if len(sampled) < len(rows) else torch.zeros_like(best, dtype=torch.int64)
     probs = scores.new_zeros((len(rows), vocab_size), dtype=torch.float64) if keep_probs else None
     if len(sampled):
         picked = torch.from_numpy(sampled).to(logits.device)
-        scores, best = _cool(scores, best, rows, sampled, picked)
+        scores, best = _limit(scores, best, rows, sampled, picked)
         keys = NoiseKeys.of(rows, sampled, logits.device)
         columns[picked] = draw(scores, best, keys, token_ids, vocab_size, prune)
     tokens = columns if token_ids is None else token_ids[columns]
@@ -60,8 +171,8 @@ def sample(
             probs[picked] = weights if token_ids is None else _spread(weights, token_ids, vocab_size)
         probs[failed] = 0.0
     tokens[failed] = -1
-    found: Int64 = tokens.cpu().numpy()
-    return Sampled(found, asked(logits, rows, found, token_ids), probs, failures)
+    host_tokens: Int64 = tokens.cpu().numpy()
+    return Sampled(host_tokens, requested_logprobs(logits, rows, host_tokens, token_ids), probs, failures)
 
 
 def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
@@ -69,7 +180,7 @@ def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def _failures(best: Tensor) -> dict[int, str]:
-    """Rows that cannot give a token, by their maximum, and why."""
+    """Rows without a token, from the row maxima [L], with the reason."""
     return {
         row: NOTHING_LEFT if value == -math.inf else NOT_FINITE
         for row, value in enumerate(best.tolist())
@@ -81,7 +192,7 @@ def _failures(best: Tensor) -> dict[int, str]:
 
 
 def _edit(logits: Tensor, rows: SamplingRows, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits after mask, bias and penalties; the untouched logits themselves when no row asks for any."""
+    """Logits after mask, bias and penalties (float64), or the logits themselves without any."""
     if rows.allowed is None and not len(rows.bias_ids) and not len(rows.penalty_ids):
         return logits
     scores = logits.to(torch.float64, copy=True)
@@ -107,7 +218,7 @@ def _penalize(scores: Tensor, rows: SamplingRows, token_ids: Tensor | None) -> N
 
 
 def _columns(indptr: NDArray[Any], ids: NDArray[Any], token_ids: Tensor | None, scores: Tensor) -> tuple[Tensor, ...]:
-    """(row, column, kept): places of CSR entries (ids distinct within a row) that exist in these logits."""
+    """(row, column, kept) of CSR entries (ids distinct within a row) whose tokens exist in these logits."""
     row = torch.from_numpy(np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))).to(scores.device)
     wanted = torch.from_numpy(ids.astype(np.int64)).to(scores.device)
     width = scores.shape[-1]
@@ -123,15 +234,15 @@ def _on(values: NDArray[Any], scores: Tensor) -> Tensor:
     return torch.from_numpy(values.astype(np.float64)).to(scores.device)
 
 
-# Temperature, min-p, top-k, top-p: of sampled rows only.
+# Temperature, min-p, top-k, top-p of sampled rows.
 
 
-def _cool(scores: Tensor, best: Tensor, rows: SamplingRows, sampled: Int64, picked: Tensor) -> tuple[Tensor, Tensor]:
+def _limit(scores: Tensor, best: Tensor, rows: SamplingRows, sampled: Int64, picked: Tensor) -> tuple[Tensor, Tensor]:
     """Scores (float64) and maxima of the sampled rows after / T, min-p, top-k and top-p."""
     if len(sampled) < len(scores):
         scores, best = scores[picked], best[picked]
     temperature = _on(rows.temperature[sampled], scores)
-    # A tensor divisor: torch turns division by a Python number into a product with its reciprocal on some devices.
+    # A tensor divisor: some devices multiply by the reciprocal of a Python number.
     scores, best = scores.double() / temperature[:, None], best.double() / temperature
     if (rows.min_p[sampled] > 0).any():
         scores = _min_p(scores, best, rows.min_p[sampled])
@@ -144,28 +255,28 @@ def _cool(scores: Tensor, best: Tensor, rows: SamplingRows, sampled: Int64, pick
 
 
 def _min_p(scores: Tensor, best: Tensor, min_p: NDArray[np.float32]) -> Tensor:
-    """Drop tokens whose probability is below min_p times the best: l < best + log(min_p)."""
+    """Drop tokens whose probability is below min_p times the best one's: l < best + log(min_p)."""
     floor = np.full(len(min_p), -math.inf)
     floor[min_p > 0] = philox.numpy_log(min_p[min_p > 0].astype(np.float64))
     return scores.masked_fill_(scores < (best + _on(floor, scores))[:, None], -math.inf)
 
 
 def _top_k(scores: Tensor, limited: Int64, top_k: Int64) -> None:
-    """Keep the k best of each limited row; of equal scores the lower ids."""
+    """Keep the k best tokens of each limited row (ties: lower ids), in place."""
     index, k = (torch.from_numpy(x).to(scores.device)[:, None] for x in (limited, top_k))
     part = scores[index[:, 0]]
     cut = torch.topk(part, int(top_k.max())).values.gather(1, k - 1)
     above, tied = part > cut, part == cut
-    room = k - above.sum(-1, keepdim=True)
-    if bool((tied.sum(-1, keepdim=True) > room).any()):
-        tied &= tied.cumsum(-1) <= room
+    num_tied = k - above.sum(-1, keepdim=True)
+    if bool((tied.sum(-1, keepdim=True) > num_tied).any()):
+        tied &= tied.cumsum(-1) <= num_tied
     scores[index[:, 0]] = part.masked_fill_(~(above | tied), -math.inf)
 
 
 def _top_p(scores: Tensor, best: Tensor, limited: Int64, top_p: NDArray[np.float32]) -> None:
-    """Keep the smallest prefix, best first, lower ids first among equals, that holds top_p of each row's mass.
+    """Keep the smallest set of best tokens (ties: lower ids) with top_p of each limited row's mass, in place.
 
-    A histogram of mass over the distance to the best finds the bin of the cut; only that bin is sorted."""
+    A histogram of mass by distance to the best finds the bin of the cut; only that bin is sorted."""
     index = torch.from_numpy(limited).to(scores.device)
     part = scores[index]
     below = (part - best[index, None]).float()
@@ -184,7 +295,7 @@ def _top_p(scores: Tensor, best: Tensor, limited: Int64, top_p: NDArray[np.float
 
 
 def _prefix(row: Tensor, scores: Tensor, masses: Tensor, before: Tensor, need: Tensor) -> Tensor:
-    """Which tokens [n] of each row's cut bin belong to the prefix: best first until before + mass >= need."""
+    """Indices of the tokens in each row's cut bin that are kept: best first, until before + mass >= need."""
     rows, values, weights = (x.cpu().numpy() for x in (row, scores, masses))
     start, goal = before.cpu().numpy(), need.cpu().numpy()
     order = np.lexsort((-values, rows))  # stable: lower ids first among equals
@@ -198,7 +309,7 @@ def _prefix(row: Tensor, scores: Tensor, masses: Tensor, before: Tensor, need: T
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x for float32 x <= 0, 0 below -87; own code, the same bits for an element wherever it stands.
+    """e^x for float32 x <= 0; 0 below -87. The bits of an element do not depend on its position.
 
     x = k ln 2 + r, |r| <= ln(2) / 2; Taylor series of degree 7 (error below 6e-9), then 2^k by its bits."""
     clamped = x.clamp(min=-87.0)
@@ -218,16 +329,16 @@ def mass(below: Tensor) -> Tensor:
 
 
 def mass_total(scores: Tensor, best: Tensor) -> Tensor:
-    """Sum over the row of e^(score - best), float64 [L]."""
+    """Sum of e^(score - best) over each row, float64 [L]."""
     return mass((scores - best[:, None]).float()).sum(-1).double() * (1 / _MASS_ONE)
 
 
 def logprobs(
     logits: Tensor, tokens: NDArray[Any], num_top: NDArray[Any], token_ids: Tensor | None = None
 ) -> list[TokenLogprob]:
-    """Raw log-softmax of untouched logits [N, V'] at one token of each row, and the row's top alternatives.
+    """Raw log-softmax of unprocessed logits [N, V'] at tokens [N], and the num_top [N] most likely tokens.
 
-    l - max - log(sum e^(l - max)) in float64, rounded to float32; ties go to the lowest id."""
+    l - max - log(sum e^(l - max)) in float64, rounded to float32. Ties: the lowest id."""
     scores = logits.double()
     best = scores.amax(-1)
     log_total = _on(philox.numpy_log(mass_total(scores, best).cpu().numpy()), scores)
@@ -242,7 +353,7 @@ def logprobs(
 def _top(
     scores: Tensor, best: Tensor, log_total: Tensor, count: int, token_ids: Tensor | None
 ) -> tuple[tuple[int, float], ...]:
-    if not count or not math.isfinite(float(best)):  # a row that is not finite has no best ones
+    if not count or not math.isfinite(float(best)):  # no top tokens in a row with NaN or infinity
         return ()
     count = min(count, len(scores))
     columns = (scores >= torch.topk(scores, count).values[-1]).nonzero()[:, 0]
@@ -251,8 +362,10 @@ def _top(
     return tuple(zip((columns if token_ids is None else token_ids[columns]).tolist(), values, strict=True))
 
 
-def asked(logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None) -> list[TokenLogprob | None]:
-    """The logprobs of rows that ask for them and have a token."""
+def requested_logprobs(
+    logits: Tensor, rows: SamplingRows, tokens: Int64, token_ids: Tensor | None
+) -> list[TokenLogprob | None]:
+    """Logprobs of the rows that request them and have a token; None for the others."""
     found: list[TokenLogprob | None] = [None] * len(rows)
     if (wanted := np.flatnonzero((rows.num_logprobs >= 0) & (tokens >= 0))).size:
         part = logits if len(wanted) == len(rows) else logits[torch.from_numpy(wanted).to(logits.device)]

@@ -1,153 +1,176 @@
-"""What all translations share: a body as a chat, and one answer as blocks of reasoning, text and calls."""
+"""Shared by the translated APIs: bodies as chat requests, and responses as blocks of reasoning, text and tool calls."""
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from headstart.server.documents import Answer, Step
-from headstart.server.intake import checked
-from headstart.server.replies import Reply
+from headstart.server.body_reader import call_arguments, validate
+from headstart.server.errors import BodyError
+from headstart.server.generation import ChoiceStep, GeneratedChoice, Generation, Json
+from headstart.server.renderer import ResponseRenderer
 from headstart.server.schema import Body, Common
 from headstart.text.parsers import Arguments, Content, Event, Reasoning, ToolCall
 
-Kind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 Model = TypeVar("Model", bound=Common)
 
 
 def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
-    """The chat (or raw completion) that a body comes to: `given` has what it says in its API's words, and members that
-    its API does not have are taken as those of a chat (`speculation`, `seed`, `guided_json`, ...). Raises BodyError."""
-    said = {name: value for name, value in given.items() if value is not None}
-    return checked({**(body.model_extra or {}), "stream_options": None, **said}, model)
+    """The chat (or raw completion) request for a body. `given`: its members in the words of that request; members that
+    the body's API does not have (`seed`, `guided_json`, ...) are taken as they are. Raises BodyError."""
+    set_members = {name: value for name, value in given.items() if value is not None}
+    made = validate({**(body.model_extra or {}), "stream_options": None, **set_members}, model)
+    made._left_out = list(body.unknown_members())
+    return made
+
+
+def refuse(body: Body, unsupported: Mapping[str, tuple[tuple[Any, ...], str]], ignored: frozenset[str]) -> None:
+    """Remove ignored members of a body. Raises BodyError for an unsupported member (name -> neutral values, hint) with
+    another value."""
+    extra = body.model_extra or {}
+    for name, (nothing, hint) in unsupported.items():
+        if extra.get(name) is not None and extra[name] not in nothing:
+            raise BodyError(f"{name} is not supported", name, hint)
+    for name in (ignored | unsupported.keys()) & extra.keys():
+        del extra[name]
 
 
 @dataclass
-class Block:
-    """A part of an answer; those of one answer are numbered from 0. `id`: of random hexadecimal digits."""
+class ResponseBlock:
+    """A part of a response: reasoning, text, or a tool call."""
 
-    kind: Kind
-    index: int
-    name: str = ""  # of a call
-    text: str = ""  # a call's arguments
+    kind: BlockKind
+    index: int  # among the blocks of the response
+    name: str = ""  # of the called function
+    text: str = ""  # the call's arguments, for a call
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
 
     @property
     def arguments(self) -> Any:
-        """Of a call: an object. What breaks off in the middle stands as text under a name that says so."""
-        try:
-            value = json.loads(self.text or "{}")
-        except (ValueError, RecursionError):
-            value = None
-        return value if isinstance(value, dict) else {"INVALID_JSON": self.text}
+        """The arguments of a call, an object."""
+        return call_arguments(self.text)
 
 
 @dataclass(frozen=True)
-class Change:
-    """A block begins, grows by `text`, or is complete; `is_last`: none follows it."""
+class BlockChange:
+    """A block begins ("open"), grows by `text` ("more"), or is complete ("close")."""
 
     what: Literal["open", "more", "close"]
-    block: Block
+    block: ResponseBlock
     text: str = ""
-    is_last: bool = False
+    is_last: bool = False  # no block follows
 
 
-class Blocks:
-    """Blocks one after the other while an answer grows. White space that stands alone between two of them is none."""
+class BlockBuilder:
+    """Builds blocks while a response grows. White space alone between two blocks is left out."""
 
     def __init__(self) -> None:
-        self.all: list[Block] = []
-        self._current: Block | None = None
-        self._held: tuple[Kind, str] = ("text", "")  # white space that may be the beginning of a block
+        self.blocks: list[ResponseBlock] = []
+        self._current: ResponseBlock | None = None
+        self._held: tuple[BlockKind, str] = ("text", "")  # white space that may be the beginning of a block
 
-    def push(self, step: Step) -> Iterator[Change]:
-        """What a step adds."""
+    def push(self, step: ChoiceStep) -> Iterator[BlockChange]:
+        """Changes of the blocks by one step."""
         plain: list[Event] = [Content(step.text)] if step.text else []
-        for event in plain if step.answer.parser is None else step.events:
-            yield from self._event(event)
+        for event in plain if step.choice.parser is None else step.events:
+            if isinstance(event, ToolCall):
+                yield from self._begin("call", event.name)
+            elif isinstance(event, Arguments):
+                assert self._current is not None and self._current.kind == "call", "arguments follow their call"
+                yield self._grow(self._current, event.text)
+            else:
+                yield from self._add_text("reasoning" if isinstance(event, Reasoning) else "text", event.text)
 
-    def finish(self) -> Iterator[Change]:
-        """Of a whole answer; one of white space alone is that."""
+    def finish(self) -> Iterator[BlockChange]:
+        """A response of white space alone is one block of it."""
         kind, text = self._held
-        if text and not self.all:
-            yield from self._more(self._open(kind), text, opened=True)
+        if text and not self.blocks:
+            yield from self._begin(kind)
+            yield self._grow(self.blocks[0], text)
         if self._current is not None:
-            yield Change("close", self._current, is_last=True)
+            yield BlockChange("close", self._current, is_last=True)
 
-    def of(self, kind: Kind) -> str:
-        """All text of one kind."""
-        return "".join(block.text for block in self.all if block.kind == kind)
+    def text_of(self, kind: BlockKind) -> str:
+        """The joined text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    def _event(self, event: Event) -> Iterator[Change]:
-        if isinstance(event, ToolCall):
-            yield from self._begin("call", event.name)
-        elif isinstance(event, Arguments):
-            assert self._current is not None and self._current.kind == "call", "arguments follow their call"
-            yield from self._more(self._current, event.text)
-        else:
-            yield from self._said("reasoning" if isinstance(event, Reasoning) else "text", event.text)
-
-    def _said(self, kind: Kind, text: str) -> Iterator[Change]:
+    def _add_text(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
         if self._current is None or self._current.kind != kind:
-            before, held = self._held
-            text = held + text if before == kind else text
+            held_kind, held = self._held
+            text = held + text if held_kind == kind else text
             if not text.strip():
                 self._held = (kind, text)
                 return
             yield from self._begin(kind)
         assert self._current is not None
-        yield from self._more(self._current, text)
+        yield self._grow(self._current, text)
 
-    def _begin(self, kind: Kind, name: str = "") -> Iterator[Change]:
+    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockChange]:
         if self._current is not None:
-            yield Change("close", self._current)
-        yield Change("open", self._open(kind, name))
+            yield BlockChange("close", self._current)
+        self._current, self._held = ResponseBlock(kind, len(self.blocks), name), (kind, "")
+        self.blocks.append(self._current)
+        yield BlockChange("open", self._current)
 
-    def _open(self, kind: Kind, name: str = "") -> Block:
-        self._current, self._held = Block(kind, len(self.all), name), (kind, "")
-        self.all.append(self._current)
-        return self._current
-
-    def _more(self, block: Block, text: str, *, opened: bool = False) -> Iterator[Change]:
-        if opened:
-            yield Change("open", block)
+    def _grow(self, block: ResponseBlock, text: str) -> BlockChange:
         block.text += text
-        yield Change("more", block, text)
+        return BlockChange("more", block, text)
 
 
-class Told:
-    """The one choice of a reply in blocks: what each translation begins with."""
+class BlockRenderer(ResponseRenderer):
+    """Base of the renderers of one choice in blocks."""
 
-    def __init__(self, reply: Reply) -> None:
-        self.reply, self.blocks = reply, Blocks()
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        self._builder = BlockBuilder()
 
     @property
-    def answer(self) -> Answer:
-        return self.reply.answers[0]
+    def blocks(self) -> list[ResponseBlock]:
+        """The blocks so far."""
+        return self._builder.blocks
 
-    async def changes(self) -> AsyncIterator[Change]:
-        """As the engine goes on; to be iterated once."""
-        async for step in self.reply.steps():
-            for change in self.blocks.push(step):
-                yield change
-        for change in self.blocks.finish():
-            yield change
+    @property
+    def choice(self) -> GeneratedChoice:
+        """The only choice of the generation."""
+        return self.generation.choices[0]
 
-    async def gather(self) -> None:
-        """The same, all of it."""
-        async for _ in self.changes():
+    def document(self) -> Json:
+        whole = ChoiceStep(self.choice, self.choice.choice.text, self.choice.events, [], self.choice.finish_reason)
+        for _ in (*self._builder.push(whole), *self._builder.finish()):
             pass
+        return self.block_document()
+
+    def render(self, step: ChoiceStep) -> list[str]:
+        return [piece for change in self._builder.push(step) for piece in self.render_change(change)]
+
+    def finish(self) -> Iterator[str]:
+        for change in self._builder.finish():
+            yield from self.render_change(change)
+        yield from self.finish_blocks()
+
+    @abstractmethod
+    def block_document(self) -> Json:
+        """The whole response, once all blocks are complete."""
+
+    @abstractmethod
+    def render_change(self, change: BlockChange) -> Iterator[str]:
+        """Pieces for a change of a block."""
+
+    @abstractmethod
+    def finish_blocks(self) -> Iterator[str]:
+        """Pieces after the last block."""
 
     @property
-    def num_thought(self) -> int:
-        """Tokens of the reasoning's text."""
-        text = self.blocks.of("reasoning")
-        return len(self.reply.tokenizer.encode(text, parse_special=False)) if text else 0
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the reasoning, counted by encoding its text."""
+        text = self._builder.text_of("reasoning")
+        return len(self.generation.tokenizer.encode(text, parse_special=False)) if text else 0
 
     @property
-    def was_cut(self) -> bool:
-        """Did the text end for want of room?"""
-        return self.answer.finish_reason == "length"
+    def is_truncated(self) -> bool:
+        """Did the text end at a limit of its length?"""
+        return self.choice.finish_reason == "length"

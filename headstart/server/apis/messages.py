@@ -1,59 +1,259 @@
-"""Anthropic's Messages API: https://platform.claude.com/docs/en/api/messages."""
+"""Anthropic's Messages API (https://platform.claude.com/docs/en/api/messages): bodies, translation, responses."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from headstart.errors import HeadstartError
-from headstart.server import fields
-from headstart.server.answering import answer_other, errors_in, prepared
-from headstart.server.answers import Answer
-from headstart.server.apis.blocks import Block, Change, Told
-from headstart.server.apis.messages_body import CountRequest, MessagesRequest, chat_of
-from headstart.server.chat_prompt import Chat
-from headstart.server.documents import dumped
-from headstart.server.entries import Served
-from headstart.server.errors import error_of
-from headstart.server.intake import CheckedRoute
-from headstart.server.replies import Reply
-from headstart.server.schema import ChatRequest
+from headstart.params import names_in
+from headstart.server import limits
+from headstart.server.apis.blocks import BlockChange, BlockKind, BlockRenderer, ResponseBlock, as_body, refuse
+from headstart.server.body_reader import CheckedRoute
+from headstart.server.errors import BodyError, error_response
+from headstart.server.generation import Json
+from headstart.server.model_manager import ServedModel
+from headstart.server.pipeline import error_responses, respond_from_thread, respond_translated
+from headstart.server.prepare import encode_chat
+from headstart.server.renderer import dump_json
+from headstart.server.schema import (
+    Body,
+    ChatRequest,
+    Many,
+    Name,
+    ResponseModel,
+    Stop,
+    ignored_fields_header,
+    with_sampling,
+)
 
-Json = dict[str, Any]
-PATH = "/v1/messages"
 router = APIRouter(route_class=CheckedRoute)
+IGNORED = frozenset({
+    "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
+})  # fmt: skip
+"""Members without effect on the text: caching, place and speed of a request, clearing of long conversations."""
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "container": ((), "leave it out"), "mcp_servers": (([],), "leave it out"),
+}  # fmt: skip
+"""Unsupported members -> neutral values, and what to do instead."""
 
 
-class MessagesFault(Answer):
-    """What was wrong, and of which kind."""
+class MessageBlock(Body):
+    """A content block."""
+
+    harmless = frozenset({"signature", "data", "citations", "caller"})
+    type: Name
+    text: StrictStr | None = None
+    thinking: StrictStr | None = None
+    id: Name | None = None
+    name: StrictStr | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Name | None = None
+    content: StrictStr | Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None = None
+
+
+Parts = Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)]
+
+
+class Turn(Body):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: StrictStr | Parts
+
+
+class MessagesTool(Body):
+    """A tool of the client; those that Anthropic runs itself are left out."""
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
+    type: Name | None = None
+    description: StrictStr | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(Body):
+    """Which tool is called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: StrictBool = False
+
+
+class Thinking(Body):
+    """Whether the model thinks, where its template has a switch. `budget_tokens` has no effect."""
+
+    type: Name
+
+
+class OutputFormat(Body):
+    """A JSON schema that the text must fit."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """What the text must be, and an effort for templates that read one."""
+
+    format: OutputFormat | None = None
+    effort: Name | None = None
+
+
+class CountRequest(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: StrictStr
+    messages: Annotated[Many[Turn], Field(min_length=1, max_length=limits.MESSAGES)]
+    system: StrictStr | Parts | None = None
+    tools: Annotated[Many[MessagesTool], Field(max_length=limits.TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(with_sampling(CountRequest, names_in("anthropic"))):  # type: ignore[misc]
+    """POST /v1/messages."""
+
+    max_tokens: StrictInt = Field(json_schema_extra={"minimum": 1}, description="Longest output, in tokens.")
+    stop_sequences: Annotated[Many[Stop], Field(max_length=limits.STOPS)] | None = None
+    stream: StrictBool | None = False
+
+
+def chat_of(body: CountRequest) -> ChatRequest:
+    """The chat request for a body. Raises BodyError for what this server does not have."""
+    refuse(body, REFUSED, IGNORED)
+    messages = list(_messages(body))
+    prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    choice, config = body.tool_choice or ToolChoice(type="auto"), body.output_config or OutputConfig()
+    chat: Json = {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _choice(choice) if body.tools or choice.type in ("any", "tool") else None,
+        "parallel_tool_calls": not choice.disable_parallel_tool_use,
+        "reasoning_effort": config.effort,
+    }
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if config.format is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+    if prefilled:
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if isinstance(body, MessagesRequest):
+        chat |= {name: getattr(body, member) for name, member in names_in("anthropic").items()}
+        chat["stream"] = body.stream
+    return as_body(body, chat, ChatRequest)
+
+
+def _messages(body: CountRequest) -> Iterator[Json]:
+    if body.system:
+        yield {"role": "system", "content": _text(body.system, "system")}
+    for number, turn in enumerate(body.messages):
+        place = f"messages.{number}.content"
+        if isinstance(turn.content, str):
+            yield {"role": turn.role, "content": turn.content}
+        elif turn.role == "assistant":
+            yield _assistant(turn.content, place)
+        else:
+            yield from _user(turn, turn.content, place)
+
+
+def _assistant(parts: list[MessageBlock], place: str) -> Json:
+    text, thought, calls = "", "", list[Json]()
+    for number, part in enumerate(parts):
+        if part.type == "tool_use":
+            function = {"name": part.name or "", "arguments": part.input or {}}
+            calls.append({"id": part.id or "", "type": "function", "function": function})
+        elif part.type == "thinking":
+            thought += part.thinking or ""
+        elif part.type != "redacted_thinking":
+            text += _text_of(part, f"{place}.{number}")
+    return {
+        "role": "assistant",
+        "content": text,
+        **({"reasoning_content": thought} if thought else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
+    """The results of tools become messages of their own."""
+    text, has_text = "", False
+    for number, part in enumerate(parts):
+        if part.type == "tool_result":
+            content = _text(part.content or "", f"{place}.{number}.content")
+            yield {"role": "tool", "tool_call_id": part.tool_use_id or "", "content": content}
+        else:
+            text, has_text = text + _text_of(part, f"{place}.{number}"), True
+    if has_text or not parts:
+        yield {"role": turn.role, "content": text}
+
+
+def _text(content: str | list[MessageBlock], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_text_of(part, f"{place}.{number}") for number, part in enumerate(content))
+
+
+def _text_of(part: MessageBlock, place: str) -> str:
+    if part.type != "text":
+        shown = limits.shortened(part.type)
+        raise BodyError(f"{place}: a block of type {shown!r} stands where only text is read", place, "send its text")
+    return part.text or ""
+
+
+def _tool(tool: MessagesTool) -> Json:
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}  # left out of the chat, and reported
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "parameters": tool.input_schema or {"type": "object", "properties": {}},
+            **({"description": tool.description} if tool.description else {}),
+        },
+    }
+
+
+def _choice(choice: ToolChoice) -> str | Json:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return {"any": "required"}.get(choice.type, choice.type)
+
+
+PATH = "/v1/messages"
+
+
+class MessagesFault(ResponseModel):
+    """Message and kind of an error."""
 
     type: str
     message: str
 
 
-class MessagesError(Answer):
+class MessagesError(ResponseModel):
     """Anthropic's shape of every error."""
 
     type: Literal["error"]
     error: MessagesFault
 
 
-class MessageUsage(Answer):
-    """Tokens: the prompt's that were computed, those found in the cache, the output's."""
+class MessageUsage(ResponseModel):
+    """Token counts. `input_tokens` leaves out the prompt's cached tokens."""
 
     input_tokens: int = Field(ge=0)
     cache_read_input_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
 
 
-class MessageAnswer(Answer):
-    """Of /v1/messages."""
+class MessageAnswer(ResponseModel):
+    """Response of /v1/messages."""
 
     id: str
     type: Literal["message"]
@@ -65,96 +265,99 @@ class MessageAnswer(Answer):
     usage: MessageUsage
 
 
-class TokenCount(Answer):
-    """Of /v1/messages/count_tokens."""
+class TokenCount(ResponseModel):
+    """Response of /v1/messages/count_tokens."""
 
     input_tokens: int = Field(ge=0)
 
 
-ERRORS = errors_in(MessagesError)
+ERRORS = error_responses(MessagesError)
 
 
 @router.post(PATH, responses=ERRORS, response_model=MessageAnswer)
 async def messages(body: MessagesRequest, request: Request) -> Response:
-    """The next turn of a conversation, in Anthropic's words."""
-    return await answer_other(request, partial(chat_of, body), MessageTelling)
+    """The next turn of a conversation, in Anthropic's shape."""
+    return await respond_translated(request, partial(chat_of, body), MessagesRenderer)
 
 
 @router.post(f"{PATH}/count_tokens", responses=ERRORS, response_model=TokenCount)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
-    """Tokens of the prompt that messages come to."""
-    headers = fields.header(fields.check(body.model_extra))
-    return await prepared(request, body.model, lambda served: _counted(served, body), headers)
+    """Number of tokens of the prompt for these messages."""
+    headers = ignored_fields_header(body)
+    return await respond_from_thread(request, body.model, lambda served: _counted(served, body), headers)
 
 
-def _counted(served: Served, body: CountRequest) -> bytes:
-    chat: ChatRequest = chat_of(body)
-    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or () if chat.tool_choice != "none"]
-    ids = Chat.of(chat, tools, served.formats.parse_special).encoded(served.llm)[0]
-    return dumped({"input_tokens": len(ids)}).encode()
+def _counted(served: ServedModel, body: CountRequest) -> bytes:
+    ids, _ = encode_chat(served.llm, served.formats, chat_of(body))
+    return dump_json({"input_tokens": len(ids)}).encode()
 
 
-class MessageTelling:
-    """A message, or the events that make it."""
+class MessagesRenderer(BlockRenderer):
+    """A message, or the events that build it."""
 
-    media_type, end = "text/event-stream", ""
+    def block_document(self) -> Json:
+        return {**self._head([_content(block) for block in self.blocks]), **self._stop(), "usage": self._usage()}
 
-    def __init__(self, reply: Reply) -> None:
-        self._reply, self._told = reply, Told(reply)
-
-    async def whole(self) -> bytes:
-        await self._told.gather()
-        content = [_whole(block) for block in self._told.blocks.all]
-        return dumped({**self._head(content), **self._stop(), "usage": self._usage()}).encode()
-
-    async def events(self) -> AsyncIterator[str]:
+    def start(self) -> Iterator[str]:
         none = {"stop_reason": None, "stop_sequence": None}
-        counts = {"input_tokens": self._reply.num_prompt, "output_tokens": 0}
+        counts = {"input_tokens": self.generation.num_prompt, "output_tokens": 0}
         yield _event("message_start", message={**self._head([]), **none, "usage": counts})
         yield _event("ping")
-        async for change in self._told.changes():
-            for event in _events(change):
-                yield event
+
+    def render_change(self, change: BlockChange) -> Iterator[str]:
+        block = change.block
+        if change.what == "open":
+            empty = ResponseBlock(block.kind, 0, block.name, id=block.id)
+            yield _event("content_block_start", index=block.index, content_block=_content(empty))
+        elif change.what == "close":
+            yield _event("content_block_stop", index=block.index)
+        else:
+            deltas: dict[BlockKind, Json] = {
+                "text": {"type": "text_delta", "text": change.text},
+                "call": {"type": "input_json_delta", "partial_json": change.text},
+                "reasoning": {"type": "thinking_delta", "thinking": change.text},
+            }
+            yield _event("content_block_delta", index=block.index, delta=deltas[block.kind])
+
+    def finish_blocks(self) -> Iterator[str]:
         yield _event("message_delta", delta=self._stop(), usage=self._usage())
         yield _event("message_stop")
 
-    def failed(self, error: HeadstartError) -> str:
-        return f"event: error\ndata: {json.dumps(error_of(error, PATH)[1])}\n\n"
+    def error_event(self, error: HeadstartError) -> str:
+        return f"event: error\ndata: {json.dumps(error_response(error, PATH)[1])}\n\n"
 
     def _head(self, content: list[Json]) -> Json:
-        name = f"msg_{self._reply.id.rpartition('-')[2]}"
-        return {
-            "id": name, "type": "message", "role": "assistant", "model": self._reply.model, "content": content,
-        }  # fmt: skip
+        model = self.generation.model
+        name = f"msg_{self.generation.id}"
+        return {"id": name, "type": "message", "role": "assistant", "model": model, "content": content}
 
     def _stop(self) -> Json:
-        answer = self._told.answer
-        choice, reason = answer.choice, answer.finish_reason
+        choice = self.choice.choice
         stop = choice.output.stop_string
-        room = len(choice.tokens) < choice.request.params.max_tokens
+        has_room = len(choice.tokens) < choice.request.params.max_tokens
         reasons = {
             "tool_calls": "tool_use",
-            "length": "model_context_window_exceeded" if room else "max_tokens",
+            "length": "model_context_window_exceeded" if has_room else "max_tokens",
             "stop": "end_turn" if stop is None else "stop_sequence",
         }
-        return {"stop_reason": reasons[reason or "stop"], "stop_sequence": stop}
+        return {"stop_reason": reasons[self.choice.finish_reason or "stop"], "stop_sequence": stop}
 
     def _usage(self) -> Json:
-        """Anthropic counts what was cached beside the rest of the prompt."""
-        usage = self._reply.usage()
+        """Anthropic's input_tokens leave out cached tokens."""
+        usage = self.generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": self._told.num_thought},
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
             "seed": usage["seed"],
             "speculation": usage["speculation"],
         }
 
 
-def _whole(block: Block) -> Json:
+def _content(block: ResponseBlock) -> Json:
     if block.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": block.arguments}
     if block.kind == "reasoning":
@@ -162,25 +365,5 @@ def _whole(block: Block) -> Json:
     return {"type": "text", "text": block.text}
 
 
-def _events(change: Change) -> list[str]:
-    block = change.block
-    if change.what == "open":
-        return [
-            _event(
-                "content_block_start",
-                index=block.index,
-                content_block=_whole(Block(block.kind, 0, block.name, id=block.id)),
-            )
-        ]
-    if change.what == "more":
-        delta: Json = {"type": "text_delta", "text": change.text}
-        if block.kind == "call":
-            delta = {"type": "input_json_delta", "partial_json": change.text}
-        elif block.kind == "reasoning":
-            delta = {"type": "thinking_delta", "thinking": change.text}
-        return [_event("content_block_delta", index=block.index, delta=delta)]
-    return [_event("content_block_stop", index=block.index)]
-
-
 def _event(kind: str, **members: Any) -> str:
-    return f"event: {kind}\ndata: {dumped({'type': kind, **members})}\n\n"
+    return f"event: {kind}\ndata: {dump_json({'type': kind, **members})}\n\n"

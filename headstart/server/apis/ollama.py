@@ -1,56 +1,238 @@
-"""Ollama's API: https://docs.ollama.com/api."""
+"""Ollama's API (https://docs.ollama.com/api): bodies, their translation to chat requests, and responses."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import AliasChoices, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-import headstart
-from headstart.errors import HeadstartError
-from headstart.server.answering import CLIENT_GONE, answer_other, errors_in, served_by, state_of
-from headstart.server.answers import Answer
-from headstart.server.apis.blocks import Block, Change, Told
-from headstart.server.apis.described import listed, shown
-from headstart.server.apis.ollama_body import (
-    Asking,
-    GenerateRequest,
-    OllamaChatRequest,
-    ShowRequest,
-    chat_of,
-    keep_of,
-    prompt_of,
-)
-from headstart.server.documents import dumped
-from headstart.server.entries import Entry
-from headstart.server.errors import error_of
-from headstart.server.intake import CheckedRoute
-from headstart.server.replies import Reply
+from headstart import hub
+from headstart.errors import HeadstartError, UsageError
+from headstart.formats.base import Checkpoint
+from headstart.params import names_in
+from headstart.server import limits
+from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlock, as_body, refuse
+from headstart.server.body_reader import CheckedRoute
+from headstart.server.errors import BodyError, error_response
+from headstart.server.generation import Json
+from headstart.server.model_manager import LATEST_TAG, ModelSlot, context_length, read_headers, read_sizes
+from headstart.server.options import KeepAlive
+from headstart.server.pipeline import CLIENT_GONE, error_responses, find_model, respond_translated, state_of
+from headstart.server.renderer import dump_json
+from headstart.server.schema import Body, ChatRequest, CompletionRequest, Many, Name, ResponseModel, Tool
+from headstart.version import __version__
 
-Json = dict[str, Any]
 router = APIRouter(route_class=CheckedRoute)
-SPOKEN = "0.12.0"
-"""The version of Ollama whose API this is: clients look at it before they use what is new."""
+Number = StrictInt | StrictFloat
+Texts = StrictStr | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS)]
+RENAMED = {option: name for name, option in names_in("ollama").items()}
+"""Options -> sampling parameters of another name; other options have the same name, or none."""
+IGNORED_OPTIONS = frozenset({
+    "numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
+    "use_mlock", "embedding_only", "num_thread", "num_keep", "repeat_last_n", "mirostat_tau", "mirostat_eta",
+    "penalize_newline",
+})  # fmt: skip
+"""Options without effect: how a model is loaded, and samplers that are off."""
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "logprobs": ((False,), "/v1/chat/completions has logprobs"),
+    "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
+    "suffix": (("",), "leave it out"),
+    "template": (("",), "start the server with --chat-template, or send raw prompts"),
+    "images": (([],), "this model reads text only"),
+    "context": (([],), "send the conversation to /api/chat"),
+}
+"""Unsupported members -> neutral values, and what to do instead."""
+ENDLESS = 2**31 - 1
+"""num_predict of raw prompts without one: up to the end of the text or of the context."""
+
+
+class OllamaFunction(Body):
+    """A call's function; its arguments are an object."""
+
+    harmless = frozenset({"index", "description"})
+    name: StrictStr
+    arguments: dict[str, Any] | None = None
+
+
+class OllamaCall(Body):
+    """A call that the model has made."""
+
+    harmless = frozenset({"id", "type"})
+    function: OllamaFunction
+
+
+class OllamaMessage(Body):
+    """One turn of a conversation."""
+
+    harmless = frozenset({"tool_call_id"})
+    role: Name
+    content: StrictStr | None = None
+    thinking: StrictStr | None = None
+    images: Annotated[Many[StrictStr], Field(max_length=limits.MESSAGES)] | None = None
+    tool_calls: Annotated[Many[OllamaCall], Field(max_length=limits.TOOLS)] | None = None
+    tool_name: Name | None = None
+
+
+class OllamaModelRequest(Body):
+    """Members of all requests that use a model."""
+
+    model: StrictStr
+    keep_alive: Number | StrictStr | None = Field(
+        default=None, description="How long the model stays in memory without requests, on servers of several models."
+    )
+
+
+class OllamaRequest(OllamaModelRequest):
+    """Members of chats and generations."""
+
+    stream: StrictBool | None = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: StrictBool | StrictStr | None = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: Annotated[Many[OllamaMessage], Field(max_length=limits.MESSAGES)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
+
+
+class GenerateRequest(OllamaRequest):
+    """POST /api/generate."""
+
+    prompt: StrictStr | None = None
+    system: StrictStr | None = None
+    raw: StrictBool | None = False
+
+
+class OllamaEmbedRequest(OllamaModelRequest):
+    """POST /api/embed."""
+
+    input: Texts
+    truncate: StrictBool | None = True
+    options: dict[str, Any] | None = None
+    dimensions: StrictInt | None = None
+
+
+class OllamaEmbeddingRequest(OllamaModelRequest):
+    """POST /api/embeddings: one text."""
+
+    prompt: StrictStr
+    options: dict[str, Any] | None = None
+
+
+ModelName = Annotated[StrictStr, Field(validation_alias=AliasChoices("model", "name"))]
+"""Older clients say `name`."""
+
+
+class PullRequest(Body):
+    """POST /api/pull. Older clients say `name`."""
+
+    model: ModelName
+    insecure: StrictBool | None = False
+    stream: StrictBool | None = True
+
+
+class ShowRequest(Body):
+    """POST /api/show. Older clients say `name`."""
+
+    model: ModelName
+    verbose: StrictBool | None = False
+
+
+def keep_alive_of(body: OllamaModelRequest) -> KeepAlive | None:
+    """The keep-alive of a body; None: the default. Raises BodyError for an invalid time."""
+    try:
+        return None if body.keep_alive is None else KeepAlive.of(body.keep_alive)
+    except UsageError as error:
+        raise BodyError(error.message.replace("keep-alive", "keep_alive", 1), "keep_alive", error.hint) from None
+
+
+def chat_of(body: OllamaChatRequest) -> ChatRequest:
+    """The chat request for a body. Raises BodyError for what this server does not have."""
+    messages = list(_messages(body.messages or ()))
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return as_body(body, {**_shared_members(body), "messages": messages, "tools": tools or None}, ChatRequest)
+
+
+def prompt_of(body: GenerateRequest) -> ChatRequest | CompletionRequest:
+    """The request for a body. Raises BodyError for what this server does not have."""
+    shared = _shared_members(body)
+    if body.raw:
+        if body.system:
+            raise BodyError("system is given, but the prompt is raw", "system", "write it into the prompt")
+        return as_body(body, {"max_tokens": ENDLESS, **shared, "prompt": body.prompt}, CompletionRequest)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return as_body(body, {**shared, "messages": messages}, ChatRequest)
+
+
+def _shared_members(body: OllamaRequest) -> Json:
+    refuse(body, REFUSED, frozenset())
+    chat = _options(body.options or {}) | {"model": body.model, "stream": body.stream is not False}
+    if body.think is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.think not in (False, "none")}
+        chat["reasoning_effort"] = body.think if isinstance(body.think, str) else None
+    if body.format == "json":
+        chat["response_format"] = {"type": "json_object"}
+    elif body.format:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _options(given: Mapping[str, Any]) -> Json:
+    """Options by the names of chat completions, where unknown ones are refused or reported."""
+    options = {RENAMED.get(name, name): value for name, value in given.items() if name not in IGNORED_OPTIONS}
+    for name, least in (("max_tokens", 1), ("seed", 0)):  # below: no limit, any seed
+        if type(value := options.get(name)) is int and value < least:
+            del options[name]
+    return options
+
+
+def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
+    for number, message in enumerate(messages):
+        if message.images:
+            place = f"messages.{number}.images"
+            raise BodyError(f"{place} is not supported", place, REFUSED["images"][1])
+        calls = [
+            {"type": "function", "function": {"name": each.function.name, "arguments": each.function.arguments or {}}}
+            for each in message.tool_calls or ()
+        ]
+        yield {
+            "role": message.role,
+            "content": message.content or "",
+            **({"reasoning_content": message.thinking} if message.thinking else {}),
+            **({"tool_calls": calls} if calls else {}),
+            **({"name": message.tool_name} if message.tool_name else {}),
+        }
+
+
+OLLAMA_VERSION = "0.12.0"
+"""Version of Ollama whose API this is; clients check it before they use newer features."""
 NEVER = "2318-01-01T00:00:00+00:00"
-"""When a model that stays is unloaded; clients want a date."""
+"""Expiry date of a model that stays; clients want a date."""
 
 
-class OllamaError(Answer):
+class OllamaError(ResponseModel):
     """Ollama's shape of every error."""
 
     error: str
 
 
-class OllamaTold(Answer):
-    """What both kinds of answers have; durations in nanoseconds."""
+class OllamaAnswer(ResponseModel):
+    """Members of both kinds of responses; durations in nanoseconds."""
 
     model: str
     created_at: str
@@ -61,130 +243,147 @@ class OllamaTold(Answer):
     eval_count: int = Field(default=0, ge=0)
 
 
-class OllamaChat(OllamaTold):
-    """Of /api/chat; a stream has it in pieces, a line each."""
+class OllamaChat(OllamaAnswer):
+    """Response of /api/chat; a stream has it in pieces, a line each."""
 
     message: dict[str, Any]
 
 
-class OllamaGeneration(OllamaTold):
-    """Of /api/generate; a stream has it in pieces, a line each."""
+class OllamaGeneration(OllamaAnswer):
+    """Response of /api/generate; a stream has it in pieces, a line each."""
 
     response: str
 
 
-class OllamaModels(Answer):
-    """Of /api/tags and /api/ps."""
+class OllamaModels(ResponseModel):
+    """Response of /api/tags and /api/ps."""
 
     models: list[dict[str, Any]]
 
 
-ERRORS = errors_in(OllamaError)
+ERRORS = error_responses(OllamaError)
 
 
 @router.post("/api/chat", responses=ERRORS, response_model=OllamaChat)
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
-    """The next turn of a conversation, in Ollama's words. Streams, unless told not to."""
+    """The next turn of a conversation, in Ollama's shape. Streams unless `stream` is false."""
     if not body.messages:
-        return await _moved(body, request, message={"role": "assistant", "content": ""})
-    return await answer_other(request, partial(chat_of, body), ChatTelling, keep_of(body))
+        return await _load_or_unload(body, request, message={"role": "assistant", "content": ""})
+    return await respond_translated(request, partial(chat_of, body), OllamaChatRenderer, keep_alive_of(body))
 
 
 @router.post("/api/generate", responses=ERRORS, response_model=OllamaGeneration)
 async def generate(body: GenerateRequest, request: Request) -> Response:
-    """The answer to one prompt. Streams, unless told not to."""
+    """The output for one prompt. Streams unless `stream` is false."""
     if not body.prompt:
-        return await _moved(body, request, response="")
-    return await answer_other(request, partial(prompt_of, body), GenerateTelling, keep_of(body))
+        return await _load_or_unload(body, request, response="")
+    return await respond_translated(request, partial(prompt_of, body), OllamaGenerateRenderer, keep_alive_of(body))
 
 
-async def _moved(body: Asking, request: Request, **said: Any) -> Response:
-    """Whoever asks nothing wants the model in memory; with a keep_alive of 0, out of it."""
-    keep_alive, reason = keep_of(body), "load"
+async def _load_or_unload(body: OllamaRequest, request: Request, **empty: Any) -> Response:
+    """A request without a prompt loads the model; with a keep_alive of 0 it unloads the model."""
+    keep_alive, reason = keep_alive_of(body), "load"
     if keep_alive is not None and keep_alive.seconds == 0:
-        reason = "unload" if await state_of(request).shelf.release(body.model) else "load"
-    elif await served_by(request, body.model, keep_alive) is None:
+        reason = "unload" if await state_of(request).models.release(body.model) else "load"
+    elif await find_model(request, body.model, keep_alive) is None:
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse({"model": body.model, "created_at": _now(), **said, "done": True, "done_reason": reason})
+    return JSONResponse({"model": body.model, "created_at": _now(), **empty, "done": True, "done_reason": reason})
 
 
 @router.get("/api/tags", response_model=OllamaModels)
 async def tags(request: Request) -> Json:
-    """What this server serves, in memory or not."""
-    shelf = state_of(request).shelf
-    return {"models": [each for entry in shelf.entries for each in await run_sync(listed, entry)]}
+    """The models of this server, in memory or not."""
+    slots = state_of(request).models.slots
+    return {"models": [each for slot in slots for each in await run_sync(_list_entries, slot)]}
 
 
 @router.get("/api/ps", response_model=OllamaModels)
 async def ps(request: Request) -> Json:
-    """What is in memory, and how long."""
+    """The models in memory, and when they leave it."""
     found: list[Json] = []
-    for entry in state_of(request).shelf.entries:
-        if entry.served is not None:
-            more = {"expires_at": _expires(entry), "size_vram": 0, "context_length": entry.served.llm.engine.max_length}
-            found += [{**each, **more} for each in await run_sync(listed, entry)]
+    for slot in state_of(request).models.slots:
+        if slot.served is not None:
+            more = {"expires_at": _expires(slot), "size_vram": 0, "context_length": slot.served.llm.engine.max_length}
+            found += [{**each, **more} for each in await run_sync(_list_entries, slot)]
     return {"models": found}
 
 
-def _expires(entry: Entry) -> str:
-    left = entry.expires
+def _expires(slot: ModelSlot) -> str:
+    left = slot.expires
     return NEVER if left is None else (datetime.now(UTC) + timedelta(seconds=left)).isoformat()
 
 
 @router.post("/api/show", responses=ERRORS)
 async def show(body: ShowRequest, request: Request) -> Response:
-    """One model: its sizes, its chat template, what it can do."""
-    entry = state_of(request).shelf.find(body.model)
-    return JSONResponse(await run_sync(shown, entry, body.model))
+    """One model: its sizes, chat template and capabilities."""
+    slot = state_of(request).models.find(body.model)
+    return JSONResponse(await run_sync(_description, slot, body.model))
+
+
+@router.post("/api/pull", responses=ERRORS)
+async def pull(body: PullRequest, request: Request) -> Response:
+    """Download a model of this server, if it is not here yet. Models of other names are refused."""
+    slot = state_of(request).models.find(body.model)
+    await run_sync(_download, slot)
+    done = [{"status": "pulling manifest"}, {"status": "success"}]
+    if body.stream is False:
+        return JSONResponse(done[-1])
+    return Response("".join(f"{json.dumps(each)}\n" for each in done), media_type="application/x-ndjson")
+
+
+def _download(slot: ModelSlot) -> None:
+    """Raises UsageError if the download fails."""
+    if slot.served is None:
+        hub.resolve(slot.spec.path)
 
 
 @router.get("/api/version")
 async def version() -> dict[str, str]:
-    """Of Ollama's API that is spoken, and of headstart."""
-    return {"version": SPOKEN, "headstart": headstart.__version__}
+    """Versions of Ollama's API and of headstart."""
+    return {"version": OLLAMA_VERSION, "headstart": __version__}
 
 
-class ChatTelling:
-    """Lines of JSON, or the one document."""
+class OllamaChatRenderer(BlockRenderer):
+    """Lines of JSON, or one document."""
 
-    media_type, end = "application/x-ndjson", ""
+    media_type = "application/x-ndjson"
 
-    def __init__(self, reply: Reply) -> None:
-        self._reply, self._told = reply, Told(reply)
+    def block_document(self) -> Json:
+        return self._document(self._message(self.blocks), self._end())
 
-    async def whole(self) -> bytes:
-        await self._told.gather()
-        return dumped(self._document(self._said(self._told.blocks.all), self._ended())).encode()
+    def render_change(self, change: BlockChange) -> Iterator[str]:
+        """Text is sent as it grows, a call when it is complete."""
+        block, is_call = change.block, change.block.kind == "call"
+        if change.what == "more" and not is_call:
+            yield self._line([ResponseBlock(block.kind, block.index, text=change.text)], {"done": False})
+        elif change.what == "close" and is_call:
+            yield self._line([block], {"done": False})
 
-    async def events(self) -> AsyncIterator[str]:
-        async for change in self._told.changes():
-            if piece := _piece(change):
-                yield self._line(self._said([piece]), {"done": False})
-        yield self._line(self._said([]), self._ended())
+    def finish_blocks(self) -> Iterator[str]:
+        yield self._line([], self._end())
 
-    def failed(self, error: HeadstartError) -> str:
-        return json.dumps(error_of(error, "/api/")[1]) + "\n"
+    def error_event(self, error: HeadstartError) -> str:
+        return json.dumps(error_response(error, "/api/")[1]) + "\n"
 
-    def _said(self, blocks: list[Block]) -> Json:
+    def _message(self, blocks: list[ResponseBlock]) -> Json:
         texts = _texts(blocks)
         calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in blocks if each.name]
-        thought = {"thinking": texts["reasoning"]} if texts["reasoning"] else {}
+        thinking = {"thinking": texts["reasoning"]} if texts["reasoning"] else {}
         more = {"tool_calls": calls} if calls else {}
-        return {"message": {"role": "assistant", "content": texts["text"], **thought, **more}}
+        return {"message": {"role": "assistant", "content": texts["text"], **thinking, **more}}
 
-    def _line(self, said: Json, more: Json) -> str:
-        return dumped(self._document(said, more)) + "\n"
+    def _line(self, blocks: list[ResponseBlock], more: Json) -> str:
+        return dump_json(self._document(self._message(blocks), more)) + "\n"
 
-    def _document(self, said: Json, more: Json) -> Json:
-        return {"model": self._reply.model, "created_at": _now(), **said, **more}
+    def _document(self, message: Json, more: Json) -> Json:
+        return {"model": self.generation.model, "created_at": _now(), **message, **more}
 
-    def _ended(self) -> Json:
-        choice, usage = self._told.answer.choice, self._reply.usage()
-        completion = self._told.answer.completion
+    def _end(self) -> Json:
+        choice, usage, completion = self.choice.choice, self.generation.usage(), self.choice.completion
         timing = completion.timing if completion else {"ttft_s": 0.0, "decode_s": 0.0}
         return {
             "done": True,
-            "done_reason": "length" if self._told.was_cut else "stop",
+            "done_reason": "length" if self.is_truncated else "stop",
             "total_duration": _nanoseconds(time.perf_counter() - choice.started),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],
@@ -196,23 +395,15 @@ class ChatTelling:
         }
 
 
-class GenerateTelling(ChatTelling):
-    """The same with the text under another name."""
+class OllamaGenerateRenderer(OllamaChatRenderer):
+    """The text under `response`."""
 
-    def _said(self, blocks: list[Block]) -> Json:
+    def _message(self, blocks: list[ResponseBlock]) -> Json:
         texts = _texts(blocks)
         return {"response": texts["text"], **({"thinking": texts["reasoning"]} if texts["reasoning"] else {})}
 
 
-def _piece(change: Change) -> Block | None:
-    """What a change adds: text as it comes, calls when they are complete."""
-    is_call = change.block.kind == "call"
-    if change.what == "more" and not is_call:
-        return Block(change.block.kind, change.block.index, text=change.text)
-    return change.block if change.what == "close" and is_call else None
-
-
-def _texts(blocks: list[Block]) -> dict[str, str]:
+def _texts(blocks: list[ResponseBlock]) -> dict[str, str]:
     return {kind: "".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "reasoning")}
 
 
@@ -222,3 +413,72 @@ def _now() -> str:
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def _list_entries(slot: ModelSlot) -> list[Json]:
+    """Entries of /api/tags, one for each name of a model. Reads files."""
+    known = _details(read_headers(slot))
+    full = [name if ":" in name else name + LATEST_TAG for name in slot.spec.names]
+    return [{"name": name, "model": name, **known} for name in full]
+
+
+def _description(slot: ModelSlot, name: str) -> Json:
+    """The response of /api/show. Reads files."""
+    checkpoint, config = read_headers(slot), read_sizes(slot)
+    known = _details(checkpoint)
+    family = known["details"]["family"]
+    info: Json = {"general.architecture": family}
+    if checkpoint is not None and config is not None:
+        info |= {
+            "general.parameter_count": _parameters(checkpoint),
+            f"{family}.context_length": context_length(slot),
+            f"{family}.embedding_length": config.hidden_size,
+            f"{family}.block_count": config.num_layers,
+            f"{family}.vocab_size": config.vocab_size,
+        }
+    template = slot.served.llm.chat_template if slot.served else checkpoint and checkpoint.chat_template()
+    recommended = slot.served.llm.chat_sampling if slot.served else {}
+    can = {"tools": True, "thinking": slot.served is not None and slot.served.formats.reasoning is not None}
+    return {
+        "modelfile": f"FROM {name.removesuffix(LATEST_TAG)}",
+        "parameters": "\n".join(f"{name} {value}" for name, value in recommended.items()),
+        "template": next(iter(template.sources.values()), "") if template else "",
+        "details": known["details"],
+        "model_info": info,
+        "capabilities": ["completion", *(name for name, yes in can.items() if yes)],
+        "modified_at": known["modified_at"],
+    }
+
+
+def _details(checkpoint: Checkpoint | None) -> Json:
+    """`digest` is of names, types and shapes of all tensors, not of a file. Empty for a model that is not on this
+    machine."""
+    tensors = list(checkpoint.tensors.values()) if checkpoint else []
+    family = str(checkpoint.config.get("model_type", "")) if checkpoint else ""
+    table = "\n".join(sorted(f"{each.name} {each.dtype} {each.shape}" for each in tensors))
+    types = Counter[str]()
+    for each in tensors:
+        types[each.dtype] += each.nbytes
+    times = [path.stat().st_mtime for path in checkpoint.files if path.exists()] if checkpoint else []
+    return {
+        "modified_at": datetime.fromtimestamp(max(times, default=0), UTC).isoformat(),
+        "size": sum(each.nbytes for each in tensors),
+        "digest": hashlib.sha256(table.encode()).hexdigest(),
+        "details": {
+            "parent_model": "",
+            "format": checkpoint.format if checkpoint else "",
+            "family": family,
+            "families": [family],
+            "parameter_size": _short(_parameters(checkpoint) if checkpoint else 0),
+            "quantization_level": max(types, key=lambda kind: types[kind], default=""),
+        },
+    }
+
+
+def _parameters(checkpoint: Checkpoint) -> int:
+    return sum(math.prod(each.shape) for each in checkpoint.tensors.values())
+
+
+def _short(count: int) -> str:
+    """A parameter count as Ollama writes it in `parameter_size`: 135M, 1.7B."""
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"

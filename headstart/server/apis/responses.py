@@ -1,33 +1,258 @@
-"""OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses."""
+"""OpenAI's Responses API (https://platform.openai.com/docs/api-reference/responses): bodies, translation, responses."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from headstart.errors import HeadstartError, UsageError
-from headstart.server.answering import ERRORS, answer_other
-from headstart.server.answers import Answer
-from headstart.server.apis.blocks import Block, Change, Told
-from headstart.server.apis.responses_body import KEEPS_NOTHING, ResponsesRequest, chat_of, echo_of
-from headstart.server.documents import dumped
-from headstart.server.errors import error_of
-from headstart.server.intake import CheckedRoute
-from headstart.server.replies import Reply
+from headstart.params import names_in
+from headstart.server import limits
+from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlock, as_body, refuse
+from headstart.server.body_reader import CheckedRoute
+from headstart.server.errors import BodyError, error_response
+from headstart.server.generation import Generation, Json
+from headstart.server.pipeline import ERRORS, respond_translated
+from headstart.server.renderer import dump_json
+from headstart.server.schema import Body, ChatRequest, Many, Name, ResponseModel, with_sampling
 
-Json = dict[str, Any]
 router = APIRouter(route_class=CheckedRoute)
+NOT_STORED = "this server keeps no responses: send the whole conversation as input"
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), NOT_STORED),
+    "conversation": ((), NOT_STORED),
+    "prompt": ((), "send instructions and input"),
+    "background": ((False,), NOT_STORED),
+    "truncation": (("disabled",), "shorten the input"),
+    "context_management": (([],), "shorten the input"),
+    "moderation": ((), "leave it out"),
+    "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
+}
+"""Unsupported members -> neutral values, and what to do instead."""
+IGNORED = frozenset({
+    "access_programs", "background_options", "image", "max_tool_calls", "metadata", "prompt_cache_options", "include",
+    "stream_options", "store",
+})  # fmt: skip
+"""Members without effect on the text; `include` asks for parts of tools that OpenAI runs, and for reasoning."""
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputPart(Body):
+    """Text in a message, in the output of a function, or in reasoning."""
+
+    harmless = frozenset({"annotations", "logprobs"})
+    type: Name
+    text: StrictStr | None = None
+
+
+class InputItem(Body):
+    """A message, a call of a function, its output, or earlier reasoning."""
+
+    harmless = frozenset({"id", "status", "phase", "encrypted_content"})
+    type: Name = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: StrictStr | Annotated[Many[InputPart], Field(max_length=limits.MESSAGES)] | None = None
+    summary: Annotated[Many[InputPart], Field(max_length=limits.MESSAGES)] | None = None
+    call_id: Name | None = None
+    name: StrictStr | None = None
+    arguments: StrictStr | None = None
+    output: StrictStr | Annotated[Many[InputPart], Field(max_length=limits.MESSAGES)] | None = None
+
+
+class FunctionTool(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    type: Name
+    name: Name | None = None
+    description: StrictStr | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class FunctionChoice(Body):
+    """A function that must be called."""
+
+    type: Name
+    name: Name | None = None
+
+
+class TextFormat(Body):
+    """What the text must be."""
+
+    harmless = frozenset({"description", "strict"})
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextConfig(Body):
+    """What the text must be. `verbosity`: as in chat completions."""
+
+    format: TextFormat | None = None
+    verbosity: Name | None = None
+
+
+class ReasoningConfig(Body):
+    """For chat templates that read an effort; `none` switches thinking off."""
+
+    effort: Name | None = None
+
+
+class ResponsesRequest(with_sampling(Body, names_in("responses"))):  # type: ignore[misc]
+    """POST /v1/responses."""
+
+    model: StrictStr | None = None
+    input: StrictStr | Annotated[Many[InputItem], Field(min_length=1, max_length=limits.MESSAGES)]
+    instructions: StrictStr | None = None
+    max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    stream: StrictBool | None = False
+    tools: Annotated[Many[FunctionTool], Field(max_length=limits.TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: StrictBool | None = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    store: StrictBool | None = Field(default=None, description="Nothing is kept; see store of /v1/chat/completions.")
+    include: Annotated[Many[Name], Field(max_length=limits.NAME)] | None = None
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """The chat request for a body. Raises BodyError for what this server does not have."""
+    refuse(body, REFUSED, IGNORED)
+    if LOGPROBS in (body.include or ()):
+        raise BodyError(f"include: {LOGPROBS} is not supported", "include", REFUSED["top_logprobs"][1])
+    effort = body.reasoning.effort if body.reasoning else None
+    chat: Json = {
+        "model": body.model,
+        "messages": list(_messages(body)),
+        **{name: getattr(body, member) for name, member in names_in("responses").items()},
+        "stream": body.stream,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None,
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text.format if body.text else None),
+        "reasoning_effort": effort,
+        "verbosity": body.text.verbosity if body.text else None,
+        "store": body.store,
+    }
+    if effort == "none":
+        chat["chat_template_kwargs"] = {"enable_thinking": False}
+    return as_body(body, chat, ChatRequest)
+
+
+def echo_of(body: ResponsesRequest) -> Json:
+    """Members of a request that its response repeats."""
+    document = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "reasoning"})
+    format_ = {"format": {"type": "text"}}
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None, "summary": None, **document.get("reasoning", {})},
+        "text": {**format_, **document.get("text", {})},
+        "tool_choice": document.get("tool_choice", "auto"),
+        "tools": document.get("tools", []),
+        "metadata": (body.model_extra or {}).get("metadata") or {},
+    }
+
+
+def _messages(body: ResponsesRequest) -> Iterator[Json]:
+    """Joins reasoning, text and calls of one assistant's turn, which are separate items in this API."""
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: Json | None = None
+    for number, item in enumerate(body.input):
+        more = _of_assistant(item, f"input.{number}")
+        if turn is not None and (more is None or _begins_a_turn(turn, more)):
+            yield turn
+            turn = None
+        if more is None:
+            yield _other(item, f"input.{number}")
+        else:
+            turn = _joined(turn or {"role": "assistant", "content": ""}, more)
+    if turn is not None:
+        yield turn
+
+
+def _of_assistant(item: InputItem, place: str) -> Json | None:
+    if item.type == "reasoning":
+        return {"reasoning_content": _text(item.content, place) or _text(item.summary, place)}
+    if item.type == "function_call":
+        function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+        return {"tool_calls": [{"id": item.call_id or "", "type": "function", "function": function}]}
+    if item.type == "message" and item.role == "assistant":
+        return {"content": _text(item.content, place)}
+    return None
+
+
+def _begins_a_turn(turn: Json, more: Json) -> bool:
+    """In a turn reasoning comes first; text comes once, and before calls."""
+    has_text = bool(turn["content"]) or "tool_calls" in turn
+    return has_text and ("reasoning_content" in more or "content" in more)
+
+
+def _joined(turn: Json, more: Json) -> Json:
+    calls = [*turn.get("tool_calls", ()), *more.get("tool_calls", ())]
+    return {**turn, **more, **({"tool_calls": calls} if calls else {})}
+
+
+def _other(item: InputItem, place: str) -> Json:
+    if item.type == "message":
+        if item.role is None:
+            raise BodyError(f"{place}.role: Field required", f"{place}.role")
+        return {"role": item.role, "content": _text(item.content, place)}
+    if item.type == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output, place)}
+    hint = NOT_STORED if item.type == "item_reference" else "leave it out"
+    raise BodyError(f"{place}: an item of type {limits.shortened(item.type)!r} is not supported", place, hint)
+
+
+def _text(content: str | list[InputPart] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            shown = limits.shortened(part.type)
+            raise BodyError(f"{place}: a part of type {shown!r} stands where only text is read", place, "send its text")
+    return "".join(part.text or "" for part in content)
+
+
+def _tool(tool: FunctionTool) -> Json:
+    if tool.type != "function":
+        return {"type": tool.type}  # left out of the chat, and reported
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(choice: str | FunctionChoice | None) -> str | Json | None:
+    if not isinstance(choice, FunctionChoice):
+        return choice
+    if choice.type != "function":
+        shown = limits.shortened(choice.type)
+        raise BodyError(f"tool_choice.type: {shown!r} is not supported", "tool_choice.type", "name a function")
+    return {"type": "function", "function": {"name": choice.name or ""}}
+
+
+def _format(wanted: TextFormat | None) -> Json | None:
+    if wanted is None:
+        return None
+    if wanted.schema_ is None and wanted.type == "json_schema":
+        raise BodyError("text.format.schema: Field required", "text.format.schema")
+    return {"type": wanted.type, "schema": wanted.schema_}
+
+
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-class ResponseUsage(Answer):
-    """Tokens, the seed that repeats the text, and what drafting did."""
+class ResponseUsage(ResponseModel):
+    """Token counts, the seed, and what drafting did."""
 
     input_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
@@ -36,8 +261,8 @@ class ResponseUsage(Answer):
     speculation: dict[str, Any]
 
 
-class ResponseAnswer(Answer):
-    """Of /v1/responses; a stream has it in `response` of its last event."""
+class ResponseAnswer(ResponseModel):
+    """Response of /v1/responses; a stream has it in `response` of its last event."""
 
     id: str
     object: Literal["response"]
@@ -50,94 +275,93 @@ class ResponseAnswer(Answer):
 
 @router.post("/v1/responses", responses=ERRORS, response_model=ResponseAnswer)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
-    """The next turn of a conversation, as items. Nothing is kept."""
-    return await answer_other(request, partial(chat_of, body), partial(ResponseTelling, echo_of(body)))
+    """The next turn of a conversation, as items. Nothing is stored."""
+    return await respond_translated(request, partial(chat_of, body), partial(ResponsesRenderer, echo_of(body)))
 
 
 @router.get("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
 @router.delete("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
 async def response(name: str) -> Response:
-    """There are none."""
-    raise UsageError("responses cannot be asked for again", KEEPS_NOTHING)
+    """No response is stored."""
+    raise UsageError("responses cannot be asked for again", NOT_STORED)
 
 
-class ResponseTelling:
-    """A response, or the events that make it. `echo`: what it says again of its request."""
+class ResponsesRenderer(BlockRenderer):
+    """A response, or the events that build it."""
 
-    media_type, end = "text/event-stream", ""
+    def __init__(self, echo: Json, generation: Generation) -> None:
+        super().__init__(generation)
+        self._echo = echo  # members of the request that the response repeats
+        self._numbers = count()  # of events
 
-    def __init__(self, echo: Json, reply: Reply) -> None:
-        self._echo, self._reply, self._told = echo, reply, Told(reply)
-        self._numbers = count()
-
-    async def whole(self) -> bytes:
-        await self._told.gather()
-        return dumped(self._ended()).encode()
-
-    async def events(self) -> AsyncIterator[str]:
+    def start(self) -> Iterator[str]:
         begun = self._response("in_progress", [])
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
-        async for change in self._told.changes():
-            status = "incomplete" if change.is_last and self._told.was_cut else "completed"
-            for kind, members in _events(change, status):
-                yield self._event(kind, output_index=change.block.index, **members)
-        ended = self._ended()
+
+    def render_change(self, change: BlockChange) -> Iterator[str]:
+        status = "incomplete" if change.is_last and self.is_truncated else "completed"
+        for kind, members in _events(change, status):
+            yield self._event(kind, output_index=change.block.index, **members)
+
+    def finish_blocks(self) -> Iterator[str]:
+        ended = self.block_document()
         yield self._event(f"response.{ended['status']}", response=ended)
 
-    def failed(self, error: HeadstartError) -> str:
-        status, document = error_of(error)
+    def error_event(self, error: HeadstartError) -> str:
+        status, document = error_response(error)
         found = document["error"]
         code = "server_error" if status >= 500 else "invalid_prompt"
         return self._event("error", code=code, message=found["message"], param=found["param"])
 
     def _event(self, kind: str, **members: Any) -> str:
         document = {"type": kind, "sequence_number": next(self._numbers), **members}
-        return f"event: {kind}\ndata: {dumped(document)}\n\n"
+        return f"event: {kind}\ndata: {dump_json(document)}\n\n"
 
-    def _ended(self) -> Json:
-        """What is cut off, is so in the last item."""
-        blocks, status = self._told.blocks.all, "incomplete" if self._told.was_cut else "completed"
-        output = [_item(block, status if block is blocks[-1] else "completed") for block in blocks]
+    def block_document(self) -> Json:
+        """Only the last item of a truncated response is incomplete."""
+        status = "incomplete" if self.is_truncated else "completed"
+        output = [_item(block, status if block is self.blocks[-1] else "completed") for block in self.blocks]
         document = self._response(status, output)
-        if self._told.was_cut:
+        if self.is_truncated:
             document["incomplete_details"] = {"reason": "max_output_tokens"}
         return document | {"usage": self._usage()}
 
     def _response(self, status: str, output: list[Json]) -> Json:
+        generation = self.generation
         return {
-            "id": f"resp_{self._reply.id.rpartition('-')[2]}",
+            "id": f"resp_{generation.id}",
             "object": "response",
-            "created_at": self._reply.created,
+            "created_at": generation.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._reply.model,
+            "model": generation.model,
             "output": output,
             "background": False,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-            "temperature": self._reply.params.temperature,
-            "top_p": self._reply.params.top_p,
+            "temperature": generation.params.temperature,
+            "top_p": generation.params.top_p,
             "usage": None,
             **self._echo,
         }
 
     def _usage(self) -> Json:
-        usage = self._reply.usage()
+        usage = self.generation.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._told.num_thought},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
             "seed": usage["seed"],
             "speculation": usage["speculation"],
         }
 
 
-def _item(block: Block, status: str) -> Json:
+def _item(block: ResponseBlock, status: str) -> Json:
     item: Json = {"id": f"{PREFIXES[block.kind]}_{block.id}", "status": status}
     if block.kind == "call":
         call = {"call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
@@ -147,14 +371,14 @@ def _item(block: Block, status: str) -> Json:
     return {**item, "type": "message", "role": "assistant", "content": [_part(block, block.text)]}
 
 
-def _part(block: Block, text: str) -> Json:
+def _part(block: ResponseBlock, text: str) -> Json:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _events(change: Change, status: str) -> Iterator[tuple[str, Json]]:
-    """An item begins, its one part grows, and both are complete; a call has no parts."""
+def _events(change: BlockChange, status: str) -> Iterator[tuple[str, Json]]:
+    """Events for an item and its one part, which begin, grow and are complete; a call has no part."""
     block = change.block
     item = _item(block, status)
     if change.what == "open":

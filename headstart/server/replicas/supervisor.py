@@ -1,99 +1,206 @@
-"""`headstart serve --replicas`: engines and their router are started, watched, renewed and ended.
+"""`headstart serve --replicas`: starts, watches, renews and ends engines and their router.
 
-Who is in the router changes before who lives: an engine that dies is taken out at once, so that the router's next try
-goes to another; one that is renewed leaves when its successor answers, and ends when it has nothing left to do.
+The router's list of engines changes before the processes do: a dead engine is removed at once, so that the router's
+retry goes to another one; a renewed engine is removed when its successor answers, and ends when its requests have.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.server.replicas.child import Child, EndedError, how, spawn
-from headstart.server.replicas.join import Joined
-from headstart.server.replicas.router import Policy, Router
-from headstart.server.replicas.shares import Share
-from headstart.server.replicas.state import Fleet, Known, Member
-from headstart.system import HANG_UP, has_terminal, on_signal
+from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, ReplicaInfo, ReplicaState
+from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
+from headstart.server.replicas.router import (
+    RouterMembership,
+    RouterProcess,
+    deregister,
+    register,
+    registered,
+    send,
+)
+from headstart.system import HANGUP, add_signal_handler, has_terminal
 
 log = logging.getLogger("headstart.server")
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before an engine is started again, longer each time it fails."""
-STEADY_SECONDS = 60.0
-"""Who has run for so long is started at once when it fails."""
-LOOK_SECONDS = 5.0
-MOST_SILENCE = 60.0
-"""Seconds that an engine may fail to answer /health before it is killed."""
-IDLE_SECONDS = 0.25
-LAST_SECONDS = 10
-TELL_SECONDS = 60.0
+"""Seconds before a failed engine is started again, longer each time."""
+STABLE_S = 60.0
+"""A process that ran for so long is started again at once."""
+CHECK_INTERVAL_S = 5.0
+MAX_SILENCE_S = 60.0
+"""An engine that does not answer /health for so long is killed."""
+IDLE_POLL_S = 0.25
+LAST_RESPONSES_S = 10
+LOG_INTERVAL_S = 60.0
 ENDED_EARLY = 1
 """Exit code where an engine was killed before it was ready."""
+HOST = "127.0.0.1"
+POLL_S = 0.2
+HEALTH_TIMEOUT_S = 10.0
+
+
+class ProcessEndedError(Exception):
+    """A process ended before it was ready."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code  # negative: the signal
+
+
+@dataclass(eq=False)
+class ReplicaProcess:
+    """The process of a replica. While a replica is renewed there are two."""
+
+    number: int
+    port: int
+    share: CpuShare
+    starts: int
+    process: asyncio.subprocess.Process
+    state: ReplicaState = "starting"
+    since: float = field(default_factory=time.time)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def info(self) -> ReplicaInfo:
+        return ReplicaInfo(
+            number=self.number, url=self.url, pid=self.process.pid, state=self.state, starts=self.starts,
+            since=self.since, cpus=self.share.cpus,
+        )  # fmt: skip
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def wait_ready(self) -> None:
+        """Wait until the engine answers. Raises ProcessEndedError."""
+        while not await self.is_healthy():
+            if not self.is_alive:
+                raise ProcessEndedError(self.process.returncode or 0)
+            await asyncio.sleep(POLL_S)
+        self.state = "ready"
+
+    async def is_healthy(self) -> bool:
+        """Does GET /health succeed in time?"""
+        response = await send("GET", f"{self.url}/health", HEALTH_TIMEOUT_S)
+        return response is not None and response.status_code == 200
+
+    async def is_idle(self, token: str) -> bool:
+        """Has it no requests? Also True where it does not answer."""
+        response = await send("GET", f"{self.url}/metrics", HEALTH_TIMEOUT_S, {OWN_HEADER: token})
+        if response is None or response.status_code != 200:
+            return True
+        return not any(total(response.text, metric) for metric in LOAD_METRICS.values())
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def end(self, seconds: float) -> None:
+        """Let its requests end within that time."""
+        self.state = "leaving"
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), seconds)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+
+
+def command(words: Seq[str], replica: ReplicaId, port: int, threads: int) -> list[str]:
+    """The supervisor's command line with another address and number of threads: the last of an option counts."""
+    own = ["--host", HOST, "--port", str(port), "--threads", str(threads), "--replica", str(replica)]
+    end = list(words).index("--") if "--" in words else len(words)
+    return [sys.executable, "-m", "headstart", *words[:end], *own, *words[end:]]
+
+
+async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: int) -> ReplicaProcess:
+    """A new process on a free port. It writes to the supervisor's stdout and stderr."""
+    with socket.socket() as reserved:  # until the process has the port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((HOST, 0))
+        port = reserved.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *command(words, replica, port, share.threads), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+    )
+    return ReplicaProcess(replica.number, port, share, starts, process)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"with code {code}"
+    with suppress(ValueError):
+        return f"by {signal.Signals(-code).name}"
+    return f"by signal {-code}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is supervised. `words`: the command line of `serve`, which replicas get; `room`: bytes of a replica's
-    caches."""
+class SupervisorSettings:
+    """The replicas to be supervised."""
 
     host: str
     port: int
-    words: tuple[str, ...]
-    shares: tuple[Share, ...]
-    room: int
+    words: tuple[str, ...]  # command line of `serve`, which replicas get
+    shares: tuple[CpuShare, ...]  # one for each replica
+    room: int  # bytes for the caches of one replica
     origins: tuple[str, ...] = ()
     shutdown_timeout: int = 30
     join: str | None = None
-    policy: Policy = "cache_aware"
 
 
-def supervise(settings: Settings, sockets: list[socket.socket]) -> int:
-    """Until SIGINT or SIGTERM; SIGHUP renews the engines one by one. `sockets`: from `listening`. The exit code; raises
-    UsageError where the router cannot be started."""
+def supervise(settings: SupervisorSettings, sockets: list[socket.socket]) -> int:
+    """Run until SIGINT or SIGTERM; SIGHUP renews the engines one by one. `sockets`: from `process.listening`. Returns
+    the exit code; raises UsageError where the router cannot be started."""
     folder = Path(tempfile.mkdtemp(prefix="headstart-replicas-"))
     host, port = sockets[0].getsockname()[:2]
     try:
         with socket.socket() as metrics:
             metrics.bind(("127.0.0.1", 0))
-            router = Router(host, port, metrics.getsockname()[1], settings.origins, settings.policy)
-        return asyncio.run(Supervisor(settings, folder, router).run())
+            router = RouterProcess(host, port, metrics.getsockname()[1], settings.origins)
+        return asyncio.run(ReplicaSupervisor(settings, folder, router).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(eq=False)
-class Supervisor:
-    """`children`: the one that counts, of each number; `leaving`: those that end what they have begun."""
+class ReplicaSupervisor:
+    """Keeps the processes of a group running."""
 
-    settings: Settings
+    settings: SupervisorSettings
     folder: Path
-    router: Router
-    children: dict[int, Child] = field(default_factory=dict)
-    leaving: set[Child] = field(default_factory=set)
+    router: RouterProcess
+    children: dict[int, ReplicaProcess] = field(default_factory=dict)  # current process by number
+    leaving: set[ReplicaProcess] = field(default_factory=set)  # replaced processes that end their requests
     starts: dict[int, int] = field(default_factory=dict)
     token: str = field(default_factory=secrets.token_hex, repr=False)
     stopping: bool = False
-    joined: Joined | None = None
+    membership: RouterMembership | None = None
     _starting: dict[int, asyncio.Lock] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _renewing: asyncio.Task[None] | None = None
-    _in_front: bool = False
+    _has_router: bool = False
 
     async def run(self) -> int:
+        """Run until `stop`; returns the exit code."""
         self._write()
         self._handle_signals()
         try:
@@ -106,148 +213,152 @@ class Supervisor:
             await begun
             await stop
             return 0
-        except EndedError as error:
-            log.error("an engine ended %s before it was ready", how(error.code))
+        except ProcessEndedError as error:
+            log.error("an engine ended %s before it was ready", describe_exit(error.code))
             return error.code if error.code > 0 else ENDED_EARLY
         finally:
             await self._end()
 
     async def _begin(self) -> None:
-        """The first engine alone: it packs the weights, if nobody has, and the others map what it has written."""
+        """The first engine starts alone: it writes packed weights where there are none, and the others map them."""
         count = len(self.settings.shares)
-        await self._started(0)
-        await asyncio.gather(*(self._started(number) for number in range(1, count)))
+        await self._start_engine(0)
+        await asyncio.gather(*(self._start_engine(number) for number in range(1, count)))
         await self.router.start([child.url for child in self.children.values()])
-        self._in_front = True
-        self._do(self._keep_router())
-        self._do(self._look())
+        self._has_router = True
+        self._create_task(self._keep_router_running())
+        self._create_task(self._check_all())
         threads = {share.threads for share in self.settings.shares}
-        said = f"{count} x {'/'.join(map(str, sorted(threads)))} threads"
-        log.info("running on %s (Ctrl-C to stop): %s behind vllm-router", self.router.url, said)
+        what = f"{count} x {'/'.join(map(str, sorted(threads)))} threads"
+        log.info("running on %s (Ctrl-C to stop): %s behind vllm-router", self.router.url, what)
         if self.settings.join is not None:
-            self.joined = Joined(self.settings.join, self.router.host, self.router.port, tls=False)
-            self.joined.start()
+            self.membership = RouterMembership(self.settings.join, self.router.host, self.router.port, tls=False)
+            self.membership.start()
 
-    async def _started(self, number: int) -> Child:
-        """A new engine that answers and counts. One at a time of a number. Raises EndedError."""
+    async def _start_engine(self, number: int) -> ReplicaProcess:
+        """A new engine that answers and is current. One start at a time of each number. Raises ProcessEndedError."""
         async with self._starting.setdefault(number, asyncio.Lock()):
             return await self._start(number)
 
-    async def _start(self, number: int) -> Child:
+    async def _start(self, number: int) -> ReplicaProcess:
         self.starts[number] = self.starts.get(number, 0) + 1
         child = await spawn(
-            self.settings.words, Member(self.folder, number), self.settings.shares[number], self.starts[number]
+            self.settings.words, ReplicaId(self.folder, number), self.settings.shares[number], self.starts[number]
         )
         before = self.children.get(number)
-        if before is None or not before.alive:
+        if before is None or not before.is_alive:
             self.children[number] = child
             self._write()
         try:
-            await child.ready()
+            await child.wait_ready()
         except BaseException:
             child.kill()
             raise
-        if before is not None and before.alive:
+        if before is not None and before.is_alive:
             before.state = "leaving"
             self.leaving.add(before)
         self.children[number] = child
         self._write()
-        if self._in_front:
-            await self.router.add(child.url)
-        self._do(self._watch(child))
+        if self._has_router:
+            await register(self.router.url, child.url)
+        self._create_task(self._watch(child))
         return child
 
-    async def _watch(self, child: Child) -> None:
-        """It is started again when it ends, unless it was told to."""
+    async def _watch(self, child: ReplicaProcess) -> None:
+        """Starts the engine again when it ends unasked."""
         code = await child.process.wait()
         if self.stopping or child.state == "leaving":
             return
         child.state = "down"
-        await self.router.remove(child.url)
+        await deregister(self.router.url, child.url)
         lived = time.time() - child.since
-        log.error("replica %d ended %s after %.0f s; it is started again", child.number, how(code), lived)
+        log.error("replica %d ended %s after %.0f s; it is started again", child.number, describe_exit(code), lived)
         self._write()
-        failed = 0 if lived >= STEADY_SECONDS else 1 if child.starts > 1 else 0
+        failed = 0 if lived >= STABLE_S else 1 if child.starts > 1 else 0
         while not self.stopping:
             await asyncio.sleep(PAUSES[min(failed, len(PAUSES) - 1)])
             failed += 1
-            if self.children[child.number].alive:
+            if self.children[child.number].is_alive:
                 return  # renewed meanwhile
-            with contextlib.suppress(EndedError):
-                await self._started(child.number)
+            with suppress(ProcessEndedError):
+                await self._start_engine(child.number)
                 log.info("replica %d answers again", child.number)
                 return
             log.error("replica %d cannot be started", child.number)
 
-    async def _keep_router(self) -> None:
+    async def _keep_router_running(self) -> None:
         failed = 0
         while self.router.process is not None:
             begun = time.monotonic()
             code = await self.router.process.wait()
             if self.stopping:
                 return
-            log.error("the router ended %s; it is started again: %s", how(code), "".join([*self.router.said][-1:]))
-            failed = 0 if time.monotonic() - begun >= STEADY_SECONDS else failed + 1
+            log.error(
+                "the router ended %s; it is started again: %s",
+                describe_exit(code),
+                "".join([*self.router.last_lines][-1:]),
+            )
+            failed = 0 if time.monotonic() - begun >= STABLE_S else failed + 1
             await asyncio.sleep(PAUSES[min(failed, len(PAUSES) - 1)])
-            with contextlib.suppress(UsageError):
+            with suppress(UsageError):
                 await self.router.start(self._ready())
 
-    async def _look(self) -> None:
-        """Now and then: does the router know all engines, and do they answer?"""
-        silent: dict[Child, float] = {}
+    async def _check_all(self) -> None:
+        """Checks that the router knows all engines, and that they answer."""
+        silent: dict[ReplicaProcess, float] = {}
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            known = await self.router.known()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            known = await registered(self.router.url)
             for url in self._ready() if known is not None else ():
                 if url not in (known or ()):
-                    log.warning("the router has forgotten %s; it is told again", url)
-                    await self.router.add(url)
+                    log.warning("the router has forgotten %s; it is added again", url)
+                    await register(self.router.url, url)
             for child in [each for each in self.children.values() if each.state == "ready"]:
                 now = time.monotonic()
-                if await child.healthy():
+                if await child.is_healthy():
                     silent.pop(child, None)
-                elif child.alive and now - silent.setdefault(child, now) > MOST_SILENCE:
-                    log.error("replica %d does not answer for %.0f s; it is killed", child.number, MOST_SILENCE)
+                elif child.is_alive and now - silent.setdefault(child, now) > MAX_SILENCE_S:
+                    log.error("replica %d does not answer for %.0f s; it is killed", child.number, MAX_SILENCE_S)
                     child.kill()
 
     def _ready(self) -> list[str]:
         return [child.url for child in self.children.values() if child.state == "ready"]
 
     def renew(self) -> None:
-        """Engines one by one, each replaced when its successor answers. One round at a time."""
-        if not self._in_front or (self._renewing is not None and not self._renewing.done()):
+        """Replace engines one by one, each when its successor answers. One round at a time."""
+        if not self._has_router or (self._renewing is not None and not self._renewing.done()):
             log.info("engines are being started already")
             return
-        self._renewing = self._do(self._renew_all())
+        self._renewing = self._create_task(self._renew_all())
 
     async def _renew_all(self) -> None:
         for number in sorted(self.children):
             old = self.children[number]
-            if not old.alive:
-                continue  # it is being started anyway
+            if not old.is_alive:
+                continue  # it is being started again
             try:
-                new = await self._started(number)
-            except EndedError as error:
-                log.error("replica %d: its successor ended %s; all stay as they are", number, how(error.code))
+                new = await self._start_engine(number)
+            except ProcessEndedError as error:
+                log.error("replica %d: its successor ended %s; all stay as they are", number, describe_exit(error.code))
                 return
-            await self.router.remove(old.url)
-            self._do(self._retire(old))
+            await deregister(self.router.url, old.url)
+            self._create_task(self._retire(old))
             log.info("replica %d is renewed: process %d instead of %d", number, new.process.pid, old.process.pid)
 
-    async def _retire(self, old: Child) -> None:
-        """What it has begun may take as long as it wants."""
-        told = time.monotonic()
-        await asyncio.sleep(IDLE_SECONDS)  # requests on their way
-        while old.alive and not await old.idle(self.token):
-            if time.monotonic() - told > TELL_SECONDS:
-                told = time.monotonic()
+    async def _retire(self, old: ReplicaProcess) -> None:
+        """Its requests may take as long as they need."""
+        logged = time.monotonic()
+        await asyncio.sleep(IDLE_POLL_S)  # requests on their way
+        while old.is_alive and not await old.is_idle(self.token):
+            if time.monotonic() - logged > LOG_INTERVAL_S:
+                logged = time.monotonic()
                 log.info("process %d of replica %d still has requests", old.process.pid, old.number)
-            await asyncio.sleep(IDLE_SECONDS)
-        await old.end(self.settings.shutdown_timeout + LAST_SECONDS)
+            await asyncio.sleep(IDLE_POLL_S)
+        await old.end(self.settings.shutdown_timeout + LAST_RESPONSES_S)
         self.leaving.discard(old)
 
     def stop(self) -> None:
-        """What runs may end within --shutdown-timeout; told twice, nothing may."""
+        """Let requests end within --shutdown-timeout; a second call kills all processes."""
         if self.stopping:
             self._kill()
             return
@@ -256,44 +367,46 @@ class Supervisor:
         self._stop.set()
 
     async def _end(self) -> None:
-        """The router first: it takes nothing new, and passes on what runs."""
+        """End the router first: it takes no new requests and finishes running ones."""
         self.stopping = True
-        if self.joined is not None:
-            await self.joined.leave()
+        if self.membership is not None:
+            await self.membership.leave()
         router = self.router.process
         if router is not None and router.returncode is None:
             router.terminate()
-            await asyncio.sleep(IDLE_SECONDS)
-        seconds = self.settings.shutdown_timeout + LAST_SECONDS
-        everybody = {*self.children.values(), *self.leaving}
-        await asyncio.gather(*(child.end(seconds) for child in everybody))
+            await asyncio.sleep(IDLE_POLL_S)
+        seconds = self.settings.shutdown_timeout + LAST_RESPONSES_S
+        processes = {*self.children.values(), *self.leaving}
+        await asyncio.gather(*(child.end(seconds) for child in processes))
         if router is not None and router.returncode is None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(router.wait(), LAST_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(router.wait(), LAST_RESPONSES_S)
         self._kill()
         for task in self._tasks:
             task.cancel()
 
     def _kill(self) -> None:
         for child in {*self.children.values(), *self.leaving}:
-            if child.alive:
+            if child.is_alive:
                 child.kill()
         if self.router.process is not None and self.router.process.returncode is None:
             self.router.process.kill()
 
     def _write(self) -> None:
-        """For the replicas."""
-        known = [self._known(number, share) for number, share in enumerate(self.settings.shares)]
-        fleet = Fleet(room=self.settings.room, router=self.router.metrics, token=self.token, replicas=tuple(known))
-        fleet.write(self.folder)
+        """Write the group's file."""
+        replicas = [self._info(number, share) for number, share in enumerate(self.settings.shares)]
+        group = ReplicaGroup(
+            room=self.settings.room, router=self.router.metrics, token=self.token, replicas=tuple(replicas)
+        )
+        group.write(self.folder)
 
-    def _known(self, number: int, share: Share) -> Known:
+    def _info(self, number: int, share: CpuShare) -> ReplicaInfo:
         if (child := self.children.get(number)) is not None:
-            return child.known
-        return Known(number=number, url="", pid=0, state="down", starts=0, since=0.0, cpus=share.cpus)
+            return child.info
+        return ReplicaInfo(number=number, url="", pid=0, state="down", starts=0, since=0.0, cpus=share.cpus)
 
-    def _do(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """In a task of its own, which is kept until it ends, and heard if it fails."""
+    def _create_task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task, which is kept until it ends; its failure stops the supervisor."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -307,8 +420,8 @@ class Supervisor:
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        attached = HANG_UP is not None and has_terminal() and signal.getsignal(HANG_UP) is not signal.SIG_IGN
+        attached = HANGUP is not None and has_terminal() and signal.getsignal(HANGUP) is not signal.SIG_IGN
         for number in (signal.SIGINT, signal.SIGTERM):
-            on_signal(loop, number, self.stop)
-        if HANG_UP is not None:
-            on_signal(loop, HANG_UP, lambda: self.stop() if attached and not has_terminal() else self.renew())
+            add_signal_handler(loop, number, self.stop)
+        if HANGUP is not None:
+            add_signal_handler(loop, HANGUP, lambda: self.stop() if attached and not has_terminal() else self.renew())

@@ -1,4 +1,4 @@
-// One answer while it grows: plain data, so that it can be kept.
+// One answer while it streams: plain data, which IndexedDB can store.
 
 export function newAnswer(drafting, seed, isJson) {
   return {
@@ -10,11 +10,11 @@ export function newAnswer(drafting, seed, isJson) {
   };
 }
 
-/** Take a chunk of the stream in. */
+/** Add a chunk of the stream. */
 export function take(answer, chunk) {
   if (chunk.usage) answer.usage = chunk.usage;
   for (const choice of chunk.choices) {
-    const { delta } = choice;
+    const delta = choice.delta ?? { content: choice.text };
     answer.text += delta.content ?? "";
     answer.reasoning += delta.reasoning_content ?? "";
     for (const call of delta.tool_calls ?? []) takeCall(answer.calls, call);
@@ -55,13 +55,13 @@ function takePass(answer, pass) {
   }
 }
 
-/** Tokens a second from the first chunk on; 0 while nobody knows. */
+/** Tokens per second after the first chunk; 0 before there are any. */
 export function speed(answer) {
   const seconds = (answer.last - answer.first) / 1000;
   return seconds > 0 ? (answer.tokens.length - answer.atFirst) / seconds : 0;
 }
 
-/** All that a text says, for comparing it byte by byte. */
+/** All content of an answer as bytes, for comparing. */
 export function bytesOf(answer) {
   const calls = answer.calls.map((call) => [call.name, call.arguments]);
   return new TextEncoder().encode(answer.reasoning + answer.text + (calls.length ? JSON.stringify(calls) : ""));
@@ -74,7 +74,7 @@ export function firstDifference(one, other) {
   return -1;
 }
 
-/** As a request has them: what was said so far. A broken or stopped answer counts as far as it came. */
+/** Messages of a request. A broken or stopped answer counts as far as it came. */
 export function asMessages(messages) {
   return messages.map((each) => {
     if (each.role !== "assistant") return each.role === "tool" ? toolResult(each) : { role: "user", content: each.content };
@@ -83,6 +83,14 @@ export function asMessages(messages) {
     if (calls.length) said.tool_calls = calls.map(asCall);
     return said;
   });
+}
+
+/** The prompt of a model without chat template: the conversation as one text, each question on a new line. */
+export function asText(messages) {
+  return messages.reduce((text, { role, content }) => {
+    const isNewLine = role !== "assistant" && text && !text.endsWith("\n");
+    return text + (isNewLine ? "\n" : "") + content;
+  }, "");
 }
 
 const toolResult = (message) => ({ role: "tool", content: message.content, tool_call_id: message.callId });

@@ -1,4 +1,4 @@
-// A chart over time: uPlot draws it, text beside it says the newest values, or those under the pointer.
+// A chart over time, drawn by uPlot; text shows the newest values, or the values under the pointer.
 import { html, number, useEffect, useRef, useState } from "./ui.js";
 
 const HEIGHT = 158;
@@ -23,7 +23,7 @@ function options(chart, width, onCursor) {
     return { label, stroke, width: 1.75, points: { show: false }, spanGaps: false, fill: translucent(stroke, 0.1) };
   };
   const series = chart.stacked ? chart.series.map(line).toReversed() : chart.series.map(line);
-  // each of a stack fills what is above the one below it
+  // each series of a stack fills the area above the series below
   const bands = chart.stacked ? series.map(({ stroke }, i) => ({ series: [i + 1, i + 2], fill: translucent(stroke, 0.45) })) : [];
   if (chart.stacked) series.forEach((each, i) => (each.fill = i === series.length - 1 ? bands.pop().fill : null));
   return {
@@ -38,7 +38,7 @@ function options(chart, width, onCursor) {
   };
 }
 
-/** Stacked values are sums of those below; the highest is drawn first. */
+/** Stacked values are sums with the series below; the highest is drawn first. */
 function drawn(chart, data) {
   if (!chart.stacked) return data;
   const [times, ...values] = data;

@@ -1,5 +1,4 @@
-// Conversations, in this browser only (IndexedDB). A message has an entry of its own: a long history is not written
-// again for each new word of it.
+// Conversations in IndexedDB. Each message has its own entry, so a long history is not rewritten for a new message.
 import { createStore, delMany, get, getMany, set, setMany } from "./vendor/idb-keyval.js";
 
 const store = createStore("headstart", "conversations");
@@ -16,7 +15,7 @@ export async function load(entry) {
   return { id: entry.id, title: entry.title, messages };
 }
 
-/** Keep messages from number `from` on; the index that is then right. */
+/** Save messages from number `from` on; returns the new index. */
 export async function save({ id, title, messages }, from) {
   const index = await listed();
   const before = index.find((each) => each.id === id)?.count ?? 0;
@@ -34,7 +33,7 @@ export async function remove(entry) {
   return next;
 }
 
-/** The text of a conversation, for people. */
+/** A conversation as Markdown. */
 export function asMarkdown({ title, messages }, system) {
   const parts = [`# ${title || "Conversation"}`];
   if (system) parts.push(`**System**\n\n${system}`);

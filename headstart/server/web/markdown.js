@@ -1,5 +1,6 @@
 // Markdown as elements, without a detour through HTML text: nothing that a model writes becomes markup of this page.
 import { lexer } from "./vendor/marked.js";
+import { pieces } from "./syntax.js";
 import { html } from "./ui.js";
 
 const LINKS = /^(https?:|mailto:)/i;
@@ -52,7 +53,9 @@ function codeBlock(token, paint) {
   const copy = (event) => navigator.clipboard?.writeText(token.text).then(() => flash(event.target));
   return html`<figure class="code">
     <figcaption><span>${token.lang || "code"}</span><button type="button" onClick=${copy}>Copy</button></figcaption>
-    <pre tabindex="0"><code>${paint(token.text)}</code></pre>
+    <pre tabindex="0"><code>${pieces(token.text, token.lang).map(
+      ([kind, text]) => (kind ? html`<span class=${`code-${kind}`}>${paint(text)}</span>` : paint(text)),
+    )}</code></pre>
   </figure>`;
 }
 

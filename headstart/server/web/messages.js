@@ -4,10 +4,9 @@ import { markdown } from "./markdown.js";
 import { Painter } from "./paint.js";
 import { html, memo, number, useState } from "./ui.js";
 
-/** `version`: grows while an answer does; nothing else draws a message again. */
 export const Message = memo(({ message, place, running, actions }) => {
   if (message.role === "user") {
-    return html`<article class="message user" aria-label="You"><div class="said">${message.content}</div></article>`;
+    return html`<${Question} ...${{ message, place, actions }} />`;
   }
   if (message.role === "tool") {
     return html`<article class="message tool" aria-label="Result of a tool">
@@ -26,7 +25,26 @@ export const Message = memo(({ message, place, running, actions }) => {
   </article>`;
 });
 
-/** An answer is the same object while it grows: what else changes says that it did. */
+function Question({ message, place, actions }) {
+  const [text, setText] = useState(null); // being edited
+  const submit = (event) => {
+    event.preventDefault();
+    setText(null);
+    actions.edit(place, text);
+  };
+  if (text === null) {
+    return html`<article class="message user" aria-label="You"><div class="said">${message.content}</div>
+      <p class="edit"><button type="button" class="quiet" onClick=${() => setText(message.content)}>Edit</button></p>
+    </article>`;
+  }
+  return html`<form class="message user" onSubmit=${submit} onKeyDown=${(event) => event.key === "Escape" && setText(null)}>
+    <textarea rows="3" aria-label="Edited message" value=${text} onInput=${(event) => setText(event.target.value)}></textarea>
+    <p><button class="main" disabled=${!text.trim()}>Send</button>
+      <button type="button" class="quiet" onClick=${() => setText(null)}>Cancel</button></p>
+  </form>`;
+}
+
+/** Properties that change while an answer grows, since the answer stays the same object. */
 const grown = ({ tokens, text, finish, error, usage }) => ({ count: tokens.length, length: text.length, finish, error, usage });
 
 const Answer = memo(({ answer, place, plain, title }) => {
@@ -53,7 +71,7 @@ function Call({ call }) {
   try {
     shown = JSON.stringify(JSON.parse(shown), null, 2);
   } catch {
-    // it still grows
+    // incomplete JSON
   }
   return html`<figure class="code call"><figcaption><span>Calls ${call.name}</span></figcaption>
     <pre tabindex="0"><code>${shown}</code></pre></figure>`;
@@ -67,7 +85,7 @@ function Counts({ answer }) {
   return html`<p class="counts">
     <span><b>${number(tokens.length)}</b> tokens</span>
     <span><b>${number(passes)}</b> passes</span>
-    ${drafted > 0 && html`<span><b>${number(accepted)}</b> of ${number(drafted)} drafted accepted</span>`}
+    ${drafted > 0 && html`<span><b>${number(accepted)}</b> of ${number(drafted)} drafted tokens accepted</span>`}
     ${rate > 0 && html`<span><b>${number(rate, 1)}</b> tokens/s</span>`}
     ${seed != null && html`<span>seed ${seed}</span>`}
     ${answer.finish === "length" && html`<span>cut at max tokens</span>`}
@@ -75,9 +93,9 @@ function Counts({ answer }) {
 }
 
 function Verdict({ answer, plain, running }) {
-  if (running) return html`<p class="verdict" role="status">The same prompt and seed, first with, then without…</p>`;
+  if (running) return html`<p class="verdict" role="status">The same prompt and seed, first with drafting, then without…</p>`;
   if (answer.error || plain.error || !answer.finish || !plain.finish) {
-    return html`<p class="verdict bad" role="status">One of the two did not come to its end: nothing to compare.</p>`;
+    return html`<p class="verdict bad" role="status">One of the two answers is incomplete, so there is nothing to compare.</p>`;
   }
   const [one, other] = [bytesOf(answer), bytesOf(plain)];
   const place = firstDifference(one, other);

@@ -1,4 +1,4 @@
-// /metrics as numbers, and what the dashboard makes of them.
+// Parses /metrics and computes the values of the dashboard.
 
 /** Prometheus text -> Map: name -> [[labels, value]]. */
 function parsed(text) {
@@ -13,7 +13,7 @@ function parsed(text) {
   return found;
 }
 
-/** One look at the server: all that is charted. Times in seconds; counts since its start. */
+/** One sample of all charted values. Times in seconds; counts since the start of the server. */
 export function sample(text, time) {
   const all = parsed(text);
   const one = (name) => all.get(name)?.[0][1] ?? 0;
@@ -48,17 +48,17 @@ export function sample(text, time) {
   };
 }
 
-/** Change of a count between two samples in units a second; null where nothing is known. */
+/** Change of a count between two samples, per second; null without an earlier sample. */
 const rate = (now, then, name) => (then && now.time > then.time ? Math.max(0, now[name] - then[name]) / (now.time - then.time) : null);
 const share = (part, whole) => (whole > 0 ? part / whole : null);
 
 const POSITIONS = 4;
 
-/** The charts: `of(now, then)` gives the series' values at a sample, `then` being one some seconds earlier. */
+/** The charts. `of(now, then)`: values of the series at a sample; `then`: a sample some seconds earlier. */
 export const CHARTS = [
   {
-    title: "Tokens a second", digits: 1,
-    series: [["written", "head"], ["read", "forced"]],
+    title: "Tokens per second", digits: 1,
+    series: [["output", "head"], ["prompt", "forced"]],
     of: (now, then) => [rate(now, then, "output"), rate(now, then, "prompt")],
   },
   {
@@ -67,16 +67,16 @@ export const CHARTS = [
     of: (now) => [now.running, now.waiting],
   },
   {
-    title: "Depth and tokens a pass", digits: 2,
-    series: [["drafted a sequence", "ngram"], ["tokens a pass", "head"]],
+    title: "Depth and tokens per pass", digits: 2,
+    series: [["draft tokens per sequence", "ngram"], ["tokens per pass", "head"]],
     of: (now, then) => {
       const output = then ? now.output - then.output : 0;
       return [now.depth, output > 0 ? share(output, output - (now.saved - then.saved)) : null];
     },
   },
   {
-    title: "Drafts accepted up to a place", digits: 0, unit: " %", most: 100,
-    series: ["head", "forced", "shared", "ngram"].map((colour, i) => [`place ${i + 1}`, colour]),
+    title: "Acceptance rate by position", digits: 0, unit: " %", most: 100,
+    series: ["head", "forced", "shared", "ngram"].map((colour, i) => [`position ${i + 1}`, colour]),
     of: (now, then) => {
       const drafts = then ? now.drafts - then.drafts : 0;
       const at = (i) => (now.positions[i] ?? 0) - (then?.positions[i] ?? 0);
@@ -84,26 +84,26 @@ export const CHARTS = [
     },
   },
   {
-    title: "Where the time goes", digits: 0, unit: " %", most: 100, stacked: true,
-    series: [["checking (the model)", "forced"], ["drafting", "head"], ["host", "ngram"]],
+    title: "Time per part", digits: 0, unit: " %", most: 100, stacked: true,
+    series: [["verifying (the model)", "forced"], ["drafting", "head"], ["host", "ngram"]],
     of: (now, then) => ["verify", "draft", "host"].map((name) => rate(now, then, name)).map((each) => each && Math.min(100, 100 * each)),
   },
   {
-    title: "Passes a second", digits: 1,
-    series: [["saved by drafts", "head"], ["made", "forced"]],
+    title: "Passes per second", digits: 1,
+    series: [["saved by drafts", "head"], ["run", "forced"]],
     of: (now, then) => {
       const [saved, output] = [rate(now, then, "saved"), rate(now, then, "output")];
       return [saved, output === null ? null : Math.max(0, output - saved)];
     },
   },
   {
-    title: "First token", digits: 2, unit: " s",
-    series: [["seconds until it", "shared"]],
+    title: "Time to first token", digits: 2, unit: " s",
+    series: [["mean", "shared"]],
     of: (now, then) => [then && share(now.firstSum - then.firstSum, now.firstCount - then.firstCount)],
   },
   {
     title: "Prompts from the prefix cache", digits: 0, unit: " %", most: 100,
-    series: [["of all tokens read", "shared"]],
+    series: [["of prompt tokens", "shared"]],
     of: (now, then) => {
       const found = then && share(now.prefixFound - then.prefixFound, now.prefixAsked - then.prefixAsked);
       return [found === null ? null : 100 * found];
@@ -116,21 +116,20 @@ export const CHARTS = [
   },
 ];
 
-const DEAD = 0.05;
-const ENOUGH = 20;
+const MIN_HEALTHY_SHARE = 0.05; // of drafts whose first token is accepted
+const MIN_DRAFTS = 20;
 
-/** How the head does, in a word, and why. `then`: some minutes ago, or the server's start. */
+/** State of the head: kind, word, reason. `then`: a sample some minutes ago, or the start of the server. */
 export function health(now, then) {
-  if (now.off) return ["bad", "Off", "It was wrong so often that drafting was switched off; see the server's log."];
+  if (now.off) return ["bad", "Off", "Drafting is paused, since almost no drafts were accepted; see the server's log."];
   const drafts = now.drafts - then.drafts;
-  if (drafts < ENOUGH) return ["idle", "Not tried yet", "Too few drafts lately to say how it does."];
+  if (drafts < MIN_DRAFTS) return ["idle", "Unknown", "Too few drafts in the last minutes."];
   const first = share((now.positions[0] ?? 0) - (then.positions[0] ?? 0), drafts);
-  const says = `${Math.round(100 * first)} % of ${drafts.toLocaleString("en")} drafts began right.`;
-  return first < DEAD ? ["bad", "Failing", says] : ["good", "Healthy", says];
+  const says = `The first token of ${Math.round(100 * first)} % of ${drafts.toLocaleString("en")} drafts was accepted.`;
+  return first < MIN_HEALTHY_SHARE ? ["bad", "Failing", says] : ["good", "Healthy", says];
 }
 
-/** What drafting saved since the start: share of passes, seconds of this machine, dollars where the price is known (and
- * shows between two samples). */
+/** Savings by drafting since the start: share of passes, seconds, dollars (null without a price or an earlier sample). */
 export function savings(now, then) {
   const passes = now.output - now.saved;
   const seconds = share(now.saved * now.verify, passes) - now.draft;

@@ -1,8 +1,8 @@
-// Which token each visible character came from. Markdown leaves characters out, so pieces of visible text are looked up
-// one after the other in the tokens' own text.
+// Finds the token of each visible character. Markdown removes characters, so pieces of visible text are searched one
+// after the other in the joined text of the tokens.
 import { html } from "./ui.js";
 
-const NEAR = 400; // characters that markup between two pieces may have
+const NEAR = 400; // maximum length of markup between two pieces
 const KINDS = { ngram: "ngram", shared: "shared", forced: "forced" };
 
 export const kindOf = (drafter) => KINDS[drafter] ?? "head";
@@ -14,12 +14,12 @@ function classOf(token) {
   return token.rejected ? `${name} r` : name;
 }
 
-/** Makes spans of the visible pieces of one answer, in order. */
+/** Wraps the visible pieces of one answer in spans of tokens, in order. */
 export class Painter {
   constructor(tokens) {
     this.tokens = tokens;
     this.raw = tokens.map((token) => token.text).join("");
-    this.at = 0; // characters of raw that are behind us
+    this.at = 0; // characters of raw that are done
     this.index = 0; // token that holds character `at`
     this.start = 0; // where it starts
   }

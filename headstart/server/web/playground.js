@@ -1,22 +1,25 @@
-// The playground: conversations, the composer, and what is sent.
-import { asMessages, newAnswer, take } from "./answer.js";
+// The playground: conversations, the composer, and requests.
+import { asMessages, asText, newAnswer, take } from "./answer.js";
 import * as kept from "./conversations.js";
 import { Message } from "./messages.js";
 import * as server from "./server.js";
-import { Settings, fields, keep, kept as keptSettings, problems } from "./settings.js";
+import { DEMO_MODEL } from "./parameters.js";
+import { Settings, fields, loadSettings, problems, saveSettings } from "./settings.js";
 import { Tip } from "./tip.js";
 import { Bar, Fragment, KeyDialog, html, start, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
-const SHOWN = 60; // messages; earlier ones are drawn when somebody asks for them
+const SHOWN = 60; // messages; a button shows earlier ones
 const DRAW_MS = 120;
 const MODES = [["on", "With"], ["off", "Without"], ["both", "Both"]];
-const LEGEND = [["head", "the head"], ["ngram", "this text"], ["shared", "earlier answers"], ["forced", "the format"]];
+const LEGEND = [["head", "the head"], ["ngram", "this text"], ["shared", "earlier answers"], ["forced", "the grammar"]];
 const STARTERS = [
-  "Explain what a prefix cache is, in three sentences.",
+  "Why is the sky blue?",
   "Write a Python function that checks whether a word is a palindrome.",
-  "Make a table of the planets with their order from the sun.",
+  "Give me three tips for sleeping better.",
 ];
-const LEFT = "This page was left before the answer had come.";
+const PLAIN_STARTERS = ["Once upon a time", "The capital of France is", "def is_palindrome(word):\n"]; // without chat template
+const UNKNOWN = { isPlain: false, recommended: {} };
+const LEFT = "This page was closed before the answer was complete.";
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
 function App() {
@@ -24,7 +27,8 @@ function App() {
   const [models, setModels] = useState([]);
   const [needsKey, setNeedsKey] = useState(false);
   const [trouble, setTrouble] = useState("");
-  const [settings, setSettings] = useState(keptSettings);
+  const [known, setKnown] = useState(UNKNOWN);
+  const [settings, setSettings] = useState(loadSettings);
   const [mode, setMode] = useState("on");
   const [index, setIndex] = useState([]);
   const [talk, setTalk] = useState(kept.fresh);
@@ -36,7 +40,8 @@ function App() {
 
   const connect = async () => {
     try {
-      const names = (await server.json("v1/models")).data.map((each) => each.id);
+      const { data } = await server.json("v1/models");
+      const names = data.filter(({ root }, i) => data.findIndex((each) => each.root === root) === i).map((each) => each.id); // no aliases
       setModels(names);
       setModel((chosen) => (names.includes(chosen) ? chosen : names[0]));
       setTrouble("");
@@ -50,13 +55,23 @@ function App() {
     kept.listed().then(setIndex);
   }, []);
 
+  useEffect(() => {
+    const escape = (event) => event.key === "Escape" && (running ? running.abort.abort() : setPanel(""));
+    addEventListener("keydown", escape);
+    return () => removeEventListener("keydown", escape);
+  }, [running]);
+
+  useEffect(() => {
+    if (model) server.describe(model).then(setKnown, () => setKnown(UNKNOWN));
+  }, [model]);
+
   const change = (next) => {
     setSettings(next);
-    keep(next);
+    saveSettings(next);
   };
   const wrong = problems(settings);
 
-  /** Draws the growing message again, now and then: the model may want this processor, too. */
+  /** Redraws the growing message at intervals, since the model may run on this processor, too. */
   const drawer = (talk, place) => {
     let timer = 0;
     return () => {
@@ -81,7 +96,7 @@ function App() {
     draw();
   };
 
-  /** Ask for the message behind those of `talk`, and keep it. */
+  /** Requests the next message of a conversation and saves it. */
   const ask = async (base, messages, how = mode, from = messages.length - 1) => {
     const asked = asMessages(messages);
     if (settings.system) asked.unshift({ role: "system", content: settings.system });
@@ -96,10 +111,11 @@ function App() {
     setRunning({ place, abort });
     const left = Object.entries(answers).map(([name, answer]) => [name, { ...answer, error: LEFT }]);
     const sofar = { ...next, messages: [...messages, { ...next.messages[place], ...Object.fromEntries(left) }] };
-    kept.save(sofar, Math.max(0, from)).then(setIndex, () => {}); // what was asked outlives a reload
+    kept.save(sofar, Math.max(0, from)).then(setIndex, () => {}); // the request survives a reload
     const draw = drawer(next, place);
     for (const answer of Object.values(answers)) {
-      const body = { messages: asked, ...fields(settings, answer.drafting), seed };
+      const prompt = known.isPlain ? { prompt: asText(asked) } : { messages: asked };
+      const body = { ...prompt, ...fields(settings, answer.drafting, known), seed };
       if (models.length > 1) body.model = model;
       if (how === "both") body.cache_salt = `compare-${crypto.randomUUID?.() ?? `${seed}-${performance.now()}`}-${answer.drafting}`;
       if (!abort.signal.aborted) await stream(body, answer, abort.signal, draw);
@@ -115,6 +131,10 @@ function App() {
       if (running) return;
       const { messages } = current.current;
       ask(current.current, messages.slice(0, place), messages[place].mode, place);
+    },
+    edit: (place, content) => {
+      if (running) return;
+      ask(current.current, [...current.current.messages.slice(0, place), { role: "user", content }], mode, place);
     },
     answerCalls: (place, results) => {
       const messages = [...current.current.messages];
@@ -135,18 +155,18 @@ function App() {
   const button = (name, title, icon) => html`<button type="button" class="opens" aria-expanded=${panel === name}
     aria-controls=${name} aria-label=${title} title=${title} onClick=${() => toggle(name)}>${icon}</button>`;
   return html`<${Bar} ...${{ page: "playground", model, models, choose: setModel }}>${button("history", "History", "☰")}${button("settings", "Settings", "⚙")}</${Bar}>
-    <main class="play" data-busy=${running ? "" : null} data-colours=${settings.colours ? "" : null} onKeyDown=${(event) => {
-      if (event.key === "Escape") running ? running.abort.abort() : setPanel("");
-    }}>
+    <main class="play" data-busy=${running ? "" : null} data-colours=${settings.colours ? "" : null}>
       <h1 class="unseen">Playground</h1>
       <${History} ...${{ index, talk, open, remove, isOpen: panel === "history", busy: !!running, system: settings.system }} />
       <section class="chat" aria-label="Conversation" onClick=${() => panel && setPanel("")}>
-        <${Log} ...${{ talk, running, actions: actions.current, answerAt, send, colours: settings.colours, ready: !running && !Object.keys(wrong).length }} />
+        <${Log} ...${{ model, talk, running, actions: actions.current, answerAt, send, isPlain: known.isPlain, colours: settings.colours, ready: !running && !Object.keys(wrong).length }} />
         ${trouble && html`<p class="wrong trouble" role="alert">${trouble} <button type="button" onClick=${connect}>Try again</button></p>`}
-        <${Composer} ...${{ send, running, mode, setMode, wrong }} />
+        ${known.isPlain && html`<p class="hint plain">No chat template: the model continues your text.${" "}
+          <code>--chat-template chatml</code> makes turns of it.</p>`}
+        <${Composer} ...${{ send, running, mode, setMode, wrong, isPlain: known.isPlain }} />
       </section>
       <aside id="settings" class=${panel === "settings" ? "side open" : "side"} aria-label="Settings">
-        <${Settings} ...${{ settings, change, wrong }} />
+        <${Settings} ...${{ settings, change, wrong, ...known }} />
       </aside>
     </main>
     ${needsKey && html`<${KeyDialog} onKey=${() => {
@@ -170,7 +190,7 @@ function History({ index, talk, open, remove, isOpen, busy, system }) {
       )}
     </ul>
     ${talk.messages.length > 0 &&
-    html`<p class="exports">Export this one:${" "}
+    html`<p class="exports">Export:${" "}
       <button type="button" class="quiet" onClick=${() => kept.download(`${name}.md`, kept.asMarkdown(talk, system), "text/markdown")}>Markdown</button>
       <button type="button" class="quiet" onClick=${() => kept.download(`${name}.json`, JSON.stringify({ system, ...talk }, null, 1), "application/json")}>JSON</button>
     </p>`}
@@ -178,7 +198,7 @@ function History({ index, talk, open, remove, isOpen, busy, system }) {
   </aside>`;
 }
 
-function Log({ talk, running, actions, answerAt, send, colours, ready }) {
+function Log({ model, talk, running, actions, answerAt, send, isPlain, colours, ready }) {
   const root = useRef(null);
   const follows = useRef(true);
   const [more, setMore] = useState(0);
@@ -199,10 +219,10 @@ function Log({ talk, running, actions, answerAt, send, colours, ready }) {
     follows.current = scrollHeight - scrollTop - clientHeight < 40;
   };
   const last = messages.at(-1)?.answer;
-  const state = running ? "The model answers" : last ? `The answer is there: ${last.tokens.length} tokens in ${last.passes} passes` : "";
+  const state = running ? "The model answers" : last ? `The answer is complete: ${last.tokens.length} tokens in ${last.passes} passes` : "";
   return html`<${Fragment}>
     <div class="log" ref=${root} onScroll=${scrolled} tabindex="0" role="region" aria-label="Messages">
-      ${messages.length === 0 && html`<${Welcome} ...${{ send, ready }} />`}
+      ${messages.length === 0 && html`<${Welcome} ...${{ model, send, isPlain, ready }} />`}
       ${first > 0 &&
       html`<button type="button" class="quiet earlier" onClick=${() => setMore(more + 2 * SHOWN)}>
         Show earlier messages (${first} more)</button>`}
@@ -211,25 +231,27 @@ function Log({ talk, running, actions, answerAt, send, colours, ready }) {
     </div>
     ${colours && messages.length > 0 && html`<p class="legend">Drafted by ${LEGEND.map(
       ([kind, title]) => html`<span class=${`t k-${kind} s3`}>${title}</span>`,
-    )} <span class="t r">rejected here</span> <span class="muted">stronger: surer</span></p>`}
+    )} <span class="muted">stronger: higher confidence; hover: rejected drafts</span></p>`}
     <p class="unseen" role="status">${state}</p>
     <${Tip} ...${{ root, answerAt }} />
   </${Fragment}>`;
 }
 
-function Welcome({ send, ready }) {
+function Welcome({ model, send, isPlain, ready }) {
   return html`<div class="welcome">
     <h2>See what is drafted</h2>
-    <p>The model's own head guesses the next tokens, one pass of the model checks them all. Guesses that were right are
-      coloured by who made them; hover over a token, or walk with the arrow keys, to see how sure it was and what was
-      rejected. The text is byte for byte what the model writes without: choose <b>Both</b> to see it.</p>
-    <p class="starters">${STARTERS.map(
+    <p>The model's own head, or a lookup, drafts the next tokens, and one pass of the model verifies them all. Accepted
+      tokens are coloured by their drafter; hover over a token, or move with the arrow keys, to see the confidence and
+      the rejected tokens. The text is byte for byte the same as without drafting: choose <b>Both</b> to compare.</p>
+    ${model === DEMO_MODEL && html`<p><b>${model} is a tiny demo model</b>, too small to be a useful assistant.${" "}
+      <code>headstart models --available</code> lists models worth running.</p>`}
+    <p class="starters">${(isPlain ? PLAIN_STARTERS : STARTERS).map(
       (text) => html`<button type="button" disabled=${!ready} onClick=${() => send(text)}>${text}</button>`,
     )}</p>
   </div>`;
 }
 
-function Composer({ send, running, mode, setMode, wrong }) {
+function Composer({ send, running, mode, setMode, wrong, isPlain }) {
   const [text, setText] = useState("");
   const box = useRef(null);
   const faults = Object.values(wrong);
@@ -249,7 +271,7 @@ function Composer({ send, running, mode, setMode, wrong }) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   };
   return html`<form class="composer" onSubmit=${submit}>
-    <textarea ref=${box} rows="1" aria-label="Message" placeholder="Say something"
+    <textarea ref=${box} rows="1" aria-label="Message" placeholder=${isPlain ? "Write a text to continue" : "Write a message"}
       value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${typed}></textarea>
     <div class="row">
       <fieldset class="modes"><legend>Drafting</legend>

@@ -1,7 +1,7 @@
-// What this page asks the server for. The key lives as long as the tab does.
+// Requests to the server. The API key is kept until the tab is closed.
 const KEY = "headstart.key";
 
-/** `status`: of the answer, 0 where none came. */
+/** `status`: HTTP status; 0 without a response. */
 export class ServerError extends Error {
   constructor(message, status) {
     super(message);
@@ -20,11 +20,25 @@ async function ask(path, options = {}) {
     answer = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server does not answer. Does it still run?", 0);
+    throw new ServerError("The server does not answer. Is it running?", 0);
   }
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => null);
   throw new ServerError(said?.error?.message ?? `The server answered ${answer.status}.`, answer.status);
+}
+
+const posted = (path, body, signal) => ask(path, {
+  method: "POST",
+  headers: { "Content-Type": "application/json" },
+  body: JSON.stringify(body),
+  signal,
+});
+
+/** Is a model without chat template, which only continues texts, and the sampling parameters that it recommends. */
+export async function describe(model) {
+  const { template, parameters } = await (await posted("api/show", { model })).json();
+  const recommended = Object.fromEntries(parameters.split("\n").filter(Boolean).map((line) => line.split(" ")));
+  return { isPlain: !template, recommended };
 }
 
 export const json = async (path) => (await ask(path)).json();
@@ -32,12 +46,8 @@ export const text = async (path) => (await ask(path)).text();
 
 /** The chunks of a streamed answer. Throws ServerError for what the server says, and where the connection breaks. */
 export async function* stream(body, signal) {
-  const answer = await ask("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true }),
-    signal,
-  });
+  const path = body.messages ? "v1/chat/completions" : "v1/completions";
+  const answer = await posted(path, { ...body, stream: true }, signal);
   let done = false;
   for await (const data of events(answer.body.getReader())) {
     if (data === "[DONE]") {
@@ -48,7 +58,7 @@ export async function* stream(body, signal) {
     if (chunk.error) throw new ServerError(chunk.error.message, chunk.error.code);
     yield chunk;
   }
-  if (!done) throw new ServerError("The connection broke. What had come by then is kept.", 0);
+  if (!done) throw new ServerError("The connection was lost. The text received so far is kept.", 0);
 }
 
 /** The data of server-sent events. */
@@ -65,7 +75,7 @@ async function* events(reader) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The connection broke. What had come by then is kept.", 0);
+    throw new ServerError("The connection was lost. The text received so far is kept.", 0);
   } finally {
     reader.cancel().catch(() => {});
   }

@@ -1,4 +1,4 @@
-// Light or dark: as the system has it, until somebody chooses. Runs before the first paint.
+// Light or dark theme: the system's setting until the user chooses. Runs before the first paint.
 (() => {
   const root = document.documentElement;
   const kept = localStorage.getItem("headstart.theme");

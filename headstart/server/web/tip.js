@@ -1,11 +1,11 @@
-// What is known of the token under the pointer, or of the one that arrow keys have come to.
+// Details of the token under the pointer, or of the token that the arrow keys have reached.
 import { html, number, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
 const NAMES = {
-  ngram: "a look back in this text",
+  ngram: "n-gram lookup in this text",
   shared: "an earlier answer",
-  forced: "the format, which allows nothing else",
-  draft_model: "a smaller model",
+  forced: "the grammar, which allows no other token",
+  draft_model: "a draft model",
 };
 const nameOf = (drafter) => NAMES[drafter] ?? `the head (${drafter})`;
 const quoted = (text) => JSON.stringify(text);
@@ -61,8 +61,8 @@ export function Tip({ root, answerAt }) {
 function Token({ token }) {
   return html`<p><code>${quoted(token.text)}</code> <span class="muted">token ${token.id}, pass ${token.pass}</span></p>
     <p>${token.drafter
-      ? html`Drafted by ${nameOf(token.drafter)}${token.score != null && html`, ${number(100 * token.score)} % sure`}: accepted.`
-      : "Not drafted: the pass itself gave it."}</p>
+      ? html`Drafted by ${nameOf(token.drafter)}${token.score != null && html`, ${number(100 * token.score)} % confidence`}: accepted.`
+      : "Not drafted: sampled by the model itself."}</p>
     ${token.rejected && html`<p class="rejected">Rejected here: ${token.rejected.map(
       (each, i) => html`${i > 0 && " "}<del>${quoted(each.text)}</del>${each.score != null && ` ${number(100 * each.score)} %`}`,
     )} <span class="muted">by ${nameOf(token.rejectedBy)}</span></p>`}

@@ -1,4 +1,4 @@
-// Preact and htm, and what both pages show.
+// Preact, htm, and components of both pages.
 import { Component, Fragment, h, render } from "./vendor/preact.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
@@ -7,7 +7,7 @@ import * as server from "./server.js";
 export const html = htm.bind(h);
 export { Fragment, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
-/** Draws again only when one of its properties is another one. */
+/** A component that renders only when one of its properties changes. */
 export function memo(view) {
   return class extends Component {
     shouldComponentUpdate(next) {
@@ -20,7 +20,7 @@ export function memo(view) {
   };
 }
 
-/** Draw the page, once what stands in the document has been painted. */
+/** Render the page after the first paint of the static document. */
 export function start(view) {
   const app = document.getElementById("app");
   requestAnimationFrame(() => setTimeout(() => {
@@ -45,7 +45,7 @@ export function ThemeButton() {
   </button>`;
 }
 
-/** `models`: those that can be chosen from, with `choose`; with one there is no choice. */
+/** `models`: choices of the model menu, which is shown for more than one. */
 export function Bar({ page, model, models = [], choose, children }) {
   const link = (name, href, title) =>
     html`<a href=${href} aria-current=${page === name ? "page" : null}>${title}</a>`;
@@ -61,7 +61,7 @@ export function Bar({ page, model, models = [], choose, children }) {
   </header>`;
 }
 
-/** Asks for the API key until the server takes it; it is kept until the tab is closed. */
+/** Asks for the API key until the server accepts it. */
 export function KeyDialog({ onKey }) {
   const dialog = useRef(null);
   const [wrong, setWrong] = useState(false);
@@ -80,10 +80,10 @@ export function KeyDialog({ onKey }) {
   };
   return html`<dialog ref=${dialog} aria-labelledby="key-title" onCancel=${(event) => event.preventDefault()}>
     <form onSubmit=${submit}>
-      <h2 id="key-title">This server asks for a key</h2>
+      <h2 id="key-title">This server needs an API key</h2>
       <label>API key <input name="key" type="password" required autocomplete="off" autofocus /></label>
-      <p class="hint">One of its <code>--api-key</code>. It is forgotten when this tab is closed.</p>
-      ${wrong && html`<p class="wrong" role="alert">The server does not take this key.</p>`}
+      <p class="hint">A key of <code>--api-key</code>. It is kept until this tab is closed.</p>
+      ${wrong && html`<p class="wrong" role="alert">The server rejects this key.</p>`}
       <p class="actions"><button class="main">Use it</button></p>
     </form>
   </dialog>`;

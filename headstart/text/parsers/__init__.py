@@ -1,32 +1,42 @@
-"""Generated text to events while it streams: reasoning, content, tool calls. One file is one tool format, by its name:
-it defines `PARSER`, made from the request's tools. What stands before the answer is in `headstart.text.reasoning`."""
+"""Streaming parsers of generated text: reasoning, content, tool calls.
+
+One file is one tool format: it defines `PARSER`, which is made from the request's tools. Formats of reasoning are in
+`headstart.text.reasoning`.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from headstart import registry
-from headstart.text.parsers._plain import PlainParser
-from headstart.text.parsers.events import Arguments, Content, Event, Reasoning, ToolCall, joined
-from headstart.text.parsers.stream import Parser
+from headstart.text.parsers.stream import (
+    Arguments,
+    Content,
+    Event,
+    Parser,
+    PlainParser,
+    Reasoning,
+    ToolCall,
+    merge_events,
+)
 from headstart.text.parsers.tools import Tools
 
 __all__ = [
-    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "is_opened", "joined",
-    "make_parser",
+    "Arguments", "Content", "Event", "Parser", "Reasoning", "ToolCall", "Tools", "format_in", "is_opened",
+    "make_parser", "merge_events",
 ]  # fmt: skip
 
 
 def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"]) -> str | None:
-    """The format whose marks a chat template holds, the most of them where several fit; None where none does."""
+    """The format whose `marks` all occur in a chat template, of several the one with most marks, or None."""
     constant = registry.KINDS[kind].constant
     marks = {name: getattr(registry.find(kind, name), constant).marks for name in registry.available(kind)}
-    fitting = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
-    return max(fitting, key=lambda name: fitting[name], default=None)
+    matches = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
+    return max(matches, key=lambda name: matches[name], default=None)
 
 
 def is_opened(reasoning: str, prompt: str) -> bool:
-    """Has the chat template already written the opening tag of a reasoning format, at the end of a prompt?"""
+    """Does a prompt end with the opening tag of a reasoning format?"""
     opening: str = registry.find("reasoning_formats", reasoning).REASONING.opening
     return prompt.rstrip().endswith(opening)
 
@@ -34,7 +44,7 @@ def is_opened(reasoning: str, prompt: str) -> bool:
 def make_parser(
     tool_format: str | None = None, tools: Tools = (), reasoning: str | None = None, *, reasoning_opened: bool = False
 ) -> Parser:
-    """A parser for one answer. `reasoning_opened`: the chat template has already written the opening tag. Raises
+    """A parser for one answer. `reasoning_opened`: the prompt ends with the opening tag of the reasoning. Raises
     UsageError for an unknown format."""
     parser: Parser = PlainParser() if tool_format is None else registry.find("tool_formats", tool_format).PARSER(tools)
     if reasoning is not None:

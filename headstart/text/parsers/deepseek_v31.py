@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._deepseek import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
+from headstart.text.parsers.deepseek_v3 import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
 from headstart.text.parsers.stream import Steps
 from headstart.text.parsers.tools import MarkedToolParser
 
@@ -12,12 +12,14 @@ class DeepSeekV31Parser(MarkedToolParser):
 
     opens = OPENS
     marks = (CALL_BEGIN,)
+    ends = (CALL_END, CALLS_END)
 
     def _call(self, opened: str) -> Steps[None]:
         name = yield from self._name()
         yield from self._expect(SEPARATOR)
         self._announce(name)
         yield from self._stream_arguments(CALL_END)
+        yield from self._drop_strays()
         yield from self._ending(CALL_END)
         yield from self._ending(CALLS_END)
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._invoke import InvokeCalls
-from headstart.text.parsers._schema import ANY
+from headstart.text.parsers._tags import ANY, InvokeParser
 from headstart.text.parsers.stream import Steps
 
 _BAR = "\uff5cDSML\uff5c"
 
 
-class DeepSeekV32Parser(InvokeCalls):
+class DeepSeekV32Parser(InvokeParser):
     """`<BAR invoke name="f"><BAR parameter name="k" string="true">v</BAR parameter></BAR invoke>`, without the blanks
-    and BAR between full-width bars; all calls in a block, `function_calls` in V3.2, `tool_calls` in V4."""
+    and with BAR between full-width bars; all calls in a block: `function_calls` in V3.2, `tool_calls` in V4."""
 
     bar = _BAR
     blocks = ("function_calls", "tool_calls")
     marks = (_BAR,)
-    untyped = frozenset({ANY})
+    default_types = frozenset({ANY})
 
     def _value(self, function: str, key: str, end: str) -> Steps[None]:
         yield from self._expect(' string="')
         is_string = (yield from self._expect("true", "false")) == "true"
         yield from self._expect('">')
-        yield from self._member_of(frozenset({"string"}) if is_string else self.untyped, key, (end,))
+        yield from self._read_typed_member(frozenset({"string"}) if is_string else self.default_types, key, (end,))
 
 
 PARSER = DeepSeekV32Parser

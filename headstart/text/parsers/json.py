@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._objects import ObjectCalls
-from headstart.text.parsers.stream import NotThis, Steps
+from headstart.text.parsers.stream import Mismatch, Steps
+from headstart.text.parsers.tools import ObjectCallParser
 
 
-class JsonParser(ObjectCalls):
-    """An answer that begins with anything else is content, and so is what follows the calls.
+class JsonParser(ObjectCallParser):
+    """An answer that begins otherwise is content, as is the text after the calls.
 
-    Without markers any JSON answer looks like a call, so this asks for more than other formats: members that calls
-    have, arguments, and the name of one of the request's tools where it lists some.
+    Without markers any JSON answer looks like a call, so a call needs arguments, no other members than those of calls,
+    and the name of one of the request's tools if there are tools.
     """
 
     members = frozenset({"name", "arguments", "parameters", "type", "id"})
-    named_first = False
+    may_lack_arguments = False
 
     def _grammar(self) -> Steps[None]:
-        yield from self._space()
+        yield from self._skip_space()
         yield from self._accept("<|python_tag|>")
-        yield from self._space()
+        yield from self._skip_space()
         listed = yield from self._accept("[")
-        start, self._at = self._at, 0
+        start, self._position = self._position, 0
         any_call = yield from self._calls(start)
         if any_call and listed:
             yield from self._ending("]")
-            self._forget()
+            self._drop_read_text()
         if any_call:
             yield from self._ending("")
 
     def _calls(self, start: int) -> Steps[bool]:
-        """Reads calls until there is no other; False when the last one did not fit."""
+        """Reads all calls; False if the last one was malformed."""
         while True:
             self._begin_call()
-            self._at = start
+            self._position = start
             try:
-                yield from self._space()
-                yield from self._object_call()
-            except NotThis as reason:
-                self._stop_call(reason)
+                yield from self._skip_space()
+                yield from self._read_object_call()
+            except Mismatch as reason:
+                self._abort_call(reason)
                 return False
-            yield from self._space()
+            yield from self._skip_space()
             separator = yield from self._accept(";", ",")
-            start, self._at = self._at, 0
+            start, self._position = self._position, 0
             if not separator:
                 return True
 
-    def _known(self, name: str) -> str:
+    def _check_name(self, name: str) -> str:
         if self._names and name not in self._names:
-            raise NotThis
-        return super()._known(name)
+            raise Mismatch
+        return super()._check_name(name)
 
 
 PARSER = JsonParser

@@ -17,6 +17,7 @@ class KimiK2Parser(MarkedToolParser):
 
     opens = (_CALLS + _CALL, _CALLS + "\n" + _CALL, _CALL)
     marks = (_CALLS, _CALL)
+    ends = (_CALL_END, _CALLS_END)
 
     def _call(self, opened: str) -> Steps[None]:
         named = _ID.fullmatch((yield from self._name()))
@@ -24,6 +25,7 @@ class KimiK2Parser(MarkedToolParser):
         yield from self._expect(_ARGUMENTS)
         self._announce(named[1])
         yield from self._stream_arguments(_CALL_END)
+        yield from self._drop_strays()
         yield from self._ending(_CALL_END)
         yield from self._ending(_CALLS_END)
 

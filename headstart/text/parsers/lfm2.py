@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from headstart.text.parsers._python_steps import PythonSteps
+from headstart.text.parsers.pythonic import PythonCallParser
 from headstart.text.parsers.stream import Steps
 from headstart.text.parsers.tools import MarkedToolParser
 
 _END = "<|tool_call_end|>"
 
 
-class Lfm2Parser(PythonSteps, MarkedToolParser):
+class Lfm2Parser(PythonCallParser, MarkedToolParser):
     """`<|tool_call_start|>[f(a="b"), g()]<|tool_call_end|>`."""
 
     opens = ("<|tool_call_start|>",)
+    ends = (_END,)
     marks = ("List of tools: ", "<|im_start|>")  # some templates do not write calls
 
     def _call(self, opened: str) -> Steps[None]:
-        yield from self._space()
+        yield from self._skip_space()
         yield from self._expect("[")
-        yield from self._space()
+        yield from self._skip_space()
         if (yield from self._call_list()):
             yield from self._ending("]")
             yield from self._ending(_END)
+        else:
+            yield from self._drop_leftover()
 
 
 PARSER = Lfm2Parser

@@ -1,17 +1,16 @@
-"""MiniMax-M2: functions and parameters in tags; values that the schema does not call strings are JSON."""
+"""MiniMax-M2: functions and parameters in tags; values that are no strings by their schema are JSON."""
 
 from __future__ import annotations
 
-from headstart.text.parsers._invoke import InvokeCalls
-from headstart.text.parsers._schema import ANY
+from headstart.text.parsers._tags import ANY, InvokeParser
 
 
-class MiniMaxM2Parser(InvokeCalls):
+class MiniMaxM2Parser(InvokeParser):
     """`<minimax:tool_call><invoke name="f"><parameter name="k">v</parameter></invoke></minimax:tool_call>`."""
 
     blocks = ("minimax:tool_call",)
     marks = ("<minimax:tool_call>", "<invoke name=")
-    untyped = frozenset({ANY})
+    default_types = frozenset({ANY})
 
 
 PARSER = MiniMaxM2Parser

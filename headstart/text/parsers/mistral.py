@@ -1,51 +1,53 @@
-"""Mistral: a name and JSON arguments behind `[TOOL_CALLS]`, or, in older models, an array of objects."""
+"""Mistral: a name and JSON arguments after `[TOOL_CALLS]`, or an array of objects (older models)."""
 
 from __future__ import annotations
 
-from headstart.text.parsers._objects import ObjectCalls
-from headstart.text.parsers.stream import NotThis, Steps
-from headstart.text.parsers.tools import MarkedToolParser
+from headstart.text.parsers.stream import Mismatch, Steps
+from headstart.text.parsers.tools import MarkedToolParser, ObjectCallParser
 
 _OPEN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-class MistralParser(ObjectCalls, MarkedToolParser):
-    """`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, where what stands between name and object may lack (tokenizers v11 to
+class MistralParser(ObjectCallParser, MarkedToolParser):
+    """`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, where the parts between name and object are optional (tokenizers v11 to
     v13), or `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` (v3, v7)."""
 
     opens = (_OPEN,)
     marks = opens
 
     def _call(self, opened: str) -> Steps[None]:
-        yield from self._space()
+        yield from self._skip_space()
         if (yield from self._accept("[")):
             yield from self._array()
             return
         name = yield from self._name()
         if (yield from self._accept(_ID)):
             yield from self._name()
-        if not (yield from self._accept(_ARGUMENTS)) and (yield from self._peek()) != "{":
-            raise NotThis
+        if not (yield from self._accept(_ARGUMENTS)) and (yield from self._peek()) not in '{["':
+            raise Mismatch
         self._announce(name)
         yield from self._stream_arguments(_OPEN)
+        yield from self._drop_strays()
 
     def _array(self) -> Steps[None]:
         first = True
         while True:
-            yield from self._space()
+            yield from self._skip_space()
             try:
-                yield from self._object_call("]")
-            except NotThis as reason:
+                yield from self._read_object_call("]")
+            except Mismatch as reason:
                 if first:
                     raise
-                self._stop_call(reason)
+                self._abort_call(reason)
                 return
             first = False
-            yield from self._space()
+            yield from self._skip_space()
             if not (yield from self._accept(",")):
                 break
             self._begin_call()
         yield from self._ending("]")
+        yield from self._drop_strays()
+        yield from self._next("]")
 
 
 PARSER = MistralParser

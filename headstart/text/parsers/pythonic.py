@@ -1,33 +1,175 @@
-"""The whole answer is a list of Python calls, as Llama 3.2 and Llama 4 write them: `[f(a="b"), g()]`."""
+"""Calls written in Python, `[f(a="b", n=1), g()]`, as the whole answer (Llama 3.2, Llama 4), converted to JSON."""
 
 from __future__ import annotations
 
-from headstart.text.parsers._python_steps import PythonSteps
-from headstart.text.parsers.stream import NotThis, Steps
+import json
+import re
+
+from headstart.text.parsers.stream import EndOfText, Mismatch, Sink, Steps, escape_json
+from headstart.text.parsers.tools import ToolParser
+
+_CLOSER = {"[": "]", "(": ")", "{": "}"}
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_WORD = re.compile(r"[-+.\w]*")
+_KEY = re.compile(r"\w*")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_DIGITS = {"x": 2, "u": 4, "U": 8}
+MAX_NESTING = 64
 
 
-class PythonicParser(PythonSteps):
-    """An answer that begins with anything else is content, and so is what follows the list. Only the request's tools
-    are called: a list may be text."""
+class PythonCallParser(ToolParser):
+    """Reads calls with strings, numbers, lists, tuples and dictionaries, and constants of Python or JSON."""
+
+    strays = (")",)
+    _tools_only = False
+    """Only calls of the request's tools count: without markers any list could be a call."""
+
+    def _call_list(self) -> Steps[bool]:
+        """Reads calls separated by commas, from after `[`. False if a malformed call was left as text."""
+        first = True
+        while True:
+            try:
+                yield from self._python_call()
+            except Mismatch as reason:
+                if first:
+                    raise
+                self._abort_call(reason)
+                return False
+            first = False
+            yield from self._skip_space()
+            if not (yield from self._accept(",")):
+                return True
+            self._begin_call()
+            yield from self._skip_space()
+
+    def _python_call(self) -> Steps[None]:
+        name = yield from self._name()
+        if self._tools_only and name not in self._names:
+            raise Mismatch
+        yield from self._expect("(")
+        yield from self._skip_space()
+        while not (yield from self._accept(")")):
+            key = yield from self._key_name()
+            if not self._is_announced:
+                self._announce(name)
+            self._arguments((", " if self._has_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+            yield from self._value(self._arguments, MAX_NESTING)
+            yield from self._skip_space()
+            if (yield from self._expect(",", ")")) == ")":
+                break
+            yield from self._skip_space()
+        if not self._is_announced:
+            self._announce(name)
+        self._arguments("}" if self._has_arguments else "{}")
+        self._drop_read_text()
+        yield from self._drop_strays()
+
+    def _key_name(self) -> Steps[str]:
+        parts: list[str] = []
+        yield from self._read_run(_KEY, parts.append)
+        yield from self._skip_space()
+        yield from self._expect("=")
+        yield from self._skip_space()
+        return "".join(parts)
+
+    def _complete_arguments(self) -> None:
+        self._arguments("}" if self._has_arguments else "{}")
+
+    def _value(self, sink: Sink, depth: int) -> Steps[None]:
+        yield from self._skip_space()
+        first = yield from self._peek()
+        if first in "\"'":
+            yield from self._quoted(sink)
+        elif first in _CLOSER and depth:
+            self._position += 1
+            yield from self._items(first, sink, depth - 1)
+        else:
+            yield from self._word(sink)
+
+    def _items(self, opened: str, sink: Sink, depth: int) -> Steps[None]:
+        is_map = opened == "{"
+        sink("{" if is_map else "[")
+        yield from self._closed("}" if is_map else "]", sink, self._inside(_CLOSER[opened], is_map, sink, depth))
+
+    def _inside(self, closer: str, is_map: bool, sink: Sink, depth: int) -> Steps[None]:
+        between = ""
+        while True:
+            yield from self._skip_space()
+            if (yield from self._accept(closer)):
+                break
+            if is_map:
+                key: list[str] = []
+                yield from self._quoted(key.append)
+                yield from self._skip_space()
+                yield from self._expect(":")
+                between += "".join(key) + ": "
+            sink(between)
+            between = ", "
+            yield from self._value(sink, depth)
+            yield from self._skip_space()
+            if (yield from self._expect(",", closer)) == closer:
+                break
+
+    def _quoted(self, sink: Sink) -> Steps[None]:
+        quote = yield from self._expect('"', "'")
+        sink('"')
+        while True:
+            stop = yield from self._stream_until((quote, "\\"), lambda text: sink(escape_json(text)))
+            if stop == quote:
+                break
+            sink(escape_json((yield from self._escape())))
+        sink('"')
+
+    def _escape(self) -> Steps[str]:
+        kind = yield from self._peek()
+        self._position += 1
+        if kind not in _DIGITS:
+            return _ESCAPES.get(kind, kind if kind in "\\'\"/" else "\\" + kind)
+        digits = ""
+        while len(digits) < _DIGITS[kind]:
+            digits += yield from self._peek()
+            self._position += 1
+        try:
+            return chr(int(digits, 16))
+        except (ValueError, OverflowError):
+            return f"\\{kind}{digits}"
+
+    def _word(self, sink: Sink) -> Steps[None]:
+        parts: list[str] = []
+        yield from self._read_run(_WORD, parts.append)
+        word = "".join(parts)
+        if self._is_closed and self._position == len(self._text):
+            raise EndOfText
+        if not word:
+            sink("null")
+            raise Mismatch
+        is_known = word in _WORDS or _NUMBER.fullmatch(word)
+        sink(_WORDS.get(word, word) if is_known else json.dumps(word, ensure_ascii=False))
+
+
+class PythonicParser(PythonCallParser):
+    """An answer that is no list of calls is content, as is the text after the list. Only calls of the request's tools
+    count."""
 
     marks = ("[func_name1(params_name1=",)
-    _must_know = True
+    _tools_only = True
 
     def _grammar(self) -> Steps[None]:
         self._begin_call()
         try:
-            yield from self._space()
+            yield from self._skip_space()
             yield from self._accept("<|python_start|>", "<|python_tag|>")
-            yield from self._space()
+            yield from self._skip_space()
             yield from self._expect("[")
-            yield from self._space()
+            yield from self._skip_space()
             whole = yield from self._call_list()
-        except NotThis as reason:
-            self._stop_call(reason)
+        except Mismatch as reason:
+            self._abort_call(reason)
             return
         if whole:
             yield from self._ending("]")
-            self._forget()
+            self._drop_read_text()
             yield from self._ending("<|python_end|>")
 
 

@@ -1,189 +1,388 @@
-"""Parsers as generators over text that still comes: `yield` asks for more of it.
+"""Base of streaming parsers, the events they emit, and the reading of JSON values.
 
-A grammar is then written top-down as if the text were whole, and cannot depend on where the text was split.
+A parser is a generator; `yield` waits for more text. So a grammar is written top-down as if the text were complete, and
+its events do not depend on how the text was split.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from string import hexdigits
+from typing import TypeAlias, TypeVar
 
-from headstart.text.parsers.events import Content, Event, joined
-
+_SPACE = re.compile(r"[ \t\r\n]*")
+_IN_STRING = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
+_QUOTES = tuple(_IN_STRING)
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_SCALAR = re.compile(r"[-+.\w]*")
+_CLOSER = {"{": "}", "[": "]"}
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]
+"""A part of a parser; its value is that of `yield from`."""
 Sink: TypeAlias = Callable[[str], None]
+"""Takes text as it is read."""
 
 
-class Parser(Protocol):
-    """Takes text as it streams, gives events; all events joined do not depend on how the text was split."""
+@dataclass(frozen=True)
+class Content:
+    """Text of the answer."""
 
-    def push(self, text: str) -> list[Event]:
-        """What is certain now. Only text that may begin a marker, or a call without a name yet, is held back."""
-        ...
-
-    def finish(self) -> list[Event]:
-        """What was held back. Nothing may be pushed afterwards."""
-        ...
+    text: str
 
 
-class NotThis(Exception):
-    """The text is not what the grammar wants here."""
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of the reasoning before the answer."""
+
+    text: str
 
 
-class Ended(NotThis):
-    """The text ends where the grammar wants more."""
+@dataclass(frozen=True)
+class ToolCall:
+    """The start of a call."""
+
+    index: int  # of the call in its answer, from 0
+    name: str  # of the function
 
 
-class StreamParser(ABC):
-    """A text with a reading position, and the steps that formats are made of."""
+@dataclass(frozen=True)
+class Arguments:
+    """A part of a call's arguments, which are one JSON text."""
+
+    index: int
+    text: str
+
+
+Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
+
+
+def merge_events(events: Iterable[Event]) -> list[Event]:
+    """The events without empty ones, adjacent texts of one kind (and one call) merged."""
+    merged: list[Event] = []
+    for event in events:
+        if isinstance(event, ToolCall):
+            merged.append(event)
+        elif event.text:
+            last = merged[-1] if merged else None
+            if isinstance(last, type(event)) and replace(last, text="") == replace(event, text=""):
+                merged[-1] = replace(event, text=last.text + event.text)
+            else:
+                merged.append(event)
+    return merged
+
+
+class Mismatch(Exception):
+    """The text does not match the grammar."""
+
+
+class EndOfText(Mismatch):
+    """The text ends where the grammar needs more."""
+
+
+class Parser(ABC):
+    """Turns streamed text into events: a text with a reading position, and the steps that grammars consist of.
+
+    A step leaves `_position` after what it has read, and raises `Mismatch` if the text does not match."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0
-        self._closed = False
-        self._floating = False  # no step remembers a position, so text that was read can go
+        self._position = 0
+        self._is_closed = False
+        self._may_drop_text = False  # no step remembers a position, so read text can be dropped
         self._events: list[Event] = []
-        self._run = self._parse()
-        next(self._run)
+        self._generator = self._parse()
+        next(self._generator)
 
     def push(self, text: str) -> list[Event]:
-        assert not self._closed, "push after finish"
+        """Events that are certain now. Text that may begin a marker, and a call without a name yet, are held back."""
+        assert not self._is_closed, "push after finish"
         if text:
-            if self._floating:
-                self._forget()
+            if self._may_drop_text:
+                self._drop_read_text()
             self._text += text
-            next(self._run)
-        return self._take()
+            next(self._generator)
+        return self._pop_events()
 
     def finish(self) -> list[Event]:
-        if not self._closed:
-            self._closed = True
-            for _ in self._run:
+        """Events of the text that was held back. No push may follow."""
+        if not self._is_closed:
+            self._is_closed = True
+            for _ in self._generator:
                 raise AssertionError("a parser asks for text after its end")
-        return self._take()
+        return self._pop_events()
 
     def _parse(self) -> Steps[None]:
-        yield  # the text is empty so far
+        yield  # the text is still empty
         yield from self._grammar()
-        yield from self._plain()
+        yield from self._rest_is_content()
 
     @abstractmethod
     def _grammar(self) -> Steps[None]:
-        """Reads the text. What it leaves is content."""
+        """Reads the text; unread text is content."""
 
-    def _take(self) -> list[Event]:
-        events, self._events = joined(self._events), []
+    def _pop_events(self) -> list[Event]:
+        events, self._events = merge_events(self._events), []
         return events
 
     def _content(self, text: str) -> None:
         self._events.append(Content(text))
 
-    # Steps. Each leaves `_at` behind what it read, and raises `NotThis` where the text does not fit.
+    def _reasoning(self, text: str) -> None:
+        self._events.append(Reasoning(text))
 
-    def _forget(self) -> None:
-        """Drop the text read so far; positions from before do not count any more."""
-        self._text, self._at = self._text[self._at :], 0
+    def _drop_read_text(self) -> None:
+        """Drop the text read so far; earlier positions become invalid."""
+        self._text, self._position = self._text[self._position :], 0
 
-    def _more(self) -> Steps[None]:
-        if self._closed:
-            raise Ended
+    def _wait_for_text(self) -> Steps[None]:
+        if self._is_closed:
+            raise EndOfText
         yield
 
     def _peek(self) -> Steps[str]:
-        """The next character, not read yet."""
-        while self._at == len(self._text):
-            yield from self._more()
-        return self._text[self._at]
+        """The next character, which stays unread."""
+        while self._position == len(self._text):
+            yield from self._wait_for_text()
+        return self._text[self._position]
 
-    def _plain(self) -> Steps[None]:
-        """All text from here on is content."""
+    def _rest_is_content(self) -> Steps[None]:
+        """Emit all further text as content."""
         while True:
-            self._content(self._text[self._at :])
-            self._text, self._at = "", 0
-            if self._closed:
+            self._content(self._text[self._position :])
+            self._text, self._position = "", 0
+            if self._is_closed:
                 return
             yield
 
-    def _space(self) -> Steps[None]:
-        """Skip white space; the end of the text is fine."""
+    def _skip_space(self) -> Steps[None]:
+        """Skip white space; the text may end there."""
         while True:
-            while self._at < len(self._text) and self._text[self._at].isspace():
-                self._at += 1
-            if self._closed or self._at < len(self._text):
+            while self._position < len(self._text) and self._text[self._position].isspace():
+                self._position += 1
+            if self._is_closed or self._position < len(self._text):
                 return
             yield
 
     def _accept(self, *literals: str) -> Steps[str]:
-        """Read the longest literal that stands here; empty when none does."""
+        """Read and return the longest of these literals; empty if none matches."""
         while True:
-            rest = self._text[self._at : self._at + max(map(len, literals))]
-            if self._closed or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
+            rest = self._text[self._position : self._position + max(map(len, literals))]
+            if self._is_closed or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
                 break
             yield
         literal = max((x for x in literals if rest.startswith(x)), key=len, default="")
-        self._at += len(literal)
+        self._position += len(literal)
         return literal
 
     def _expect(self, *literals: str) -> Steps[str]:
+        """Like _accept, but one of the literals must match."""
         literal = yield from self._accept(*literals)
         if not literal:
-            rest = self._text[self._at :]
-            raise Ended if self._closed and any(x.startswith(rest) for x in literals) else NotThis
+            rest = self._text[self._position :]
+            raise EndOfText if self._is_closed and any(x.startswith(rest) for x in literals) else Mismatch
         return literal
 
     def _stream_until(self, stops: Sequence[str], sink: Sink) -> Steps[str]:
-        """Give the text before the first of `stops` to `sink` as it comes, and read that stop.
-
-        At the end of the text all of it was given, then `Ended` is raised.
-        """
+        """Pass the text before the first of `stops` to `sink` as it comes; read and return that stop. Raises EndOfText
+        after all text was passed on."""
         while True:
-            places = [(at, -len(x), x) for x in stops if (at := self._text.find(x, self._at)) >= 0]
+            places = [(at, -len(x), x) for x in stops if (at := self._text.find(x, self._position)) >= 0]
             end, _, stop = min(places, default=(len(self._text), 0, ""))
-            if not stop and not self._closed:
+            if not stop and not self._is_closed:
                 end -= self._possible_start(stops)
-            sink(self._text[self._at : end])
-            self._at = end
+            sink(self._text[self._position : end])
+            self._position = end
             if stop:
-                self._at += len(stop)
+                self._position += len(stop)
                 return stop
-            yield from self._more()
+            yield from self._wait_for_text()
 
-    def _run_of(self, pattern: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Give as much as there is of characters that `pattern` repeats."""
+    def _read_run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[None]:
+        """Pass characters to `sink` as long as `pattern`, which repeats them, matches."""
         while True:
-            match = pattern.match(self._text, self._at)
+            match = pattern.match(self._text, self._position)
             assert match is not None
             sink(match[0])
-            self._at = match.end()
-            if self._closed or self._at < len(self._text):
+            self._position = match.end()
+            if self._is_closed or self._position < len(self._text):
                 return
             yield
 
-    def _until(self, *stops: str) -> Steps[tuple[str, str]]:
-        """The text before the first of `stops`, and that stop."""
+    def _read_until(self, *stops: str) -> Steps[tuple[str, str]]:
+        """Read and return the text before the first of `stops`, and that stop."""
         parts: list[str] = []
         stop = yield from self._stream_until(stops, parts.append)
         return "".join(parts), stop
 
     def _possible_start(self, literals: Sequence[str]) -> int:
-        """Length of the longest end of the unread text that begins one of `literals` but is none."""
-        room = len(self._text) - self._at
-        for size in range(min(max(map(len, literals), default=0) - 1, room), 0, -1):
+        """Length of the longest suffix of the unread text that is a proper prefix of one of `literals`."""
+        unread = len(self._text) - self._position
+        for size in range(min(max(map(len, literals), default=0) - 1, unread), 0, -1):
             if any(len(x) > size and x.startswith(self._text[-size:]) for x in literals):
                 return size
         return 0
 
     def _ending(self, literal: str) -> Steps[None]:
-        """Read white space and `literal`, or the part of it that the end of the text left; otherwise read nothing."""
-        start = self._at
-        yield from self._space()
+        """Read white space and `literal`, or its prefix at the end of the text; if neither matches, read nothing."""
+        start = self._position
+        yield from self._skip_space()
         taken = yield from self._accept(literal)
         if taken:
             return
-        if self._closed and literal.startswith(self._text[self._at :]):
-            self._at = len(self._text)
+        if self._is_closed and literal.startswith(self._text[self._position :]):
+            self._position = len(self._text)
         else:
-            self._at = start
+            self._position = start
+
+
+class PlainParser(Parser):
+    """The parser of a text without any format: all text is content."""
+
+    def _grammar(self) -> Steps[None]:
+        yield from ()
+
+
+def escape_json(text: str) -> str:
+    """`text` as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class JsonValueParser(Parser):
+    """Steps that read one JSON value and pass it on.
+
+    Valid values are passed on as written; control characters inside strings and the faults that `_container` names are
+    mended.
+    """
+
+    def _json_value(self, sink: Sink) -> Steps[None]:
+        first = yield from self._peek()
+        if first in _QUOTES:
+            yield from self._string(sink)
+        elif first in _CLOSER:
+            yield from self._container(sink)
+        else:
+            yield from self._scalar(sink)
+
+    def _json_text(self) -> Steps[str]:
+        """A complete value as JSON text."""
+        parts: list[str] = []
+        yield from self._json_value(parts.append)
+        return "".join(parts)
+
+    def _json_string(self) -> Steps[str]:
+        """The value of a complete string."""
+        if (yield from self._peek()) != '"':
+            raise Mismatch
+        text = yield from self._json_text()
+        try:
+            return str(json.loads(text))
+        except ValueError:
+            raise Mismatch from None
+
+    def _container(self, sink: Sink) -> Steps[None]:
+        """`sink` gets valid JSON even where the text ends in a Mismatch. Constants and quotes of Python, bare words
+        and commas before a closing bracket become JSON."""
+        closers: list[str] = []
+        expected = "item"  # or "colon", "value", "next": a comma or closing bracket
+        try:
+            while closers or expected == "item":
+                yield from self._read_run(_SPACE, sink)
+                mark = yield from self._peek()
+                if mark in "}]" and expected in ("item", "next"):
+                    yield from self._expect(closers[-1])
+                    sink(closers.pop())
+                    expected = "next"
+                elif expected == "next":
+                    yield from self._comma(sink, "[{" if closers[-1] == "]" else "")
+                    expected = "item"
+                elif expected == "colon":
+                    sink((yield from self._expect(":")))
+                    expected = "value"
+                else:
+                    expected = yield from self._item(sink, closers, expected)
+        except EndOfText:
+            raise
+        except Mismatch:
+            sink({"colon": ": null", "value": "null"}.get(expected, "") + "".join(reversed(closers)))
+            raise
+
+    def _comma(self, sink: Sink, opening: str) -> Steps[None]:
+        """A comma and the white space after it, which are dropped where neither a word, a text nor one of the brackets
+        `opening` follows."""
+        yield from self._expect(",")
+        gap: list[str] = []
+        yield from self._read_run(_SPACE, gap.append)
+        mark = yield from self._peek()
+        if mark in (*_QUOTES, *opening) or _SCALAR.fullmatch(mark):
+            sink("," + "".join(gap))
+
+    def _item(self, sink: Sink, closers: list[str], expected: str) -> Steps[str]:
+        """Reads a key, a value, or the opening bracket of one; returns what is expected after it."""
+        mark = yield from self._peek()
+        is_key = expected == "item" and closers[-1:] == ["}"]
+        if mark in _CLOSER and not is_key:
+            closers.append(_CLOSER[mark])
+            self._position += 1
+            sink(mark)
+            return "item"
+        yield from self._string(sink) if mark in _QUOTES else self._scalar(sink, is_key=is_key)
+        return "colon" if is_key else "next"
+
+    def _string(self, sink: Sink) -> Steps[None]:
+        quote = self._text[self._position]
+        self._position += 1
+        sink('"')
+        while True:
+            mark = yield from self._stream_to(_IN_STRING[quote], sink)
+            self._position += 1
+            if mark == quote:
+                sink('"')
+                return
+            if mark == "\\":
+                yield from self._escape_sequence(sink)
+            else:
+                sink(escape_json(mark))
+
+    def _escape_sequence(self, sink: Sink) -> Steps[None]:
+        """From after the backslash; one that begins no escape of JSON stands for itself."""
+        kind = yield from self._peek()
+        self._position += 1
+        digits = ""
+        while kind == "u" and len(digits) < 4 and (yield from self._peek()) in hexdigits:
+            digits += self._text[self._position]
+            self._position += 1
+        if kind in '"\\/bfnrt' or len(digits) == 4:
+            sink(f"\\{kind}{digits}")
+        else:
+            sink(kind if kind == "'" else escape_json("\\" + kind) + digits)
+
+    def _scalar(self, sink: Sink, *, is_key: bool = False) -> Steps[None]:
+        """A word as JSON: as written where that is JSON, else as Python's constant, else as a string."""
+        parts: list[str] = []
+        yield from self._peek()
+        yield from self._read_run(_SCALAR, parts.append)
+        if not (word := "".join(parts)):
+            raise Mismatch
+        if not is_key and (word in _WORDS or (_NUMBER.fullmatch(word) and math.isfinite(float(word)))):
+            sink(_WORDS.get(word, word))
+        elif self._is_closed and self._position == len(self._text):  # it may be cut off
+            sink(word)
+        else:
+            sink(json.dumps(word, ensure_ascii=False))
+
+    def _stream_to(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
+        """Pass the text before the first match to `sink`; returns the matching character, which stays unread."""
+        while True:
+            match = pattern.search(self._text, self._position)
+            end = match.start() if match else len(self._text)
+            sink(self._text[self._position : end])
+            self._position = end
+            if match:
+                return match[0]
+            yield from self._wait_for_text()

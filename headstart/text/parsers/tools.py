@@ -1,39 +1,67 @@
-"""What the tool formats share: calls among content, and what becomes of a call that is cut off or malformed.
+"""Base classes of tool formats, with one treatment of calls that are cut off or malformed.
 
-- Before its name is announced, a call that does not fit its format is content, exactly as written.
-- After that, arguments that end with the text stay as they are: a JSON text without its end.
-- After that, JSON arguments that are malformed go on as written up to the call's end marker.
-- Text behind complete arguments that is no end marker is content.
-One newline before a call's opening marker belongs to the format and is no content.
+- Until its name is announced, a call that does not match its format is content, exactly as written.
+- After that, arguments that end with the text stay an incomplete JSON text.
+- After that, the arguments are one JSON object: malformed ones are completed, and dropped up to the call's end marker;
+  what is no object is converted (`argument_objects`).
+- Text after complete arguments that is no end marker is content, but closing brackets and end markers are dropped.
+One newline before a call's opening marker is part of the format and no content.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from headstart.text.parsers._json_steps import JsonSteps
-from headstart.text.parsers.events import Arguments, ToolCall
-from headstart.text.parsers.stream import Ended, NotThis, Steps
+from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser, Mismatch, Sink, Steps, ToolCall
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""The `tools` of a request, as OpenAI has them."""
+"""The `tools` of an OpenAI request."""
 
+_ARGUMENTS = ("arguments", "parameters")
 _NAME = re.compile(r"[\w.:/$@-]*")
 
 
-class ToolParser(JsonSteps):
-    """State of the calls of one answer."""
+def argument_objects(text: str) -> list[str]:
+    """Arguments in JSON as JSON objects, one for each call: null and "" are {}, a text is read again as JSON, a list
+    holds the arguments of several calls. Anything else stands under `INVALID_JSON`."""
+    try:
+        value = _load(text) if text.strip() else None
+        for _ in range(2):  # models escape objects once or twice
+            if isinstance(value, str):
+                value = _load(value) if value.strip() else None
+        if value is None or value == []:
+            value = {}
+        listed = value if isinstance(value, list) else [value]
+        if all(isinstance(each, dict) for each in listed):
+            return [json.dumps(each, ensure_ascii=False, allow_nan=False) for each in listed]
+    except (ValueError, RecursionError):
+        pass
+    return [json.dumps({"INVALID_JSON": text}, ensure_ascii=False)]
+
+
+def _load(text: str) -> Any:
+    return json.loads(text, strict=False)
+
+
+class ToolParser(JsonValueParser):
+    """Emits the calls of one answer."""
+
+    opens: tuple[str, ...] = ()  # opening markers of a call
+    ends: tuple[str, ...] = ()  # markers at the end of a call, or of all
+    strays: tuple[str, ...] = ("}",)  # closing brackets that models write too often
 
     marks: tuple[str, ...] = ()
-    """Texts that all stand in the chat templates of models with this format; none: it cannot be told so."""
+    """Texts that all occur in the chat templates of models with this format; empty: templates do not identify it."""
 
     def __init__(self, tools: Tools = ()) -> None:
         self.tools = tools
         self._num_calls = 0
-        self._announced = False  # the call in progress has a name that was given out
+        self._called = ""  # name of the current call
+        self._is_announced = False  # the name of the current call was emitted
         self._has_arguments = False
         super().__init__()
 
@@ -42,82 +70,216 @@ class ToolParser(JsonSteps):
         return {tool["function"]["name"] for tool in self.tools if tool.get("type", "function") == "function"}
 
     def _begin_call(self) -> None:
-        self._forget()
-        self._announced = self._has_arguments = False
+        self._drop_read_text()
+        self._is_announced = self._has_arguments = False
 
     def _announce(self, name: str) -> None:
         self._events.append(ToolCall(self._num_calls, name))
         self._num_calls += 1
-        self._announced = True
-        self._forget()
+        self._is_announced, self._called = True, name
+        self._drop_read_text()
 
     def _arguments(self, text: str) -> None:
         self._has_arguments = self._has_arguments or bool(text)
         self._events.append(Arguments(self._num_calls - 1, text))
 
-    def _complete(self) -> None:
-        """Nothing more comes for this call's arguments."""
+    def _complete_arguments(self) -> None:
+        """Emit the end of the call's arguments."""
         if not self._has_arguments:
             self._arguments("{}")
 
-    def _stop_call(self, reason: NotThis, opened: str = "") -> None:
-        """The call does not go on as its format says: go back to what was neither given out nor understood."""
-        self._floating = False
-        if not self._announced:
+    def _abort_call(self, reason: Mismatch, opened: str = "") -> None:
+        """The call does not match its format: go back to the text that was neither emitted nor read."""
+        self._may_drop_text = False
+        if not self._is_announced:
             self._content(opened)
-            self._at = 0
-        elif isinstance(reason, Ended):
-            self._at = len(self._text)
+            self._position = 0
+        elif isinstance(reason, EndOfText):
+            self._position = len(self._text)
         else:
-            self._complete()
-            self._at = 0
+            self._complete_arguments()
+            self._position = 0
 
     def _stream_arguments(self, *ends: str) -> Steps[None]:
-        """One JSON value. What is malformed goes on as written up to one of `ends`, or to the end of the text."""
-        yield from self._space()
-        self._floating = True
+        """Emit the arguments: a JSON object as it comes. Several objects are calls of the same function. `ends`: where
+        malformed arguments end."""
+        yield from self._skip_space()
+        stops = (*ends, *self.opens)
+        while True:
+            self._may_drop_text = True
+            try:
+                if (yield from self._peek()) == "{":
+                    yield from self._json_value(self._arguments)
+                else:
+                    self._emit_arguments((yield from self._json_text()))
+            except EndOfText:
+                raise
+            except Mismatch:
+                yield from self._malformed_arguments(stops)
+            self._may_drop_text = False
+            self._drop_read_text()
+            if not ends or not (yield from self._next("{")):
+                break
+            self._position -= 1
+            self._has_arguments = False
+            self._announce(self._called)
+
+    def _malformed_arguments(self, stops: Sequence[str]) -> Steps[None]:
+        """Read up to one of `stops`; what stands there instead of arguments is emitted."""
+        rest: list[str] = []
         try:
-            yield from self._json_value(self._arguments)
-        except Ended:
+            end = yield from self._stream_until(stops, rest.append)
+            self._position -= len(end)
+        except EndOfText:
+            end = ""
+        if not self._has_arguments:
+            self._emit_arguments("".join(rest) or "null")
+
+    def _emit_arguments(self, text: str) -> None:
+        """Emit complete arguments in JSON, if there are any; those of more calls as calls of the same function."""
+        for number, each in enumerate(argument_objects(text) if text else ()):
+            if number:
+                self._announce(self._called)
+            self._arguments(each)
+
+    def _closed(self, closer: str, sink: Sink, inner: Steps[None]) -> Steps[None]:
+        """The inside of an object or array, which is closed even where it does not match its format."""
+        try:
+            yield from inner
+        except EndOfText:
             raise
-        except NotThis:
-            end = yield from self._stream_until(ends, self._arguments)
-            self._at -= len(end)
-            self._complete()
-        self._floating = False
-        self._forget()
+        except Mismatch:
+            sink(closer)
+            raise
+        sink(closer)
+
+    def _next(self, *literals: str) -> Steps[str]:
+        """Read white space and the literal; empty, and nothing is read, if none of them follows."""
+        start = self._position
+        yield from self._skip_space()
+        found = yield from self._accept(*literals)
+        if not found:
+            self._position = start
+        return found
+
+    def _drop_strays(self) -> Steps[None]:
+        while (yield from self._next(*self.strays)):
+            self._drop_read_text()
 
     def _name(self) -> Steps[str]:
-        """A function's name and the white space around it."""
-        yield from self._space()
+        """Read a function's name and the white space around it."""
+        yield from self._skip_space()
         parts: list[str] = []
-        yield from self._run_of(_NAME, parts.append)
+        yield from self._read_run(_NAME, parts.append)
         if not parts[0]:
-            raise NotThis
-        yield from self._space()
+            raise Mismatch
+        yield from self._skip_space()
         return "".join(parts)
 
 
 class MarkedToolParser(ToolParser):
-    """Formats whose calls stand between markers, with content around them."""
-
-    opens: tuple[str, ...]
+    """A format with calls between markers, and content around them."""
 
     @abstractmethod
     def _call(self, opened: str) -> Steps[None]:
-        """Reads one call, from behind its opening marker to behind its end marker."""
+        """Reads one call, from after its opening marker `opened` to after its end marker."""
 
     def _grammar(self) -> Steps[None]:
-        opens = [before + marker for before in ("\n", "") for marker in self.opens]
         while True:
-            self._floating = True
+            self._may_drop_text = True
+            marks = (*self.opens, *(self.ends if self._num_calls else ()))
             try:
-                opened = yield from self._stream_until(opens, self._content)
-            except Ended:
+                opened = yield from self._stream_until([*marks, *("\n" + each for each in marks)], self._content)
+            except EndOfText:
                 return
-            self._floating = False
+            self._may_drop_text = False
             self._begin_call()
+            if opened.lstrip("\n") in self.ends:
+                continue  # left over from a malformed call
             try:
                 yield from self._call(opened.lstrip("\n"))
-            except NotThis as reason:
-                self._stop_call(reason, opened)
+                yield from self._drop_strays()
+            except Mismatch as reason:
+                is_broken = self._is_announced and not isinstance(reason, EndOfText)
+                self._abort_call(reason, opened)
+                if is_broken:
+                    yield from self._drop_leftover()
+
+    def _drop_leftover(self) -> Steps[None]:
+        """Drop the text up to the end marker of a malformed call; without one, it is content."""
+        parts: list[str] = []
+        try:
+            stop = yield from self._stream_until((*self.ends, *self.opens), parts.append)
+        except EndOfText:
+            stop = ""
+        if stop not in self.ends or not stop:
+            self._content("".join(parts))
+            self._position -= len(stop)
+        self._drop_read_text()
+
+
+class ObjectCallParser(ToolParser):
+    """Calls written as `{"name": ..., "arguments": {...}}`, with members in any order; other members are skipped.
+
+    Arguments before the name are emitted after it. A call without arguments has `{}`.
+    """
+
+    members: frozenset[str] | None = None
+    """Members that a call may have; None: any."""
+    may_lack_arguments = True
+    """A name alone is a call, announced before its arguments are read."""
+
+    def _read_object_call(self, *ends: str) -> Steps[None]:
+        """`ends`: where malformed arguments end; the closing brace may be missing there."""
+        yield from self._expect("{")
+        name, early = "", ""
+        while True:
+            key = yield from self._read_key()
+            if key == "name":
+                name = self._check_name((yield from self._json_string()))
+                if early or self.may_lack_arguments:
+                    self._announce(name)
+                    self._emit_arguments(early)
+            elif key in _ARGUMENTS and name and not self._has_arguments:
+                if not self._is_announced:
+                    self._announce(name)
+                yield from self._stream_arguments(*ends)
+            elif key in _ARGUMENTS and not name:
+                early = yield from self._json_text()
+            else:
+                yield from self._json_text()
+            yield from self._skip_space()
+            if not (yield from self._accept(",")):
+                break
+        if not self._is_announced:
+            raise Mismatch
+        if self._has_arguments:
+            yield from self._accept("}")
+        else:
+            yield from self._expect("}")
+        self._complete_arguments()
+        self._drop_read_text()
+        yield from self._drop_strays()
+
+    def _another_object(self) -> Steps[bool]:
+        """Does another object follow, perhaps after a separator? Reads up to its brace."""
+        start = self._position
+        yield from self._next(",", ";")
+        found = yield from self._next("{")
+        self._position = self._position - 1 if found else start
+        return bool(found)
+
+    def _read_key(self) -> Steps[str]:
+        yield from self._skip_space()
+        key = yield from self._json_string()
+        yield from self._skip_space()
+        yield from self._expect(":")
+        yield from self._skip_space()
+        if self.members is not None and key not in self.members:
+            raise Mismatch
+        return key
+
+    def _check_name(self, name: str) -> str:
+        if not name or self._is_announced:
+            raise Mismatch
+        return name

@@ -1,1 +1,23 @@
-"""What stands before the answer of a thinking model, one file per format: REASONING wraps the answer's parser."""
+"""Formats of the reasoning before an answer, one file each: REASONING wraps the answer's parser."""
+
+from __future__ import annotations
+
+from headstart.text.parsers.stream import Event, Parser
+
+
+class ReasoningParser(Parser):
+    """Base of reasoning formats: passes content on to the parser of the answer, if there is one."""
+
+    opening: str
+    """Text at the end of a prompt after which the reasoning begins."""
+    _answer: Parser | None
+
+    def finish(self) -> list[Event]:
+        events = super().finish()
+        return events + self._answer.finish() if self._answer else events
+
+    def _content(self, text: str) -> None:
+        if self._answer is None:
+            super()._content(text)
+        else:
+            self._events.extend(self._answer.push(text))

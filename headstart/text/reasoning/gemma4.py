@@ -1,4 +1,4 @@
-"""Gemma 4's thoughts: a channel of their own before the answer."""
+"""Gemma 4: reasoning on a channel before the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from headstart.text.reasoning.think import ThinkParser
 
 
 class Gemma4ThinkParser(ThinkParser):
+    """`<|channel>thought...<channel|>`."""
+
     opening, closing = "<|channel>thought", "<channel|>"
     marks = (opening,)
 

@@ -1,4 +1,4 @@
-"""Mistral's thoughts, between special tokens, before the answer."""
+"""Mistral: reasoning between special tokens before the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from headstart.text.reasoning.think import ThinkParser
 
 
 class MistralThinkParser(ThinkParser):
+    """`[THINK]...[/THINK]`."""
+
     opening, closing = "[THINK]", "[/THINK]"
     marks = (opening, closing)
 

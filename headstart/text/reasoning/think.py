@@ -1,36 +1,26 @@
-"""Reasoning between `<think>` tags at the start of an answer; the rest goes to another parser, if there is one."""
+"""Reasoning between `<think>` tags at the start of an answer; the rest goes to the answer's parser."""
 
 from __future__ import annotations
 
-from headstart.text.parsers.events import Event, Reasoning
-from headstart.text.parsers.stream import Ended, Parser, Steps, StreamParser
+from headstart.text.parsers.stream import EndOfText, Parser, Steps
+from headstart.text.reasoning import ReasoningParser
 
 
-class ThinkParser(StreamParser):
-    """`opened`: the chat template has already written the opening tag; one that the model repeats is skipped.
+class ThinkParser(ReasoningParser):
+    """`opened`: the prompt ends with the opening tag; a repeated one is skipped.
 
-    An opening tag anywhere but at the start is text. Reasoning without an end goes to the end of the text. One newline
-    inside each tag and up to two behind the closing one belong to the format.
+    An opening tag after the start is text. Reasoning without a closing tag extends to the end of the text. One newline
+    inside each tag and up to two after the closing tag are part of the format.
     """
 
     opening, closing = "<think>", "</think>"
     marks: tuple[str, ...] = (opening,)
-    """Texts that all stand in the chat templates of models with this format."""
+    """Texts that all occur in the chat templates of models with this format."""
 
     def __init__(self, answer: Parser | None = None, *, opened: bool = False) -> None:
         self._answer = answer
         self._opened = opened
         super().__init__()
-
-    def finish(self) -> list[Event]:
-        events = super().finish()
-        return events + self._answer.finish() if self._answer else events
-
-    def _content(self, text: str) -> None:
-        if self._answer is None:
-            super()._content(text)
-        else:
-            self._events.extend(self._answer.push(text))
 
     def _grammar(self) -> Steps[None]:
         opens = [before + self.opening + after for before in ("", "\n") for after in ("", "\n")]
@@ -38,15 +28,12 @@ class ThinkParser(StreamParser):
             return
         if self._opened:
             yield from self._accept("\n")
-        self._floating = True
+        self._may_drop_text = True
         try:
             yield from self._stream_until((f"\n{self.closing}", self.closing), self._reasoning)
-        except Ended:
+        except EndOfText:
             return
         yield from self._accept("\n\n", "\n")
-
-    def _reasoning(self, text: str) -> None:
-        self._events.append(Reasoning(text))
 
 
 REASONING = ThinkParser

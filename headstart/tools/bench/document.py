@@ -1,11 +1,10 @@
-"""The bench's JSON document. The same for engines of this process and for servers; times are in milliseconds, rates in
-tokens per second. What was not measured is null, never 0.
+"""The JSON document of `headstart bench`: BenchCell, BenchRow, SpeedCheck, BenchDocument.
 
-A *cell* is one run of one workload under one load in one mode. Cells of the same workload, load and `repeat` ran right
-after each other: they are a pair. A *row* sums up the cells that differ in `repeat` only.
-
-Modes: "off" (no drafter), "1", "3", ... (a fixed depth), "auto" (the engine decides), "server" (a server that cannot
-be told: whatever it does).
+The same for engines of this process and for servers. Times are in milliseconds, rates in tokens per second. What was
+not measured is null, never 0. A *cell* is one run of one workload under one load in one mode. Cells of the same
+workload, load and `repeat` ran right after each other: they are a pair. A *row* sums up the cells that differ in
+`repeat` only. Modes: "off" (no drafter), "1", "3", ... (a fixed depth), "auto" (the engine decides), "server" (a server
+that cannot be told).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -29,14 +29,14 @@ LEVELS = (0.0, *(i / 20 for i in range(1, 20)), 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Distribution:
-    """How `count` times in ms are spread. `quantiles`: at LEVELS, for plots."""
+    """How `count` times in ms are spread."""
 
     count: int
     mean: float
     p50: float
     p90: float
     p99: float
-    quantiles: tuple[float, ...]
+    quantiles: tuple[float, ...]  # at LEVELS, for plots
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Self | None:
@@ -52,28 +52,22 @@ class Distribution:
 class Latency:
     """Times of answers and tokens in ms; null where there was nothing to time."""
 
-    ttft: Distribution | None
-    """Request sent (or due, with Poisson arrivals) to first token."""
-    tpot: Distribution | None
-    """Per answer: (last - first token) / (tokens - 1), the time per output token."""
-    itl: Distribution | None
-    """Between deliveries, as a reader sees them: one delivery holds all tokens that a pass accepted."""
-    e2e: Distribution | None
-    """Request sent to last token."""
+    ttft: Distribution | None  # request sent (or due, with Poisson arrivals) to first token
+    tpot: Distribution | None  # per answer: (last - first token) / (tokens - 1)
+    itl: Distribution | None  # between deliveries; one delivery holds all tokens that a pass accepted
+    e2e: Distribution | None  # request sent to last token
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftCounts:
-    """Counts of drafting, in vLLM's terms. `per_position[i]`: drafts whose token i was accepted. `drafted_at[i]`:
-    drafts that had a token i; null where a server does not tell. `passes_saved`: output tokens that no pass of the
-    model was spent on."""
+    """Counts of drafting, in vLLM's terms."""
 
     drafts: int
     drafted: int
     accepted: int
-    per_position: tuple[int, ...]
-    drafted_at: tuple[int, ...] | None = None
-    passes_saved: int = 0
+    per_position: tuple[int, ...]  # [i]: drafts whose token i was accepted
+    drafted_at: tuple[int, ...] | None = None  # [i]: drafts that had a token i; null where a server does not tell
+    passes_saved: int = 0  # output tokens that no pass of the model was spent on
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -85,11 +79,14 @@ class DraftCounts:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
+    def drafts_at(self) -> tuple[int, ...]:
+        """Drafts that reached each position; all drafts where a server does not tell how long they were."""
+        return self.drafted_at or (self.drafts,) * len(self.per_position)
+
+    @property
     def acceptance_at(self) -> list[float]:
-        """By position: the share of drafts reaching it that were right up to there; of all drafts where a server does
-        not tell how long they were."""
-        tries = self.drafted_at or (self.drafts,) * len(self.per_position)
-        return [hits / count for hits, count in zip(self.per_position, tries, strict=False) if count]
+        """By position: the share of the drafts reaching it that were right up to there."""
+        return [hits / count for hits, count in zip(self.per_position, self.drafts_at, strict=False) if count]
 
     @classmethod
     def total(cls, parts: Iterable[DraftCounts | None]) -> DraftCounts | None:
@@ -107,15 +104,10 @@ class DraftCounts:
 
 
 def _sum(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    total = list[int]()
-    for each in counts:
-        total += [0] * (len(each) - len(total))
-        for i, count in enumerate(each):
-            total[i] += count
-    return tuple(total)
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
-class Group(NamedTuple):
+class LoadGroup(NamedTuple):
     """What the cells of a row have in common, but for the mode."""
 
     workload: str
@@ -124,34 +116,38 @@ class Group(NamedTuple):
     chunked_prefill: bool | None
 
     @property
+    def panel(self) -> str:
+        """Title of the report's plots that show this workload."""
+        return self.workload + (", prompts in one chunk" if self.chunked_prefill is False else "")
+
+    @property
     def load(self) -> str:
-        """For people."""
+        """Text for people."""
         text = f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
         return text + (" unchunked" if self.chunked_prefill is False else "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """`concurrency`: requests at a time; null with Poisson arrivals, of `rate` per second. `chunked_prefill` is null
-    where the server decides."""
+class LoadSetting:
+    """A workload and its load."""
 
     workload: str
-    concurrency: int | None
-    rate: float | None
-    chunked_prefill: bool | None
+    concurrency: int | None  # requests at a time; null with Poisson arrivals
+    rate: float | None  # of Poisson arrivals, per second
+    chunked_prefill: bool | None  # null where the server decides
 
     @property
-    def group(self) -> Group:
-        return Group(self.workload, self.concurrency, self.rate, self.chunked_prefill)
+    def group(self) -> LoadGroup:
+        return LoadGroup(self.workload, self.concurrency, self.rate, self.chunked_prefill)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(Measured):
-    """One run. `complete` is false when it broke off: it then counts in no row."""
+class BenchCell(LoadSetting):
+    """One run."""
 
     mode: str
     repeat: int
-    complete: bool
+    complete: bool  # false: it broke off, and counts in no row
     requests: int
     failed: int
     errors: tuple[str, ...]  # distinct ones of failed requests
@@ -181,11 +177,10 @@ class Cell(Measured):
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio of speeds with its bootstrap interval (statistics.speedup); `low` and `high` are null for fewer pairs
-    than an interval needs."""
+    """A ratio of speeds with its bootstrap interval (summary.speedup)."""
 
     point: float
-    low: float | None
+    low: float | None  # null for fewer pairs than an interval needs
     high: float | None
     pairs: int
 
@@ -194,9 +189,9 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Measured):
+class BenchRow(LoadSetting):
     """The complete cells of one workload, load and mode. Latencies are of all their answers together, rates are
-    medians over cells. `speedup` is against mode "off". Cost is per million output tokens, in the price's currency."""
+    medians over cells."""
 
     mode: str
     cells: int
@@ -211,49 +206,48 @@ class Row(Measured):
     acceptance_at: tuple[float, ...]
     passes_saved: float | None  # share of the output tokens
     cached_share: float | None  # of the prompt tokens
-    speedup: Interval | None
-    cost_per_million: float | None
+    speedup: Interval | None  # against mode "off"
+    cost_per_million: float | None  # output tokens, in the price's currency
     joules_per_token: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Measured):
-    """An answer to a question about one workload and load; `ok` is null when there are too few pairs to tell."""
+class SpeedCheck(LoadSetting):
+    """An answer to a question about one workload and load."""
 
     name: Literal["never slower", "near the best depth"]
-    ok: bool | None
+    ok: bool | None  # null when there are too few pairs to tell
     ratio: Interval | None
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """Everything a bench found. `source`: what was measured (model, backend, server); `machine`: where the bench ran;
-    `settings`: what was asked. `complete` is false when it broke off, for the reason in `error`."""
+class BenchDocument:
+    """The JSON document of a bench."""
 
     kind: Literal["headstart-bench"] = KIND
     version: Literal[1] = VERSION
     created: str  # UTC, ISO 8601
-    source: Mapping[str, Any]
-    machine: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    complete: bool
+    source: Mapping[str, Any]  # what was measured: model, backend, server
+    machine: Mapping[str, Any]  # where the bench ran
+    settings: Mapping[str, Any]  # the options
+    complete: bool  # false: it broke off, for the reason in `error`
     error: str
     notes: tuple[str, ...] = ()
-    rows: tuple[Row, ...] = ()
-    checks: tuple[Check, ...] = ()
-    cells: tuple[Cell, ...] = field(default=(), repr=False)
+    rows: tuple[BenchRow, ...] = ()
+    checks: tuple[SpeedCheck, ...] = ()
+    cells: tuple[BenchCell, ...] = field(default=(), repr=False)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def read(cls, path: Path) -> Document:
+    def read(cls, path: Path) -> BenchDocument:
         """Raises UsageError for a file that is no such document."""
         from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
 
         try:
-            document: Document = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
+            document: BenchDocument = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
         except ValidationError as error:

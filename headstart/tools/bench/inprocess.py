@@ -1,4 +1,4 @@
-"""The System over engines of this process."""
+"""The BenchTarget over engines of this process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from headstart.api import LLM, Choice, Session
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Progress, Request, SamplingParams, no_progress
+from headstart.engine.build import select_drafter
 from headstart.engine.load import Model, load_model
-from headstart.engine.make import context_length, drafter_of
 from headstart.errors import CapacityError, UsageError
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.tools.bench.document import DraftCounts
-from headstart.tools.bench.measure import AUTO, OFF, Load, Notify, Outcome, Sample
+from headstart.tools.bench.measure import AUTO, OFF, AnswerSample, Notify, RequestLoad, RunOutcome, check_mode
 from headstart.tools.bench.workloads import Task
 
 
-class InProcess:
-    """Two engines over one loaded model: one without any drafter for mode "off", one as `config` says for the others,
-    where a fixed depth is asked for request by request. Each is made when it is first needed, with as many KV blocks
-    as the other. `config.max_num_seqs` bounds how many requests run at a time. Raises what `LLM` raises."""
+class InProcessTarget:
+    """Two engines over one loaded model, with as many KV blocks each: one without a drafter for mode "off", one by
+    `config` for the others, where each request asks for its depth. `config.max_num_seqs` bounds how many requests run
+    at a time. Raises what `LLM` raises."""
 
     is_local = True
 
@@ -38,9 +38,8 @@ class InProcess:
     ) -> None:
         self.chunked_prefill: bool | None = chunked_prefill
         self.model = model if isinstance(model, Model) else load_model(model, config, progress)
-        if not chunked_prefill:  # the longest prompt is one chunk
-            longest = context_length(self.model, config)
-            config = replace(config, max_num_batched_tokens=max(config.max_num_batched_tokens, longest))
+        if not chunked_prefill:
+            config = replace(config, enable_chunked_prefill=False)
         first = LLM(self.model, config)
         self.kv_blocks = len(first.engine.memory.pool.blocks)
         self._config = replace(config, kv_blocks=self.kv_blocks)
@@ -59,7 +58,7 @@ class InProcess:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        _, name = drafter_of(self.model, self._config)
+        _, name = select_drafter(self.model, self._config)
         lookup = {"lookup": True} if name == "mixed" else {}  # it bears its head's name
         return {"runner": "in process", **self._drafting.info, **lookup, "kv_blocks": self.kv_blocks}
 
@@ -68,36 +67,35 @@ class InProcess:
 
     def check(self, tasks: Seq[Task]) -> None:
         for task in tasks:
-            _Talk(self._drafting, task, None)
+            _Conversation(self._drafting, task, None)
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        """No prompt is cached at the start of a run, and no earlier answer is looked up."""
+        """Empties the prefix cache and the texts that lookup drafts from."""
         llm, _ = self._mode(mode)
-        llm.engine.memory.pool.forget()
-        llm.engine.drafting.forget()
+        llm.engine.memory.pool.clear()
+        llm.engine.drafting.clear()
 
-    def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
+    def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Notify) -> RunOutcome:
         llm, depth = self._mode(mode)
         with llm.session() as session:
-            work = _Tasks(session, [_Talk(llm, task, depth) for task in tasks], load, notify)
+            work = _InProcessRun(session, [_Conversation(llm, task, depth) for task in tasks], load, notify)
             llm.engine.reset_stats()
             started = time.perf_counter()
             work.run()
             seconds = time.perf_counter() - started
-        return Outcome(samples=work.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
+        return RunOutcome(samples=work.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
 
     def _mode(self, mode: str) -> tuple[LLM, int | None]:
-        """The engine of a mode and the depth to ask it for. Raises UsageError."""
+        """Returns the engine of a mode, and the depth to ask for. Raises UsageError."""
         if mode == OFF:
             self._plain = self._plain or LLM(self.model, replace(self._config, drafter="none"))
             return self._plain, None
-        if mode != AUTO and not mode.isdigit():
-            raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
-        most = self._drafting.engine.drafting.max_depth
-        if not most:
+        check_mode(mode)
+        limit = self.max_depth
+        if not limit:
             raise UsageError(f"mode {mode} drafts, but the engine has no drafter", "leave --drafter none out")
-        if mode != AUTO and not 1 <= int(mode) <= most:
-            raise UsageError(f"--modes has depth {mode}, but drafter {self._drafting.method} goes from 1 to {most}")
+        if mode != AUTO and not 1 <= int(mode) <= limit:
+            raise UsageError(f"--modes has depth {mode}, but drafter {self._drafting.method} goes from 1 to {limit}")
         return self._drafting, None if mode == AUTO else int(mode)
 
 
@@ -112,8 +110,8 @@ def speculation(stats: DraftStats) -> DraftCounts:
     )
 
 
-class _Talk:
-    """A task while it runs: the messages so far, and the request that comes next."""
+class _Conversation:
+    """A task while it runs: the messages so far, and the next request."""
 
     def __init__(self, llm: LLM, task: Task, depth: int | None) -> None:
         self._llm, self._depth, self._left = llm, depth, list(task.turns)
@@ -125,7 +123,7 @@ class _Talk:
         self.next = self._request()
 
     def _request(self) -> Request | None:
-        """Raises CapacityError when the context does not hold prompt and answer: a shorter one would be measured."""
+        """Raises CapacityError when the context does not hold prompt and answer."""
         if not self._left:
             return None
         self._messages.append({"role": "user", "content": self._left.pop(0)})
@@ -133,10 +131,10 @@ class _Talk:
         if not self._llm.has_chat_template:
             prompt = self._llm.tokenizer.encode("\n\n".join(each["content"] for each in prompt), add_special=True)  # type: ignore[assignment]
         request = self._llm.request(prompt, self._params, depth=self._depth, constraint=self._schema)
-        wanted, room = len(request.prompt_ids) + self._params.max_tokens, self._llm.engine.max_length
-        if wanted > room:
+        needed, limit = len(request.prompt_ids) + self._params.max_tokens, self._llm.engine.max_length
+        if needed > limit:
             raise CapacityError(
-                f"a task takes {wanted} tokens ({len(request.prompt_ids)} of prompt), but the context holds {room}",
+                f"a task takes {needed} tokens ({len(request.prompt_ids)} of prompt), but the context holds {limit}",
                 "give shorter lengths (--input-tokens, --output-tokens, --scale)",
             )
         return request
@@ -146,11 +144,10 @@ class _Talk:
         self.next = self._request()
 
 
-def _sample(choice: Choice) -> Sample:
-    """Of an answer that has ended."""
+def _sample(choice: Choice) -> AnswerSample:
     sequence, times = choice.sequence, choice.arrivals or [choice.started]
     assert sequence is not None
-    return Sample(
+    return AnswerSample(
         prompt_tokens=sequence.num_prompt,
         cached_tokens=sequence.num_cached,
         output_tokens=len(choice.tokens),
@@ -161,14 +158,14 @@ def _sample(choice: Choice) -> Sample:
     )
 
 
-class _Tasks:
+class _InProcessRun:
     """All tasks of a run through one engine."""
 
-    def __init__(self, session: Session, talks: list[_Talk], load: Load, notify: Notify) -> None:
+    def __init__(self, session: Session, conversations: list[_Conversation], load: RequestLoad, notify: Notify) -> None:
         self._session, self._load, self._notify = session, load, notify
-        self._queue = deque(zip(load.arrivals(len(talks)), talks, strict=True))
-        self._running: dict[str, _Talk] = {}
-        self.samples: list[Sample] = []
+        self._queue = deque(zip(load.arrivals(len(conversations)), conversations, strict=True))
+        self._running: dict[str, _Conversation] = {}
+        self.samples: list[AnswerSample] = []
 
     def run(self) -> None:
         started = time.perf_counter()
@@ -187,25 +184,25 @@ class _Tasks:
             due = started + self._queue[0][0]
             if due > time.perf_counter():
                 return
-            _, talk = self._queue.popleft()
-            self._send(talk, due if self._load.rate is not None else None)
+            _, conversation = self._queue.popleft()
+            self._send(conversation, due if self._load.rate is not None else None)
 
-    def _send(self, talk: _Talk, since: float | None = None) -> None:
-        request = talk.next
+    def _send(self, conversation: _Conversation, since: float | None = None) -> None:
+        request = conversation.next
         assert request is not None
         self._session.submit(request, since)
-        self._running[request.request_id] = talk
+        self._running[request.request_id] = conversation
 
     def _finish(self, choice: Choice) -> None:
-        talk = self._running.pop(choice.request.request_id)
+        conversation = self._running.pop(choice.request.request_id)
         self.samples.append(_sample(choice))
         self._notify()
         if choice.error:
             return
         try:
-            talk.answered(choice.text)
+            conversation.answered(choice.text)
         except CapacityError as error:  # the conversation has become too long
-            self.samples.append(Sample(error=error.message))
+            self.samples.append(AnswerSample(error=error.message))
             return
-        if talk.next is not None:
-            self._send(talk)
+        if conversation.next is not None:
+            self._send(conversation)

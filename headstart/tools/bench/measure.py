@@ -1,54 +1,67 @@
-"""The measuring core: one run of a workload, under one load, in one mode, against anything that is a System."""
+"""One run of a workload, under one load, in one mode, against any BenchTarget; and the energy that it takes."""
 
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
-from headstart.tools.bench.document import Cell, Distribution, DraftCounts, Latency
-from headstart.tools.bench.energy import EnergyMeter
+from headstart.errors import UsageError
+from headstart.tools.bench.document import BenchCell, Distribution, DraftCounts, Latency
 from headstart.tools.bench.workloads import Task, Workload
 
 OFF, AUTO, SERVER = "off", "auto", "server"
-FEWEST_REQUESTS = 8
-ERRORS_SHOWN = 3
+MIN_REQUESTS = 8
+MAX_ERRORS_SHOWN = 3
 Notify = Callable[[], None]
 
 
+def check_mode(mode: str) -> None:
+    """Raises UsageError unless it is off, auto or a depth."""
+    if mode not in (OFF, AUTO) and not mode.isdecimal():
+        raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class RequestLoad:
     """How tasks come: `concurrency` clients, each beginning the next task as soon as its last has ended; or, where
-    that is None, one after another at random (Poisson) times, `rate` per second, whatever still runs."""
+    that is None, one after another at random (Poisson) times, `rate` per second."""
 
     concurrency: int | None = None
     rate: float | None = None
     seed: int = 0
 
     def arrivals(self, count: int) -> Iterator[float]:
-        """Seconds from the start at which tasks are due."""
+        """Yields seconds from the start at which tasks are due."""
         rng, now = random.Random(self.seed), 0.0
         for _ in range(count):
             yield now
             if self.rate is not None:
                 now += rng.expovariate(self.rate)
 
+    def __str__(self) -> str:
+        return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} per second"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One answer. Times in seconds: `ttft_s` and `seconds` (to the last token) count from when it was sent or due;
-    `gaps_s` are between deliveries. `error`: why there is none, or only a part."""
+class AnswerSample:
+    """One answer. Times count in seconds from when the request was sent or due."""
 
     prompt_tokens: int = 0
     cached_tokens: int | None = None
     output_tokens: int = 0
     ttft_s: float = 0.0
-    seconds: float = 0.0
-    gaps_s: tuple[float, ...] = ()
-    error: str = ""
+    seconds: float = 0.0  # to the last token
+    gaps_s: tuple[float, ...] = ()  # between deliveries
+    error: str = ""  # why there is no answer, or only a part
 
     @property
     def tpot_s(self) -> float | None:
@@ -56,21 +69,20 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a run gave. `lost`: why the connection to what is measured broke; then nothing more was sent."""
+class RunOutcome:
+    """The answers of one run, its time and draft counts."""
 
-    samples: list[Sample]
+    samples: list[AnswerSample]
     seconds: float
     speculation: DraftCounts | None
-    lost: str = ""
+    lost: str = ""  # why the connection broke; then nothing more was sent
 
 
-class System(Protocol):
+class BenchTarget(Protocol):
     """What is measured: engines of this process, or a server."""
 
     chunked_prefill: bool | None
-    is_local: bool
-    """Is it this machine that works?"""
+    is_local: bool  # it runs on this machine
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -78,7 +90,7 @@ class System(Protocol):
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """What to measure when the user names no modes."""
+        """The modes to measure when the user names none."""
 
     def is_alive(self) -> bool:
         """After failures: does it make sense to go on?"""
@@ -86,72 +98,70 @@ class System(Protocol):
     def count_tokens(self, text: str) -> int: ...
 
     def check(self, tasks: Seq[Task]) -> None:
-        """Raises CapacityError or UsageError for tasks that cannot be done, where that can be told beforehand."""
+        """Raises CapacityError or UsageError for impossible tasks, where that can be told beforehand."""
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        """Make what is cached at the start of a run the same for every mode. Raises UsageError for a mode that it does
-        not have."""
+        """Makes the caches at the start of a run the same for every mode. Raises UsageError for an unknown mode."""
 
-    def run(self, tasks: Seq[Task], mode: str, load: Load, notify: Notify) -> Outcome:
-        """Do all tasks; `notify` is called after each answer. Failed answers are samples with an error."""
-
-
-def requests_for(concurrency: int | None) -> int:
-    """Tasks of a run when the user names no number: every client has two."""
-    return max(FEWEST_REQUESTS, 2 * (concurrency or 0))
+    def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Notify) -> RunOutcome:
+        """Runs all tasks; `notify` is called after each answer. Failed answers are samples with an error."""
 
 
-def warm_up(runner: System, workload: Workload, mode: str) -> None:
-    """A short run that counts for nothing: first calls pay for allocations."""
+def num_requests_for(concurrency: int | None) -> int:
+    """Returns the tasks of a run when the user names no number: every client has two."""
+    return max(MIN_REQUESTS, 2 * (concurrency or 0))
+
+
+def warm_up(target: BenchTarget, workload: Workload, mode: str) -> None:
+    """A short run that is not counted: first calls pay for allocations."""
     tasks = workload.limited(4).tasks(2)
-    runner.settle(tasks, mode)
-    runner.run(tasks, mode, Load(concurrency=2), lambda: None)
+    target.settle(tasks, mode)
+    target.run(tasks, mode, RequestLoad(concurrency=2), lambda: None)
 
 
 def measure(
-    runner: System,
+    target: BenchTarget,
     workload: Workload,
     mode: str,
-    load: Load,
+    load: RequestLoad,
     *,
     num_requests: int | None = None,
     repeat: int = 0,
     meter: EnergyMeter | None = None,
     notify: Notify = lambda: None,
-) -> Cell:
+) -> BenchCell:
     """One run. Tasks, their seeds and their arrivals depend on `load.seed` only, so that all modes and repeats get the
-    same ones. Raises UsageError for a mode that the runner does not have, CapacityError for tasks that do not fit the
-    model's context."""
-    tasks = workload.tasks(num_requests or requests_for(load.concurrency), load.seed)
-    runner.settle(tasks, mode)
+    same ones. Raises UsageError for an unknown mode, CapacityError for tasks that do not fit the model's context."""
+    tasks = workload.tasks(num_requests or num_requests_for(load.concurrency), load.seed)
+    target.settle(tasks, mode)
     with meter or nullcontext():
-        outcome = runner.run(tasks, mode, load, notify)
+        outcome = target.run(tasks, mode, load, notify)
     done = [sample for sample in outcome.samples if not sample.error]
     errors = Counter(sample.error for sample in outcome.samples if sample.error)
     cached = [sample.cached_tokens for sample in done if sample.cached_tokens is not None]
-    return Cell(
+    return BenchCell(
         workload=workload.name,
         mode=mode,
         concurrency=load.concurrency,
         rate=load.rate,
-        chunked_prefill=runner.chunked_prefill,
+        chunked_prefill=target.chunked_prefill,
         repeat=repeat,
         complete=not outcome.lost and bool(done),
         requests=len(outcome.samples),
         failed=errors.total(),
-        errors=tuple(error for error, _ in errors.most_common(ERRORS_SHOWN)),
+        errors=tuple(error for error, _ in errors.most_common(MAX_ERRORS_SHOWN)),
         seconds=outcome.seconds,
         prompt_tokens=sum(sample.prompt_tokens for sample in done),
         cached_tokens=sum(cached) if done and len(cached) == len(done) else None,
         output_tokens=sum(sample.output_tokens for sample in done),
-        latency=latency(done),
+        latency=_latency(done),
         speculation=outcome.speculation,
-        joules=meter.joules if meter and runner.is_local else None,
+        joules=meter.joules if meter and target.is_local else None,
     )
 
 
-def latency(samples: Seq[Sample]) -> Latency:
-    """Of answers that were given. An answer without a token has no time to its first one."""
+def _latency(samples: Seq[AnswerSample]) -> Latency:
+    """An answer without a token has no time to its first one."""
     spoken = [sample for sample in samples if sample.output_tokens]
     return Latency(
         ttft=Distribution.of(sample.ttft_s for sample in spoken),
@@ -159,3 +169,73 @@ def latency(samples: Seq[Sample]) -> Latency:
         itl=Distribution.of(gap for sample in spoken for gap in sample.gaps_s),
         e2e=Distribution.of(sample.seconds for sample in spoken),
     )
+
+
+# Energy.
+
+POWERCAP = Path("/sys/class/powercap")
+GPU_MS = 100  # time between two readings of a GPU's power
+
+
+class EnergyMeter:
+    """`with meter: ...`, then `joules` of the machine: processor packages by Linux's powercap counters, NVIDIA GPUs by
+    nvidia-smi; None where nothing can be read. Nothing else should run."""
+
+    def __init__(self, powercap: Path = POWERCAP, gpu_program: str = "nvidia-smi") -> None:
+        zones = (zone for zone in sorted(powercap.glob("intel-rapl:[0-9]*")) if zone.name.count(":") == 1)  # packages
+        self._zones = [zone for zone in zones if _counter(zone / "energy_uj") is not None]  # often only root may read
+        self._gpu = shutil.which(gpu_program)
+        self.joules: float | None = None
+
+    def __enter__(self) -> Self:
+        self.joules = None
+        self._before = [_counter(zone / "energy_uj") for zone in self._zones]
+        self._power = _GpuPower(self._gpu) if self._gpu else None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        gpu = self._power.stop() if self._power else None
+        packages = [_joules_since(zone, before) for zone, before in zip(self._zones, self._before, strict=True)]
+        known = [each for each in (*packages, gpu) if each is not None]
+        self.joules = sum(known) if known else None
+
+
+def _counter(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _joules_since(zone: Path, before: int | None) -> float | None:
+    after = _counter(zone / "energy_uj")
+    if after is None or before is None:
+        return None
+    if after < before:  # the counter has begun anew
+        after += _counter(zone / "max_energy_range_uj") or 0
+    return (after - before) / 1e6
+
+
+class _GpuPower:
+    """Power of all GPUs, read every GPU_MS and summed over time."""
+
+    def __init__(self, program: str) -> None:
+        query = ["--query-gpu=index,power.draw", "--format=csv,noheader,nounits", f"--loop-ms={GPU_MS}"]
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop
+        self._process = subprocess.Popen([program, *query], stdout=self._output, stderr=subprocess.DEVNULL)
+        self._started = time.perf_counter()
+
+    def stop(self) -> float | None:
+        """Returns joules since the start; None when no GPU has told its power."""
+        seconds = time.perf_counter() - self._started
+        self._process.terminate()
+        self._process.wait()
+        readings: dict[str, list[float]] = {}
+        with self._output as output:
+            output.seek(0)
+            for line in output:
+                index, _, watts = line.partition(",")
+                with suppress(ValueError):  # "[N/A]": this GPU does not tell
+                    readings.setdefault(index, []).append(float(watts))
+        means = [sum(watts) / len(watts) for watts in readings.values() if watts]
+        return seconds * sum(means) if means else None

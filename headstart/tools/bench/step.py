@@ -5,82 +5,88 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count as count_up, takewhile
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from headstart import __version__, registry
+from headstart import registry
 from headstart.config import AUTO, FIXED_DEPTH, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, Sequence, Span, no_progress
-from headstart.drafters.base import Wish
+from headstart.drafters.base import DraftRequest
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
-from headstart.kernels.backend import kind_of
+from headstart.kernels.backend import backend_kind
+from headstart.kernels.ops import Profiler
 from headstart.machine import cpu, threads
 from headstart.tools import doctor
-from headstart.tools.bench.profile import profile_pass, profile_steps, profiling, require_profiler
-from headstart.tools.prefilled import READ_RUNS, Prefilled, held_bytes, in_turns, readable_bytes
+from headstart.tools.pass_timing import READ_RUNS, PrefilledEngine, held_bytes, readable_bytes, time_in_turns
+from headstart.tools.prompts import builtin_prompts
+from headstart.version import __version__
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
-MOST_VERIFIED = 8
-"""Passes of up to so many rows give logits for all of them, as in verification; longer ones are a span of a prompt."""
-PASSES_BUDGET_S = 10.0
-"""Time for all passes together, as far as FEWEST_REPEATS allow."""
+MAX_LOGIT_ROWS = 8  # passes of more rows give logits for the last only, as a span of a prompt does
+PASSES_BUDGET_S = 10.0  # time for all passes together, as far as MIN_REPEATS allow
 DRAFT_REPEATS = 30
 PROFILED_ROWS = (1, 4)
-GENERATED = 32
-"""Tokens of a profiled generation."""
-ROOM = 64
-"""Positions beyond the context, at least: for a generation, or a draft."""
+PROFILE_REPEATS, PROFILE_SECONDS = 10, 1.0  # passes that are profiled, and the time after which none begins
+GENERATED, GENERATION_SECONDS = 32, 4.0  # tokens of a profiled generation, and the time after which no step begins
+IN_PLACE_DEPTHS = (0, 1, 3, 5, 7)
+IN_PLACE_STEPS, IN_PLACE_SECONDS = 120, 8.0  # steps per depth, and the time after which no generation begins
+MIN_EXTRA_POSITIONS = 64  # beyond the context: for a generation, or a draft
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What to time. `rows` () stands for ROWS, as far as the model's context holds them."""
+    """What to time."""
 
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # empty: ROWS, as far as the model's context holds them
     context: int = 128
     repeats: int | None = None  # None: as many as the time allows
     profile: bool = False
     read_bytes: int | None = None  # buffer for the read bandwidth; None: far more than caches hold
 
 
-class Bench(Prefilled):
+class StepBench(PrefilledEngine):
     """A model and one sequence whose first `context` positions are computed."""
 
     def __init__(self, options: StepOptions) -> None:
         model = load_model(options.model, options.config)
         self.context, self.rows = options.context, fitting_rows(options, model.config.max_length)
-        length = min(model.config.max_length, self.context + max(*self.rows, ROOM))
-        most = model.head.spec.depth_limit if model.head else FIXED_DEPTH
-        self.depth = min(FIXED_DEPTH, most) if options.config.depth == AUTO else options.config.depth
+        length = min(model.config.max_length, self.context + max(*self.rows, MIN_EXTRA_POSITIONS))
+        limit = model.head.spec.depth_limit if model.head else FIXED_DEPTH
+        self.depth = min(FIXED_DEPTH, limit) if options.config.depth == AUTO else options.config.depth
         super().__init__(model, replace(bench_config(model, options.config, length), depth=self.depth))
-        if options.profile:
-            require_profiler(self.meter)
+        if options.profile and not isinstance(model.backend, Profiler):
+            what = f"--profile: backend {model.backend.name} does not tell parts of a pass apart"
+            raise UsageError(what, "use --backend native, or leave --profile out")
         self.fill(self.context, self.context + max(self.rows))
 
     def seconds(self, rows: int) -> float:
-        """The backend's time for one pass."""
+        """Returns the backend's time for one pass."""
         (sequence,) = self.sequences
-        return self.seconds_of([Span(sequence, self.context, rows, rows if rows <= MOST_VERIFIED else 1)])
+        return self.pass_seconds([Span(sequence, self.context, rows, rows if rows <= MAX_LOGIT_ROWS else 1)])
+
+    def step(self) -> None:
+        self.engine.step(lambda deltas: None)
 
     def submit(self, prompt: list[int], depth: int) -> Sequence:
-        """Queue a greedy continuation of a prompt, or of as much of it as fits."""
-        room = self.engine.max_length
-        tokens = min(GENERATED, room // 2)
+        """Queues a greedy continuation of a prompt, or of as much of it as fits."""
+        limit = self.engine.max_length
+        tokens = min(GENERATED, limit // 2)
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        (sequence,) = self.engine.submit(self.llm.request(prompt[tokens - room :], params, depth=depth))
+        (sequence,) = self.engine.submit(self.llm.request(prompt[tokens - limit :], params, depth=depth))
         return sequence
 
 
 def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
-    """Row counts in ascending order. Raises UsageError for more than the model's context holds."""
+    """Returns row counts in ascending order. Raises UsageError for more than the model's context holds."""
     rows = tuple(sorted(set(options.rows))) or tuple(n for n in ROWS if options.context + n <= limit)
     if not rows or options.context + rows[-1] > limit:
         wanted = f"{rows[-1] if rows else 1} rows after {options.context} positions"
@@ -89,22 +95,23 @@ def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
 
 
 def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfig:
-    """An engine for two sequences of `length`; it drafts with the model's head, or not at all."""
+    """Configures an engine for two sequences of `length`, which drafts with the model's head, or not at all."""
     drafter = (model.head.spec.kind if model.head else "none") if config.drafter == "auto" else config.drafter
     blocks = 2 * -(-length // config.block_size)
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
 
 def run(options: StepOptions, progress: Progress = no_progress) -> Report:
-    """Time passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
+    """Times passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
     if options.config.drafter not in ("auto", "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
-    bench = Bench(options)
+    bench = StepBench(options)
     progress(0, 1, "reading memory")
     read_bytes = options.read_bytes or readable_bytes(bench.model.backend)
     bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
-    passes = in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
+    passes = time_in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
+    in_place = time_in_place(bench, progress)
     data: dict[str, Any] = {
         "model": bench.model.name,
         "machine": machine(bench.model, options.config),
@@ -114,30 +121,76 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         "read_bandwidth": {"gb_per_s": bandwidth / 1e9, "buffer_bytes": read_bytes, "runs": READ_RUNS},
         "context": options.context,
     }
+    data["in_place"] = in_place
     data["passes"] = [pass_row(data, rows, samples) for rows, samples in passes.items()]
-    data |= summary(data["passes"], draft)
+    data |= summary(data["passes"], in_place, draft)
     data["profile"] = profile(bench, progress) if options.profile else None
     return Report(ok=True, data=data, lines=_lines(data))
 
 
-def time_draft(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Whole drafts by the drafter itself, for a sequence of which it has seen all but the last token; a step is one
-    pass of the head over one row, with its sampling where the backend makes whole drafts; its Python is not in it."""
+def time_draft(bench: StepBench, repeats: int) -> dict[str, Any]:
+    """Times whole drafts, for a sequence of which the drafter has seen all but the last token. A step is one pass of
+    the head over one row, with its sampling where the backend makes whole drafts, without its Python."""
     drafter = bench.engine.drafting.drafter
     assert drafter is not None
     sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)
     while bench.engine.has_work and not sequence.draft.tokens:
-        bench.engine.step(lambda deltas: None)
+        bench.step()
     depth = len(sequence.draft.tokens)
-    drafter.propose([Wish(sequence, depth)])
+    drafter.propose([DraftRequest(sequence, depth)])
     bench.meter.head.clear()
     wholes = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        drafter.propose([Wish(sequence, depth)])
+        drafter.propose([DraftRequest(sequence, depth)])
         wholes.append(time.perf_counter() - begin)
     bench.engine.abort(sequence.request.request_id)
     return {"depth": depth, "step": spread(bench.meter.head), "whole": spread(wholes)}
+
+
+def time_in_place(bench: StepBench, progress: Progress) -> list[dict[str, Any]]:
+    """Times the steps of running greedy generations at fixed depths, which take turns. Returns medians in milliseconds
+    by the number of rows of a pass:
+
+    - `forward_ms`: the trunk's pass;
+    - `sampling_ms`: samples of its rows, and the plan of the pass;
+    - `draft_ms`: the next draft with its Python;
+    - `host_ms`: the rest of the step, which is Python;
+    - `step_ms`: the whole step.
+    """
+    depths = [depth for depth in IN_PLACE_DEPTHS if depth <= bench.engine.drafting.max_depth]
+    samples: dict[int, list[tuple[float, float, float, float, float]]] = {depth + 1: [] for depth in depths}
+    prompts = [bench.llm.encode(prompt) for _, prompt in builtin_prompts()]
+    begin, turn = time.perf_counter(), 0
+    while turn < len(depths) or time.perf_counter() - begin < IN_PLACE_SECONDS:
+        depth, prompt = depths[turn % len(depths)], prompts[turn // len(depths) % len(prompts)]
+        turn += 1
+        if min(map(len, samples.values())) >= IN_PLACE_STEPS:
+            break
+        progress(min(map(len, samples.values())), IN_PLACE_STEPS, "timing running generations")
+        sequence = bench.submit(prompt, depth)
+        while bench.engine.has_work:
+            rows = len(sequence.tokens) + len(sequence.draft.tokens) - sequence.num_computed
+            is_first = not sequence.num_output
+            seconds = _time_step(bench)
+            if rows == depth + 1 and not is_first:
+                samples[rows].append(seconds)
+    names = ("forward_ms", "sampling_ms", "draft_ms", "host_ms", "step_ms")
+    return [
+        {"rows": rows, "steps": len(each), **dict(zip(names, (np.median(each, axis=0) * 1e3).tolist(), strict=True))}
+        for rows, each in samples.items()
+        if each
+    ]
+
+
+def _time_step(bench: StepBench) -> tuple[float, float, float, float, float]:
+    """Runs an engine step. Returns the seconds of forward pass, sampling, draft, host and the whole."""
+    bench.meter.trunk.clear()
+    before, begin = dict(bench.engine.seconds), time.perf_counter()
+    bench.step()
+    step, forward = time.perf_counter() - begin, sum(bench.meter.trunk)
+    verify, draft = (bench.engine.seconds[part] - before[part] for part in ("verify", "draft"))
+    return forward, verify - forward, draft, step - verify - draft, step
 
 
 def spread(seconds: Iterable[float]) -> dict[str, Any]:
@@ -148,15 +201,15 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str, Any]:
-    """What one row count costs. KV counts once per pass: rows of one sequence share it; so does recurrent state, which
-    is read and written."""
+    """The cost of one row count. KV counts once per pass, since rows of one sequence share it; so does recurrent
+    state, which is read and written."""
     cost = spread(seconds)
     num_bytes = data["weights"]["bytes_per_pass"] + data["kv_bytes_per_position"] * (data["context"] + rows)
     num_bytes += 2 * data["state_bytes"]
     speed = num_bytes / cost["median_ms"] / 1e6
     return {
         "rows": rows,
-        "logit_rows": rows if rows <= MOST_VERIFIED else 1,
+        "logit_rows": rows if rows <= MAX_LOGIT_ROWS else 1,
         "bytes": num_bytes,
         "gb_per_s": speed,
         "share_of_bandwidth": speed / data["read_bandwidth"]["gb_per_s"],
@@ -165,60 +218,90 @@ def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str,
     }
 
 
-def summary(passes: list[dict[str, Any]], draft: dict[str, Any] | None) -> dict[str, Any]:
-    """The numbers that speculation lives on; None for what was not measured."""
-    cost = {row["rows"]: row["median_ms"] for row in passes}
-    longest = passes[-1]
+def summary(
+    passes: list[dict[str, Any]], in_place: list[dict[str, Any]], draft: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The numbers that decide what speculation saves; None for what was not measured."""
+    cost, longest = {row["rows"]: row["median_ms"] for row in passes}, passes[-1]
+    running = {row["rows"]: row["forward_ms"] for row in in_place}
     if draft:
         draft |= {"pass_rows": passes[0]["rows"], "step_share_of_pass": draft["step"]["median_ms"] / cost[min(cost)]}
+    prefill = {"rows": longest["rows"], "tokens_per_s": longest["rows_per_s"]}
     return {
         "flatness": cost[4] / cost[1] if {1, 4} <= cost.keys() else None,
+        "flatness_in_place": running[4] / running[1] if {1, 4} <= running.keys() else None,
         "draft": draft,
-        "prefill": {"rows": longest["rows"], "tokens_per_s": longest["rows_per_s"]}
-        if longest["rows"] > MOST_VERIFIED
-        else None,
+        "prefill": prefill if longest["rows"] > MAX_LOGIT_ROWS else None,
     }
 
 
-def profile(bench: Bench, progress: Progress) -> dict[str, Any]:
-    """Parts of passes, and of engine steps of a greedy generation without and with drafting."""
-    counts = sorted({*PROFILED_ROWS, bench.rows[-1]})
-    fitting = [rows for rows in counts if rows <= bench.rows[-1]]
+def profile(bench: StepBench, progress: Progress) -> dict[str, Any]:
+    """Returns milliseconds of the parts of passes, and of engine steps of a greedy generation, plain and drafting."""
+    counts = [rows for rows in sorted({*PROFILED_ROWS, bench.rows[-1]}) if rows <= bench.rows[-1]]
     depths = [0, bench.depth] if bench.engine.drafting.drafter else [0]
     parts: dict[str, Any] = {"passes": [], "steps": []}
-    with profiling(bench.meter):
-        for rows in fitting:
-            progress(len(parts["passes"]), len(fitting) + len(depths), f"profiling {rows} rows")
-            parts["passes"].append({"rows": rows, **profile_pass(bench.meter, partial(bench.seconds, rows))})
-        for depth in depths:
-            progress(len(fitting), len(fitting) + len(depths), f"profiling steps at depth {depth}")
-            steps = profile_steps(bench.meter, bench.engine, bench.submit(bench.text, depth))
-            parts["steps"].append({"depth": depth, **steps})
+    bench.meter.profile(True)
+    try:
+        for index, rows in enumerate(counts):
+            progress(index, len(counts) + len(depths), f"profiling {rows} rows")
+            bench.seconds(rows)
+            _, times = _repeat_profiled(bench, partial(bench.seconds, rows), range(PROFILE_REPEATS), PROFILE_SECONDS)
+            parts["passes"].append({"rows": rows, **times})
+        for index, depth in enumerate(depths, len(counts)):
+            progress(index, len(counts) + len(depths), f"profiling steps at depth {depth}")
+            sequence = bench.submit(bench.text, depth)
+            while bench.engine.has_work and not sequence.num_output:
+                bench.step()
+            tokens = sequence.num_output
+            work = takewhile(lambda _: bench.engine.has_work, count_up())
+            steps, times = _repeat_profiled(bench, bench.step, work, GENERATION_SECONDS)
+            bench.engine.abort(sequence.request.request_id)
+            parts["steps"].append({"depth": depth, "steps": steps, "tokens": sequence.num_output - tokens, **times})
+    finally:
+        bench.meter.profile(False)
     return parts
 
 
+def _repeat_profiled(
+    bench: StepBench, run: Callable[[], object], turns: Iterable[int], seconds: float
+) -> tuple[int, dict[str, Any]]:
+    """Runs once a turn until the time is over. Returns the count, and milliseconds of a run and of its parts; `python`
+    is the time outside the backend's parts."""
+    bench.meter.reset()
+    begin, count, wall = time.perf_counter(), 0, 0.0
+    for _ in turns:
+        run()
+        count, wall = count + 1, time.perf_counter() - begin
+        if wall >= seconds:
+            break
+    parts = bench.meter.parts()
+    parts["python"] = max(wall - sum(parts.values()), 0.0)
+    scale = 1e3 / max(count, 1)
+    return count, {"wall_ms": wall * scale, "parts_ms": {part: each * scale for part, each in parts.items()}}
+
+
 def weight_bytes(model: Model) -> int:
-    """Bytes of weights that every pass reads: all but an embedding table, of which it needs single rows, and of experts
-    as many as one row takes."""
+    """Returns the bytes of weights that every pass reads: all but the embedding table, and of experts as many as one
+    row takes."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
 
 
 def weight_format(model: Model, config: EngineConfig) -> str:
-    """Types of the matrices in the file, the largest share first, and what was done to them."""
+    """Returns the types of the matrices in the file, the largest share first, and what was done to them."""
     sizes: Counter[str] = Counter()
     for name in model.weights.used:
         tensor = model.weights.tensors[name]
         if len(tensor.shape) > 1:
             sizes[tensor.dtype] += prod(tensor.shape)
     kinds = " + ".join(kind for kind, _ in sizes.most_common())
-    if config.quantization:
-        return f"{kinds}, with --quantization {config.quantization}"
-    return f"{kinds}, widened to {config.dtype}" if kind_of(model.backend.name).widens else kinds
+    if config.rounding:
+        return f"{kinds}, with --quantization {config.rounding}"
+    return f"{kinds}, widened to {config.dtype}" if backend_kind(model.backend.name).uses_dtype else kinds
 
 
 def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     versions = {"headstart": __version__, "python": platform.python_version(), "numpy": np.__version__}
-    for package in kind_of(model.backend.name).packages:
+    for package in backend_kind(model.backend.name).packages:
         versions[package] = doctor.installed_version(package) or "unknown"
     return {
         "device": model.backend.runs_on,
@@ -245,7 +328,11 @@ def header(data: dict[str, Any]) -> list[str]:
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
-    lines = [] if data["flatness"] is None else [f"t(4)/t(1) {data['flatness']:.2f}"]
+    lines = []
+    if data["flatness_in_place"] is not None:
+        lines.append(f"t(4)/t(1) {data['flatness_in_place']:.2f} in running generations")
+    if data["flatness"] is not None:
+        lines.append(f"t(4)/t(1) {data['flatness']:.2f} for repeated passes")
     if draft := data["draft"]:
         rows = f"{draft['pass_rows']} row{'s' if draft['pass_rows'] > 1 else ''}"
         lines.append(

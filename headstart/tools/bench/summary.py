@@ -1,28 +1,164 @@
-"""Cells to rows, and rows to what a terminal shows."""
+"""Rows from cells, ratios of speeds with their uncertainty, checks of `auto`, tables, and two documents compared.
+
+Cells of the same workload, load and repeat are a pair: they ran right after each other, so a slow phase of the machine
+hits both. A speed-up is the median over pairs of log(on / off), which one spoiled pair moves little. Its interval is
+the percentile bootstrap of that median, from 2.5 % to 97.5 %: pairs are drawn anew, with replacement, RESAMPLES times
+under a fixed seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence as Seq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headstart.tools.bench.document import LEVELS, Cell, Distribution, Document, DraftCounts, Group, Latency, Row
+from headstart.core import Float32, Report
+from headstart.errors import UsageError
+from headstart.tools.bench.document import (
+    LEVELS,
+    BenchCell,
+    BenchDocument,
+    BenchRow,
+    Distribution,
+    DraftCounts,
+    Interval,
+    Latency,
+    LoadGroup,
+    SpeedCheck,
+)
 from headstart.tools.bench.measure import OFF
-from headstart.tools.bench.statistics import speedup
+
+RESAMPLES = 10_000
+TAIL = 0.025
+MIN_FOR_INTERVAL = 3
+MIN_PAIRS = 10  # pairs that a verdict needs
+MIN_POINT, MIN_LOW = 0.98, 0.95
+NEAR_BEST = 0.97
+
+
+def draw_resamples(count: int, seed: int = 0) -> NDArray[np.int64]:
+    """Returns indices [RESAMPLES, count] drawn with replacement."""
+    return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+
+
+def bootstrap_interval(resampled: NDArray[Any]) -> tuple[float, float]:
+    """Returns the 95 % percentile interval of a statistic of each resample [RESAMPLES]."""
+    low, high = np.quantile(resampled, (TAIL, 1 - TAIL)).tolist()
+    return low, high
+
+
+def speedup(off: Iterable[BenchCell], on: Iterable[BenchCell]) -> Interval | None:
+    """Returns how many times as fast `on` is as `off`, over their pairs; None when there is no complete pair."""
+    before = {(cell.group, cell.repeat): cell.speed for cell in off if cell.complete}
+    keys = ((cell, (cell.group, cell.repeat)) for cell in on if cell.complete)
+    return paired(tuple((before[key], cell.speed) for cell, key in keys if key in before))
+
+
+@lru_cache(maxsize=4096)  # documents are written again and again while they grow
+def paired(pairs: tuple[tuple[float, float], ...]) -> Interval | None:
+    """Returns the speed-up of pairs (speed before, speed after); None without a pair of positive speeds."""
+    logs = np.array([math.log(after / before) for before, after in pairs if before > 0 and after > 0])
+    if not len(logs):
+        return None
+    return _interval(float(np.median(logs)), len(logs), lambda: _medians(logs))
+
+
+def unpaired(before: Seq[float], after: Seq[float]) -> Interval | None:
+    """Returns the ratio of medians of runs that did not alternate, each side drawn anew; `pairs` is the smaller count.
+    Drift of the machine between the two is not in the interval."""
+    if not before or not after or min(*before, *after) <= 0:
+        return None
+    first, second = (np.log(np.array(side)) for side in (before, after))
+    point = float(np.median(second) - np.median(first))
+    return _interval(point, min(len(first), len(second)), lambda: _medians(second) - _medians(first, seed=1))
+
+
+def _interval(point: float, count: int, resample: Callable[[], Float32]) -> Interval:
+    """Of a log ratio and the same ratio of each resample."""
+    if count < MIN_FOR_INTERVAL:
+        return Interval(math.exp(point), None, None, count)
+    return Interval(math.exp(point), *bootstrap_interval(np.exp(resample())), count)
+
+
+def _medians(values: NDArray[np.float64], seed: int = 0) -> Float32:
+    """[RESAMPLES] medians."""
+    medians: Float32 = np.median(values[draw_resamples(len(values), seed)], axis=1)
+    return medians
+
+
+def never_slower(off: Seq[BenchCell], auto: Seq[BenchCell]) -> SpeedCheck:
+    """Checks that `auto` is as fast as plain decoding in one workload under one load: over MIN_PAIRS pairs or more the
+    speed-up must be at least MIN_POINT, and its lower bound at least MIN_LOW."""
+    ratio = speedup(off, auto)
+    if ratio is None or ratio.pairs < MIN_PAIRS or ratio.low is None:
+        return _check("never slower", auto, None, ratio, _too_few(ratio))
+    ok = ratio.point >= MIN_POINT and ratio.low >= MIN_LOW
+    bounds = f"needs {MIN_POINT:g}x and a lower bound of {MIN_LOW:g}x"
+    return _check("never slower", auto, ok, ratio, f"{ratio} of off over {ratio.pairs} pairs; {bounds}")
+
+
+def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> SpeedCheck:
+    """Checks that `auto` is within 3 % of the best fixed depth. The best is chosen on pairs of even `repeat` and
+    compared with on the odd ones, since the best of several noisy numbers is too good. `fixed`: cells by mode, "off"
+    may be one."""
+    even, odd = ([cell for cell in auto if cell.repeat % 2 == rest] for rest in (0, 1))
+    ratios = {mode: speedup(even, cells) for mode, cells in fixed.items()}
+    known = {mode: ratio.point for mode, ratio in ratios.items() if ratio}
+    best = max(known, key=known.__getitem__, default=None)
+    ratio = speedup(fixed[best], odd) if best is not None else None
+    if ratio is None or len(auto) < MIN_PAIRS:
+        text = _too_few(speedup(auto, fixed[best]) if best is not None else None)
+        return _check("near the best depth", auto, None, ratio, text)
+    text = f"{ratio} of mode {best}, the best on even pairs, over {ratio.pairs} odd ones; needs {NEAR_BEST:g}x"
+    return _check("near the best depth", auto, ratio.point >= NEAR_BEST, ratio, text)
+
+
+def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
+    """Returns both checks of every workload and load that has the modes for them."""
+    groups: dict[LoadGroup, dict[str, list[BenchCell]]] = {}
+    for cell in cells:
+        if cell.complete:
+            groups.setdefault(cell.group, {}).setdefault(cell.mode, []).append(cell)
+    made = []
+    for modes in groups.values():
+        auto = modes.pop("auto", None)
+        if auto and "off" in modes:
+            made.append(never_slower(modes["off"], auto))
+        if auto and len(modes) > 1:
+            made.append(near_best(modes, auto))
+    return made
+
+
+def _too_few(ratio: Interval | None) -> str:
+    return f"not judged: {ratio.pairs if ratio else 0} pairs, {MIN_PAIRS} are needed"
+
+
+CheckName = Literal["never slower", "near the best depth"]
+
+
+def _check(name: CheckName, cells: Seq[BenchCell], ok: bool | None, ratio: Interval | None, text: str) -> SpeedCheck:
+    return SpeedCheck(**cells[0].group._asdict(), name=name, ok=ok, ratio=ratio, text=text)
+
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 
-def rows_of(cells: Seq[Cell], *, price_per_hour: float | None = None) -> list[Row]:
-    """One row per workload, load and mode, in order of appearance; cells that broke off are left out."""
-    cells_of: dict[tuple[Group, str], list[Cell]] = {}
+def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> list[BenchRow]:
+    """Returns one row per workload, load and mode, in order of appearance, without cells that broke off."""
+    cells_of: dict[tuple[LoadGroup, str], list[BenchCell]] = {}
     for cell in cells:
         if cell.complete:
             cells_of.setdefault((cell.group, cell.mode), []).append(cell)
-    modes = list(dict.fromkeys(cell.mode for cell in cells))
+    modes = sorted(dict.fromkeys(cell.mode for cell in cells), key=mode_order)
     groups = dict.fromkeys(group for group, _ in cells_of)
-    keys = [(group, mode) for group in groups for mode in sorted(modes, key=mode_order) if (group, mode) in cells_of]
+    keys = [(group, mode) for group in groups for mode in modes if (group, mode) in cells_of]
     return [_row(cells_of[key], cells_of.get((key[0], OFF), []), price_per_hour) for key in keys]
 
 
@@ -31,14 +167,13 @@ def mode_order(mode: str) -> tuple[int, int, str]:
     return (0, 0, mode) if mode == OFF else (1, int(mode), mode) if mode.isdigit() else (2, 0, mode)
 
 
-def _row(cells: list[Cell], off: list[Cell], price_per_hour: float | None) -> Row:
+def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | None) -> BenchRow:
     rate = median(cell.output_tokens_per_s for cell in cells)
     output, prompt = sum(cell.output_tokens for cell in cells), sum(cell.prompt_tokens for cell in cells)
     spent = DraftCounts.total(cell.speculation for cell in cells)
     joules = [cell.joules for cell in cells if cell.joules is not None]
     cached = [cell.cached_tokens for cell in cells if cell.cached_tokens is not None]
-    drafted = spent is not None and spent.drafts > 0
-    return Row(
+    return BenchRow(
         **cells[0].group._asdict(),
         mode=cells[0].mode,
         cells=len(cells),
@@ -49,7 +184,7 @@ def _row(cells: list[Cell], off: list[Cell], price_per_hour: float | None) -> Ro
         latency=Latency(**{name: pooled(getattr(cell.latency, name) for cell in cells) for name in LATENCIES}),
         speculation=spent,
         acceptance_rate=spent.acceptance_rate if spent else None,
-        acceptance_length=spent.acceptance_length if spent and drafted else None,
+        acceptance_length=spent.acceptance_length if spent and spent.drafts else None,
         acceptance_at=tuple(spent.acceptance_at) if spent else (),
         passes_saved=spent.passes_saved / output if spent and output else None,
         cached_share=sum(cached) / prompt if len(cached) == len(cells) and prompt else None,
@@ -60,15 +195,15 @@ def _row(cells: list[Cell], off: list[Cell], price_per_hour: float | None) -> Ro
 
 
 def cost_per_million(price_per_hour: float | None, tokens_per_s: float) -> float | None:
-    """Price of a million output tokens, of a machine that does nothing else."""
+    """Returns the price of a million output tokens, of a machine that does nothing else."""
     if price_per_hour is None or tokens_per_s <= 0:
         return None
     return price_per_hour / 3600 / (tokens_per_s / 1e6)
 
 
 def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
-    """All values of several distributions together, each read off its quantiles: exact in count and mean, and near
-    enough in between."""
+    """Returns the distribution of all values together, read off the quantiles of each: exact in count and mean, and
+    near enough in between."""
     known = [part for part in parts if part is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -83,25 +218,19 @@ def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
     return Distribution(count, mean, at[0], at[1], at[2], tuple(at[3:]))
 
 
+# Tables for a terminal.
+
 NAMES = ("workload", "load", "mode")
-SPEED = (
-    *NAMES,
-    "output\ntokens/s",
-    "all\ntokens/s",
-    "acceptance\nrate",
-    "length",
-    "passes\nsaved",
-    "speed-up against off",
-)
+SPEED = (*NAMES, "output\ntokens/s", "all\ntokens/s", "acceptance\nrate", "length", "passes\nsaved",
+         "speed-up against off")  # fmt: skip
 LATENCY = (*NAMES, "TTFT ms\nmean", "p50 / p90 / p99", "TPOT ms\nmean", "p50 / p90 / p99", "gap ms\np50 / p90 / p99")
 COST, ENERGY = "per million\ntokens", "joules\nper token"
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Columns, and rows of as many texts."""
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # columns, and rows of as many texts
 
 
-def tables(document: Document) -> tuple[Table, Table]:
-    """Speed, with cost and energy where they are known; and latency."""
+def tables(document: BenchDocument) -> tuple[Table, Table]:
+    """Returns a table of speed, with cost and energy where they are known, and one of latency."""
     costs = any(row.cost_per_million is not None for row in document.rows)
     energy = any(row.joules_per_token is not None for row in document.rows)
     columns = SPEED + ((COST,) if costs else ()) + ((ENERGY,) if energy else ())
@@ -109,7 +238,7 @@ def tables(document: Document) -> tuple[Table, Table]:
     return (columns, speeds), (LATENCY, [tuple(_latency(row)) for row in document.rows])
 
 
-def _speed(row: Row, costs: bool, energy: bool) -> Iterator[str]:
+def _speed(row: BenchRow, costs: bool, energy: bool) -> Iterator[str]:
     yield from (row.workload, row.group.load, row.mode)
     yield from (f"{row.output_tokens_per_s:.1f}", f"{row.total_tokens_per_s:.1f}")
     yield number(row.acceptance_rate, "{:.2f}")
@@ -122,7 +251,7 @@ def _speed(row: Row, costs: bool, energy: bool) -> Iterator[str]:
         yield number(row.joules_per_token, "{:.3g}")
 
 
-def _latency(row: Row) -> Iterator[str]:
+def _latency(row: BenchRow) -> Iterator[str]:
     yield from (row.workload, row.group.load, row.mode)
     for each in (row.latency.ttft, row.latency.tpot):
         yield milliseconds(each.mean) if each else ""
@@ -142,8 +271,8 @@ def milliseconds(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def table_lines(document: Document) -> list[str]:
-    """What stands below the table."""
+def table_lines(document: BenchDocument) -> list[str]:
+    """Returns the text below the tables: broken runs, checks and notes."""
     lines = [] if document.complete else [f"INCOMPLETE: {document.error}. What was measured until then is kept."]
     for cell in (each for each in document.cells if not each.complete):
         answered = f"{cell.requests - cell.failed} answers, {cell.failed} failed"
@@ -152,6 +281,97 @@ def table_lines(document: Document) -> list[str]:
         if check.ok is not None:
             answer = "yes" if check.ok else "NO"
             lines.append(f"{check.name}, {check.workload}, {check.group.load}: {answer} ({check.text})")
-    if unknown := {check.name: check.text for check in document.checks if check.ok is None}:
-        lines += [f"{name}: {text}" for name, text in unknown.items()]
+    unknown = {check.name: check.text for check in document.checks if check.ok is None}
+    lines += [f"{name}: {text}" for name, text in unknown.items()]
     return lines + [f"note: {note}" for note in document.notes]
+
+
+# Two documents side by side.
+
+COLUMNS = ("workload", "load", "mode", "out tok/s", "ratio", "TTFT ms", "TPOT ms", "accept.\nlength", "per 1M\ntokens")
+COMPARED = (
+    ("", "source", ("model", "backend", "drafter", "head", "url")),
+    ("machine, ", "machine", ("cpu", "threads", "gpu", "headstart")),
+    ("asked, ", "settings", ("requests", "input_tokens", "output_tokens", "scale", "seed")),
+)
+"""Entries of a document whose difference is worth a line."""
+
+
+def compare_documents(before: Path, after: Path) -> Report:
+    """Compares the rows that both have, by workload, load and mode. The runs did not alternate, so the intervals of
+    the ratios do not cover how the machine changed in between. Raises UsageError for a file that is no bench document,
+    and when nothing was measured in both."""
+    first, second = BenchDocument.read(before), BenchDocument.read(after)
+    theirs = {_key(row): row for row in second.rows}
+    shared = [(row, theirs[_key(row)]) for row in first.rows if _key(row) in theirs]
+    if not shared:
+        raise UsageError(
+            f"{before} and {after} have no workload, load and mode in common",
+            f"the first has {_names(first)}; the second {_names(second)}",
+        )
+    rows = [_compare_rows(first, second, one, two) for one, two in shared]
+    differences = [
+        f"{label}{name}: {old.get(name)} → {new.get(name)}"
+        for label, part, names in COMPARED
+        for old, new in [(getattr(first, part), getattr(second, part))]
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+    lines = [f"differs: {text}" for text in differences]
+    for path, document in ((before, first), (after, second)):
+        lines += [] if document.complete else [f"{path} is incomplete: {document.error}"]
+    if skipped := len(first.rows) + len(second.rows) - 2 * len(rows):
+        lines.append(f"{skipped} rows are in one of the files only")
+    data = {"before": str(before), "after": str(after), "rows": rows, "differences": differences}
+    return Report(ok=True, data=data, lines=lines)
+
+
+def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Returns texts for COLUMNS, before → after."""
+    return [
+        (
+            each["workload"], each["load"], each["mode"], _change(each["output_tokens_per_s"], "{:.1f}"),
+            each["text"], _change(each["ttft_ms"]), _change(each["tpot_ms"]),
+            _change(each["acceptance_length"], "{:.2f}"), _change(each["cost_per_million"], "{:.3g}"),
+        )
+        for each in data["rows"]
+    ]  # fmt: skip
+
+
+def _key(item: BenchRow | BenchCell) -> tuple[LoadGroup, str]:
+    """A server does not tell whether it cuts prompts into chunks; most do."""
+    return item.group._replace(chunked_prefill=item.chunked_prefill is not False), item.mode
+
+
+def _names(document: BenchDocument) -> str:
+    rows = document.rows
+    kinds = ([row.workload for row in rows], [row.group.load for row in rows], [row.mode for row in rows])
+    return ", ".join("/".join(dict.fromkeys(names)) for names in kinds if names) or "nothing"
+
+
+def _compare_rows(first: BenchDocument, second: BenchDocument, one: BenchRow, two: BenchRow) -> dict[str, Any]:
+    speeds = [
+        [cell.speed for cell in document.cells if cell.complete and _key(cell) == _key(one)]
+        for document in (first, second)
+    ]
+    ratio = unpaired(*speeds)
+    times = [[getattr(row.latency, name) for row in (one, two)] for name in ("ttft", "tpot")]
+    ttft, tpot = ([each.mean if each else None for each in pair] for pair in times)
+    plain = ("output_tokens_per_s", "acceptance_length", "cost_per_million")
+    return {
+        **one.group._asdict(),
+        "load": one.group.load,
+        "mode": one.mode,
+        **{name: [getattr(row, name) for row in (one, two)] for name in plain},
+        "ttft_ms": ttft,
+        "tpot_ms": tpot,
+        "ratio": asdict(ratio) if ratio else None,
+        "text": str(ratio or ""),
+    }
+
+
+def _change(values: list[float | None], pattern: str = "") -> str:
+    if values == [None, None]:
+        return ""
+    shown = [number(v, pattern) if pattern or v is None else milliseconds(v) for v in values]
+    return " → ".join(text or "?" for text in shown)

@@ -1,4 +1,4 @@
-"""What a bench asks for: workloads that come with headstart, made of its own sentences, and those of a JSONL file."""
+"""Workloads of a bench: built-in ones, made of headstart's own sentences, and those of a JSONL file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 from headstart.errors import UsageError
 
-DEFAULT_TOKENS = 64
-"""Longest answers, in tokens, where neither the user nor a task says more."""
+DEFAULT_TOKENS = 64  # longest answers, in tokens, where neither the user nor a task says more
 MIXED = ("code", "prose", "json", "repetitive")
 SYNTHETIC_INPUT = 256
 EACH = "each"
@@ -24,37 +23,36 @@ _SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One conversation: each of `turns` is a user message, sent when the one before has been answered. An answer has at
-    most `max_tokens`, exactly so many with `ignore_eos`; with a `schema` it is JSON of that schema."""
+    """One conversation and its sampling parameters."""
 
-    turns: tuple[str, ...]
+    turns: tuple[str, ...]  # user messages, each sent when the one before has been answered
     system: str = ""
     max_tokens: int = DEFAULT_TOKENS
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # answers have exactly max_tokens
     temperature: float = 0.0
     seed: int = 0
-    schema: Mapping[str, Any] | None = None
+    schema: Mapping[str, Any] | None = None  # answers are JSON of this schema
     category: str = ""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named, endless row of tasks: `task(index)` is always the same one."""
+    """A named, endless list of tasks; `task(index)` is always the same one."""
 
     name: str
     task: Callable[[int], Task]
 
     def tasks(self, count: int, seed: int = 0) -> list[Task]:
-        """The first ones, each with a seed of its own."""
+        """Returns the first tasks, each with a seed of its own."""
         return [replace(self.task(index), seed=seed + index) for index in range(count)]
 
     def at(self, temperature: float) -> Workload:
-        """The same tasks at another temperature, which the name then says."""
+        """Returns the same tasks at another temperature, which is added to the name."""
         name = f"{self.name} T={temperature:g}"
         return Workload(name, lambda index: replace(self.task(index), temperature=temperature))
 
     def limited(self, max_tokens: int | None, *, exactly: bool = False) -> Workload:
-        """With answers of at most `max_tokens`, or of exactly so many."""
+        """Limits answers to at most `max_tokens`, or to exactly so many."""
         if max_tokens is None:
             return self
         return Workload(self.name, lambda index: replace(self.task(index), max_tokens=max_tokens, ignore_eos=exactly))
@@ -62,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A setting that others have published numbers for. Lengths in tokens, before `--scale`."""
+    """A setting with published numbers of other engines. Lengths in tokens, before `--scale`."""
 
     input_tokens: int
     output_tokens: int
@@ -78,13 +76,13 @@ PRESETS = {
 
 
 def names() -> tuple[str, ...]:
-    """Workloads that come with headstart."""
+    """Returns the names of the built-in workloads."""
     return (*(name for name in _data() if name not in ("sentences", "slots")), "mixed", "synthetic")
 
 
 def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) -> list[Workload]:
-    """Workloads of one name: a built-in one, FILE.jsonl, FILE.jsonl:CATEGORY, or FILE.jsonl:each for one workload per
-    category. `texts`: what synthetic prompts are made of. Raises UsageError."""
+    """Returns the workloads of one name: a built-in one, FILE.jsonl, FILE.jsonl:CATEGORY, or FILE.jsonl:each for one
+    workload per category. `texts`: what synthetic prompts are made of. Raises UsageError."""
     path, _, category = name.partition(".jsonl:") if ".jsonl:" in name else (name.removesuffix(".jsonl"), "", "")
     if path != name:
         return from_file(Path(f"{path}.jsonl"), category)
@@ -99,7 +97,7 @@ def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) ->
 
 
 def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] = (), name: str = "") -> Workload:
-    """Prompts of about `tokens` tokens, cut from running text: of `texts`, or else of built-in sentences."""
+    """Makes prompts of about `tokens` tokens, cut from running text: of `texts`, or else of built-in sentences."""
 
     @cache  # counting tokens takes time
     def task(index: int) -> Task:
@@ -109,7 +107,7 @@ def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] =
 
 
 def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """A text of `tokens` tokens, give or take a word. `text(words)` gives its first so many words."""
+    """Returns a text of `tokens` tokens, give or take a word. `text(words)` gives its first so many words."""
     words = max(1, tokens * 2 // 3)
     for _ in range(6):
         length = count_tokens(text(words))
@@ -121,7 +119,7 @@ def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], i
 
 
 def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
-    """Running text that is another one for each `start`."""
+    """Returns running text that differs for each `start`."""
     rng = random.Random(start)
     words = list[str]()
 
@@ -142,7 +140,7 @@ def _data() -> dict[str, Any]:
 
 
 def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
-    """The kinds of a workload in turn, with other words each time."""
+    """Takes the templates of a workload in turn, with other words each time."""
     kind: Mapping[str, Any] = _data()[name]
     turns: list[str] = kind["turns"][index % len(kind["turns"])]
     if context_tokens := kind.get("context_tokens"):
@@ -158,8 +156,8 @@ def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
 
 
 def _fill(template: str, number: int) -> str:
-    """{name} is entry `number` of the list, {name2} the one after it. The lists' lengths have no common factor, so it
-    takes long until all words come together again."""
+    """Replaces {name} by entry `number` of a list, {name2} by the one after it. The lists' lengths have no common
+    factor, so combinations repeat late."""
     slots: Mapping[str, list[str]] = {**_data()["slots"], "number": [str(n) for n in range(3, 40)]}
 
     def entry(match: re.Match[str]) -> str:
@@ -170,9 +168,9 @@ def _fill(template: str, number: int) -> str:
 
 
 def from_file(path: Path, category: str = "") -> list[Workload]:
-    """Tasks of a JSONL file, from the first on, again and again. A record is {"prompt": text} or {"turns": [text,
-    ...]}, of which benchmarks use the first turn, or {"messages": [...]}; "category", "system", "max_tokens" and
-    "temperature" are optional. Raises UsageError that names every bad line."""
+    """Repeats the tasks of a JSONL file. A record is {"prompt": text} or {"turns": [text, ...]}, of which benchmarks
+    use the first turn, or {"messages": [...]}; "category", "system", "max_tokens" and "temperature" are optional.
+    Raises UsageError that names every bad line."""
     tasks = read_tasks(path)
     groups: dict[str, list[Task]] = {}
     for task in tasks:
@@ -187,7 +185,7 @@ def from_file(path: Path, category: str = "") -> list[Workload]:
 
 
 def _in_turn(groups: list[list[Task]]) -> list[Task]:
-    """One of each category, then the next of each: the first few tasks are of many kinds."""
+    """Returns one task of each category, then the next of each."""
     longest = max(map(len, groups))
     return [tasks[i] for i in range(longest) for tasks in groups if i < len(tasks)]
 
@@ -197,7 +195,8 @@ def _cycle(name: str, tasks: list[Task]) -> Workload:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Raises UsageError for a file that cannot be read, is empty or has bad lines; it names the first of these."""
+    """Returns the tasks of a JSONL file. Raises UsageError for a file that cannot be read, is empty or has bad lines,
+    and names the first of these."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -246,7 +245,7 @@ def _parse(line: str) -> Task:
 
 
 def _turns(record: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """User messages and the system's; answers in the file are not used, the model gives its own."""
+    """Returns the user messages and the system's; answers in the file are not used."""
     if "prompt" in record:
         return [record["prompt"]], ""
     if isinstance(turns := record.get("turns"), list):

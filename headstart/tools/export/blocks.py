@@ -13,10 +13,11 @@ from headstart.errors import ModelError
 from headstart.formats.base import NAME_OF
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.heads.base import BlockSpec
-from headstart.heads.kind import Arrays, HeadCheckpoint
+from headstart.heads.kind import HeadCheckpoint
 from headstart.heads.layouts.writing import Written
+from headstart.heads.published import Arrays
 from headstart.kernels.ops import RawTensor
-from headstart.tools.export.detect import architectures
+from headstart.tools.export.module import architectures
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Source
 

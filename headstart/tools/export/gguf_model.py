@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,33 +17,16 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import KEYS, gguf_name
-from headstart.formats.mtp_families import num_experts
 from headstart.formats.safetensors import Planned, bfloat16
-from headstart.formats.symbols import text_config
-from headstart.models.base import family_named
+from headstart.formats.sizes import Sizes, text_config
 from headstart.models.keys import FULL, check_kinds, num_layers, number, real
+from headstart.models.mtp import LlamaCppDraft
 from headstart.models.names import trailing_name
-from headstart.tools.export.detect import count_modules, detect_model_type
-from headstart.tools.export.drafts import draft_of
-from headstart.tools.export.module import cut_module
+from headstart.tools.export.module import count_modules, cut_module, find_module
 
 U32, F32, BOOL = "uint32", "float32", "bool"
-COMMON = (
-    "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
-    "attention.layer_norm_rms_epsilon", "attention.key_length", "expert_used_count", "expert_feed_forward_length",
-)  # fmt: skip
-"""Keys after the architecture, where config.json has the one that `gguf_names.KEYS` puts beside them."""
-LINEAR = (
-    "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "full_attention_interval",
-    "expert_shared_feed_forward_length",
-)  # fmt: skip
-SIGMOID_EXPERTS = (
-    "expert_group_count", "expert_group_used_count", "expert_shared_count", "leading_dense_block_count",
-    "expert_weights_scale", "expert_weights_norm",
-)  # fmt: skip
 TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
 """Of keys that hold no whole number."""
-SIGMOID = 2
 ACTIVATION = "silu"
 RECURRENT = "linear_attention"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
@@ -53,39 +36,8 @@ FUSED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """`norm_shift`: added to norm weights; `rotary`: share of a head that is rotated where the config does not say;
-    `special`: tokens that llama.cpp's tokenizer wants named, by their text."""
-
-    name: str
-    pre: str
-    keys: tuple[str, ...]
-    norm_shift: float = 0.0
-    rotary: float = 1.0
-    recurrent: bool = False
-    gating: int | None = None
-    special: Mapping[str, str] = field(default_factory=dict)
-
-
-QWEN35 = Architecture(name="qwen35", pre="qwen35", keys=COMMON + LINEAR, norm_shift=1.0, rotary=0.25, recurrent=True)
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "qwen3_5": QWEN35,
-    "qwen3_5_moe": replace(QWEN35, name="qwen35moe"),
-    "glm4_moe": Architecture(
-        name="glm4moe",
-        pre="glm4",
-        keys=COMMON + SIGMOID_EXPERTS,
-        rotary=0.5,
-        gating=SIGMOID,
-        special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
-    ),
-}
-"""By the model type of `drafts.DRAFTS`."""
-
-
 @dataclass(frozen=True)
-class Made:
+class GgufTensor:
     """A tensor to be written: its type in the file, its shape, and its bytes when they are wanted."""
 
     name: str
@@ -104,40 +56,42 @@ class Made:
 class HeadModel:
     """What a GGUF file of a head alone holds. `metadata`: key -> (value, type); arrays have no type."""
 
-    architecture: Architecture
+    architecture: LlamaCppDraft
     metadata: Mapping[str, tuple[Any, str]]
-    tensors: list[Made]
+    tensors: list[GgufTensor]
     notes: list[str]
 
 
 def head_model(source: Checkpoint) -> HeadModel | None:
-    """The module as llama.cpp has it; None for a family that is not declared here. ModelError for one that is not
-    whole, or that the declared data cannot describe."""
-    model_type = detect_model_type(source.config)
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
+    """The module as llama.cpp has it; None for a family of which its form is not declared. ModelError for one that is
+    not whole, or that the declared data cannot describe."""
+    place = find_module(source.config)
+    if place is None or place.layout.llama_cpp_draft is None:
         return None
-    draft = draft_of(model_type)
-    count = count_modules(source.config, draft)
-    family = family_named(model_type)
-    names, block = family.names, family.read(source.config, source.name, strict=False).head_layer.mlp
+    architecture, family = place.layout.llama_cpp_draft, place.family
+    count = count_modules(place, several=place.layout.xllm is not None and place.layout.xllm.several)
+    block = family.read(source.config, source.name, strict=False).head_layer.mlp
     if (activation := getattr(block, "activation", ACTIVATION)) != ACTIVATION:
         hint = f"llama.cpp computes {ACTIVATION} whatever the model was trained with"
         raise ModelError(f"{source.name}: hidden_act is {activation!r}, for which GGUF files have no word", hint)
-    trunk = tuple(name for name in source.tensors if names.canonical(name) in TRUNK)
-    cut = cut_module(source, replace(draft, block=None, embedding=trunk, lm_head=(), shared_needed=False))
+
+    def rename(name: str) -> str | None:
+        """The module's, and the trunk's own tensors that go along."""
+        return name if place.inside(name) is not None or family.names.canonical(name) in TRUNK else None
+
+    module = cut_module(source, place, rename, modules=count)
     config = text_config(source.config)
     layers = num_layers(config)
-    canonical = {trailing_name(str(names.canonical(each.name)), layers): each for each in cut.planned}
+    canonical = {trailing_name(str(family.names.canonical(each.name)), layers): each for each in module.planned}
     tensors = _tensors(architecture, canonical)
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in {each.name for each in tensors}:
             raise ModelError(f"{source.name} has no tensor for {needed}", "is a shard missing? download it again")
-    return HeadModel(architecture, _metadata(architecture, config, layers, count), tensors, cut.notes)
+    return HeadModel(architecture, _metadata(architecture, config, layers, count), tensors, module.notes)
 
 
 def _metadata(
-    architecture: Architecture, config: Mapping[str, Any], layers: int, count: int
+    architecture: LlamaCppDraft, config: Mapping[str, Any], layers: int, count: int
 ) -> dict[str, tuple[Any, str]]:
     """Raises ModelError for a value that is not there, or of another type."""
     keys: dict[str, tuple[Any, str]] = {
@@ -152,7 +106,7 @@ def _metadata(
     }
     if config.get("head_dim") is not None:
         keys["attention.value_length"] = (number(config, "head_dim"), U32)
-    if experts := num_experts(config):
+    if experts := Sizes(config).get("experts"):
         keys["expert_count"] = (experts, U32)
     if architecture.gating is not None:
         keys["expert_gating_func"] = (architecture.gating, U32)
@@ -160,7 +114,7 @@ def _metadata(
         inner = number(config, "linear_value_head_dim") * number(config, "linear_num_value_heads")
         recurrent = [kind == RECURRENT for kind in _layer_types(config, layers)] + [False] * count
         keys |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
-    return {f"{architecture.name}.{key}": value for key, value in keys.items()}
+    return {f"{architecture.architecture}.{key}": value for key, value in keys.items()}
 
 
 def _typed(config: Mapping[str, Any], key: str, kind: str) -> tuple[Any, str]:
@@ -187,7 +141,7 @@ def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def _rope(architecture: LlamaCppDraft, config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     rope = {**config, **_section(config, "rope_parameters")}
     scaling = _section(config, "rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
@@ -208,9 +162,9 @@ def _rope(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tu
     return keys
 
 
-def _tensors(architecture: Architecture, planned: Mapping[str, Planned]) -> list[Made]:
+def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> list[GgufTensor]:
     """From canonical names, MTP modules being the layers after the trunk's."""
-    made: list[Made] = []
+    made: list[GgufTensor] = []
     experts: dict[str, dict[int, Planned]] = {}
     for name, each in planned.items():
         if match := EXPERT.fullmatch(name):
@@ -218,16 +172,16 @@ def _tensors(architecture: Architecture, planned: Mapping[str, Planned]) -> list
         elif match := FUSED.fullmatch(name):
             made += _unfused(f"blk.{match[1]}", match[2], each, architecture)
         elif (new := gguf_name(name)) is None:
-            raise ModelError(f"llama.cpp's {architecture.name} has no place for {each.name}")
+            raise ModelError(f"llama.cpp's {architecture.architecture} has no place for {each.name}")
         else:
-            made.append(_made(new, [each], each.shape, architecture))
+            made.append(_gguf_tensor(new, [each], each.shape, architecture))
     for name, parts in experts.items():
         ordered = [parts[number] for number in sorted(parts)]
-        made.append(_made(name, ordered, (len(ordered), *ordered[0].shape), architecture))
+        made.append(_gguf_tensor(name, ordered, (len(ordered), *ordered[0].shape), architecture))
     return made
 
 
-def _made(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: Architecture) -> Made:
+def _gguf_tensor(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: LlamaCppDraft) -> GgufTensor:
     """One tensor of all parts in order."""
     plain = len(shape) == 1 or name.endswith(IN_FLOAT32)
     shift = architecture.norm_shift if name.endswith("norm.weight") else 0.0
@@ -240,7 +194,7 @@ def _made(name: str, parts: list[Planned], shape: tuple[int, ...], architecture:
                 target[at : at + len(values)] = values
                 at += len(values)
 
-    return Made(name, "F32" if plain else "BF16", shape, fill)
+    return GgufTensor(name, "F32" if plain else "BF16", shape, fill)
 
 
 def _converted(part: Planned, piece: NDArray[Any], plain: bool, shift: float) -> NDArray[Any]:
@@ -254,19 +208,19 @@ def _converted(part: Planned, piece: NDArray[Any], plain: bool, shift: float) ->
     return values + np.float32(shift) if plain else bfloat16(values)[0]
 
 
-def _unfused(block: str, which: str, each: Planned, architecture: Architecture) -> list[Made]:
+def _unfused(block: str, which: str, each: Planned, architecture: LlamaCppDraft) -> list[GgufTensor]:
     """[experts, rows, columns] of one file tensor: gate and up rows are told apart."""
     if which == "down":
-        return [_made(f"{block}.ffn_down_exps.weight", [each], each.shape, architecture)]
+        return [_gguf_tensor(f"{block}.ffn_down_exps.weight", [each], each.shape, architecture)]
     count, rows, columns = each.shape
     half = (count, rows // 2, columns)
 
     def fill(part: int, target: NDArray[Any]) -> None:
         whole = np.empty(count * rows * columns, np.uint16)
-        _made("", [each], each.shape, architecture).fill(whole)
+        _gguf_tensor("", [each], each.shape, architecture).fill(whole)
         target[:] = whole.reshape(count, 2, -1)[:, part].reshape(-1)
 
     return [
-        Made(f"{block}.ffn_{name}_exps.weight", "BF16", half, lambda target, part=part: fill(part, target))  # type: ignore[misc]
+        GgufTensor(f"{block}.ffn_{name}_exps.weight", "BF16", half, lambda target, part=part: fill(part, target))  # type: ignore[misc]
         for part, name in enumerate(("gate", "up"))
     ]

@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headstart.formats.mtp_families import count_keys, strip
-from headstart.formats.symbols import NESTED, as_size, text_config
-from headstart.tools.inspect.parts import EXPERTS, LAYERS, MTP, part_of
+from headstart.formats.base import strip_wrapper
+from headstart.formats.sizes import NESTED, as_size, text_config
+from headstart.formats.tensor_parts import EXPERTS, LAYERS, MTP, part_of
+from headstart.models.mtp import count_keys
 
 Path = tuple[str, ...]
 CONFIG_KEY = re.compile(r"(?:^|_)(?:mtp|nextn)(?:_|$)")
@@ -26,7 +27,7 @@ def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
 
 def trunk_prefix(names: Iterable[str]) -> str:
     """What stands before the trunk's `layers.`."""
-    return next((name.removesuffix(strip(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
+    return next((name.removesuffix(strip_wrapper(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
 
 
 def can_be_quantized(name: str) -> bool:

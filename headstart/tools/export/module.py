@@ -1,25 +1,120 @@
-"""The MTP module of a checkpoint on its own: found, checked to be whole, and turned back where it is quantized."""
+"""The MTP module of a checkpoint on its own: found by its family's names, checked to be whole, and dequantized."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from headstart.errors import ModelError
-from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.mtp_families import num_experts
-from headstart.formats.quantization import AGAIN, Weights
-from headstart.formats.safetensors import Planned
-from headstart.tools.export.detect import count_modules, nested, positive
-from headstart.tools.export.drafts import DraftCheckpoint
-from headstart.tools.export.plain import make_plain
+from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
+from headstart.formats.quantization import ACTIVATIONS, AGAIN, Weights, planned
+from headstart.formats.safetensors import Planned, copied
+from headstart.formats.sizes import Sizes, as_size, lookup, text_config
+from headstart.models.base import Family
+from headstart.models.families import find_mtp_family
+from headstart.models.mtp import MTPLayout
+from headstart.models.names import trailing_modules, trailing_name
 
 DESCRIPTION = "quant_model_description.json"
-ROTATION = {"rot.weight": "model.rot.weight"}
+"""Ascend's file that says how integers are to be read."""
+NORMS = ("mtp.0.norm_embedding.weight", "mtp.0.norm_hidden.weight", "mtp.0.norm.weight")
+PROJECTION, BLOCK_NORM = "mtp.0.projection.weight", "mtp.0.block.input_layernorm.weight"
+TWO_PROJECTIONS = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")
+"""In place of PROJECTION, before a family joins them."""
 
 
-class Cut(NamedTuple):
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    listed = config.get("architectures")
+    return [str(each) for each in listed] if isinstance(listed, list) else []
+
+
+@dataclass(frozen=True)
+class ModulePlace:
+    """Where the files of a family that runs keep the MTP module, by a config.json."""
+
+    model_type: str
+    family: Family
+    layout: MTPLayout
+    config: Mapping[str, Any]
+
+    @property
+    def trailing(self) -> bool:
+        """Is it the layer after the trunk's last?"""
+        return not self.family.names.of_modules
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Of the trunk. Raises ModelError where the config does not say it."""
+        layers = text_config(self.config).get("num_hidden_layers")
+        if not isinstance(layers, int) or not as_size(layers):
+            raise ModelError(f"config.json: num_hidden_layers is {layers!r}", "the module is the layer after the last")
+        return layers
+
+    @cached_property
+    def prefix(self) -> str:
+        """How names of the module's tensors begin, without wrappers."""
+        if self.trailing:
+            return f"layers.{self.num_layers}."
+        parts = zip(*(self.written(name).split(".") for name in (*NORMS, BLOCK_NORM)), strict=False)
+        return "".join(f"{words[0]}." for words in takewhile(lambda words: len({*words}) == 1, parts))
+
+    def written(self, canonical: str) -> str:
+        """The name in the family's files, without wrappers."""
+        theirs = self.family.names.theirs(trailing_name(canonical, self.num_layers) if self.trailing else canonical)
+        return strip_wrapper(theirs)
+
+    def inside(self, name: str) -> str | None:
+        """The name inside the module; None for a tensor of the trunk."""
+        name = strip_wrapper(name)
+        return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+
+    def lacking(self, names: set[str]) -> list[str]:
+        """Names inside the module of tensors without which there is none, and that are not there."""
+        named = (self.family.names.canonical(name) for name in names)
+        there: Any = {name: None for name in named if name}
+        if self.trailing:
+            there = trailing_modules(there, self.num_layers)
+        projections = TWO_PROJECTIONS if any(name in there for name in TWO_PROJECTIONS) else (PROJECTION,)
+        linking = (*NORMS, *projections, BLOCK_NORM)
+        return [self.written(name).removeprefix(self.prefix) for name in linking if name not in there]
+
+
+def find_module(config: Mapping[str, Any], model_type: str | None = None) -> ModulePlace | None:
+    """Of a config.json, or of the model type that is given; None for a family without a module, or one that does not
+    run. Raises ModelError where there is nothing to go by."""
+    if not (model_type or config.get("model_type") or architectures(config)):
+        raise ModelError("config.json names neither model_type nor architectures", "say it with --model-type")
+    found = find_mtp_family({"model_type": model_type.lower()} if model_type else config)
+    if found and found.layout.xllm and not model_type:
+        text = text_config(config)
+        kind = next((kind for key, kind in found.layout.xllm.variants.items() if text.get(key)), None)
+        found = find_mtp_family({"model_type": kind}) if kind else found
+    if found is None or found.layout.tensors:
+        return None
+    return ModulePlace(model_type.lower() if model_type else found.key, found.family, found.layout, config)
+
+
+def count_modules(place: ModulePlace, *, several: bool = False) -> int:
+    """How many MTP modules the config promises. Raises ModelError for none, and for more than one unless `several`."""
+    count, key = place.layout.declared(place.config)
+    if key is None and place.layout.released:
+        return place.layout.released
+    if key is None:
+        hint = "the config promises no MTP head; graft one with headstart graft"
+        raise ModelError(f"config.json has none of {place.layout.count_key} and other keys of that kind", hint)
+    if not count:
+        value = lookup(place.config, key)
+        raise ModelError(f"config.json: {key} is {value!r}: the model has no MTP head", "see headstart graft --help")
+    if count != 1 and not several:
+        raise ModelError(f"config.json: {key} is {count}, but this draft layout has room for one module")
+    return count
+
+
+class MTPModule(NamedTuple):
     """The tensors of a module: `tensors` under the checkpoint's names, `planned` as they are to be written."""
 
     tensors: Mapping[str, Tensor]
@@ -27,53 +122,30 @@ class Cut(NamedTuple):
     notes: list[str]
 
 
-def cut_module(source: Checkpoint, draft: DraftCheckpoint) -> Cut:
-    """Find the module, check that it is whole, and turn quantized tensors back. Raises ModelError."""
-    names = {name: new for name in source.tensors if (new := rename(name, source.config, draft))}
-    own = {name: rest for name in names if (rest := rest_of(name, source.config, draft)) is not None}
+def cut_module(
+    source: Checkpoint, place: ModulePlace, rename: Callable[[str], str | None] | None = None, *, modules: int = 1
+) -> MTPModule:
+    """The tensors of so many modules, quantized ones turned back. `rename`: new names of what is taken, None for the
+    rest; without it names stay, and nothing of the trunk is taken. Raises ModelError for a module that is not whole."""
+    rename = rename or (lambda name: name if place.inside(name) is not None else None)
+    names = {name: new for name in source.tensors if (new := rename(name))}
+    own = {name for name in names if place.inside(name) is not None}
     if not own:
-        prefixes = " or ".join(prefixes_of(source.config, draft))
-        raise ModelError(f"{source.name} holds no tensors under {prefixes}", "headstart inspect says which are there")
+        under = f"model.{place.prefix}" if place.trailing else place.prefix
+        raise ModelError(f"{source.name} holds no tensors under {under}", "headstart inspect says which are there")
     weights = Weights(source.tensors, source.config)
-    held = [stored.name for stored in weights.stored.values() if stored.main.name in own]
-    _check_whole(source, draft, {str(rest_of(name, source.config, draft)) for name in held})
+    _check_whole(source, place, {stored.name for stored in weights.stored.values() if stored.main.name in own}, modules)
     for name in _borrowed_twice(names):
         del names[name]
     described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
     plain = make_plain(names, weights, described)
-    if plain.converted and not (draft.fp8_blocks and all(name.endswith("_scale_inv") for name in plain.scales)):
+    known = place.layout.xllm is not None and place.layout.xllm.fp8_blocks
+    if plain.converted and not (known and all(name.endswith("_scale_inv") for name in plain.scales)):
         plain.notes.append(
             f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
             "their scales"
         )
-    return Cut({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
-
-
-def prefixes_of(config: Mapping[str, Any], draft: DraftCheckpoint) -> tuple[str, ...]:
-    layers = config.get("num_hidden_layers", nested(config).get("num_hidden_layers"))
-    if any("{n}" in prefix for prefix in draft.prefixes) and not positive(layers):
-        raise ModelError(f"config.json: num_hidden_layers is {layers!r}", "the module is the layer after the last")
-    return tuple(prefix.format(n=layers) for prefix in draft.prefixes)
-
-
-def rest_of(name: str, config: Mapping[str, Any], draft: DraftCheckpoint) -> str | None:
-    """The name inside the module; None for a tensor of the trunk."""
-    return next((name.removeprefix(each) for each in prefixes_of(config, draft) if name.startswith(each)), None)
-
-
-def rename(name: str, config: Mapping[str, Any], draft: DraftCheckpoint) -> str | None:
-    """The name in the draft; None for what is left behind."""
-    if name in (*draft.embedding, *draft.lm_head):
-        return name
-    if not draft.several and name in ROTATION:
-        return ROTATION[name]
-    rest = rest_of(name, config, draft)
-    if rest is None or draft.block is None:
-        return None if rest is None else name
-    for part, new in draft.parts.items():
-        if rest == part or rest.startswith(f"{part}."):
-            return new + rest.removeprefix(part)
-    return draft.block + rest
+    return MTPModule({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
 
 
 def _borrowed_twice(names: Mapping[str, str]) -> list[str]:
@@ -85,26 +157,64 @@ def _borrowed_twice(names: Mapping[str, str]) -> list[str]:
     return [name for name in twice if not re.search(r"\.layers\.\d+\.", name)]
 
 
-def _check_whole(source: Checkpoint, draft: DraftCheckpoint, rests: set[str]) -> None:
-    if missing := [rest for rest in draft.needed if rest not in rests]:
-        raise ModelError(f"{source.name}: the MTP module lacks {', '.join(missing)}", "download the model again")
-    for layer in range(count_modules(source.config, draft) if draft.several else 0):
-        if not any(rest.startswith(f"layers.{layer}.") for rest in rests):
+def _check_whole(source: Checkpoint, place: ModulePlace, names: set[str], modules: int) -> None:
+    inside = {str(place.inside(name)) for name in names}
+    if lacking := place.lacking(names):
+        raise ModelError(f"{source.name}: the MTP module lacks {', '.join(lacking)}", "download the model again")
+    for layer in range(1, modules):
+        if not any(name.startswith(f"layers.{layer}.") for name in inside):
             what = f"the MTP module has no decoder layer under layers.{layer}, which config.json promises"
             raise ModelError(f"{source.name}: {what}", "download the model again")
-    if draft.shared_needed:
-        _check_shared(source, draft)
-    promised = num_experts(source.config)
-    experts = {int(match[1]) for rest in rests if (match := re.search(r"\.experts\.(\d+)\.", rest))}
+    promised = Sizes(source.config).get("experts") or 0
+    experts = {int(match[1]) for name in inside if (match := re.search(r"\.experts\.(\d+)\.", name))}
     absent = next((each for each in range(promised) if each not in experts), None)
     if experts and absent is not None:
         what = f"the MTP module has {len(experts)} of {promised} experts; {absent} is missing"
         raise ModelError(f"{source.name}: {what}", AGAIN)
 
 
-def _check_shared(source: Checkpoint, draft: DraftCheckpoint) -> None:
-    if not any(name in source.tensors for name in draft.embedding):
-        raise ModelError(f"{source.name} has no embedding", f"looked for {', '.join(draft.embedding)}")
-    tied = source.config.get("tie_word_embeddings") or nested(source.config).get("tie_word_embeddings")
-    if not tied and not any(name in source.tensors for name in draft.lm_head):
-        raise ModelError(f"{source.name} has no lm_head, and its embedding is not tied", "download it again")
+# Quantized tensors turned back.
+
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+"""Types that mean nothing without scales."""
+
+
+@dataclass
+class DequantizedTensors:
+    """`converted`: names of the weights that were quantized; `scales`: what scaled them."""
+
+    planned: list[Planned]
+    converted: list[str]
+    scales: set[str]
+    notes: list[str]
+
+
+def make_plain(names: Mapping[str, str], weights: Weights, described: bool = False) -> DequantizedTensors:
+    """Plan the tensors that `names` has (name -> new name), quantized ones turned back. `described`: another file says
+    how integers are to be read, so that their scales stay. ModelError for packings, for codes without scales and scales
+    without codes."""
+    plain = DequantizedTensors([], [], set(), [])
+    for stored in weights.stored.values():
+        main, beside = stored.main, [each for each in stored.beside.values() if each.name in names]
+        if main.name not in names or (stored.word in ACTIVATIONS and not described):
+            continue
+        kept = described and not any(word.endswith("_scale_inv") for word in stored.beside)
+        if not kept and (decode := weights.decode(stored)):
+            new = f"{names[main.name].rpartition('.')[0]}.weight" if stored.packed else names[main.name]
+            plain.planned.append(planned(new, weights.shape(stored), decode))
+            plain.converted.append(main.name)
+            plain.scales |= {each.name for each in stored.beside.values()} - _of_activations(stored.beside)
+            continue
+        if main.dtype in CODES and not kept:
+            raise ModelError(f"{main.name} is {main.dtype}, but no scales stand beside it", AGAIN)
+        skipped = set() if kept else _of_activations(stored.beside)
+        plain.planned += [copied(names[each.name], each) for each in (main, *beside) if each.name not in skipped]
+    if not described and (lone := next((name for name in weights.loose if name in names), None)):
+        raise ModelError(f"{lone} scales a weight that is not there", AGAIN)
+    if dropped := [name for name in names if name.rpartition(".")[2] in ACTIVATIONS and not described]:
+        plain.notes.append(f"{len(dropped)} scales of activations were left out")
+    return plain
+
+
+def _of_activations(beside: Mapping[str, Tensor]) -> set[str]:
+    return {each.name for word, each in beside.items() if word in ACTIVATIONS}

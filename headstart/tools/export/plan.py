@@ -14,12 +14,12 @@ from typing import Any
 
 from headstart.core import Progress
 from headstart.errors import CapacityError, ModelError, UsageError
-from headstart.files import FULL, written_aside
+from headstart.files import DISK_FULL, atomic_folder
 from headstart.formats.base import PIECE_BYTES
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, Planned, write_stream
 from headstart.heads.eagle3 import OURS
-from headstart.heads.files import MARK
+from headstart.heads.published import MARK
 
 Writer = Callable[[Path, Callable[[int], None]], None]
 """Writes one file, and says after each piece how many bytes it had."""
@@ -150,7 +150,7 @@ def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
     check_replaced(plan, out)
     nbytes = plan.nbytes(out)
     check_room(out, nbytes)
-    with written_aside(out) as aside:
+    with atomic_folder(out) as aside:
         meter = _Meter(progress, nbytes)
         for name, text in plan.texts.items():
             (aside / name).write_text(text, "utf-8")
@@ -194,7 +194,7 @@ def _link(source: Path, target: Path, meter: _Meter) -> None:
     try:
         os.link(source.resolve(), target)
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL:
             raise
         _copy(source, target, meter)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.symbols import text_config
+from headstart.formats.sizes import text_config
 from headstart.tools.export.heads import head_names
 
 MUST_AGREE = (

@@ -13,29 +13,28 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import headstart
 from headstart import machine
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.files import write_whole
+from headstart.files import write_atomic
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object
-from headstart.formats.mtp_families import declared
 from headstart.formats.quantization import Weights, settings_of
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
-from headstart.models.base import is_known
+from headstart.models.families import is_known
+from headstart.models.mtp import declared
 from headstart.stats import DraftStats
 from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
-from headstart.tools.export.plain import CODES, make_plain
+from headstart.tools.export.module import CODES, make_plain
 from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, files_of, index_text
 from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
-from headstart.tools.graft import quantize as fp8
-from headstart.tools.graft.describe import describe, keys_for, modelopt_of, told_beside
+from headstart.tools.graft.describe import check_method, describe, fp8_blocks, keys_for, modelopt_of, modelopt_text
 from headstart.tools.graft.fit import check_fit
 from headstart.tools.prompts import builtin_prompts
+from headstart.version import __version__
 
 HEAD_FILE = "model-mtp.safetensors"
 SINGLE = "model.safetensors"
@@ -107,7 +106,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if len(here) >= len(there):
         raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
     if quantize:
-        fp8.check_method(settings_of(target.config) or modelopt_of(target.path))
+        check_method(settings_of(target.config) or modelopt_of(target.path))
     notes = check_fit(target, base)
     new = _renamed(target, base, there)
     planned, config, more = _head(target, base, new, quantize)
@@ -115,7 +114,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if here:
         plan.notes.append(f"{len(here)} tensors of an incomplete head were replaced")
     _take_trunk(plan, target, here)
-    plan.texts |= told_beside(target.path, [each.name for each in planned])
+    plan.texts |= modelopt_text(target.path, [each.name for each in planned])
     for name in plan.texts:
         plan.copies.pop(name, None)
     head_file = _make_room(plan)
@@ -168,7 +167,7 @@ def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Plan
     written = []
     for each in planned:
         fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
-        written += fp8.planned(each.name, plain[each.name]) if fits else [each]
+        written += fp8_blocks(each.name, plain[each.name]) if fits else [each]
     return written
 
 
@@ -224,7 +223,7 @@ def _write_provenance(
 ) -> None:
     """`base` and `head_file` None: the head was taken out."""
     document = {
-        "made_by": f"headstart {headstart.__version__}",
+        "made_by": f"headstart {__version__}",
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "files": sorted({path.name, *files_of(path.parent)}),
         "trunk": _origin(target),
@@ -256,7 +255,7 @@ def _sha256(path: Path) -> str:
 
 def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
     document = json.loads((out / PROVENANCE).read_text("utf-8"))
-    write_whole(out / PROVENANCE, as_json({**document, "acceptance": dict(acceptance)}) + "\n")
+    write_atomic(out / PROVENANCE, as_json({**document, "acceptance": dict(acceptance)}) + "\n")
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:
@@ -300,8 +299,8 @@ def memory_needed(model: Path) -> int:
 def _draft(model: str, progress: Progress) -> DraftStats:
     """Greedy, depth 3, the built-in prompts."""
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
-    from headstart.tools.acceptance import on_builtin_prompts
+    from headstart.tools.prompts import measure_acceptance
 
     finished, number = count(1), len(builtin_prompts())
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))
-    return on_builtin_prompts(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))
+    return measure_acceptance(llm, MAX_TOKENS, lambda: progress(next(finished), number, "measuring acceptance"))

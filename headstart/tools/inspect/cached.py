@@ -33,10 +33,35 @@ class Cached:
         return {"name": self.name, "bytes": self.size, "format": format_name, "heads": heads, "last_used": used}
 
 
+DERIVED = {
+    "packed": "packed weights", "sketches": "LM head sketches", "costs": "measured costs", "digests": "checksums",
+    "plan": "machine measurements", "tokenizers": "merges of tokenizers",
+}  # fmt: skip
+"""Folders of the cache whose files are made anew when they are needed -> their content."""
+
+
 def run() -> Report:
-    """All of them."""
+    """Lists the cached models and the bytes of the other folders of the cache, for `headstart models`."""
     models = [each.document() for each in cached()]
-    return Report(True, {"models": models, "cache": str(hub.cache_dir())})
+    derived = {title: sum(size for _, size in _files(folder)) for folder, title in DERIVED.items()}
+    return Report(True, {"models": models, "cache": str(hub.cache_dir()), "derived": derived})
+
+
+def prune() -> Report:
+    """Remove the files of DERIVED. A running process keeps what it has opened."""
+    removed = [each for folder in DERIVED for each in _files(folder)]
+    for path, _ in removed:
+        path.unlink(missing_ok=True)
+    size = sum(size for _, size in removed)
+    lines = [f"removed {len(removed)} files ({size / 1e6:.0f} MB)" if removed else "there is nothing to remove"]
+    return Report(True, {"removed": [str(path) for path, _ in removed], "bytes": size}, lines)
+
+
+def _files(folder: str) -> Iterator[tuple[Path, int]]:
+    """The files of a folder of the cache, and their bytes."""
+    for path in sorted((hub.cache_dir() / folder).glob("*")):
+        if path.is_file():
+            yield path, path.stat().st_size
 
 
 def remove(names: Sequence[str]) -> Report:
@@ -63,7 +88,7 @@ def cached() -> Iterator[Cached]:
     for name in hub.BUILTIN:
         if path := hub.cached_trunk(name):
             stat = path.stat()
-            yield Cached(name, stat.st_size, stat.st_atime, path, partial(hub.forget, name))
+            yield Cached(name, stat.st_size, stat.st_atime, path, partial(hub.remove, name))
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

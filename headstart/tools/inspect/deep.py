@@ -1,26 +1,32 @@
-"""Acceptance measured, not read: greedy texts of the built-in prompts, drafted with the head at depth 1, 2 and 3, or
-with a block drafter's whole block, whose other readings (readings.py) are then tried too.
+"""Measures a head's acceptance rate over greedy texts of the built-in prompts (`headstart inspect --deep`).
 
-The trunk decides every token, so each draft is judged after a true context: the acceptance is teacher-forced.
+An MTP head drafts at depth 1, 2 and 3, a block drafter its whole block. The trunk decides every token, so each draft is
+verified after a true context. A block drafter is also measured under other readings of its weights that config.json may
+have wrong without any error: RoPE style, mask of a block, layer ids off by one (z-lab counts outputs of layers,
+speculators inputs), and whether the row of the last token drafts.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import Progress
 from headstart.errors import HeadstartError
 from headstart.formats.json_object import read_object
+from headstart.heads.base import Head, HeadSpec
+from headstart.heads.published import MARK
+from headstart.layers.decoder import tapped_layers
 from headstart.stats import DraftStats
 from headstart.tools.prompts import builtin_prompts
 
 if TYPE_CHECKING:
-    from headstart.config import EngineConfig
     from headstart.engine.load import Model
-    from headstart.heads.base import Head, HeadSpec
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40
@@ -34,7 +40,6 @@ DEAD_BELOW = 0.05
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:
     """Acceptance by depth and position; `ran` is false, with `why`, where this model or head cannot run here. `better`:
     another reading of the weights that drafts better than what config.json says."""
-    from headstart.config import EngineConfig
     from headstart.engine.load import load_model
 
     try:
@@ -49,8 +54,7 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
 
 def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
-    from headstart.tools.acceptance import on_builtin_prompts
-    from headstart.tools.inspect.readings import gains, is_better, other_readings
+    from headstart.tools.prompts import measure_acceptance
 
     assert model.head
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
@@ -62,7 +66,7 @@ def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str
 
     def tried(head: Head, depth: int, what: str, tokens: int = TOKENS) -> DraftStats:
         llm = LLM(replace(model, head=head), replace(config, depth=depth))
-        return on_builtin_prompts(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
+        return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
 
     every = [tried(model.head, depth, f"at depth {depth}") for depth in depths]
     read = [tried(_read_as(model, each.spec), each.spec.depth_limit, f"with {each.what}") for each in others]
@@ -95,7 +99,7 @@ def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str
 
 def _read_as(model: Model, spec: HeadSpec) -> Head:
     """The head's own weights under another spec."""
-    from headstart.engine.attach import fit_head
+    from headstart.engine.load import fit_head
     from headstart.heads.files import read_head
 
     assert model.head
@@ -105,8 +109,6 @@ def _read_as(model: Model, spec: HeadSpec) -> Head:
 
 def _is_ours(head: Path) -> bool:
     """Is its config.json in headstart's own words?"""
-    from headstart.heads.files import MARK
-
     config = head / "config.json"
     return config.is_file() and MARK in read_object(config)
 
@@ -114,3 +116,68 @@ def _is_ours(head: Path) -> bool:
 def _rates(stats: DraftStats) -> list[float]:
     """Share of the drafts that reach a position whose token there was accepted."""
     return [hits / tries for hits, tries in zip(stats.per_position, stats.drafted_at, strict=True)]
+
+
+SHARE, ERRORS = 0.05, 3.0
+"""How much longer an acceptance length must be: as a share, and in standard errors of the difference."""
+
+
+class Reading(NamedTuple):
+    """`what` the weights may be, `fix`: what config.json then must say."""
+
+    what: str
+    fix: str
+    spec: HeadSpec
+
+
+def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[Reading]:
+    """Of a block drafter on a trunk of so many layers; none of other heads. `ours`: its config.json is headstart's."""
+    block, taps = spec.block, tapped_layers(spec.tap)
+    if block is None:
+        return
+
+    def made(what: str, fix: str, **changes: Any) -> Reading:
+        return Reading(what, fix, replace(spec, block=replace(block, **changes)))
+
+    style = "half-split" if block.interleaved else "interleaved"
+    rope = f'"interleaved": {_json(not block.interleaved)}' if ours else f'"is_neox_style": {_json(block.interleaved)}'
+    yield made(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
+    causal = not block.all_causal
+    how = "causally" if causal else "both ways"
+    mask = f'"{"causal" if ours else "is_causal"}": {_json(causal)}'
+    yield made(f"rows that see their block {how}", mask, causal=causal, causal_windows=causal)
+    for step in (1, -1):
+        moved = tuple(layer + step for layer in taps)
+        if moved[0] >= 0 and moved[-1] < num_layers:
+            what = f"layer ids that are {'one higher' if step == 1 else 'one lower'}"
+            yield Reading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
+    rows = block.rows_for(block.block_size)
+    if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
+        anchor = not block.anchor_predicts
+        what = f"a first row that drafts {'too' if anchor else 'nothing'}"
+        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {_json(anchor)}'
+        yield made(what, fix, anchor_predicts=anchor, block_size=drafts)
+
+
+def _json(value: bool) -> str:
+    return str(value).lower()
+
+
+def gains(other: DraftStats, told: DraftStats) -> bool:
+    """Does another reading draft better than what the file says, be it by chance?"""
+    return other.acceptance_length > (1 + SHARE) * told.acceptance_length
+
+
+def is_better(other: DraftStats, told: DraftStats) -> bool:
+    """Does it so beyond chance?"""
+    gain = other.acceptance_length - told.acceptance_length
+    return gains(other, told) and gain > ERRORS * math.sqrt(_variance(other) + _variance(told))
+
+
+def _variance(stats: DraftStats) -> float:
+    """Of the mean number of accepted tokens: per_position counts the drafts that got so far."""
+    if not stats.drafts:
+        return 0.0
+    mean = stats.accepted / stats.drafts
+    square = sum((2 * i + 1) * hits for i, hits in enumerate(stats.per_position)) / stats.drafts
+    return (square - mean**2) / stats.drafts

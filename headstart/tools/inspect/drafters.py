@@ -3,31 +3,126 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from headstart.errors import HeadstartError, ModelError
-from headstart.formats.base import Checkpoint
-from headstart.formats.mtp_families import MOST_MODULES, Layout, Slot, families_by_key, find_family
-from headstart.formats.symbols import Sizes, as_size, lookup, text_config
-from headstart.tools.inspect.faults import Fault, aux_layers, faults
-from headstart.tools.inspect.heads import Module, alike, compare
-from headstart.tools.inspect.state import Check, HeadState, shape_text, some, tensors, unchecked
-from headstart.tools.inspect.weights import Weight
+from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
+from headstart.formats.quantization import WeightHeader
+from headstart.formats.sizes import SIZE_KEYS, Sizes, as_size, lookup
+from headstart.heads.published import OWN, DrafterFormat
+from headstart.models.expected import ModuleCheck, Slot, compare, require_alike, slots_of
+from headstart.models.families import find_mtp_family
+from headstart.models.head_state import HeadState, shape_text, some, tensors, unchecked
+from headstart.models.mtp import MAX_MODULES
+from headstart.models.native_heads import examine_alone
+
+MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "ptd_token_id")
+"""The token that stands for one to be drafted, in configs of drafters of a whole block."""
+
+
+class Fault(NamedTuple):
+    """Why a drafter whose tensors are in shape does not work. `missing`: `text` is a tensor that is not there."""
+
+    text: str
+    missing: bool = False
+
+
+def faults(checkpoint: Checkpoint, published: DrafterFormat, sizes: Sizes) -> Iterator[Fault]:
+    """All that is found. Raises ModelError for a file that ends early."""
+    tensors = {published.canonical(name): tensor for name, tensor in checkpoint.tensors.items()}
+    whole, draft = sizes.get("vocabulary"), sizes.get("draft_vocabulary")
+    reduced = published.reduced and whole and draft and draft < whole
+    if reduced and "d2t" not in tensors:
+        yield Fault("d2t (the draft vocabulary's tokens)", missing=True)
+    if whole and draft and draft > whole:
+        yield Fault(f"the draft vocabulary has {draft} tokens, the target's {whole}")
+    if "d2t" in tensors and whole:
+        yield from _map_faults(tensors["d2t"], tensors.get("t2d"), whole)
+    if (ids := tensors.get("draft_token_ids")) and ids.here and len(ids.shape) == 1 and ids.dtype in ("I64", "I32"):
+        tokens = ids.numpy().astype(np.int64)
+        if len(tokens) and ((np.diff(tokens) <= 0).any() or tokens[0] < 0 or tokens[-1] >= (whole or tokens[-1] + 1)):
+            yield Fault("draft_token_ids must be ascending tokens of the vocabulary")
+    yield from _mask_faults(published, sizes, whole)
+    listed = aux_layers(sizes)
+    if any(layer < 0 for layer in listed) or len({*listed}) < len(listed):
+        yield Fault(f"the layers that it reads are {listed}")
+
+
+def aux_layers(sizes: Sizes) -> list[int]:
+    """The layers of the target that it reads."""
+    for key in SIZE_KEYS["taps"]:
+        value = lookup(sizes.config, key)
+        if isinstance(value, list):
+            return [each for each in value if isinstance(each, int)]
+    return []
+
+
+def _map_faults(d2t: Tensor, t2d: Tensor | None, whole: int) -> Iterator[Fault]:
+    """d2t [DV]: what is added to an id of the draft vocabulary; t2d [V]: which tokens it has."""
+    if not d2t.here or len(d2t.shape) != 1 or d2t.dtype not in ("I64", "I32"):
+        return
+    try:
+        ids = d2t.numpy().astype(np.int64) + np.arange(d2t.shape[0])
+        mask = t2d.numpy() if t2d is not None and t2d.here and t2d.dtype == "BOOL" else None
+    except ModelError as error:
+        yield Fault(error.message)
+        return
+    if len(ids) and (ids.min() < 0 or ids.max() >= whole):
+        yield Fault(f"d2t leads to token {ids.max() if ids.max() >= whole else ids.min()} of {whole}")
+    elif len(np.unique(ids)) < len(ids):
+        yield Fault("d2t leads from two draft tokens to one")
+    elif mask is not None and mask.shape == (whole,) and not (mask[ids].all() and mask.sum() == len(ids)):
+        yield Fault("t2d and d2t are of different draft vocabularies")
+
+
+def _mask_faults(published: DrafterFormat, sizes: Sizes, whole: int | None) -> Iterator[Fault]:
+    for key in MASK_KEYS if published.block else ():
+        value = lookup(sizes.config, key)
+        if value is not None and not (_is_id(value) and (whole is None or value < whole)):
+            yield Fault(f"{key} is {value!r}, but the vocabulary has {whole} tokens")
+    for key in published.block:
+        value = lookup(sizes.config, key)
+        if value is not None and not (_is_id(value) and value > 0):
+            yield Fault(f"{key} is {value!r}, not a number of tokens")
+
+
+def _is_id(value: object) -> bool:
+    return not isinstance(value, list) and as_size(value) is not None
+
 
 EXPORTED = "_mtp"
 """How the model_type of a module that was cut out for xLLM ends."""
 _LAYER = re.compile(r"^(?:layers|mtp)\.\d+\.")
 _RENAMED = {"norm.weight": "shared_head.norm.weight", "shared_head.head.weight": "lm_head.weight"}
 """Of a module that was cut out with all that a model of its own needs."""
+_SPECULATORS = {
+    "mtp_layers.0.input_proj.": "mtp.fc.", "mtp_layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+    "mtp_layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.", "mtp_layers.0.final_layernorm.": "mtp.norm.",
+    "mtp_layers.0.": "mtp.layers.0.",
+}  # fmt: skip
+"""Names of speculators' MTP modules -> Qwen's."""
+Scalar = int | str | list[int] | None
+
+
+@dataclass(frozen=True)
+class FitCheck:
+    """One thing that a drafter and its target must agree on."""
+
+    what: str
+    drafter: Scalar
+    target: Scalar
+    ok: bool
 
 
 @dataclass(frozen=True)
 class Drafter:
     """A separate drafter. Sizes are None where its config does not say them."""
 
-    layout: Layout
+    format: DrafterFormat
     kind: str
     title: str
     hidden_size: int | None
@@ -37,98 +132,124 @@ class Drafter:
     aux_layers: list[int]
     num_modules: int
     verifier: str | None
-    modules: list[Module]
+    modules: list[ModuleCheck]
     faults: list[Fault]
     num_tensors: int
 
     def document(self) -> dict[str, Any]:
-        hidden = ("layout", "modules", "faults", "num_tensors")
+        hidden = ("format", "modules", "faults", "num_tensors")
         sizes = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
         return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
 
-def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
-    """A drafter whose config was recognized as `layout`."""
-    config = checkpoint.config
-    if layout.requires:
-        return _own(checkpoint, weights, layout)
-    sizes = layout.sizes(config)
-    names = {layout.canonical(name): weight for name, weight in weights.items()}
-    count = max((as_size(lookup(sizes.config, key)) or 0 for key in layout.count), default=0) or 1
-    if count > MOST_MODULES:
-        raise ModelError(f"{checkpoint.name}: config.json asks for {count} layers or heads of a {layout.title} drafter")
-    slots, present = _slots(layout, sizes, config, count, names)
-    alike(slots, present)
-    mask, verifier = names.get("t2d"), lookup(config, "speculators_config.verifier.name_or_path")
+def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], published: DrafterFormat) -> Drafter:
+    """A drafter whose config was recognized as of this format."""
+    if published is OWN:
+        return _own(checkpoint, weights)
+    sizes = Sizes(checkpoint.config)
+    names = {published.canonical(name): weight for name, weight in weights.items()}
+    count = published.num_parts(sizes)
+    if count > MAX_MODULES:
+        raise ModelError(
+            f"{checkpoint.name}: config.json asks for {count} layers or heads of a {published.title} drafter"
+        )
+    mask, verifier = names.get("t2d"), lookup(checkpoint.config, "speculators_config.verifier.name_or_path")
     return Drafter(
-        layout=layout,
-        kind=layout.key,
-        title=layout.title,
-        hidden_size=sizes.value("H"),
-        target_hidden_size=sizes.value("TH") if layout.aux is None else _target_width(sizes, names),
-        vocab_size=(mask.shape[0] if mask and mask.shape else None) or sizes.value("V"),
-        draft_vocab_size=sizes.value("DV"),
+        format=published,
+        kind=published.key,
+        title=published.title,
+        hidden_size=sizes.get("hidden"),
+        target_hidden_size=_target_width(sizes, names) if published.aux else sizes.get("target_hidden"),
+        vocab_size=(mask.shape[0] if mask and mask.shape else None) or sizes.get("vocabulary"),
+        draft_vocab_size=sizes.get("draft_vocabulary"),
         aux_layers=aux_layers(sizes),
         num_modules=count,
         verifier=verifier if isinstance(verifier, str) else None,
-        modules=[compare(index, None, each, present) for index, each in enumerate(slots)],
-        faults=list(faults(checkpoint, layout, sizes)),
+        modules=_of_family(published, checkpoint.config, names) or _compared(published, sizes, count, names),
+        faults=list(faults(checkpoint, published, sizes)),
         num_tensors=len(weights),
     )
 
 
-Slots = tuple[list[list[Slot]], Mapping[str, Weight]]
-"""What each module should have, and what is there, under the same names."""
+def _compared(
+    published: DrafterFormat, sizes: Sizes, count: int, names: Mapping[str, WeightHeader]
+) -> list[ModuleCheck]:
+    slots = [list(slots_of(published.tensors(sizes, index, names))) for index in range(count)]
+    require_alike(slots, names)
+    return [compare(index, None, each, names) for index, each in enumerate(slots)]
 
 
-def _slots(layout: Layout, sizes: Sizes, config: Mapping[str, Any], count: int, names: Mapping[str, Weight]) -> Slots:
-    if layout.cut and (family := _cut_from(config)) is not None:
-        return _of_cut(family, config, names)
-    every = [list(layout.expected(sizes, index, index, names)) for index in range(count)]
-    inner = find_family(text_config(config)) if layout.family_block else None
-    if inner is not None:
-        ours, theirs = "mtp.layers.0.", "mtp_layers.0."
-        there = {name.replace(theirs, ours) for name in names}
-        block = [each for each in inner.expected(inner.sizes(config), 0, 0, there) if each.name.startswith(ours)]
-        every[0] += [each._replace(name=each.name.replace(ours, theirs)) for each in block]
-    return every, names
-
-
-def _cut_from(config: Mapping[str, Any]) -> Layout | None:
-    """The family of a model whose module was cut out."""
+def _of_family(
+    published: DrafterFormat, config: Mapping[str, Any], names: Mapping[str, WeightHeader]
+) -> list[ModuleCheck]:
+    """A module of a family without its trunk, as the family has it; nothing where no family is known."""
     kind = str(config.get("model_type")).removesuffix(EXPORTED)
-    return next((each for each in families_by_key().values() if kind in each.model_types and not each.requires), None)
+    inner = {**config, "model_type": kind} if published.of_family == "module" else config
+    found = find_mtp_family(inner) if published.of_family else None
+    if found is None or found.layout.tensors:
+        return []
+    trailing = not found.family.names.of_modules
+    layer = f"layers.{Sizes(config).get('layers') or 0}." if trailing else "mtp.0."
+    long = {_with_trunk(name, published.of_family, layer, trailing=trailing): name for name in names}
+    module = examine_alone(found, inner, {new: names[name] for new, name in long.items()})
+    if module is None:
+        return []
+
+    def short(name: str) -> str:
+        for theirs, ours in _SPECULATORS.items() if published.of_family == "block" else ():
+            if strip_wrapper(name).startswith(ours):
+                return theirs + strip_wrapper(name).removeprefix(ours)
+        name = _LAYER.sub("", strip_wrapper(name))
+        return _RENAMED.get(name, name)
+
+    module = replace(
+        module,
+        layer=None,
+        missing=[short(name) for name in module.missing],
+        wrong_shape=[replace(each, name=short(each.name)) for each in module.wrong_shape],
+    )
+    if published.of_family == "module" and "mtp.fc.weight" in {*long, *module.missing}:
+        module = _with_shared(module, Sizes(config), config, names)
+    return [module]
 
 
-def _of_cut(family: Layout, config: Mapping[str, Any], names: Mapping[str, Weight]) -> Slots:
-    """A family's own tensors without the number of their layer. Qwen's modules take the trunk's embedding and LM head
-    along."""
-    present = {_short(name): weight for name, weight in names.items()}
-    there = {*names, *(f"{prefix}.0.{name}" for name in present for prefix in ("layers", "mtp"))}
-    sizes = family.sizes(config)
-    slots = [each._replace(name=_short(each.name)) for each in family.expected(sizes, 0, 0, there)]
-    if any(each.name == "mtp.fc.weight" for each in slots):
-        tied = bool(sizes.config.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
-        dims = sizes.shape(("V", "H"))
-        slots += [Slot("embed_tokens.weight", dims, False), Slot("lm_head.weight", dims, tied)]
-    return [slots], present
+def _with_trunk(name: str, of_family: str, layer: str, *, trailing: bool) -> str:
+    """The name of a tensor of a module alone in the whole model; `layer`: where the module stands there."""
+    if of_family == "block":
+        return next((ours + name.removeprefix(own) for own, ours in _SPECULATORS.items() if name.startswith(own)), name)
+    if name.startswith("layers.0."):
+        return layer + name.removeprefix("layers.0.")
+    return layer + _RENAMED.get(name, name) if trailing and not name.startswith("layers.") else name
 
 
-def _short(name: str) -> str:
-    name = _LAYER.sub("", name)
-    return _RENAMED.get(name, name)
+def _with_shared(
+    module: ModuleCheck, sizes: Sizes, config: Mapping[str, Any], names: Mapping[str, WeightHeader]
+) -> ModuleCheck:
+    """Qwen's modules take the trunk's embedding and LM head along."""
+    tied = bool(sizes.config.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
+    dims = (sizes["vocabulary"], sizes["hidden"])
+    shared = compare(0, None, [Slot("embed_tokens.weight", dims), Slot("lm_head.weight", dims, tied)], names)
+    return replace(
+        module,
+        found=module.found + shared.found,
+        required=module.required + shared.required,
+        missing=module.missing + shared.missing,
+        wrong_shape=module.wrong_shape + shared.wrong_shape,
+        unusable=module.unusable + shared.unusable,
+    )
 
 
-def _target_width(sizes: Sizes, names: Mapping[str, Weight]) -> int | None:
+def _target_width(sizes: Sizes, names: Mapping[str, WeightHeader]) -> int | None:
     """The target's hidden size, from the matrix that joins its layers where the config does not say it."""
-    fusing, layers = names.get("fc.weight"), sizes.value("aux")
+    fusing, layers = names.get("fc.weight"), sizes["taps"]
     shape = fusing.shape if fusing else None
-    if sizes.value("TH") == sizes.value("H") and shape and len(shape) == 2 and layers and shape[1] % layers == 0:
-        return shape[1] // layers
-    return sizes.value("TH")
+    own = sizes.get("target_hidden") == sizes.get("hidden")
+    if own and shape and len(shape) == 2 and layers and shape[1] % layers == 0:
+        return shape[1] // int(layers)
+    return sizes.get("target_hidden")
 
 
-def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) -> Drafter:
+def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter:
     """A head in headstart's own layout. Raises ModelError for a damaged one."""
     from headstart.heads.files import spec_of  # it needs more than headers do
     from headstart.heads.kind import head_kind
@@ -140,10 +261,10 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) 
         shapes = head_kind(spec.kind).shapes(spec, hidden or 0)
     except (HeadstartError, AssertionError, ArithmeticError) as error:
         raise ModelError(f"{checkpoint.name}: config.json describes no {spec.kind} head") from error
-    slots = [Slot(name, shape, False) for name, shape in shapes.items()]
+    slots = [Slot(name, shape) for name, shape in shapes.items()]
     slots += [Slot("draft_token_ids", ("?ids",), True), Slot("lm_head.weight", ("?ids", hidden), True)]
     return Drafter(
-        layout=layout,
+        format=OWN,
         kind=spec.kind,
         title=f"{spec.kind} head of headstart",
         hidden_size=hidden,
@@ -154,12 +275,12 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, Weight], layout: Layout) 
         num_modules=spec.num_modules,
         verifier=str(config.get("trunk") or "") or None,
         modules=[compare(0, None, slots, weights)],
-        faults=list(faults(checkpoint, layout, layout.sizes(config))),
+        faults=list(faults(checkpoint, OWN, Sizes(config))),
         num_tensors=len(weights),
     )
 
 
-def state_of_drafter(drafter: Drafter, checks: list[Check] | None) -> HeadState:
+def state_of_drafter(drafter: Drafter, checks: list[FitCheck] | None) -> HeadState:
     """The state of a separate drafter, and its fit where a target was given."""
     again = "download the drafter again"
     if not drafter.num_tensors:

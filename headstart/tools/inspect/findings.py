@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.quantization import settings_of
-from headstart.formats.symbols import NESTED, lookup, text_config
-from headstart.tools.inspect.heads import Heads
-from headstart.tools.inspect.parts import MTP, part_of
-from headstart.tools.inspect.weights import Weight
+from headstart.formats.quantization import WeightHeader, settings_of
+from headstart.formats.sizes import NESTED, lookup, text_config
+from headstart.formats.tensor_parts import MTP, part_of
+from headstart.models.native_heads import NativeHeads
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -25,7 +24,7 @@ _EXCLUDING = (
     "ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "disable_quant_module",
     "llm_int8_skip_modules",
 )  # fmt: skip
-_MOST_REPEATS = 4
+_MAX_REPEATS = 4
 _SMALL = re.compile(r"int[1-4]\b|FP4|4-bit|Q[1-4]_|IQ[1-4]|nf4")
 _NORMS = {
     "w": "RMSNorm multiplies by w",
@@ -49,8 +48,8 @@ class Subject:
     """What findings are about."""
 
     checkpoint: Checkpoint
-    weights: Mapping[str, Weight]
-    heads: Heads
+    weights: Mapping[str, WeightHeader]
+    heads: NativeHeads
     shared: Mapping[str, str]  # of shared_tensors
 
     @property
@@ -63,15 +62,14 @@ def findings(subject: Subject) -> list[Finding]:
     return [each for about in ABOUT for each in about(subject)]
 
 
-def shared_tensors(checkpoint: Checkpoint, heads: Heads) -> dict[str, str]:
+def shared_tensors(checkpoint: Checkpoint, heads: NativeHeads) -> dict[str, str]:
     """How the heads come by `embedding` and `lm_head`: shared (the trunk's), own, copy (of the trunk's, as far as
     sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
-    layout, parts = heads.family, ("embedding", "lm_head")
+    layout, parts = heads.layout, ("embedding", "lm_head")
     trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in parts}
     shared: dict[str, str] = {}
     for what in parts if heads.names else ():
-        pattern = (layout.copies if layout else {}).get(what)
-        name = heads.names.get(pattern.format(i=0, layer=heads.num_layers)) if pattern else None
+        name = heads.copies.get(what)
         if layout and what in layout.own:
             shared[what] = "own"
         elif name is None:
@@ -169,11 +167,11 @@ def _names(pattern: str, module: str) -> bool:
 def _is_slow(pattern: str) -> bool:
     """May searching for it take very long? A config could hold such a pattern on purpose; it gets the benefit of the
     doubt."""
-    return len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or bool(re.search(r"\)[*+?{]", pattern))
+    return len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or bool(re.search(r"\)[*+?{]", pattern))
 
 
 def _conventions(subject: Subject) -> Iterator[Finding]:
-    family = subject.heads.family
+    family = subject.heads.layout
     if family is None or not subject.heads.names:
         return
     if family.note:
@@ -182,16 +180,16 @@ def _conventions(subject: Subject) -> Iterator[Finding]:
     if family.norm:
         text = "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[family.norm]
         yield note("norm", text)
-    if family.concat == "h;e":
+    if subject.heads.concat == "h;e":
         yield note("formula", "the hidden state comes first in the head's input, unlike most families")
-    if family.concat == "sum":
+    if subject.heads.concat == "sum":
         yield note("formula", "hidden state and embedding are projected each and added, not joined")
-    if family.most and len(subject.heads.modules) > family.most:
-        yield note("modules", f"engines load {family.most} module of this family, however many there are")
+    if family.max_modules and len(subject.heads.modules) > family.max_modules:
+        yield note("modules", f"engines load {family.max_modules} module of this family, however many there are")
 
 
 def _rope(subject: Subject) -> Iterator[Finding]:
-    config, family = subject.config, subject.heads.family
+    config, family = subject.config, subject.heads.layout
     for name in NESTED:
         inner = config.get(name)
         if not isinstance(inner, dict):
@@ -211,16 +209,16 @@ def _rope(subject: Subject) -> Iterator[Finding]:
 def _lists(subject: Subject) -> Iterator[Finding]:
     """Lists of the config that have to go on over the MTP layers."""
     heads, text = subject.heads, text_config(subject.config)
-    if heads.family is None or not heads.names:
+    if heads.layout is None or not heads.names:
         return
     count = heads.promised.modules or len(heads.modules)
-    for key in heads.family.per_layer:
+    for key in heads.layout.per_layer:
         value = text.get(key)
         if isinstance(value, list) and len(value) < heads.num_layers + count:
             entries = f"{key} has {len(value)} entries for {heads.num_layers} layers and {count} MTP modules"
             topic = "rope" if "rop" in key or "rot" in key else "config"
             yield warning(topic, f"{entries}: it stops before the head")
-    for key in heads.family.per_module:
+    for key in heads.layout.per_module:
         value = text.get(key)
         if isinstance(value, list) and len(value) != count:
             yield warning("config", f"{key} has {len(value)} entries for {count} MTP modules")
@@ -229,14 +227,14 @@ def _lists(subject: Subject) -> Iterator[Finding]:
 def _keys(subject: Subject) -> Iterator[Finding]:
     heads = subject.heads
     count, key = heads.promised
-    own = heads.family.count_key.rpartition(".")[2] if heads.family else ""
-    if key and count and heads.family and subject.checkpoint.format == "safetensors" and not key.endswith(own):
-        yield warning("config", f"{key} is not this family's key: engines read {heads.family.count_key}")
+    own = heads.layout.count_key.rpartition(".")[2] if heads.layout else ""
+    if key and count and heads.layout and subject.checkpoint.format == "safetensors" and not key.endswith(own):
+        yield warning("config", f"{key} is not this family's key: engines read {heads.layout.count_key}")
     outer = lookup(subject.config, key.rpartition(".")[2]) if key and "." in key else None
     if outer == 0 and count:
         yield warning("config", f"{key} is {count}, but the same key at top level is 0: engines disagree")
     extra = len(heads.modules) - count
-    if count and extra > 0 and heads.layout is not None:
+    if count and extra > 0:
         yield note("modules", f"{len(heads.modules)} modules are there, {count} declared")
 
 
@@ -249,7 +247,7 @@ def _extra(subject: Subject) -> Iterator[Finding]:
     if lost:
         file = subject.checkpoint.stray[lost[0]].file.name
         there = f"{len(lost)} MTP tensors, such as {lost[0]}, are in {file}"
-        yield warning("index", f"{there}, but not in the index: engines do not load them")
+        yield warning("index", f"{there}, but not in the index: vLLM and other engines do not load them")
 
 
 ABOUT: tuple[Callable[[Subject], Iterator[Finding]], ...] = (

@@ -4,86 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.mtp_families import find_family, sizes_of
-from headstart.formats.symbols import as_size, lookup, text_config
-from headstart.tools.inspect.drafters import Drafter
+from headstart.formats.sizes import Sizes, as_size, lookup, text_config
+from headstart.models.families import find_mtp_family
+from headstart.models.head_state import shape_text
+from headstart.models.native_heads import NativeHeads, examine
+from headstart.tools.inspect.drafters import Drafter, FitCheck
 from headstart.tools.inspect.findings import Finding, note, warning
-from headstart.tools.inspect.heads import Heads, compare
-from headstart.tools.inspect.state import Check, shape_text
-from headstart.tools.inspect.weights import Weight
 
 
-def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[Check]:
+def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[FitCheck]:
     """Does a separate drafter with this config fit a target?"""
-    sizes = sizes_of(target.config)
-    layers, vocabulary = sizes.value("N"), sizes.value("V")
-    checks = [_equal("hidden size", drafter.target_hidden_size, sizes.value("H"))]
+    sizes = Sizes(target.config)
+    layers, vocabulary = sizes.get("layers"), sizes.get("vocabulary")
+    checks = [_equal("hidden size", drafter.target_hidden_size, sizes.get("hidden"))]
     checks.append(_equal("vocabulary", drafter.vocab_size, vocabulary))
     if drafter.draft_vocab_size and vocabulary:
         enough = drafter.draft_vocab_size <= vocabulary
-        checks.append(Check("draft vocabulary", drafter.draft_vocab_size, vocabulary, enough))
+        checks.append(FitCheck("draft vocabulary", drafter.draft_vocab_size, vocabulary, enough))
     if drafter.aux_layers and layers:
-        last = layers if drafter.layout.aux == "input" else layers - 1
+        last = layers if drafter.format.aux == "input" else layers - 1
         within = all(0 <= layer <= last for layer in drafter.aux_layers)
-        checks.append(Check("layers read", drafter.aux_layers, layers, within))
+        checks.append(FitCheck("layers read", drafter.aux_layers, layers, within))
     wanted = lookup(config, "speculators_config.verifier.architectures")
     if isinstance(wanted, list) and wanted and isinstance(own := target.config.get("architectures"), list):
-        checks.append(Check("architecture", str(wanted[0]), str(own[0]) if own else None, bool({*wanted} & {*own})))
-    if family := drafter.layout.targets:
+        checks.append(FitCheck("architecture", str(wanted[0]), str(own[0]) if own else None, bool({*wanted} & {*own})))
+    if family := drafter.format.targets:
         kind = str(target.config.get("model_type"))
-        checks.append(Check("family", family, kind, kind.startswith(family)))
+        checks.append(FitCheck("family", family, kind, kind.startswith(family)))
     return [check for check in checks if check.target is not None and check.drafter is not None]
 
 
-def _equal(what: str, drafter: int | None, target: int | None) -> Check:
-    return Check(what, drafter, target, drafter == target)
+def _equal(what: str, drafter: int | None, target: int | None) -> FitCheck:
+    return FitCheck(what, drafter, target, drafter == target)
 
 
-def check_native(
-    heads: Heads, weights: Mapping[str, Weight], config: Mapping[str, Any], target: Checkpoint
-) -> list[Check]:
+def check_native(heads: NativeHeads, checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
     """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
-    own, other = sizes_of(config), sizes_of(target.config)
-    checks = [_equal("hidden size", own.value("H"), other.value("H"))]
-    checks.append(_equal("vocabulary", own.value("V"), other.value("V")))
-    family = find_family(target.config, target.format)
-    if heads.family is not None and target.format == "safetensors":
-        checks.append(Check("family", heads.family.key, family.key if family else None, family is heads.family))
-        checks += _shape_checks(heads, weights, target)
+    own, other = Sizes(checkpoint.config), Sizes(target.config)
+    checks = [_equal("hidden size", own.get("hidden"), other.get("hidden"))]
+    checks.append(_equal("vocabulary", own.get("vocabulary"), other.get("vocabulary")))
+    family = find_mtp_family(target.config, from_gguf=target.format == "gguf")
+    if heads.found is not None and target.format == "safetensors":
+        same = family is not None and family.key == heads.found.key
+        checks.append(FitCheck("family", heads.found.key, family.key if family else None, same))
+        checks += _shape_checks(checkpoint, target)
     return [check for check in checks if check.drafter is not None]
 
 
-def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[Check]:
+def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
     """Can a model without heads be the draft model of a target? It must say the same tokens, and be smaller."""
     own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
     if own >= other:
-        return [Check("MTP modules", 0, "one or more", False)]
-    from headstart.engine.draft_model import match  # it needs more than headers do
+        return [FitCheck("MTP modules", 0, "one or more", False)]
+    from headstart.engine.load import match  # it needs more than headers do
 
-    sizes = [sizes_of(each.config).value("V") or 0 for each in (target, checkpoint)]
+    sizes = [Sizes(each.config).get("vocabulary") or 0 for each in (target, checkpoint)]
     fits = sizes[0] == sizes[1]
     with suppress(ModelError):  # headers alone have no tokenizer
         ours, theirs = (each.load_tokenizer().vocabulary() for each in (target, checkpoint))
         fits = False
         match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name))
         fits = True
-    return [Check("vocabulary, as a draft model", sizes[1], sizes[0], fits)]
+    return [FitCheck("vocabulary, as a draft model", sizes[1], sizes[0], fits)]
 
 
-def _shape_checks(heads: Heads, weights: Mapping[str, Weight], target: Checkpoint) -> Iterator[Check]:
-    """Tensors of other shapes than the target's config asks for."""
-    if heads.family is None:
-        return
-    sizes = heads.family.sizes(target.config)
-    names = {short: weights[name] for short, name in heads.names.items()}
-    for module in heads.modules:
-        slots = list(heads.family.expected(sizes, module.index, module.layer or 0, names))
-        for wrong in compare(module.index, module.layer, slots, names).wrong_shape:
-            yield Check(wrong.name, list(wrong.shape), shape_text(wrong.expected), False)
+def _shape_checks(checkpoint: Checkpoint, target: Checkpoint) -> Iterator[FitCheck]:
+    """The head's tensors that are of other shapes than the target's config asks for."""
+    for module in examine(replace(checkpoint, config=target.config)).modules:
+        for wrong in module.wrong_shape:
+            yield FitCheck(wrong.name, list(wrong.shape), shape_text(wrong.expected), False)
 
 
 def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> Iterator[Finding]:

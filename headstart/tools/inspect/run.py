@@ -7,7 +7,8 @@ Fine-tuning and quantization tools often keep the first and drop the second. doc
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,29 +18,26 @@ from headstart import hub
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
-from headstart.formats.base import Checkpoint
-from headstart.formats.drafters import classify
+from headstart.formats.base import Checkpoint, widened
 from headstart.formats.json_object import read_object
-from headstart.formats.mtp_families import symbols
 from headstart.formats.pickled import pickles_in, read_pickles
-from headstart.formats.quantization import settings_of
-from headstart.formats.symbols import MOST, lookup, text_config
-from headstart.models.base import with_sizes
-from headstart.params import RECOMMENDED
+from headstart.formats.quantization import WeightHeader, readable, settings_of, weight_headers
+from headstart.formats.sizes import MAX_SIZE, SIZE_KEYS, lookup, text_config
+from headstart.models.classify import classify
+from headstart.models.families import with_sizes
+from headstart.models.head_state import dead, misread, state_of
+from headstart.models.native_heads import NativeHeads, examine
+from headstart.models.tensors import find_family, read_config
+from headstart.params import recommended_names
 from headstart.tools.inspect import deep
-from headstart.tools.inspect.drafters import Drafter, describe_drafter, state_of_drafter
+from headstart.tools.inspect.drafters import Drafter, FitCheck, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
 from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
-from headstart.tools.inspect.heads import Heads, examine
-from headstart.tools.inspect.parts import summary
 from headstart.tools.inspect.render import lines
-from headstart.tools.inspect.runs import runs_here
-from headstart.tools.inspect.state import Check, dead, misread, state_of
-from headstart.tools.inspect.weights import Weight, weights_of
 
 SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
-SIZE_KEYS = (
+SHOWN_SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
     "n_routed_experts", "num_experts", "moe_intermediate_size", "vocab_size",
 )  # fmt: skip
@@ -96,7 +94,7 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
         try:
             return _pickled(path) or promised
         except ModelError:
-            if classify(promised.config).layout is not None:
+            if classify(promised.config).format is not None:
                 raise
             return promised  # a whole model in a pickle of another kind
 
@@ -107,7 +105,7 @@ def _pickled(path: Path) -> Checkpoint | None:
     if not pickles or any(path.glob("*.safetensors")):
         return None
     config, tensors = read_object(path / "config.json"), read_pickles(pickles)
-    if classify(config, tensors).layout is None:  # of a whole model
+    if classify(config, tensors).format is None:  # of a whole model
         return None
     return Checkpoint(path, "pickle", config, tensors, False, name=str(path))
 
@@ -142,26 +140,26 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
     """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
     config = checkpoint.config
     _check_sizes(checkpoint)
-    weights = weights_of(checkpoint.tensors, config)
-    layout = classify(config, checkpoint.tensors).layout
-    if layout is not None:
-        return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, layout), target)
-    heads = examine(weights, config, checkpoint.format)
+    weights = weight_headers(checkpoint.tensors, config)
+    published = classify(config, checkpoint.tensors).format
+    if published is not None:
+        return _describe_drafter(checkpoint, weights, describe_drafter(checkpoint, weights, published), target)
+    heads = examine(checkpoint, weights)
     shared = shared_tensors(checkpoint, heads)
     checks = None
     if target:
-        checks = check_native(heads, weights, config, target) if heads.names else check_whole(checkpoint, target)
-    family = heads.family
+        checks = check_native(heads, checkpoint, target) if heads.names else check_whole(checkpoint, target)
+    layout = heads.layout
     told = {
-        **state_of(heads, checkpoint.name).document(),
+        **state_of(heads, checkpoint).document(),
         "declared": heads.promised.modules,
         "declared_by": heads.promised.key,
         "modules": [asdict(module) for module in heads.modules],
         "extra": heads.extra,
         "embedding": shared.get("embedding"),
         "lm_head": shared.get("lm_head"),
-        "norm": family.norm if family else None,
-        "concat": family.concat if family else None,
+        "norm": layout.norm if layout else None,
+        "concat": heads.concat if layout else None,
     }
     remarks = findings(Subject(checkpoint, weights, heads, shared))
     return _document(checkpoint, weights, heads, told, remarks) | {"fit": _fit(target, checks)}
@@ -170,16 +168,16 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
 def _check_sizes(checkpoint: Checkpoint) -> None:
     """Sizes are whole numbers, or a list of them by layer; a model has layers. Raises ModelError."""
     config = text_config(checkpoint.config)
-    for key in dict.fromkeys((*SIZE_KEYS, *(key for row in symbols().values() for key in row["keys"]))):
+    for key in dict.fromkeys((*SHOWN_SIZES, *(key for keys in SIZE_KEYS.values() for key in keys))):
         value = lookup(config, key)
         least = 1 if key in POSITIVE and not isinstance(value, list) else 0  # a layer may have none
         for each in value if isinstance(value, list) else [value]:
-            if each is not None and not (type(each) is int and least <= each < MOST):
+            if each is not None and not (type(each) is int and least <= each < MAX_SIZE):
                 raise ModelError(f"config of {checkpoint.name}: {key} is {value!r}, which is no size", f"correct {key}")
 
 
 def _describe_drafter(
-    checkpoint: Checkpoint, weights: Mapping[str, Weight], drafter: Drafter, target: Checkpoint | None
+    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], drafter: Drafter, target: Checkpoint | None
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
     state = state_of_drafter(drafter, checks)
@@ -198,25 +196,25 @@ def _describe_drafter(
 
 def _document(
     checkpoint: Checkpoint,
-    weights: Mapping[str, Weight],
-    heads: Heads | None,
+    weights: Mapping[str, WeightHeader],
+    heads: NativeHeads | None,
     told: dict[str, Any],
     remarks: list[Finding],
 ) -> dict[str, Any]:
     text, generation = with_sizes(text_config(checkpoint.config)), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
     quantization = settings_of(checkpoint.config)
-    family = heads.family if heads else None
+    family = heads.found if heads else None
     return {
         "schema": SCHEMA,
         "model": checkpoint.name,
         "format": checkpoint.format,
         "files": len(checkpoint.files),
         "architecture": text.get("model_type"),
-        "family": {"key": family.key, "title": family.title} if family else None,
-        "sizes": {key: text[key] for key in SIZE_KEYS if text.get(key) is not None},
+        "family": {"key": family.key, "title": family.layout.title} if family else None,
+        "sizes": {key: text[key] for key in SHOWN_SIZES if text.get(key) is not None},
         "context_length": next((text[key] for key in LENGTH_KEYS if text.get(key)), None),
-        "sampling": {key: generation[key] for key in RECOMMENDED if key in generation},
+        "sampling": {name: generation[name] for name in recommended_names() if name in generation},
         "speculation": {key: generation[key] for key in SPECULATION_KEYS if generation.get(key) is not None},
         "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
         "tied_embeddings": heads is not None and "lm_head" not in parts,
@@ -231,7 +229,17 @@ def _document(
     }
 
 
-def _fit(target: Checkpoint | None, checks: list[Check] | None) -> dict[str, Any] | None:
+def summary(weights: Iterable[WeightHeader]) -> dict[str, Any]:
+    """Parameters, bytes (scales included) and bytes by type."""
+    bytes_of: Counter[str] = Counter()
+    parameters = 0
+    for weight in weights:
+        bytes_of[weight.kind] += weight.nbytes
+        parameters += weight.parameters
+    return {"parameters": parameters, "bytes": sum(bytes_of.values()), "types": dict(bytes_of.most_common())}
+
+
+def _fit(target: Checkpoint | None, checks: list[FitCheck] | None) -> dict[str, Any] | None:
     if target is None or checks is None:
         return None
     fits = all(check.ok for check in checks)
@@ -246,10 +254,10 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
     head = read_head(path)
     checkpoint = _pickled(path) or find_checkpoint(path)
-    layout = classify(checkpoint.config, checkpoint.tensors).layout
-    assert layout is not None  # it is a head
-    weights = weights_of(checkpoint.tensors, checkpoint.config)
-    drafter = describe_drafter(checkpoint, weights, layout)
+    published = classify(checkpoint.config, checkpoint.tensors).format
+    assert published is not None  # it is a head
+    weights = weight_headers(checkpoint.tensors, checkpoint.config)
+    drafter = describe_drafter(checkpoint, weights, published)
     return {
         "path": str(path),
         "kind": head.spec.kind,
@@ -261,3 +269,17 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
         **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),
     }
+
+
+def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
+    """`runs`; `why` not, in one line, and `fix`: what to do. `widened`: types that become float32, and the bytes of
+    such weights then."""
+    types, size = widened(checkpoint.tensors.values())
+    wide = {"types": types, "bytes": size} if types else None
+    try:
+        read_config(checkpoint, find_family(checkpoint))
+        if checkpoint.format == "gguf":
+            readable(checkpoint.tensors, checkpoint.config)
+    except ModelError as error:
+        return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
+    return {"runs": True, "why": "", "fix": "", "widened": wide}

@@ -1,52 +1,99 @@
-"""Several servers behind a router: copies of one model, or prefill and decode apart."""
+"""Several servers behind a router: copies of one model, or prefill/decode disaggregation."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 from headstart import machine
 from headstart.errors import UsageError
-from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import Launcher, Parallelism, Place, Plan, Step, Wanted
-from headstart.tools.launch.parallelism import Devices, Room, cores_of_workers, divide
-from headstart.tools.launch.routers import ROUTERS, Behind, Router, newest
-from headstart.tools.launch.versions import Version
+from headstart.tools.launch.arguments import Version, parse_version
+from headstart.tools.launch.launcher import CommandBuilder, EngineLauncher, EngineProgram
+from headstart.tools.launch.model_facts import ModelFacts
+from headstart.tools.launch.parallelism import Hardware, cores_of_workers, divide
+from headstart.tools.launch.spec import LaunchPlan, LaunchSpec, LaunchStep, Parallelism, ServerPlacement
 
 EVERYWHERE = "0.0.0.0"
-COPIES = "vllm_router"
-"""The router for copies of any engine."""
+STARTUP_TIMEOUT_S = 3600  # large models take half an hour to load
+HEALTH_INTERVAL_S = 5  # a router leaves a server out, or takes it back, after two or three checks
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Servers of a fleet."""
+class RoutedServer(NamedTuple):
+    """A server behind a router."""
 
-    copies: int = 1
-    prefill: int = 0
-    decode: int = 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The role of each, in order."""
-        if self.prefill:
-            return ("prefill",) * self.prefill + ("decode",) * self.decode
-        return ("",) * self.copies
+    url: str
+    role: str = ""  # prefill, decode, or empty
+    bootstrap_port: int | None = None  # of a prefill server, where the engine has one
 
 
-def parse_roles(text: str) -> Roles:
-    """`2:1`: two servers for prompts, one for tokens. Raises UsageError."""
+class RouterProgram(EngineProgram):
+    """A router: one address before several servers, that keeps equal prompt prefixes together."""
+
+    launches: tuple[str, ...] = ()  # words between the program and its arguments
+    pd_flag = ""  # switch for prefill/decode disaggregation
+
+    def step(self, servers: Sequence[RoutedServer], host: str, port: int, metrics_port: int) -> LaunchStep:
+        """Prompts go where their prefixes are cached; decode servers cache none, so the load decides there."""
+        command = CommandBuilder(self, parse_version(self.newest))
+        command.add_all({"--host": host, "--port": port})
+        if any(each.role for each in servers):
+            command.add(self.pd_flag)
+            for each in servers:
+                command.add(f"--{each.role}", each.url)
+                command.words += [str(each.bootstrap_port)] if each.bootstrap_port else []
+            several = sum(each.role == "decode" for each in servers) > 1
+            decode_policy = "power_of_two" if several else "round_robin"  # the former refuses one
+            command.add_all({"--prefill-policy": "cache_aware", "--decode-policy": decode_policy})
+        else:
+            command.add("--worker-urls", servers[0].url)
+            command.words += [each.url for each in servers[1:]]
+            command.add("--policy", "cache_aware")
+        command.add("--worker-startup-timeout-secs", STARTUP_TIMEOUT_S)
+        command.add_all({"--health-check-interval-secs": HEALTH_INTERVAL_S, "--prometheus-port": metrics_port})
+        words = (self.program, *self.launches, *command.words)
+        return LaunchStep(words, "router", server="router", role="router", port=port)
+
+    def installed_path(self) -> str | None:
+        """Returns the router's program: beside this Python, else in PATH."""
+        beside = Path(sys.executable).with_name(self.program)
+        return str(beside) if beside.exists() else shutil.which(self.program)
+
+
+class VllmRouter(RouterProgram):
+    name, title, program, newest = "vllm_router", "vllm-router", "vllm-router", "0.1.17"
+    pd_flag = "--vllm-pd-disaggregation"
+
+
+class SglangRouter(RouterProgram):
+    name, title, program, newest = "sglang_router", "sglang-router", "sglang-router", "0.3.2"
+    launches, pd_flag = ("launch",), "--pd-disaggregation"
+
+
+ROUTERS: dict[str, RouterProgram] = {each.name: each for each in (VllmRouter(), SglangRouter())}
+COPY_ROUTER = "vllm_router"  # the router for copies of any engine
+
+
+def router_of(step: LaunchStep) -> RouterProgram:
+    return next(each for each in ROUTERS.values() if each.program == step.words[0])
+
+
+def parse_roles(text: str) -> tuple[str, ...]:
+    """Returns the role of each server of `2:1`: two for prefill, one for decode. Raises UsageError."""
     found = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if not found or not int(found[1]) or not int(found[2]):
         what = f"--disaggregate is {text!r}, but says how many prefill and decode servers there are"
         raise UsageError(what, "for example --disaggregate 1:1")
-    return Roles(prefill=int(found[1]), decode=int(found[2]))
+    return ("prefill",) * int(found[1]) + ("decode",) * int(found[2])
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where the commands of a plan run: on this machine and others (empty), or what --emit writes them for."""
+class LaunchTarget:
+    """Where the commands of a plan run: on this and other machines (empty), or what --emit writes them for."""
 
     kind: str = ""
     head_node: str = "HEAD_NODE"
@@ -55,139 +102,125 @@ class Site:
     def in_pods(self) -> bool:
         return self.kind in ("k8s", "kuberay")
 
-    def first(self) -> str:
-        """Where the first of several nodes of one server is found by the others."""
+    def head_address(self) -> str:
+        """Returns the address of the first of several nodes of one server."""
         if self.kind == "k8s":
             return "$(LWS_LEADER_ADDRESS)"
         return "${NODES[0]}" if self.kind == "slurm" else self.head_node
 
-    def address(self, node: int, nodes: int) -> str:
-        """Of a machine, as servers on others reach it."""
+    def address(self, node: int, num_nodes: int) -> str:
+        """Returns the address of a machine, as servers on others reach it."""
         if self.in_pods:
             return "$(POD_IP)"
         if self.kind == "slurm":
             return f"${{NODES[{node}]}}"
-        if nodes == 1:
+        if num_nodes == 1:
             return "127.0.0.1"
         return f"NODE_{node}" if node else self.head_node
 
-    def url(self, server: str, place: Place, port: int) -> str:
-        """Of a server, as the router reaches it."""
-        return f"http://{server if self.in_pods else place.address}:{port}"
+    def url(self, spec: LaunchSpec) -> str:
+        """Returns the address of a server, as the router reaches it."""
+        place = spec.placement
+        return f"http://{place.server if self.in_pods else place.address}:{spec.port}"
 
 
-def placed(wanted: Wanted, site: Site) -> Wanted:
-    """One server: on a CPU with cores for each of its workers."""
-    parallel = wanted.parallel
-    nodes = max(parallel.nodes, 1)
-    place = Place(address=site.address(0, nodes), cpus=_cpus(parallel.tensor * parallel.data, wanted, site))
-    return replace(wanted, place=place, host=EVERYWHERE if site.in_pods else wanted.host)
+def place_single(spec: LaunchSpec, target: LaunchTarget) -> LaunchSpec:
+    """Places one server; on a CPU with cores for each of its workers."""
+    parallel = replace(spec.parallel, head_node=target.head_address())
+    cpus = _worker_cpus(parallel.tensor * parallel.data, spec, target)
+    placement = ServerPlacement(address=target.address(0, max(parallel.nodes, 1)), cpus=cpus)
+    return replace(spec, parallel=parallel, placement=placement, host=EVERYWHERE if target.in_pods else spec.host)
 
 
-def _cpus(workers: int, wanted: Wanted, site: Site) -> tuple[tuple[int, ...], ...]:
-    if wanted.platform != "cpu" or site.kind:  # elsewhere other cores are there
+def _worker_cpus(num_workers: int, spec: LaunchSpec, target: LaunchTarget) -> tuple[tuple[int, ...], ...]:
+    if spec.platform != "cpu" or target.kind:  # other machines have other cores
         return ()
     nodes = machine.nodes()
-    return cores_of_workers(workers, len(nodes), [cpus[0] for cpus in machine.cores(nodes)])
+    return cores_of_workers(num_workers, len(nodes), [cpus[0] for cpus in machine.cores(nodes)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """What each server of a fleet gets: devices of one node, and how it divides the model over them."""
+class ServerShare(NamedTuple):
+    """What each server of a fleet gets."""
 
     parallel: Parallelism
-    on_node: int
+    on_node: int  # servers on a node
     nodes: int
 
-    def place(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """The node of a server, and its devices there."""
-        size = self.parallel.tensor * self.parallel.data
-        node, place = divmod(number, self.on_node)
-        return node, tuple(range(place * size, (place + 1) * size)) if self.parallel.gpus else ()
 
-
-def share(
-    facts: Facts, devices: Devices, servers: int, *, nodes: int, tp: int | None, dp: int | None, room: Room
-) -> tuple[Share, list[str]]:
-    """Devices of each of so many servers, none of which spans nodes. Raises UsageError or CapacityError."""
+def share_devices(facts: ModelFacts, hardware: Hardware, num_servers: int) -> tuple[ServerShare, list[str]]:
+    """Divides the devices among servers, none of which spans nodes. Raises UsageError or CapacityError."""
+    devices, nodes, tp = hardware.devices, hardware.nodes, hardware.tp
     if not devices.count:
-        parallel, notes = divide(facts, devices, nodes=nodes, tp=tp, dp=dp, room=room)
-        return Share(parallel=parallel, on_node=servers, nodes=1), notes
-    on_each = -(-servers // nodes)
-    size = (tp or 1) * (dp or 1) if tp else devices.count // on_each
-    if not size or size > devices.count or devices.count // size * nodes < servers:
-        what = f"{servers} servers of {size or 1} GPUs do not fit on {nodes} x {devices.count} GPUs"
+        parallel, notes = divide(facts, hardware)
+        return ServerShare(parallel, num_servers, 1), notes
+    size = tp * (hardware.dp or 1) if tp else devices.count // -(-num_servers // nodes)
+    if not size or size > devices.count or devices.count // size * nodes < num_servers:
+        what = f"{num_servers} servers of {size or 1} GPUs do not fit on {nodes} x {devices.count} GPUs"
         raise UsageError(what, "a server does not span nodes here: more --nodes, or a smaller --tp")
-    own = replace(devices, count=size)
-    parallel, notes = divide(facts, own, nodes=1, tp=tp, dp=dp, room=room)
+    parallel, notes = divide(facts, replace(hardware, devices=replace(devices, count=size), nodes=1))
     on_node = devices.count // (parallel.tensor * parallel.data)
-    return Share(parallel=parallel, on_node=on_node, nodes=-(-servers // on_node)), notes
+    return ServerShare(parallel, on_node, -(-num_servers // on_node)), notes
 
 
-def fleet(
-    launcher: Launcher, facts: Facts, wanted: Wanted, version: Version, roles: Roles, share: Share, site: Site
-) -> Plan:
-    """The servers of all roles, and their router, which listens where one server would."""
-    router = _router(launcher, roles)
-    if wanted.settings.get("ssl_certfile"):
+def plan_fleet(
+    launcher: EngineLauncher,
+    facts: ModelFacts,
+    spec: LaunchSpec,
+    version: Version,
+    roles: Sequence[str],
+    share: ServerShare,
+    target: LaunchTarget,
+) -> LaunchPlan:
+    """Plans the servers, by their `roles` (empty: a copy), and their router, which listens where one server would."""
+    if any(roles) and not launcher.pd_router:
+        raise UsageError(f"{launcher.title} cannot run prefill and decode apart from here", "vllm and sglang can")
+    router = ROUTERS[launcher.pd_router if any(roles) else COPY_ROUTER]
+    if spec.settings.get("ssl_certfile"):
         raise UsageError("--ssl-certfile cannot go with several servers", "let a proxy before the router do that")
-    plan, behind = Plan(), []
-    members = list(_members(launcher, wanted, roles, share, site))
-    for each in members:
-        made = launcher.plan(facts, each, version)
-        _add(plan, made, each, share.nodes)
-        bootstrap = launcher.bootstrap + each.place.number if launcher.bootstrap and each.role == "prefill" else None
-        url = site.url(each.place.server, each.place, each.port)
-        behind.append(Behind(url=url, role=each.role or "", bootstrap=bootstrap))
-    host = EVERYWHERE if site.in_pods else wanted.host
-    prometheus = wanted.port + len(members) + 1
-    plan.serve.append(router.step(behind, host, wanted.port, prometheus, newest(router)))
+    plan, servers = LaunchPlan(), list[RoutedServer]()
+    for each in _member_specs(spec, roles, share, target):
+        _add_member(plan, launcher.plan(facts, each, version), each, share.nodes)
+        has_bootstrap = launcher.bootstrap_port and each.role == "prefill"
+        port = (launcher.bootstrap_port or 0) + each.placement.number if has_bootstrap else None
+        servers.append(RoutedServer(target.url(each), each.role or "", port))
+    host = EVERYWHERE if target.in_pods else spec.host
+    plan.serve.append(router.step(servers, host, spec.port, metrics_port=spec.port + len(servers) + 1))
     return plan
 
 
-def _router(launcher: Launcher, roles: Roles) -> Router:
-    if not roles.prefill:
-        return ROUTERS[COPIES]
-    if not launcher.divided:
-        raise UsageError(f"{launcher.title} cannot run prefill and decode apart from here", "vllm and sglang can")
-    return ROUTERS[launcher.divided]
-
-
-def _members(launcher: Launcher, wanted: Wanted, roles: Roles, share: Share, site: Site) -> Iterator[Wanted]:
-    names = roles.names
-    workers = share.parallel.tensor * share.parallel.data
-    cpus = _cpus(workers * len(names), wanted, site)
-    for number, role in enumerate(names):
-        node, devices = share.place(number)
-        place = Place(
-            server=f"{role or 'copy'}-{names[:number].count(role)}",
+def _member_specs(
+    spec: LaunchSpec, roles: Sequence[str], share: ServerShare, target: LaunchTarget
+) -> Iterator[LaunchSpec]:
+    num_workers = share.parallel.tensor * share.parallel.data
+    cpus = _worker_cpus(num_workers * len(roles), spec, target)
+    for number, role in enumerate(roles):
+        node, place = divmod(number, share.on_node)
+        devices = tuple(range(place * num_workers, (place + 1) * num_workers)) if share.parallel.gpus else ()
+        placement = ServerPlacement(
+            server=f"{role or 'copy'}-{roles[:number].count(role)}",
             number=number,
             node=node,
-            address=site.address(node, share.nodes),
-            devices=() if site.in_pods else devices,
-            cpus=cpus[number * workers : (number + 1) * workers],
+            address=target.address(node, share.nodes),
+            devices=() if target.in_pods else devices,
+            cpus=cpus[number * num_workers : (number + 1) * num_workers],
         )
         yield replace(
-            wanted,
+            spec,
             role=role or None,
             parallel=share.parallel,
-            port=wanted.port if site.in_pods else wanted.port + 1 + number,
-            host=wanted.host if place.address == "127.0.0.1" else EVERYWHERE,
-            place=place,
+            port=spec.port if target.in_pods else spec.port + 1 + number,
+            host=spec.host if placement.address == "127.0.0.1" else EVERYWHERE,
+            placement=placement,
         )
 
 
-def _add(plan: Plan, made: Plan, member: Wanted, nodes: int) -> None:
-    """The commands of one server, under its name; what all of them need once."""
-    place = member.place
-    where = f"{place.server} on node {place.node}" if nodes > 1 else place.server
+def _add_member(plan: LaunchPlan, made: LaunchPlan, member: LaunchSpec, num_nodes: int) -> None:
+    """Adds the commands of one server under its name, and what all servers need once."""
+    place = member.placement
+    where = f"{place.server} on node {place.node}" if num_nodes > 1 else place.server
     plan.before += [step for step in made.before if step not in plan.before]
     for step in made.serve:
         plan.serve.append(replace(step, where=where, server=place.server, role=member.role or "", node=place.node))
     plan.files |= made.files
     plan.facts |= made.facts
     plan.notes += [note for note in made.notes if note not in plan.notes]
-
-
-def engines_of(steps: Sequence[Step]) -> list[Step]:
-    return [step for step in steps if step.role != "router"]

@@ -1,308 +1,327 @@
-"""What every launcher is made of: a table of flags by version, a command line that takes no other, and the plan.
-
-A launcher's file declares its flags (each with the versions that have it and the file it was read from), which of them
-stands for a common option, what is stale, and one method that puts the command together.
-"""
+"""Programs that `launch` runs: their data, installation and arguments by version; base class of all launchers."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from headstart.errors import UsageError
-from headstart.formats.drafters import DrafterKind
-from headstart.tools.launch.commands import CommandLine
-from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.versions import Version, at_least, text_of
-
-PLATFORMS = {
-    "cuda": "NVIDIA GPUs",
-    "rocm": "AMD GPUs",
-    "xpu": "Intel GPUs",
-    "npu": "Ascend NPUs",
-    "metal": "Apple's GPUs",
-    "cpu": "a CPU alone",
-}
-VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES",
-           "xpu": "ZE_AFFINITY_MASK"}  # fmt: skip
-"""Variables that say which devices of a node a process sees."""
-BOTH_SIDES = "a prefill node drafts nothing, but needs the heads: both sides must have the same caches"
-OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
+from headstart.formats.json_object import read_packaged
+from headstart.tools.launch.arguments import Version, at_least, parse_version, published, version_text
+from headstart.tools.launch.command_line import CommandLine
+from headstart.tools.launch.model_facts import ModelFacts
+from headstart.tools.launch.spec import PLATFORMS, LaunchPlan, LaunchSpec, LaunchStep, option_flag
 
 
 @dataclass(frozen=True)
-class Flag:
-    """An argument, or a key inside a config (`speculative_config.method`). `until`: the first version without it.
-    `values`: words that it takes and that are checked with it."""
+class EngineFlag:
+    """An argument of a plug-in's engine, and the versions that have it."""
 
     name: str
-    source: str
+    source: str  # file of the engine's repository that declares it
     since: str = "0"
-    until: str | None = None
-    values: tuple[str, ...] = ()
+    until: str | None = None  # the first version without it
 
     def serves(self, version: Version) -> bool:
         return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
 
 
-def flags_of(source: str, *names: str) -> tuple[Flag, ...]:
-    """Arguments of one file that every version has."""
-    return tuple(Flag(name, source) for name in names)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallelism:
-    """Devices side by side. `gpus` 0: a CPU."""
-
-    gpus: int = 0
-    tensor: int = 1
-    data: int = 1
-    expert: int = 1
-    nodes: int = 1
-    head_node: str = "HEAD_NODE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a user says and an engine is told as it is. `settings`: common options by name (`Launcher.flag_of`)."""
-
-    head: str | None = None
-    depth_by_batch: str | None = None
-    role: str | None = None  # prefill, decode
-    kv_offload_gb: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one server of several runs. `node` counts machines, `address` is how others reach it, `number` counts
-    servers; `devices` of the node are its own, and on a CPU `cpus` of each of its workers (empty: the engine chooses).
-    """
-
-    server: str = "server"
-    number: int = 0
-    node: int = 0
-    address: str = "127.0.0.1"
-    devices: tuple[int, ...] = ()
-    cpus: tuple[tuple[int, ...], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted(Asked):
-    """What is asked of an engine. `depth` 0: no drafting. `drafter`: what kind `head` is; None: the model's own MTP."""
-
-    depth: int
-    parallel: Parallelism = Parallelism()
-    drafter: DrafterKind | None = None
-    platform: str = "cuda"  # of plan.machine.Device
-    place: Place = Place()
-
-    @property
-    def method(self) -> str:
-        """The kind of drafter in vLLM's words."""
-        return self.drafter.method if self.drafter else "mtp"
-
-    @property
-    def table(self) -> list[list[int]]:
-        """Rows of `depth_by_batch` (from, to, depth): ascending, from 1 on, none deeper than `depth`."""
-        rows = sorted(json.loads(self.depth_by_batch)) if self.depth_by_batch else []
-        if rows and rows[0][0] > 1:
-            rows.insert(0, [1, rows[0][0] - 1, self.depth])
-        return [[low, high, min(deep, self.depth)] for low, high, deep in rows]
-
-    @property
-    def depth_drafted(self) -> int:
-        """Prefill nodes draft nothing: the first token needs none."""
-        return 0 if self.role == "prefill" else self.depth
-
-    @property
-    def visible(self) -> dict[str, str]:
-        """The variable by which a process sees its own devices only; empty: all of the node."""
-        if not self.place.devices:
-            return {}
-        return {VISIBLE[self.platform]: ",".join(map(str, self.place.devices))}
-
-
 @dataclass(frozen=True)
-class Step:
-    """One command: where it runs, and its environment. `inside`: with the engine's own programs, which are in its
-    container where there is one. Steps of one `server` hold a model together, a `node` each; `role`: prefill, decode,
-    router, or empty. `port`: where it answers; None: another step of its server does."""
+class InstalledProgram:
+    """A program on this machine."""
 
-    words: tuple[str, ...]
-    where: str = ""
-    inside: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    server: str = "server"
-    role: str = ""
-    node: int = 0
-    port: int | None = None
+    program: Path
+    python: Path | None  # beside a Python program
+    distribution: str | None  # the Python distribution that installed it
+    version: Version | None  # None: unknown
 
 
-@dataclass(kw_only=True)
-class Plan:
-    """Commands to run first, the server's own on each node, files they need, and what a user should know. `facts`: what
-    rules have to know beside the command line (`rules.Rule`)."""
-
-    before: list[Step] = field(default_factory=list)
-    serve: list[Step] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+def other_engine_hint(word: str) -> str:
+    """What to do about an engine that has no launcher; empty for other words."""
+    rows = read_packaged("headstart.tools.launch", "other_engines.json")
+    return str(rows.get(re.sub(r"[-_.]", "", word.lower()), ""))
 
 
-class Program:
-    """What is launched, by the arguments that its versions take."""
+def engine_data(engine: str) -> Mapping[str, Any]:
+    """Returns NAME.json of the launchers' folder."""
+    return dict(read_packaged("headstart.tools.launch.launchers", f"{engine}.json"))
+
+
+class EngineProgram:
+    """A program by its data. `class Vllm(EngineLauncher, data="vllm.json")` reads these attributes from a file of the
+    launchers' folder."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     program: ClassVar[str]
-    distributions: ClassVar[tuple[str, ...]] = ()
-    """Python distributions that install it."""
-    newest: ClassVar[str]
-    """The version assumed where none is installed or named: the newest release the table was checked for."""
-    start_module: ClassVar[str] = ""
-    """Python module that serves, for installations whose program does not run."""
-    flags: ClassVar[tuple[Flag, ...]]
+    distributions: ClassVar[Sequence[str]] = ()  # Python distributions that install it
+    newest: ClassVar[str]  # the newest release that was read; assumed where none is installed or named
+    start_module: ClassVar[str] = ""  # the Python module that serves, for installations whose program does not run
+    flags: ClassVar[Sequence[EngineFlag]] = ()
+    """Arguments of a plug-in's engine; those of other engines are in published.json."""
 
-    def as_module(self, words: tuple[str, ...]) -> list[str]:
-        """The arguments of `start_module` that do what the program does with `words`."""
-        return list(words[1:])
+    def __init_subclass__(cls, data: str | None = None) -> None:
+        if data is not None:
+            cls.name = data.removesuffix(".json")
+            known = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", ())}
+            for name, value in engine_data(cls.name).items():
+                assert name in known, f"{data}: {name} is unknown"
+                setattr(cls, name, value)
+
+    def supports(self, version: Version, name: str, value: object = None) -> bool:
+        """Does this version take an argument, or a config key (`speculative_config.method`), with this value? Values
+        are checked where the known ones are listed."""
+        if self.flags:
+            return any(flag.name == name and flag.serves(version) for flag in self.flags)
+        known = published(self.name)
+        if known is None or not known.has(name, version):
+            return False
+        return value is None or not known.words(name) or known.has(f"{name}={value}", version)
+
+    def versions_with(self, name: str, value: object = None) -> str:
+        """Returns the versions that take an argument, for people."""
+        ranges = [f"{flag.since} or newer" if flag.until is None else f"before {flag.until}"
+                  for flag in self.flags if flag.name == name]  # fmt: skip
+        known = published(self.name)
+        read = known.versions if known else ()
+        return ", ".join(ranges or [each for each in read if self.supports(parse_version(each), name, value)]) or "none"
+
+    def find_installed(self, place: str | None) -> InstalledProgram | None:
+        """Returns the program at `place` (a path, or its folder), or in PATH. Raises UsageError where `place` has
+        none."""
+        name = place or self.program
+        if place and (folder := Path(place).expanduser()).is_dir():
+            own, python = folder / self.program, folder / "python"
+            name = str(python if python.exists() and not own.exists() else own)
+        found = shutil.which(str(Path(name).expanduser()) if "/" in name else name)
+        if found is None:
+            if place:
+                raise UsageError(f"--program: {place} is no program", f"give the path of {self.program}")
+            return None
+        return self._describe(Path(found))
+
+    def _describe(self, program: Path) -> InstalledProgram:
+        """The version comes from the distribution beside the program: asking the program can take half a minute."""
+        python = program.with_name("python")
+        for distribution in self.distributions:
+            pattern = f"lib/python3*/site-packages/{distribution}-*.dist-info"
+            for folder in sorted(program.parent.parent.glob(pattern)):
+                version = parse_version(folder.name.removeprefix(f"{distribution}-").removesuffix(".dist-info"))
+                return InstalledProgram(program, python if python.exists() else None, distribution, version)
+        is_elsewhere = bool(self.distributions and self.start_module)  # a Python program
+        return InstalledProgram(program, None, None, None if is_elsewhere else _ask_version(program))
+
+    def choose_version(self, named: str | None, installed: InstalledProgram | None) -> tuple[Version, bool]:
+        """Returns the version to write for, and whether it is only assumed."""
+        known = parse_version(named) if named is not None else installed.version if installed else None
+        return (known, False) if known else (parse_version(self.newest), True)
+
+    def resolve(self, words: Sequence[str], installed: InstalledProgram | None) -> list[str]:
+        """Returns a command with the programs that are installed; a program without its own distribution runs as a
+        module."""
+        if installed is not None and words[0] == "python" and installed.python:
+            return [str(installed.python), *words[1:]]
+        if installed is None or words[0] != self.program:
+            return list(words)
+        if self.start_module and installed.python and installed.distribution != self.distributions[0]:
+            return [str(installed.python), "-m", self.start_module, "--model", *words[2:]]  # of PROGRAM serve MODEL ...
+        return [str(installed.program), *words[1:]]
 
 
-class Arguments:
-    """A command line that takes only arguments which the engine has in this version."""
+def _ask_version(program: Path) -> Version | None:
+    """llama.cpp prints `version: 11434 (abc)`, and `build 0` where it was built outside its repository."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    text = done.stdout + done.stderr
+    match = re.search(r"version: b?(\d{3,})\b", text) or re.search(r"build (\d{3,})", text)
+    if match:
+        return (int(match[1]),)
+    plain = re.search(r"\d+\.\d+\.\d+", text)
+    return parse_version(plain[0]) if plain and "build 0" not in text else None
 
-    def __init__(self, launcher: Program, version: Version) -> None:
-        self.launcher, self.version = launcher, version
+
+PLAIN_YAML = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z/][A-Za-z0-9_./-]*", re.IGNORECASE)
+
+
+def dump_yaml(*documents: Mapping[str, Any]) -> str:
+    """Returns YAML as block collections; texts of several lines are blocks, other unusual texts have double quotes."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        def increase_indent(self, flow: bool = False, indentless: bool = False) -> Any:
+            return super().increase_indent(flow, False)
+
+        def represent_text(self, text: str) -> Any:
+            style = "|" if text.endswith("\n") else None if PLAIN_YAML.fullmatch(text) else '"'
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(str, Dumper.represent_text)
+    return str(yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=math.inf))
+
+
+BOTH_SIDES = "a prefill node drafts nothing, but needs the heads: both sides must have the same caches"
+OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versions: compare with --depth 0"
+
+
+class CommandBuilder:
+    """Builds the command line of one program; refuses arguments that its version lacks."""
+
+    def __init__(self, program: EngineProgram, version: Version) -> None:
+        self.program, self.version = program, version
         self.words: list[str] = []
 
-    def check(self, name: str, value: object = None) -> None:
-        """Raises UsageError for an argument, or a value of one, that this version does not have."""
-        declared = [flag for flag in self.launcher.flags if flag.name == name]
-        assert declared, f"{name} is not in the table of {self.launcher.name}"
-        serving = [flag for flag in declared if flag.serves(self.version)]
-        words = {word for flag in serving for word in flag.values}
-        if serving and (not words or value in words):
-            return
-        shown = name.rpartition(".")[2] + (f" {value}" if serving or isinstance(value, str) else "")
-        bounds = [flag for flag in declared if not words or value in flag.values] or declared
-        since, until = bounds[-1].since, bounds[-1].until
-        need = f"before {until}" if until and at_least(self.version, until) else f"{since} or newer"
-        raise UsageError(f"{self.launcher.title} {text_of(self.version)} has no {shown}", f"it takes version {need}")
-
     def has(self, name: str) -> bool:
-        return any(flag.name == name and flag.serves(self.version) for flag in self.launcher.flags)
+        return self.program.supports(self.version, name)
+
+    def require(self, name: str, value: object = None) -> None:
+        """Raises UsageError for an argument, a config key, or a value, that this version lacks."""
+        if not self.program.supports(self.version, name, value):
+            shown = name.rpartition(".")[2] + (f" {value}" if isinstance(value, str) else "")
+            what = f"{self.program.title} {version_text(self.version)} has no {shown}"
+            raise UsageError(what, f"versions with it: {self.program.versions_with(name, value)}")
 
     def add(self, name: str, value: object = None) -> None:
-        """A flag and its value; None: a switch."""
-        self.check(name, value)
+        """Adds a flag with its value; None: a switch."""
+        self.require(name, value)
         self.words += [name] if value is None else [name, str(value)]
 
+    def add_all(self, flags: Mapping[str, object]) -> None:
+        for name, value in flags.items():
+            self.add(name, value)
+
     def add_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Flags of sizes, of which 1 goes without saying."""
-        for name, size in sizes.items():
-            if size > 1:
-                self.add(name, size)
+        """Adds flags whose value is not 1, the default of all sizes."""
+        self.add_all({name: size for name, size in sizes.items() if size > 1})
 
     def config(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """A JSON or YAML document whose every key is checked."""
+        """Returns a config after checking its keys and values."""
         for key, value in entries.items():
-            self.check(f"{name}.{key}", value)
+            self.require(f"{name}.{key}", value)
         return dict(entries)
 
-    def document(self, name: str, option: str, entries: Mapping[str, Any]) -> None:
-        self.add(option, json.dumps(self.config(name, entries)))
+    def add_json(self, flag: str, entries: Mapping[str, Any]) -> None:
+        """Adds a flag whose value is a JSON config."""
+        self.add(flag, json.dumps(self.config(flag.lstrip("-").replace("-", "_"), entries)))
 
 
-class Launcher(Program):
-    """One engine."""
+class ServerBuilder(CommandBuilder):
+    """Builds the plan of one server: its command line, files and notes."""
 
-    modules: ClassVar[tuple[str, ...]] = ()
-    """Words by which a command line is recognized as this engine's, beside the program."""
+    program: EngineLauncher
+
+    def __init__(self, launcher: EngineLauncher, facts: ModelFacts, spec: LaunchSpec, version: Version) -> None:
+        super().__init__(launcher, version)
+        self.facts, self.spec, self.plan = facts, spec, LaunchPlan()
+
+    def note(self, text: str) -> None:
+        self.plan.notes.append(text)
+
+    def add_settings(self, settings: Mapping[str, Any]) -> None:
+        """Adds common options; True is a switch. Raises UsageError for an option that the engine has no flag for."""
+        for name, value in settings.items():
+            if value is None or value is False:
+                continue
+            if (flag := self.program.flag_of(name)) is None:
+                what = f"{self.program.title} has nothing for {option_flag(name)}"
+                raise UsageError(what, "leave it out, or give its own flag after --")
+            for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+                self.add(flag, None if each is True else each)
+
+    def serve(self, *words: str, node: int = 0, where: str = "", answers: bool = True, **environment: str) -> None:
+        """Adds a step that serves; the user's own arguments come last."""
+        environment = {**self.spec.device_environment, **environment}
+        port = self.spec.port if answers else None
+        step = LaunchStep((*words, *self.spec.extra), where, environment=environment, node=node, port=port)
+        self.plan.serve.append(step)
+
+
+class EngineLauncher(EngineProgram):
+    """An engine that `launch` writes commands for."""
+
+    modules: ClassVar[Sequence[str]] = ()  # words that mark a command line as this engine's, beside the program
     images: ClassVar[Mapping[str, str]]
-    """Platform that it runs on -> its container image there; empty: none is published."""
-    instead: ClassVar[Mapping[str, str]] = {}
-    """Platform that it does not run on -> what does."""
-    moved: ClassVar[Mapping[str, str]] = {}
-    """Former names of image repositories -> today's."""
-    serves_by_name: ClassVar[bool] = False
-    """Has the program other commands than `serve`?"""
-    copies: ClassVar[bool] = False
-    """Are copies side by side (--dp) servers of their own, behind a router? Others divide their data themselves."""
-    divided: ClassVar[str] = ""
-    """The router (routers.py) that sends a prompt to prefill, then to decode; empty: it cannot run them apart."""
-    bootstrap: ClassVar[int | None] = None
-    """Where the first prefill server tells decode servers of its caches, if the router has to know that."""
-    on_cpus: ClassVar[bool] = False
-    """Does it take --tp on a CPU?"""
-    model_first: ClassVar[bool] = False
-    """Does the model follow the program, without a flag? (After `serve` it does.)"""
+    """Platform -> container image; empty: the engine runs there, but no image is published."""
+    alternatives: ClassVar[Mapping[str, str]] = {}  # platform without this engine -> what to use there
+    moved_images: ClassVar[Mapping[str, str]] = {}  # former image repository -> today's
+    format: ClassVar[str] = ""  # format of the checkpoints that it drafts with, safetensors or gguf; empty: any
+    format_hint: ClassVar[str] = "give safetensors"
+    unsupported: ClassVar[Mapping[str, str]] = {}  # option that it cannot take -> what to do
+    has_subcommands: ClassVar[bool] = False  # other commands than `serve`
+    runs_copies: ClassVar[bool] = False
+    """--dp starts separate servers behind a router; other engines divide their data themselves."""
+    pd_router: ClassVar[str] = ""
+    """The router (fleet.ROUTERS) for prefill/decode disaggregation; empty: the engine has none."""
+    bootstrap_port: ClassVar[int | None] = None
+    """Port of the first prefill server's bootstrap, where the router has to know it."""
+    has_cpu_tp: ClassVar[bool] = False  # it takes --tp on a CPU
+    model_first: ClassVar[bool] = False  # the model follows the program without a flag. (After `serve` it always does.)
     health: ClassVar[str] = "/health"
-    settings: ClassVar[Mapping[str, str]] = {}
-    """Common option -> flag, where that is not the option's own name."""
-    joint: ClassVar[str] = "-"
-    """What stands between the words of its flags."""
-    methods: ClassVar[Mapping[str, str]] = {}
-    """Kind of drafter -> the engine's word for it."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    removed: ClassVar[Mapping[str, str]] = {}
-    """Stale flags and why they are gone or what does their work."""
-    switches: ClassVar[frozenset[str]] = frozenset()
-    """Those of `removed` that take no value."""
+    settings: ClassVar[Mapping[str, str]] = {}  # common option -> flag
+    methods: ClassVar[Mapping[str, str]] = {}  # kind of drafter -> the engine's word for it
+    renamed: ClassVar[Mapping[str, str]] = {}  # former flag -> today's
+    removed: ClassVar[Mapping[str, str]] = {}  # former flag -> why it is gone, or what replaces it
+    replaced: ClassVar[Mapping[str, Sequence[str]]] = {}  # former switch -> the flag and value of today
+    switches: ClassVar[Sequence[str]] = ()  # flags of `removed` without a value
 
-    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
-        """The commands for one model. Raises UsageError for what this engine or version cannot do."""
+    def plan(self, facts: ModelFacts, spec: LaunchSpec, version: Version) -> LaunchPlan:
+        """Returns the commands of one server. Raises UsageError for what the engine or this version cannot do."""
+        if self.format == "gguf" and facts.format != "gguf" and facts.local:
+            raise UsageError(f"{facts.source} is no GGUF file", self.format_hint)
+        if self.format == "safetensors" and facts.format == "gguf":
+            raise UsageError(f"{facts.source} is a GGUF file, which {self.title} cannot draft with", self.format_hint)
+        for option, hint in self.unsupported.items():
+            if getattr(spec, option):
+                raise UsageError(f"{self.title} cannot take {option_flag(option)}", hint)
+        server = ServerBuilder(self, facts, spec, version)
+        self.build(server)
+        return server.plan
+
+    def build(self, server: ServerBuilder) -> None:
+        """Writes the commands for `server.facts` and `server.spec`. Raises UsageError."""
         raise NotImplementedError
 
     def modernize(self, line: CommandLine, version: Version) -> None:
-        """Change an old command line in place, beyond `renamed` and `removed`; `line.changes` says what was done."""
+        """Changes an old command line in place, beyond `renamed` and `removed`."""
 
-    def words_of(self, step: Step) -> tuple[str, ...]:
-        """Those of a serving command that are the engine's arguments, the model in front included."""
+    def modernize_config(self, text: str, version: Version) -> tuple[str, list[str], list[str]]:
+        """Returns an old configuration file brought up to date, changes and warnings."""
+        return text, [], []
+
+    def arguments_of(self, step: LaunchStep) -> tuple[str, ...]:
+        """Returns the engine's arguments of a serving command, the model in front included."""
         begin = next(place for place, word in enumerate(step.words) if word in (self.program, *self.modules))
         return step.words[begin + 1 :]
 
     def repositories(self) -> set[str]:
-        """Names of its images, without their tags."""
-        return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved.keys()
+        """Returns the names of its images without tags."""
+        return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved_images.keys()
 
     def check_platform(self, platform: str) -> None:
-        """Raises UsageError for one that the engine does not run on."""
+        """Raises UsageError for a platform that the engine does not run on."""
         if platform not in self.images:
-            hint = self.instead.get(platform, f"it runs on {', '.join(self.images)}")
+            hint = self.alternatives.get(platform, f"it runs on {', '.join(self.images)}")
             raise UsageError(f"{self.title} does not run on {PLATFORMS.get(platform, platform)}", hint)
 
     def flag_of(self, option: str) -> str | None:
-        """The flag of a common option; None where no version has one."""
-        name = self.settings.get(option, f"--{option.replace('_', self.joint)}")
-        return name if any(flag.name == name for flag in self.flags) else None
+        """Returns the flag of a common option; None where no version has one."""
+        own = option_flag(option)
+        return self.settings.get(option, own if any(flag.name == own for flag in self.flags) else None)
 
-    def apply_settings(self, arguments: Arguments, settings: Mapping[str, Any]) -> None:
-        """A value of True is a switch. Raises UsageError, naming the option, for a setting without a flag."""
-        for name, value in settings.items():
-            if value is None or value is False:
-                continue
-            if (flag := self.flag_of(name)) is None:
-                what = f"{self.title} has nothing for --{name.replace('_', '-')}"
-                raise UsageError(what, "leave it out, or give its own flag after --")
-            for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-                arguments.add(flag, None if each is True else each)
-
-    def method_of(self, wanted: Wanted) -> str:
-        """The engine's word for the kind of drafter. Raises UsageError for one that it does not draft with."""
-        if wanted.method not in self.methods:
+    def method_of(self, spec: LaunchSpec) -> str:
+        """Returns the engine's word for the kind of drafter. Raises UsageError for an unknown kind."""
+        if spec.method not in self.methods:
             hint = f"it takes {', '.join(self.methods)}"
-            raise UsageError(f"{self.title} cannot draft with a head of kind {wanted.method}", hint)
-        return self.methods[wanted.method]
-
-    def refuse(self, wanted: Wanted, **words: str) -> None:
-        """Raises UsageError for each field of `wanted` named here that is set."""
-        for name, hint in words.items():
-            if getattr(wanted, name):
-                raise UsageError(f"{self.title} cannot take --{name.replace('_', '-')}", hint)
+            raise UsageError(f"{self.title} cannot draft with a head of kind {spec.method}", hint)
+        return self.methods[spec.method]

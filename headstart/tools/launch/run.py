@@ -2,290 +2,107 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from headstart import hub, registry
-from headstart.config import EngineConfig
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
-from headstart.formats.drafters import DrafterKind
-from headstart.tools.launch.alive import check
-from headstart.tools.launch.checked import check_words, definitions_of
-from headstart.tools.launch.depth import ChosenDepth, choose_depth
-from headstart.tools.launch.detect import Installed, find_installed
-from headstart.tools.launch.emit import KINDS, emitted
-from headstart.tools.launch.facts import Facts, drafter_of, read_facts
-from headstart.tools.launch.fleet import Roles, Site, engines_of, fleet, parse_roles, placed, share
-from headstart.tools.launch.kubernetes import RAY_VLLM
-from headstart.tools.launch.launcher import Asked, Launcher, Plan, Wanted
-from headstart.tools.launch.models import check_model, no_heads
-from headstart.tools.launch.parallelism import Devices, Room, divide, named_devices
-from headstart.tools.launch.prepared import Prepared
-from headstart.tools.launch.published import published
-from headstart.tools.launch.report import check_lines, document, lines_of
-from headstart.tools.launch.start import Running, start
+from headstart.tools.engine_metrics import EngineCounters, advise
+from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_commands, emit, shell_line
+from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, launch_document, prepare, with_absolute_paths
+from headstart.tools.launch.processes import Say, ServerGroup, start
+from headstart.tools.launch.spec import LaunchSpec
 from headstart.tools.launch.translate import translate_text
-from headstart.tools.launch.versions import Version, at_least, parse, text_of
-from headstart.tools.launch.watch import Say, Watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchOptions(Asked):
-    """What to launch and where; None lets the program decide."""
-
-    engine: str
-    model: str | None = None
-    engine_version: str | None = None
-    program: str | None = None
-    depth: int | None = None
-    gpus: str | None = None
-    tp: int | None = None
-    dp: int | None = None
-    nodes: int = 1
-    head_node: str = "HEAD_NODE"
-    disaggregate: str | None = None
-    emit: str | None = None  # a name of emit.KINDS
-
-
-def launcher_of(engine: str) -> Launcher:
-    """Raises UsageError for an engine without a launcher, with what to do instead where it is known."""
-    name = engine.lower().replace("-", "_")
-    if answer := ELSEWHERE.get(name.replace("_", "").replace(".", "")):
-        raise UsageError(f"{engine} has no launcher here", answer)
-    launcher: Launcher = registry.find("launchers", name).LAUNCHER
-    return launcher
-
-
-def prepare(options: LaunchOptions) -> Prepared:
-    """Look at engine, model and machine, and put the command together. Raises UsageError, ModelError or
-    CapacityError."""
-    _check_numbers(options)
-    launcher = launcher_of(options.engine)
-    installed = find_installed(launcher, options.program)
-    version, assumed = version_of(launcher, options.engine_version, installed)
-    devices = named_devices(options.gpus)
-    launcher.check_platform(devices.platform)
-    if options.head and hub.is_builtin(options.head):
-        options = replace(options, head=str(hub.resolve(options.head)))
-    drafter = drafter_of(options.head) if options.head else None
-    facts = read_facts(options.model)
-    check_model(launcher, version, facts.model_type)
-    depth = _depth(launcher, version, options, facts, drafter, devices)
-    wanted = Wanted(
-        depth=depth.depth,
-        drafter=drafter,
-        platform=devices.platform,
-        **{item.name: getattr(options, item.name) for item in fields(Asked)},
-    )
-    if wanted.role not in (None, "prefill", "decode"):
-        raise UsageError(f"--role is {wanted.role!r}, which is unknown", "choose prefill or decode")
-    wanted, plan, notes = _plan(launcher, version, options, facts, wanted, devices)
-    _check_twice(launcher, version, plan, options.extra)
-    plan.notes = [
-        *_newer(launcher, version),
-        *notes,
-        *_remote_code(launcher, facts, wanted),
-        *plan.notes,
-        *_check(launcher, version, facts, wanted, plan),
-    ]
-    return Prepared(launcher, version, assumed, installed, facts, wanted, depth.why, plan)
-
-
-def _plan(
-    launcher: Launcher, version: Version, options: LaunchOptions, facts: Facts, wanted: Wanted, devices: Devices
-) -> tuple[Wanted, Plan, list[str]]:
-    """The commands of one server, or of several behind a router; and what does not fit."""
-    asked = {name: options.settings.get(setting) for name, setting in ROOM.items()}
-    context, users = (int(str(asked[name])) if str(asked[name]).isdigit() else None for name in ("context", "users"))
-    room = Room(context=context, users=users, kv=asked["kv"])
-    site = Site(options.emit or "", options.head_node)
-    copies = (options.dp or 1) if launcher.copies else 1
-    dp = None if launcher.copies else options.dp
-    if options.disaggregate is not None and options.role:
-        raise UsageError("--disaggregate and --role are two ways to say it", "give one of them")
-    if options.disaggregate is None and copies == 1:
-        parallel, notes = divide(facts, devices, nodes=options.nodes, tp=options.tp, dp=dp, room=room)
-        if wanted.platform == "cpu" and parallel.tensor > 1 and not launcher.on_cpus:
-            raise UsageError(f"{launcher.title} is not given --tp on a CPU here", "vllm takes it; --dp runs copies")
-        wanted = placed(replace(wanted, parallel=replace(parallel, head_node=site.first())), site)
-        return wanted, launcher.plan(facts, wanted, version), notes
-    roles = parse_roles(options.disaggregate) if options.disaggregate is not None else Roles(copies=copies)
-    if roles.prefill and copies > 1:
-        raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
-    each, notes = share(facts, devices, len(roles.names), nodes=options.nodes, tp=options.tp, dp=dp, room=room)
-    wanted = replace(wanted, parallel=each.parallel)
-    return wanted, fleet(launcher, facts, wanted, version, roles, each, site), notes
-
-
-ROOM = {"context": "max_model_len", "users": "max_num_seqs", "kv": "kv_cache_dtype"}
-"""What caches are asked for, and the settings that say it."""
-ELSEWHERE = {
-    "ollama": "`ollama run MODEL` drafts by itself where its model has heads; llamacpp runs the same files",
-    "lmstudio": "switch speculative decoding on in its model settings; llamacpp runs the same files",
-    "mlx": "mlx_lm drops MTP heads; MTPLX (`mtplx serve MODEL`) drafts with them on Apple's GPUs",
-    "mlxlm": "mlx_lm drops MTP heads; MTPLX (`mtplx serve MODEL`) drafts with them on Apple's GPUs",
-    "mtplx": "run `mtplx serve MODEL`; `headstart probe` measures it as any other server",
-    "exllama": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
-    "exllamav2": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
-    "exllamav3": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
-    "tabbyapi": "exllamav3 drafts with EXL3 heads through TabbyAPI: draft_model in its config.yml",
-    "openvino": "OpenVINO GenAI drafts with MTP heads that `optimum-cli export openvino` keeps; greedy, one request",
-    "transformers": "model.generate(use_mtp=True), one request at a time",
-    "ikllamacpp": "llamacpp with --program PATH runs its llama-server; its flags differ: see --translate",
-    "mistralrs": "`mistralrs serve` has flags of its own; `headstart probe` measures it as any other server",
-    "tgi": "text-generation-inference is no longer developed: use vllm or sglang",
-    "tensorrtllm": "its name here is trtllm",
-    "llamaserver": "its name here is llamacpp",
-    "koboldcpp": "llamacpp runs the same files",
-}
-"""Engines that people ask for -> what to do."""
-
-
-def _depth(
-    launcher: Launcher,
-    version: Version,
-    options: LaunchOptions,
-    facts: Facts,
-    drafter: DrafterKind | None,
-    devices: Devices,
-) -> ChosenDepth:
-    """Raises UsageError for heads that this version cannot draft with, unless nothing was asked."""
-    why = no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
-    if why and options.depth:
-        raise UsageError(f"--depth is {options.depth}, but {why}", "--depth 0, or another version")
-    if why:
-        return ChosenDepth(0, why)
-    return choose_depth(facts, options.depth, drafter, gpus=devices.count)
-
-
-def _check(launcher: Launcher, version: Version, facts: Facts, wanted: Wanted, plan: Plan) -> list[str]:
-    """What the engine takes otherwise than it looks. Raises UsageError for a command that it would refuse."""
-    drafter = wanted.drafter
-    known = {
-        "model.type": facts.model_type,
-        "model.modules": facts.modules,
-        "device": wanted.platform,
-        "head.kind": drafter.kind if drafter else None,
-        "head.reduced_vocabulary": drafter.reduced_vocabulary if drafter else None,
-        "head.most_drafts": drafter.most_drafts if drafter else None,
-        **plan.facts,
-    }
-    notes: dict[str, None] = {}
-    for step in engines_of(plan.serve):
-        checked = check_words(launcher, version, launcher.words_of(step), known, positional=2)
-        if checked.errors:
-            raise UsageError(checked.errors[0], "; ".join(checked.errors[1:]) or "see its --help")
-        notes |= dict.fromkeys(checked.notes)
-    return list(notes)
-
-
-def version_of(launcher: Launcher, named: str | None, installed: Installed | None) -> tuple[Version, bool]:
-    """The version to write for, and whether it is only assumed."""
-    if named is not None:
-        return parse(named), False
-    if installed is not None and installed.version is not None:
-        return installed.version, False
-    return parse(launcher.newest), True
-
-
-def _check_numbers(options: LaunchOptions) -> None:
-    """Raises UsageError for a value out of range."""
-    EngineConfig(depth_by_batch=options.depth_by_batch)
-    low = {"nodes": 1, "tp": 1, "dp": 1, "kv_offload_gb": 1, "depth": 0, "port": 1}
-    for name, least in low.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            flag = f"--{name.removesuffix('_gb').replace('_', '-')}"
-            raise UsageError(f"{flag} is {value}, but must be at least {least}")
-
-
-def _check_twice(launcher: Launcher, version: Version, plan: Plan, extra: tuple[str, ...]) -> None:
-    """Raises UsageError for a flag given after -- that the command has already, in any spelling."""
-    known = definitions_of(launcher.name, version)
-
-    def flags(words: Iterable[str]) -> list[tuple[str, ...]]:
-        given = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
-        return [(known.find(flag) if known else ()) or (flag,) for flag in given]
-
-    words = launcher.words_of(plan.serve[0])
-    for flag, names in zip([word for word in extra if re.match("--?[A-Za-z]", word)], flags(extra), strict=True):
-        if flags(words).count(names) > 1:
-            hint = "leave it out, or use launch's own option for it; --depth 0 leaves drafting to your flags"
-            raise UsageError(f"{flag.partition('=')[0]} is given after --, but is set already", hint)
-
-
-def _newer(launcher: Launcher, version: Version) -> list[str]:
-    known = published(launcher.name)
-    newest = list(known.versions)[-1] if known else ""
-    if not newest or at_least(parse(newest), text_of(version)):
-        return []
-    return [f"the flags of {launcher.title} are known up to {newest}: those of {text_of(version)} may differ"]
-
-
-def _remote_code(launcher: Launcher, facts: Facts, wanted: Wanted) -> list[str]:
-    """Code from a checkpoint runs only if the user says so."""
-    flag = launcher.flag_of("trust_remote_code")
-    if not facts.remote_code or flag is None or flag in wanted.extra or wanted.settings.get("trust_remote_code"):
-        return []
-    return [f"the checkpoint brings Python code: if {launcher.title} asks for it and you trust it, add -- {flag}"]
+from headstart.tools.probe.endpoint import Endpoint
+from headstart.tools.probe.run import PREDICTABLE
 
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
-    """What would be run, or the file that --emit writes. Raises UsageError, ModelError or CapacityError."""
+    """Returns what would be run, or the file that --emit writes. Raises UsageError, ModelError or CapacityError."""
     kind = options.emit
     if kind is None:
-        prepared = prepare(mounted(options) if docker else options)
-        data = document(prepared, docker=docker)
+        data = document(prepare(with_absolute_paths(options) if docker else options), docker=docker)
         return Report(True, data, lines_of(data))
     if kind not in KINDS:
         raise UsageError(f"--emit is {kind!r}, which is unknown", f"choose {', '.join(KINDS)}")
     if kind == "kuberay" and options.engine_version is None:
         options = replace(options, engine_version=RAY_VLLM)
-    prepared = prepare(mounted(options))
-    text = emitted(prepared, kind)
+    prepared = prepare(with_absolute_paths(options))
+    text = emit(prepared, kind)
     return Report(True, {**document(prepared, docker=False), "emitted": text}, text.splitlines())
 
 
-def mounted(options: LaunchOptions) -> LaunchOptions:
-    """Local files by their absolute paths, which are the same inside a container."""
+def document(prepared: PreparedLaunch, *, docker: bool) -> dict[str, Any]:
+    """`docker`: commands for the engine's container image."""
+    if docker:
+        return launch_document(prepared, container_commands(prepared))
+    before = [(step, step.words) for step in prepared.plan.before]
+    commands = {
+        name: [{"where": step.where, "command": shell_line(step.environment, words)} for step, words in steps]
+        for name, steps in (("before", before), ("serve", prepared.commands()))
+    }
+    return launch_document(prepared, commands)
 
-    def absolute(name: str | None) -> str | None:
-        there = name is not None and not hub.is_builtin(name) and Path(name).expanduser().exists()
-        return str(Path(str(name)).expanduser().resolve()) if there else name
 
-    return replace(options, model=absolute(options.model), head=absolute(options.head))
+def lines_of(data: dict[str, Any]) -> list[str]:
+    """Returns the commands of a launch document as shell text, with its notes as comments."""
+    model, assumed = data["model"], " (assumed)" if data["version_assumed"] else ""
+    lines = [
+        f"# {data['engine']} {data['version']}{assumed}; {model['type']}, MTP modules: {model['modules']}",
+        f"# depth {data['depth']}: {data['why_depth']}",
+    ]
+    lines += [f"# note: {note}" for note in data["notes"]]
+    for name, text in data["files"].items():
+        lines += [f"cat > {name} <<'EOF'", *text.splitlines(), "EOF"]
+    for each in (*data["before"], *data["serve"]):
+        lines += [f"# {each['where']}:"] if each["where"] else []
+        lines.append(each["command"])
+    return lines
+
+
+def check_lines(data: dict[str, Any]) -> list[str]:
+    """Returns the verdict of the warm-up as shell comments."""
+    check, length = data["check"], data["check"]["acceptance_length"]
+    if check["alive"]:  # by flags of the user's own too
+        verdict = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
+    elif not data["depth"]:
+        verdict = f"plain decoding: {data['why_depth']}"
+    else:
+        verdict = f"DRAFTING IS NOT ALIVE: {check['why']}"
+    advice = [f"# even of text that is easy to guess: {check['advice']}"] if check.get("advice") else []
+    return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {verdict}", *advice]
 
 
 @dataclass
-class Started:
-    """Engines that run, and what they were started with."""
+class RunningLaunch:
+    """Engines that run, and what they were started from."""
 
-    prepared: Prepared
-    running: Running
+    prepared: PreparedLaunch
+    servers: ServerGroup
 
     def check(self, progress: Progress) -> Report:
-        """Wait for them, warm them up and read their metrics; `ok`: all draft, or were told not to. Raises UsageError
-        with the reason in its log when one does not start."""
-        wanted = self.prepared.wanted
-        self.running.wait(progress)
-        checked = check(self.running, wanted, progress)
-        started = {"log": str(self.running.log), "started_s": round(self.running.started_s, 1), "check": checked}
+        """Waits for the engines, warms them up and reads their metrics; `ok`: all draft, or were told not to. Raises
+        UsageError with the reason in its log when one does not start."""
+        spec = self.prepared.spec
+        self.servers.wait(progress)
+        check = check_drafting(self.servers, spec, progress)
+        started = {"log": str(self.servers.log), "started_s": round(self.servers.started_s, 1), "check": check}
         data = {**document(self.prepared, docker=False), **started}
-        return Report(checked["alive"] or not wanted.depth_drafted, data, [*lines_of(data), *check_lines(data)])
+        return Report(check["alive"] or not spec.depth_drafted, data, [*lines_of(data), *check_lines(data)])
 
     def stay(self, say: Say) -> None:
-        """Until Ctrl-C. What ends of several is started again; raises CheckFailed when that cannot help."""
-        Watch(self.running, say).forever()
+        """Waits until Ctrl-C; restarts one of several servers that ends. Raises CheckFailed when that cannot help."""
+        self.servers.supervise(say)
 
 
 @contextmanager
-def started(options: LaunchOptions) -> Iterator[Started]:
-    """The engine as a child process, or several and their router, which end with the context. Raises UsageError for
-    what one machine cannot do."""
+def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
+    """Runs the engine as a child process, or several and their router; they end with the context. Raises UsageError
+    for what one machine cannot do."""
     prepared = prepare(options)
     steps = prepared.plan.serve
     if prepared.installed is None:
@@ -296,22 +113,67 @@ def started(options: LaunchOptions) -> Iterator[Started]:
     router = steps[-1].words[0] if steps[-1].role == "router" else None
     if router and not Path(prepared.commands()[-1][1][0]).exists():
         raise UsageError(f"{router} is not installed here", f"pip install {router}")
-    with start(prepared.launcher, prepared.commands(), prepared.plan.files, prepared.wanted) as running:
-        yield Started(prepared, running)
+    with start(prepared.launcher, prepared.commands(), prepared.plan.files, prepared.spec) as servers:
+        yield RunningLaunch(prepared, servers)
 
 
 def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
-    """Old command lines for the installed (or named) version, with a line on each change; `ok`: nothing is left that a
-    person has to decide."""
-    done = translate_text(text, engine_version, program)
-    (engine, version), *_ = [*done.engines.items(), (None, None)]
-    data = {
-        "engine": engine,
-        "version": text_of(version) if version else None,
-        "version_assumed": done.assumed,
-        "command": done.text,
-        "changes": done.changes,
-        "warnings": done.warnings,
+    """Brings old command lines up to date for the installed (or named) version."""
+    return translate_text(text, engine_version, program).report()
+
+
+WARMUP_TOKENS = 64
+MIN_DRAFTS = 10  # drafts that advice needs, of text as easy as the warm-up's
+METRICS_READS, METRICS_POLL_S = 10, 0.3  # some engines count with a delay: metrics are read again until they move
+
+
+def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -> dict[str, Any]:
+    """Returns the drafting counters of all engines that should draft over a warm-up, and of each of several."""
+    front = Endpoint(servers.front.server)
+    drafting = [each for each in servers.engines if each.step.role != "prefill"]
+    is_divided = len(drafting) < len(servers.engines)
+    backends = [Endpoint(each.server, front.model) for each in drafting]
+    before = [each.metrics() for each in backends]
+    endpoints, tokens = [front] if is_divided else backends, 0
+    for number, endpoint in enumerate(endpoints):
+        for done, prompt in enumerate(PREDICTABLE):
+            progress(number * len(PREDICTABLE) + done, len(endpoints) * len(PREDICTABLE), "warming up")
+            tokens += endpoint.stream("predictable", prompt, WARMUP_TOKENS, 0.0).tokens or 0
+    if len(servers.processes) > 1 and not is_divided:  # the way through the router
+        front.stream("predictable", PREDICTABLE[0], WARMUP_TOKENS, 0.0)
+    counted = []
+    for endpoint, then in zip(backends, before, strict=True):
+        now = endpoint.metrics()
+        for _ in range(METRICS_READS if spec.depth and spec.role != "prefill" else 0):
+            if now is None or (now.is_drafting if then is None else now != then):
+                break
+            time.sleep(METRICS_POLL_S)
+            now = endpoint.metrics()
+        counted.append(now.since(then) if now and then else now)
+    found = draft_summary(EngineCounters.total(counted), tokens)
+    if len(drafting) > 1:
+        by_name = {each.name: draft_summary(counts, None) for each, counts in zip(drafting, counted, strict=True)}
+        dead = [name for name, summary in by_name.items() if not summary["alive"]]
+        found |= {"servers": by_name, "alive": not dead}
+        if dead and not found["why"]:
+            found["why"] = f"the metrics of {', '.join(dead)} count no accepted drafts"
+    return found
+
+
+def draft_summary(counts: EngineCounters | None, tokens: int | None) -> dict[str, Any]:
+    """`counts` None: no known metrics."""
+    if counts is None:
+        why = "it shows no metrics that are known"
+        return {"alive": False, "acceptance_length": None, "tokens": tokens, "why": why}
+    length = counts.acceptance_length
+    return {
+        "alive": counts.is_drafting and (length is None or length > 1.0),
+        "acceptance_length": length,
+        "tokens": tokens,
+        "drafts": counts.drafts,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "per_position": counts.per_position,
+        "advice": advise(counts, MIN_DRAFTS),
+        "why": "" if counts.is_drafting else "its metrics count no drafts",
     }
-    lines = [done.text, *(f"# {change}" for change in done.changes or ["nothing to change"])]
-    return Report(not done.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in done.warnings)])

@@ -1,142 +1,192 @@
-"""Old command lines into current ones: flags and values are replaced, the shell's own text stays."""
+"""Translates old command lines into current ones: flags and values are replaced, the shell's own text stays."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import PurePath
 
 from headstart import registry
+from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.launch.checked import check_words, definitions_of
-from headstart.tools.launch.commands import CommandLine, Edit, applied
-from headstart.tools.launch.detect import find_installed
-from headstart.tools.launch.launcher import Launcher
-from headstart.tools.launch.published import published
-from headstart.tools.launch.scripts import is_script, rewritten
-from headstart.tools.launch.shell import Token, commands, quoted, unpasted
-from headstart.tools.launch.versions import Version, parse, text_of
+from headstart.formats.json_object import read_packaged
+from headstart.tools.launch.arguments import Version, check_arguments, parse_version, published, table_for, version_text
+from headstart.tools.launch.command_line import CommandLine, Edit, ShellToken, apply_edits, commands, quoted, unpasted
+from headstart.tools.launch.launcher import EngineLauncher, other_engine_hint
 
-
-@dataclass
-class Translated:
-    """A text with its commands brought up to date. `engines`: name -> version it was written for."""
-
-    text: str
-    engines: dict[str, Version] = field(default_factory=dict)
-    assumed: bool = False
-    changes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def checked(self) -> bool:
-        return not self.warnings
-
-
-def translate_text(text: str, engine_version: str | None, program: str | None) -> Translated:
-    """Raises UsageError for a text without the command of a known engine, or with a quote that does not end."""
-    done = Translated(unpasted(text))
-    if done.text != text:
-        done.changes.append("typographic quotes, dashes and blanks -> those of a shell")
-    edits: list[Edit] = []
-    for tokens in commands(done.text):
-        edits += _command(done, tokens, engine_version, program)
-    if not done.engines and not done.changes and not done.warnings:
-        _answer(text)
-    done.text = applied(done.text, edits)
-    return done
-
-
-def _command(done: Translated, tokens: Sequence[Token], engine_version: str | None, program: str | None) -> list[Edit]:
-    """What changes in one command of the text."""
-    if is_script(tokens):
-        edits, changes, warnings = rewritten(done.text, tokens)
-        done.changes += changes
-        done.warnings += warnings
-        return edits
-    found = find_engine(tokens)
-    if found is None:
-        return [*_metrics(done, tokens), *_inside(done, tokens, engine_version, program)]
-    launcher, begin = found
-    version, assumed = _version(launcher, engine_version, program)
-    done.engines[launcher.name], done.assumed = version, done.assumed or assumed
-    known = definitions_of(launcher.name, version)
-    positional = launcher.model_first or tokens[begin].value == "serve"
-    line = CommandLine.parse(done.text, tokens, begin, known, model=positional)
-    modernize(line, launcher, version)
-    done.changes += line.changes
-    done.warnings += line.warnings
-    return line.edits()
-
-
-GAUGES = {
+OLD_METRICS = {
     "spec_decode_draft_acceptance_rate": "acceptance rate = accepted / draft tokens",
     "spec_decode_efficiency": "tokens of a pass = 1 + accepted tokens / drafts",
 }
 """vLLM's metrics of before V1 -> how today's counters give them."""
 
 
-def _metrics(done: Translated, tokens: Sequence[Token]) -> list[Edit]:
-    edits = []
-    for token, (name, how) in product(tokens, GAUGES.items()):
+@dataclass
+class Translation:
+    """A text whose commands are brought up to date."""
+
+    text: str
+    engine_version: str | None
+    program: str | None
+    engines: dict[str, Version] = field(default_factory=dict)  # name -> version written for
+    assumed: bool = False  # no version was named or installed
+    changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)
+
+    def report(self) -> Report:
+        """`ok`: a person has nothing to decide."""
+        (engine, version), *_ = [*self.engines.items(), (None, None)]
+        data = {
+            "engine": engine,
+            "version": version_text(version) if version else None,
+            "version_assumed": self.assumed,
+            "command": self.text,
+            "changes": self.changes,
+            "warnings": self.warnings,
+        }
+        lines = [self.text, *(f"# {change}" for change in self.changes or ["nothing to change"])]
+        return Report(not self.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in self.warnings)])
+
+
+def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
+    """Translates every known command in a text. Raises UsageError for a text without one, or with a quote that does not
+    end."""
+    done = Translation(unpasted(text), engine_version, program)
+    if done.text != text:
+        done.changes.append("typographic quotes, dashes and blanks -> those of a shell")
+    for tokens in commands(done.text):
+        _translate_command(done, tokens)
+    if not done.engines and re.search(r"^\s*speculative_config:\s*$", done.text, re.MULTILINE):
+        _translate_config(done)
+    if not done.engines and not done.changes and not done.warnings:
+        raise _unknown_text(text)
+    done.text = apply_edits(done.text, done.edits)
+    return done
+
+
+def _translate_command(done: Translation, tokens: Sequence[ShellToken]) -> None:
+    if (place := _script_place(tokens)) is not None:
+        _replace_script(done, tokens, place)
+    elif found := find_engine(tokens):
+        launcher, begin = found
+        installed = launcher.find_installed(done.program) if done.engine_version is None else None
+        version, assumed = launcher.choose_version(done.engine_version, installed)
+        done.engines[launcher.name], done.assumed = version, done.assumed or assumed
+        has_model = launcher.model_first or tokens[begin].value == "serve"
+        line = CommandLine.parse(done.text, tokens, begin, table_for(launcher.name, version), has_model=has_model)
+        modernize(line, launcher, version)
+        done.changes += line.changes
+        done.warnings += line.warnings
+        done.edits += line.edits()
+    else:
+        _rename_metrics(done, tokens)
+        _translate_nested(done, tokens)
+
+
+def _translate_config(done: Translation) -> None:
+    """Translates the YAML file of TensorRT-LLM's --extra_llm_api_options."""
+    launcher: EngineLauncher = registry.find("launchers", "trtllm").LAUNCHER
+    version, done.assumed = launcher.choose_version(done.engine_version, launcher.find_installed(done.program))
+    done.engines["trtllm"] = version
+    done.text, changes, warnings = launcher.modernize_config(done.text, version)
+    done.changes += changes
+    done.warnings += warnings
+
+
+def _rename_metrics(done: Translation, tokens: Sequence[ShellToken]) -> None:
+    for token, (name, how) in product(tokens, OLD_METRICS.items()):
         if name in token.value:
             place = done.text.index(name, token.begin)
-            edits.append((place, place + len(name), "spec_decode_num_"))
+            done.edits.append((place, place + len(name), "spec_decode_num_"))
             done.changes.append(f"{name} -> spec_decode_num_ (vLLM shows counters since V1): {how}")
-    return edits
 
 
-def _inside(done: Translated, tokens: Sequence[Token], engine_version: str | None, program: str | None) -> list[Edit]:
-    """Commands within a word, as in bash -c '...'."""
-    edits = []
+def _translate_nested(done: Translation, tokens: Sequence[ShellToken]) -> None:
+    """Translates commands within a word, as in bash -c '...'."""
     for token in tokens:
-        if not re.search(r"\s", token.value) or not _mentions(token.value):
+        if not re.search(r"\s", token.value) or not _has_command(token.value):
             continue
-        inner = translate_text(token.value, engine_version, program)
+        inner = translate_text(token.value, done.engine_version, done.program)
         done.engines |= inner.engines
         done.assumed = done.assumed or inner.assumed
         done.changes += inner.changes
         done.warnings += inner.warnings
-        edits.append((token.begin, token.end, quoted(inner.text, expands=not token.plain)))
-    return edits
+        done.edits.append((token.begin, token.end, quoted(inner.text, expands=not token.plain)))
 
 
-def _mentions(text: str) -> bool:
+def _has_command(text: str) -> bool:
     try:
-        return any(is_script(tokens) or find_engine(tokens) for tokens in commands(text))
+        return any(_script_place(tokens) is not None or find_engine(tokens) for tokens in commands(text))
     except UsageError:
         return False
 
 
-def _version(launcher: Launcher, named: str | None, program: str | None) -> tuple[Version, bool]:
-    if named is not None:
-        return parse(named), False
-    installed = find_installed(launcher, program)
-    if installed is not None and installed.version is not None:
-        return installed.version, False
-    return parse(launcher.newest), True
+# Scripts of engines' repositories that guides name.
 
 
-def launchers() -> list[Launcher]:
-    return [registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")]
+@dataclass(frozen=True)
+class LegacyScript:
+    """A row of legacy_scripts.json."""
+
+    program: str  # what replaces the script
+    flags: Mapping[str, str] = field(default_factory=dict)  # old -> new; empty: the value becomes a positional word
+    adds: str = ""
+    gone: Mapping[str, str] = field(default_factory=dict)  # flag without a successor -> what a person has to decide
 
 
-def find_engine(tokens: Sequence[Token]) -> tuple[Launcher, int] | None:
-    """Whose command it is, and the place of the last word before its arguments: the program, its subcommand, or the
-    image of its container."""
-    image: tuple[Launcher, int] | None = None
+@cache
+def _scripts() -> Mapping[str, LegacyScript]:
+    rows = read_packaged("headstart.tools.launch", "legacy_scripts.json")
+    return {name: LegacyScript(**row) for name, row in rows.items()}
+
+
+def _script_place(tokens: Sequence[ShellToken]) -> int | None:
+    return next((place for place, token in enumerate(tokens) if PurePath(token.value).name in _scripts()), None)
+
+
+def _replace_script(done: Translation, tokens: Sequence[ShellToken], place: int) -> None:
+    name = PurePath(tokens[place].value).name
+    script = _scripts()[name]
+    is_run_by_python = place and PurePath(tokens[place - 1].value).name.startswith("python")
+    begin = tokens[place - 1 if is_run_by_python else place].begin
+    done.edits.append((begin, tokens[place].end, script.program))
+    for index, token in enumerate(tokens[place + 1 :], place + 1):
+        flag, equals, _ = token.value.partition("=")
+        if flag in script.gone:
+            done.warnings.append(f"{flag}: {script.gone[flag]}")
+        elif script.flags.get(flag):
+            done.edits.append((token.begin, token.begin + len(flag), script.flags[flag]))
+        elif flag in script.flags:
+            end = token.begin + len(flag) + 1 if equals or index + 1 == len(tokens) else tokens[index + 1].begin
+            done.edits.append((token.begin, end, ""))
+    if script.adds:
+        done.edits.append((tokens[-1].end, tokens[-1].end, f" {script.adds}"))
+    done.changes.append(f"{name} -> {script.program}")
+
+
+# Commands of engines.
+
+
+def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | None:
+    """Returns the engine of a command, and the place of the last word before its arguments: the program, its
+    subcommand, or the image of its container."""
+    image: tuple[EngineLauncher, int] | None = None
+    names = registry.available("launchers")
+    launchers: list[EngineLauncher] = [registry.find("launchers", name).LAUNCHER for name in names]
     for place, token in enumerate(tokens):
         if image and token.value.startswith("--"):
             return image
-        for launcher in launchers():
-            names = {launcher.program, *launcher.modules}
-            if PurePath(token.value).name in names and not token.value.startswith("-"):
+        for launcher in launchers:
+            programs = {launcher.program, *launcher.modules}
+            if PurePath(token.value).name in programs and not token.value.startswith("-"):
                 subcommand = tokens[place + 1].value if len(tokens) > place + 1 else ""
                 if subcommand == "serve":
                     return launcher, place + 1
-                if token.value in launcher.modules or not launcher.serves_by_name:
+                if token.value in launcher.modules or not launcher.has_subcommands:
                     return launcher, place
             if image is None and _repository(token.value) in launcher.repositories():
                 image = launcher, place
@@ -147,55 +197,50 @@ def _repository(word: str) -> str:
     return word.partition("@")[0].rpartition(":")[0] or word
 
 
-def modernize(line: CommandLine, launcher: Launcher, version: Version) -> None:
-    """Rename, drop and fold what this version no longer has; then say what it would refuse."""
+def modernize(line: CommandLine, launcher: EngineLauncher, version: Version) -> None:
+    """Renames, drops and folds what this version no longer has; warns of what it would refuse."""
     known = published(launcher.name)
     for old, new in launcher.renamed.items():
         if known is None or known.has(new.partition(".")[0], version):
             line.rename(old, new)
-    if definitions := definitions_of(launcher.name, version):
-        line.unvalue(definitions)
+    if table := table_for(launcher.name, version):
+        line.drop_boolean_values(table)
     launcher.modernize(line, version)
     for flag, why in launcher.removed.items():
         if known is None or not known.has(flag, version):
             line.drop(flag, why, switch=flag in launcher.switches)
-    _image(line, launcher, version)
+    _update_image(line, launcher, version)
     words = [part for word in line.words for part in word.text()]
-    serving = launcher.model_first or (line.prefix and line.prefix[-1].value == "serve")
-    checked = check_words(launcher, version, words, positional=int(bool(serving)))
-    line.warnings += [each for each in checked.errors if each not in line.warnings]
-    line.changes += [f"note: {each}" for each in checked.notes]
+    has_model = launcher.model_first or (line.prefix and line.prefix[-1].value == "serve")
+    check = check_arguments(launcher, version, words, num_positional=int(bool(has_model)))
+    line.warnings += [each for each in check.errors if each not in line.warnings]
+    line.changes += [f"note: {each}" for each in check.notes]
 
 
-def _image(line: CommandLine, launcher: Launcher, version: Version) -> None:
-    """A container of another version gets the one that the flags are for."""
+def _update_image(line: CommandLine, launcher: EngineLauncher, version: Version) -> None:
+    """A container image of another version gets the one that the flags are for."""
     for token in line.prefix:
         name, tag = _repository(token.value), token.value.rpartition(":")[2]
         if name not in launcher.repositories() or "@" in token.value:
             continue
-        moved = launcher.moved.get(name, name)
+        moved = launcher.moved_images.get(name, name)
         number = re.search(r"(?<![\d.])v?b?(\d+(?:\.\d+)+|\d{4,})", tag)
-        if number and parse(number[1]) != version:
-            tag = tag.replace(number[1], text_of(version))
+        if number and parse_version(number[1]) != version:
+            tag = tag.replace(number[1], version_text(version))
         if (new := f"{moved}:{tag}" if ":" in token.value else moved) != token.value:
-            line.replace(token, new)
+            line.edited.append((token.begin, token.end, new))
             line.changes.append(f"{token.value} -> {new}")
 
 
-STALE = {
-    r"decoding_type\W+(MEDUSA|LOOKAHEAD|REDRAFTER)": (
-        "that decoding type is of TensorRT-LLM's old engines; a model's own MTP heads are",
-        "speculative_config: {decoding_type: MTP, max_draft_len: 3} in the file of --extra_llm_api_options",
-    ),
-}
-"""Texts that are no commands -> what is wrong with them, and what does their work."""
-
-
-def _answer(text: str) -> None:
-    for pattern, (what, instead) in STALE.items():
-        if re.search(pattern, text, re.IGNORECASE):
-            raise UsageError(f"--translate: {what}: {instead}", "headstart launch trtllm MODEL --dry-run writes it")
+def _unknown_text(text: str) -> UsageError:
+    if re.search(r"decoding_type\W+(MEDUSA|LOOKAHEAD|REDRAFTER)", text, re.IGNORECASE):
+        what = "--translate: that decoding type is of TensorRT-LLM's old engines; a model's own MTP heads are"
+        today = "speculative_config: {decoding_type: MTP, max_draft_len: 3} in the file of --extra_llm_api_options"
+        return UsageError(f"{what}: {today}", "headstart launch trtllm MODEL --dry-run writes it")
+    for word in re.findall(r"[\w.-]+", text):
+        if hint := other_engine_hint(word):
+            return UsageError(f"--translate: {word} has no launcher here", hint)
     known = ", ".join(registry.available("launchers"))
     if re.search(r"""[\["']--\w|^\s*- """, text):
         known += "; words of a list (YAML, CMD [...]) are read as one shell line"
-    raise UsageError(f"--translate: {text.strip()[:60]!r} is the command of no known engine", f"known: {known}")
+    return UsageError(f"--translate: {text.strip()[:60]!r} is the command of no known engine", f"known: {known}")

@@ -1,1 +1,1 @@
-"""What `headstart plan` computes with: shapes of models, devices, a roofline of one step, its fit to this machine."""
+"""Shapes of models, devices, the roofline of an engine step and its fit to this machine, for `headstart plan`."""

@@ -1,141 +1,146 @@
-"""What drafts for a model: of each kind how large it is, how it works, and how often its tokens stand."""
+"""Drafters: sizes, way of drafting and acceptance rates of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError, UsageError
-from headstart.formats.drafters import DrafterKind
 from headstart.formats.json_object import read_packaged
-from headstart.formats.mtp_families import symbols
 from headstart.formats.rows import in_memory
-from headstart.formats.symbols import as_size, lookup, text_config
-from headstart.heads.kind import HeadCheckpoint, plain_parts
+from headstart.formats.sizes import SIZE_KEYS, as_size, lookup, text_config
+from headstart.heads import assistant
+from headstart.heads.kind import HeadCheckpoint
+from headstart.kernels.ops import AttentionSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.costs import FeedForwardCost, LayerCost
 from headstart.layers.decoder import tapped_layers
-from headstart.tools.plan.acceptance import of_length
-from headstart.tools.plan.config_layers import KERNELS, Config, parts
-from headstart.tools.plan.shape import MLP, Attention, Head, Layers, Shape
+from headstart.layers.mlp import MLPConfig
+from headstart.models.classify import DrafterKind
+from headstart.models.described import read_common
+from headstart.tools.plan.shape import DrafterShape, LayerGroup, ModelShape
 
+Config = Mapping[str, Any]
 HEAD_SIZE, KV_HEADS = 128, 8
-EAGLE_INNER, FLASH_INNER = 3.5, 3.0
-"""Inner values of a drafter's feed-forward part for each hidden one, as in released drafters."""
-EAGLE_TAPS, FLASH_TAPS, FLASH_LAYERS, FLASH_BLOCK = 3, 5, 5, 16
-SPARK_BLOCK, MARKOV_RANK = 7, 256
-EAGLE_VOCAB = 32_000
-MEDUSA_HEADS = 4
 FLOAT_BYTES = 2
-"""Drafters that are files of their own come in bfloat16."""
+"""Bytes per weight of drafters with files of their own (bfloat16)."""
+LENGTH_DEPTH = 3
+"""Depth of an acceptance length without a depth."""
+
+
+def expected_tokens(acceptances: Sequence[float], depth: int) -> float:
+    """1 + sum over i <= depth of the product of the first i conditional acceptances; the last one holds for all later
+    positions."""
+    total, product = 1.0, 1.0
+    for position in range(depth):
+        product *= acceptances[min(position, len(acceptances) - 1)]
+        total += product
+    return total
+
+
+def acceptances_of_lengths(lengths: Sequence[float]) -> tuple[float, ...]:
+    """Conditional acceptances from acceptance lengths at depth 1, 2, ...: what position i adds, over what the position
+    before adds; at most 1, as the lengths come from separate measurements."""
+    cumulative = [length - before for length, before in zip(lengths, (1.0, *lengths), strict=False)]
+    shares = zip(cumulative, (1.0, *cumulative), strict=False)
+    return tuple(min(1.0, max(0.0, share / before)) if before > 0 else 0.0 for share, before in shares)
+
+
+def acceptances_of_length(length: float, depth: int) -> tuple[float]:
+    """The acceptance, equal at all positions, that gives an acceptance length at a depth. Raises UsageError for an
+    impossible length."""
+    if not 1 <= length <= depth + 1:
+        what = f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}"
+        raise UsageError(what, "give --depth as well, or acceptances by position such as 0.85,0.7,0.6")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens((middle,), depth) < length else (low, middle)
+    return (high,)
+
+
+def parse_acceptances(text: str, depths: Sequence[int]) -> tuple[tuple[float, ...], str]:
+    """(acceptances, description) of '0.85,0.7,0.6' (conditional, by position) or '2.5' (an acceptance length at the
+    only depth, else at LENGTH_DEPTH). Raises UsageError for anything else."""
+    try:
+        values = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        raise UsageError(f"--acceptance is {text!r}, which is not numbers", "for example 0.85,0.7,0.6 or 2.5") from None
+    if len(values) == 1 and values[0] > 1:
+        depth = depths[0] if len(depths) == 1 and depths[0] else LENGTH_DEPTH
+        acceptances = acceptances_of_length(values[0], depth)
+        return acceptances, f"acceptance length {values[0]:g} at depth {depth}: {acceptances[0]:.3f} at every position"
+    if not all(0 <= value <= 1 for value in values):
+        raise UsageError(f"--acceptance is {text!r}, but shares lie between 0 and 1", "for example 0.85,0.7,0.6")
+    if len(values) > MAX_DEPTH:
+        raise UsageError(f"--acceptance has {len(values)} positions, but depths go to {MAX_DEPTH}")
+    return values, f"acceptances {', '.join(f'{value:g}' for value in values)} by position, as given; the last goes on"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """`make`: one for a model that says nothing of it. `acceptances` by position, the last goes on."""
+class DrafterType:
+    """A kind of drafter, as in released checkpoints."""
 
     title: str
-    acceptances: tuple[float, ...]
+    acceptances: tuple[float, ...]  # conditional, by position; the last holds for all later positions
     source: str
-    make: Callable[[Shape], Head] | None = None
+    typical: Mapping[str, Any] | None = None  # sizes of released ones; None: a kind that needs a file
 
 
-def _block(hidden: int, inner: float, inputs: int = 1) -> tuple[Attention, MLP]:
-    """A Llama block whose queries, keys and values read `inputs` vectors of the hidden size."""
+def _drafter_type(row: Mapping[str, Any]) -> DrafterType:
+    measured = "length" in row
+    shares = acceptances_of_length(row["length"], row["depth"]) if measured else tuple(row["acceptances"])
+    return DrafterType(title=row["title"], acceptances=shares, source=row["source"], typical=row.get("typical"))
+
+
+def _plain_block(hidden: int, inner: float, inputs: int) -> LayerCost:
+    """A block of attention and a gated MLP whose queries, keys and values read `inputs` vectors of the hidden size."""
     heads = max(1, hidden // HEAD_SIZE)
     keys = min(heads, KV_HEADS)
-    attention = Attention(
-        weights=hidden * HEAD_SIZE * (inputs * (heads + 2 * keys) + heads),
-        kernels=KERNELS["full"],
-        width=2 * keys * HEAD_SIZE,
-        work=2 * heads * HEAD_SIZE,
-        splits=keys,
+    attention = AttentionConfig(spec=AttentionSpec(heads, keys, HEAD_SIZE, 1.0), rope=None)
+    weights = hidden * HEAD_SIZE * (inputs * (heads + 2 * keys) + heads)
+    feed_forward = FeedForwardCost(weights=int(3 * hidden * hidden * inner), num_kernels=MLPConfig.num_kernels)
+    return LayerCost(attention.cost(weights), feed_forward)
+
+
+def _with_markov(drafter: DrafterShape, rank: int) -> DrafterShape:
+    """With a Markov table: one matrix over all tokens, and one over the draft vocabulary, which each token reads."""
+    size = drafter.vocab_size * rank
+    return replace(drafter, own_vocab=drafter.own_vocab + 2 * size, shared_per_token=size)
+
+
+def typical_drafter(shape: ModelShape, kind: str) -> DrafterShape:
+    """A drafter of a kind that needs no file, as released ones are, for this model."""
+    row, hidden = DRAFTER_TYPES[kind].typical or {}, shape.hidden_size
+    num_layers = row.get("layers", 0)
+    vocab = min(row.get("draft_vocab", shape.vocab_size), shape.vocab_size) if num_layers else 0
+    drafter = DrafterShape(
+        kind=kind,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        layers=(LayerGroup(num_layers, _plain_block(hidden, row["inner"], row["inputs"])),) if num_layers else (),
+        projection=row.get("taps", 0) * hidden * hidden,
+        per_token=hidden * (hidden + shape.vocab_size) if "own_lm_heads" in row else 0,
+        own_vocab=vocab * hidden if "draft_vocab" in row else 0,
+        single_pass=row.get("single_pass", False),
+        max_depth=row.get("max_depth"),
+        assumed="source" in row,
+        source=row.get("source", "").format(vocab=vocab),
     )
-    return attention, MLP(weights=int(3 * hidden * hidden * inner), kernels=KERNELS["dense"])
+    return _with_markov(drafter, row["markov_rank"]) if "markov_rank" in row else drafter
 
 
-def _eagle3(shape: Shape) -> Head:
-    hidden, vocab = shape.hidden, min(EAGLE_VOCAB, shape.vocab)
-    return Head(
-        kind="eagle3",
-        hidden=hidden,
-        vocab=vocab,
-        layers=(Layers(1, *_block(hidden, EAGLE_INNER, inputs=2)),),
-        projection=EAGLE_TAPS * hidden * hidden,
-        own=vocab * hidden,
-        assumed=True,
-        source=f"one Llama layer, {vocab:,} draft tokens, as released ones have",
-    )
-
-
-def _medusa(shape: Shape) -> Head:
-    return Head(
-        kind="medusa",
-        hidden=shape.hidden,
-        vocab=0,
-        per_token=shape.hidden * shape.hidden + shape.vocab * shape.hidden,
-        once=True,
-        most=MEDUSA_HEADS,
-        assumed=True,
-        source=f"{MEDUSA_HEADS} heads, each with an LM head of its own, as in the paper",
-    )
-
-
-def _dflash(shape: Shape) -> Head:
-    hidden = shape.hidden
-    return Head(
-        kind="dflash",
-        hidden=hidden,
-        vocab=shape.vocab,
-        layers=(Layers(FLASH_LAYERS, *_block(hidden, FLASH_INNER)),),
-        projection=FLASH_TAPS * hidden * hidden,
-        once=True,
-        most=FLASH_BLOCK - 1,
-        assumed=True,
-        source=f"{FLASH_LAYERS} layers, blocks of {FLASH_BLOCK}, as released ones have",
-    )
-
-
-def _dspark(shape: Shape) -> Head:
-    made = replace(_dflash(shape), kind="dspark", most=SPARK_BLOCK)
-    return _with_markov(
-        replace(
-            made, source=f"{FLASH_LAYERS} layers, blocks of {SPARK_BLOCK}, rank {MARKOV_RANK}, as released ones have"
-        ),
-        MARKOV_RANK,
-    )
-
-
-def _with_markov(head: Head, rank: int) -> Head:
-    """A table of all tokens, and a matrix over the draft vocabulary, which each token reads."""
-    return replace(head, own=head.own + 2 * head.vocab * rank, again=head.vocab * rank)
-
-
-def _ngram(shape: Shape) -> Head:
-    return Head(kind="ngram", hidden=shape.hidden, vocab=0)
-
-
-def _none(shape: Shape) -> Head:
-    return Head(kind="none", hidden=shape.hidden, vocab=0, most=0)
-
-
-MAKERS: Mapping[str, Callable[[Shape], Head]] = {
-    "eagle3": _eagle3, "medusa": _medusa, "dflash": _dflash, "dspark": _dspark, "ngram": _ngram, "none": _none,
-}  # fmt: skip
-
-
-def _kind(name: str, row: Mapping[str, Any]) -> Kind:
-    values = of_length(row["length"], row["depth"]) if "length" in row else tuple(row["acceptances"])
-    return Kind(title=row["title"], acceptances=values, source=row["source"], make=MAKERS.get(name))
-
-
-KINDS: Mapping[str, Kind] = {
-    name: _kind(name, row) for name, row in read_packaged("headstart.tools.plan", "drafters.json").items()
+DRAFTER_TYPES: Mapping[str, DrafterType] = {
+    name: _drafter_type(row) for name, row in read_packaged("headstart.tools.plan", "drafters.json").items()
 }
-
-
-DESCRIBED = {"eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
-             "dspark": "dspark", "medusa": "medusa", "assistant": "assistant"}  # fmt: skip
-"""Kinds of files, and what they cost like."""
+TYPE_OF_FILES = {
+    "eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
+    "dspark": "dspark", "medusa": "medusa", "assistant": "assistant",
+}  # fmt: skip
+"""Kinds of drafter checkpoints (models/classify.py) -> the type whose costs they have."""
 
 
 def parse_drafters(text: str | None) -> tuple[str | None, ...]:
@@ -144,135 +149,133 @@ def parse_drafters(text: str | None) -> tuple[str | None, ...]:
         return (None,)
     names = [name.strip().lower().replace("-", "_") for name in text.split(",")]
     if names == ["all"]:
-        names = [name for name, kind in KINDS.items() if kind.make or name == "mtp"]
+        names = [name for name, kind in DRAFTER_TYPES.items() if kind.typical is not None or name == "mtp"]
     for name in names:
-        if name not in KINDS:
-            raise UsageError(f"--drafter is {name!r}, which is not known", f"known: {', '.join(KINDS)}, all")
+        if name not in DRAFTER_TYPES:
+            raise UsageError(f"--drafter is {name!r}, which is not known", f"known: {', '.join(DRAFTER_TYPES)}, all")
     if "none" in names and len(names) > 1:
         names.remove("none")  # plain decoding is in every table
     return tuple(dict.fromkeys(names))
 
 
-def with_drafter(shape: Shape, kind: str | None) -> Shape:
-    """With a drafter of a kind that its model is known to have, or like released ones. Raises UsageError."""
-    if kind is None or kind == shape.head.kind:
+def with_drafter(shape: ModelShape, kind: str | None) -> ModelShape:
+    """Returns the shape with the model's own drafter of this kind, or a typical one. Raises UsageError."""
+    if kind is None or kind == shape.drafter.kind:
         return shape
     if kind in ("draft_model", "assistant"):
         raise UsageError(f"--drafter {kind}: which one?", "give it with --head, a card, a directory or a repo id")
-    make = KINDS[kind].make
-    if make is None:
-        raise UsageError(f"{shape.name} has a head of its own that is {shape.head.kind}, and no MTP head")
-    return _replaced(shape, make(shape))
+    if DRAFTER_TYPES[kind].typical is None:
+        raise UsageError(f"{shape.name} has a head of its own that is {shape.drafter.kind}, and no MTP head")
+    return _replace_drafter(shape, typical_drafter(shape, kind))
 
 
-def draft_model(shape: Shape, draft: Shape) -> Shape:
-    """With a second, whole model that drafts."""
-    head = Head(
+def draft_model(shape: ModelShape, draft: ModelShape) -> ModelShape:
+    """Returns the shape with a whole model as drafter."""
+    sizes = draft.parameters()
+    drafter = DrafterShape(
         kind="draft_model",
-        hidden=draft.hidden,
-        vocab=draft.vocab,
+        hidden_size=draft.hidden_size,
+        vocab_size=draft.vocab_size,
         layers=draft.layers,
-        own=draft.vocab * draft.hidden * (1 if draft.tied else 2) + draft.looked_up,
+        projection=draft.outer,
+        own_vocab=sizes["lm_head"] + draft.embedding,
         source=draft.name,
     )
-    return _replaced(shape, head)
+    return _replace_drafter(shape, drafter)
 
 
-def from_config(shape: Shape, drafter: DrafterKind, name: str, config: Config) -> Shape:
-    """With a drafter that is a file of its own, as its config.json describes it. Raises ModelError."""
-    kind, config = DESCRIBED.get(drafter.kind), text_config(config)
-    hidden = as_size(config.get("hidden_size")) or shape.hidden
-    vocab = drafter.draft_vocab_size or as_size(config.get("vocab_size")) or shape.vocab
+def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Config) -> ModelShape:
+    """Returns the shape with a drafter checkpoint, by its config.json. Raises ModelError."""
+    kind, text = TYPE_OF_FILES.get(drafter.kind), text_config(config)
+    hidden = as_size(text.get("hidden_size")) or shape.hidden_size
+    vocab = drafter.draft_vocab_size or as_size(text.get("vocab_size")) or shape.vocab_size
     if kind is None:
-        hint = f"give --drafter, one of {', '.join(KINDS)}: such a one is assumed"
+        hint = f"give --drafter, one of {', '.join(DRAFTER_TYPES)}: such a one is assumed"
         raise ModelError(f"{name} is a drafter of a kind that plan does not describe: {drafter.title}", hint)
     if kind == "medusa":
-        return _replaced(shape, replace(_medusa(shape), most=drafter.num_modules, assumed=False, source=name))
-    if kind == "assistant":  # queries over the model's own keys
-        config = {**config, "num_kv_shared_layers": config.get("num_hidden_layers")}
-    try:
-        layers = tuple(Layers(1, *part) for part in parts(config))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError, StopIteration) as error:
-        raise ModelError(f"{name}: plan needs the sizes that a config.json names: {error}") from error
-    if kind in ("dflash", "dspark"):
-        made = _block_drafter(shape, drafter, config, layers)
-    elif kind == "assistant":
-        made = Head(kind=kind, hidden=hidden, vocab=vocab, layers=layers, projection=3 * shape.hidden * hidden)
-        made = replace(made, own=vocab * hidden)
+        medusa = replace(typical_drafter(shape, "medusa"), max_depth=drafter.num_modules, assumed=False, source=name)
+        return _replace_drafter(shape, medusa)
+    if kind == "assistant":  # reads the model's keys
+        reader = assistant.read({"text_config": text, **config}, {}, Path(name)).spec.reader
+        costs = [layer.cost(hidden) for layer in reader.layers] if reader else []
     else:
-        first = layers[0].attention
-        wider = replace(first, weights=2 * first.weights - first.work // 2 * hidden)  # q, k and v read two vectors
-        made = replace(_eagle3(shape), layers=(replace(layers[0], attention=wider), *layers[1:]), vocab=vocab)
-        made = replace(made, projection=EAGLE_TAPS * shape.hidden * hidden, own=vocab * hidden)
-    return _replaced(shape, replace(made, hidden=hidden, assumed=False, source=name))
+        sizes = read_common({"vocab_size": vocab, **text})
+        costs = [layer.cost(sizes.hidden_size) for layer in sizes.layers]
+    layers = tuple(LayerGroup(1, cost) for cost in costs)
+    if kind in ("dflash", "dspark"):
+        built = _block_drafter(shape, drafter, text, layers)
+    elif kind == "assistant":
+        projection = 3 * shape.hidden_size * hidden
+        built = DrafterShape(kind=kind, hidden_size=hidden, vocab_size=vocab, layers=layers, projection=projection)
+        built = replace(built, own_vocab=vocab * hidden)
+    else:
+        mixer = costs[0].mixer
+        # q, k and v read two vectors
+        wider = replace(mixer, weights=2 * mixer.weights - mixer.entry_work // 2 * hidden)
+        first = LayerGroup(1, replace(costs[0], mixer=wider))
+        built = replace(typical_drafter(shape, kind), layers=(first, *layers[1:]), vocab_size=vocab)
+        built = replace(built, projection=built.projection // shape.hidden_size * hidden, own_vocab=vocab * hidden)
+    return _replace_drafter(shape, replace(built, hidden_size=hidden, assumed=False, source=name))
 
 
-def _block_drafter(shape: Shape, drafter: DrafterKind, config: Config, layers: tuple[Layers, ...]) -> Head:
-    """Of a config.json."""
-    sizes = (as_size(lookup(config, key)) for key in symbols()["aux"]["keys"])
-    taps = next((size for size in sizes if size), FLASH_TAPS)
-    hidden = as_size(config.get("hidden_size")) or shape.hidden
-    vocab = drafter.draft_vocab_size or shape.vocab
-    made = replace(
-        _dflash(shape),
-        kind=DESCRIBED[drafter.kind],
-        vocab=vocab,
+def _block_drafter(
+    shape: ModelShape, drafter: DrafterKind, config: Config, layers: tuple[LayerGroup, ...]
+) -> DrafterShape:
+    """Block drafter of a config.json."""
+    sizes = (as_size(lookup(config, key)) for key in SIZE_KEYS["taps"])
+    typical, hidden = typical_drafter(shape, "dflash"), as_size(config.get("hidden_size")) or shape.hidden_size
+    taps = next((size for size in sizes if size), typical.projection // shape.hidden_size**2)
+    built = replace(
+        typical,
+        kind=TYPE_OF_FILES[drafter.kind],
+        vocab_size=drafter.draft_vocab_size or shape.vocab_size,
         layers=layers,
-        projection=taps * shape.hidden * hidden,
-        most=drafter.most_drafts or FLASH_BLOCK - 1,
+        projection=taps * shape.hidden_size * hidden,
+        max_depth=drafter.max_drafts or typical.max_depth,
     )
-    ranks = (as_size(lookup(config, key)) for key in (*symbols()["markov"]["keys"], "dflash_config.markov_rank"))
-    return _with_markov(made, next((rank for rank in ranks if rank), 0))
+    ranks = (as_size(lookup(config, key)) for key in (*SIZE_KEYS["markov_rank"], "dflash_config.markov_rank"))
+    return _with_markov(built, next((rank for rank in ranks if rank), 0))
 
 
-def from_checkpoint(shape: Shape, head: HeadCheckpoint, name: str) -> Shape:
-    """With a head that is a checkpoint of its own, of the bytes that its tensors have."""
-    hidden, spec, ids = shape.hidden, head.spec, head.draft_token_ids
-    layers: tuple[Layers, ...] = ()
+def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
+    """Returns the shape with a head in headstart's layout; bytes are those of its tensors."""
+    hidden, spec, ids = shape.hidden_size, head.spec, head.draft_token_ids
+    layers: tuple[LayerGroup, ...] = ()
     if spec.layer is not None:
-        attention, mlp = plain_parts(spec.layer)
-        heads, keys, size = attention.spec.num_heads, attention.spec.num_kv_heads, attention.spec.head_dim
-        mixer = Attention(
-            weights=hidden * size * 2 * (heads + keys),
-            kernels=KERNELS["full"],
-            width=2 * keys * size,
-            work=2 * heads * size,
-            splits=keys,
-        )
-        count = spec.block.num_layers if spec.block else 1
-        layers = (Layers(count, mixer, MLP(weights=3 * hidden * mlp.inner, kernels=KERNELS["dense"])),)
-    made = Head(
+        layers = (LayerGroup(spec.block.num_layers if spec.block else 1, spec.layer.cost(hidden)),)
+    built = DrafterShape(
         kind=spec.kind,
-        hidden=hidden,
-        vocab=shape.vocab if ids is None else len(ids),
+        hidden_size=hidden,
+        vocab_size=shape.vocab_size if ids is None else len(ids),
         layers=layers,
         projection=2 * hidden * hidden if layers else 0,
-        modules=spec.num_modules if layers else 1,
+        num_modules=spec.num_modules if layers else 1,
         per_token=0 if layers else hidden * hidden,
-        once=not layers,
-        most=None if layers else spec.num_modules,
+        single_pass=not layers,
+        max_depth=None if layers else spec.num_modules,
         source=name,
     )
     if block := spec.block:
-        taps = len(tapped_layers(spec.tap))
-        made = replace(made, kind="dspark" if block.anchor_predicts else "dflash", projection=taps * hidden * hidden)
-        made = _with_markov(replace(made, once=True, most=block.block_size), block.markov_rank)
+        kind, taps = "dspark" if block.anchor_predicts else "dflash", len(tapped_layers(spec.tap))
+        built = replace(built, kind=kind, projection=taps * hidden * hidden)
+        built = _with_markov(replace(built, single_pass=True, max_depth=block.block_size), block.markov_rank)
     num_bytes = sum(in_memory(tensor).nbytes for tensor in head.tensors.values())
-    return _replaced(shape, made, num_bytes / max(made.parameters, 1))
+    return _replace_drafter(shape, built, num_bytes / max(built.parameters, 1))
 
 
-def _replaced(shape: Shape, head: Head, size: float = FLOAT_BYTES) -> Shape:
-    """Acceptances that a source names are those of the model's own head."""
-    sizes: dict[Any, float] = {**shape.bytes_per_weight, "head": size}
-    return replace(shape, head=head, bytes_per_weight=sizes, acceptance=(), acceptance_source="")
+def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: float = FLOAT_BYTES) -> ModelShape:
+    """Also drops the acceptances of the model's own head. `weight_bytes`: per weight of the drafter."""
+    sizes = {**shape.bytes_per_weight, "head": weight_bytes}
+    return replace(shape, drafter=drafter, bytes_per_weight=sizes, acceptance=(), acceptance_source="")
 
 
-def said(head: Head) -> str:
-    """One line on what drafts, and what was assumed of it."""
-    if not head.drafts:
+def describe_drafter(drafter: DrafterShape) -> str:
+    """One line: the drafter and assumptions about it."""
+    if not drafter.can_draft:
         return "nothing drafts"
-    if head.kind == "mtp" and head.assumed:
-        return "drafter: the model has no MTP head: one block like its own last one is assumed"
-    name = f"drafter: {KINDS[head.kind].title}" if head.kind in KINDS else f"drafter: {head.kind}"
-    told = f", {head.source}" if head.source else ""
-    return f"{name}{told}{'; the model comes without one' if head.assumed else ''}"
+    if drafter.kind == "mtp" and drafter.assumed:
+        return "drafter: the model has no MTP head; one block, as `headstart train` gives a head, is assumed"
+    known = DRAFTER_TYPES.get(drafter.kind)
+    source = f", {drafter.source}" if drafter.source else ""
+    note = "; the model comes without one" if drafter.assumed else ""
+    return f"drafter: {known.title if known else drafter.kind}{source}{note}"

@@ -1,58 +1,418 @@
-"""`headstart plan --fleet`: how many of these machines a load needs, with and without drafting, and what it costs."""
+"""`headstart plan --fleet`: the fewest machines for a load, their cost, and disaggregation.
+
+Disaggregation means prefill and decode on separate machines, with a transfer of each prompt's KV cache. Step times come
+from the roofline, latencies from a simulation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.config import EngineConfig
 from headstart.core import Progress
-from headstart.tools.plan.apart import compare
-from headstart.tools.plan.load import Load
-from headstart.tools.plan.machine import Machine
-from headstart.tools.plan.predict import Drafting, dollars_per_million
-from headstart.tools.plan.sizing import MOST_MACHINES, Wanted, at, wanted
+from headstart.errors import UsageError
+from headstart.tools.plan import roofline
+from headstart.tools.plan.machine import HERE, Machine
+from headstart.tools.plan.shape import LARGE_DEVICE, PASS_ROWS, Split, cache_bytes, estimate_memory, split_of
+from headstart.tools.plan.simulate import (
+    Arrivals,
+    PrefillRows,
+    SimulationResult,
+    StepTime,
+    after_warm_up,
+    percentile,
+    poisson_arrivals,
+    simulate,
+)
+
+EXAMPLE = '"100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"'
+SECONDS = {"s": 1.0, "ms": 1e-3}
+PER_SECOND = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_PARTS = {
+    "rate": re.compile(rf"{_NUMBER}\s*(?:req(?:uests)?)\s*/\s*(s|min|h)"),
+    "prompt": re.compile(rf"{_NUMBER}\s*in"),
+    "output": re.compile(rf"{_NUMBER}\s*out"),
+    "ttft_s": re.compile(rf"ttft\s*{_NUMBER}\s*(m?s)"),
+    "tpot_s": re.compile(rf"tpot\s*{_NUMBER}\s*(m?s)"),
+    "share": re.compile(rf"p{_NUMBER}"),
+    "network": re.compile(rf"{_NUMBER}\s*gbit\s*/\s*s"),
+}
+_OPTIONAL = ("share", "network")
+MAX_ENGINES = 8
+"""Engines of a simulation; larger fleets are scaled down with their load, as 8 and 80 engines queue alike."""
+MAX_MACHINES = 2**16
+MIN_REQUESTS, MAX_REQUESTS = 600, 12_000
+ANSWERS_PER_RUN = 8
+"""Length of a run, in answers one after the other."""
+CONTEXT_STEP, ROW_STEP = 128, 32
+"""Resolution of contexts and prompt rows in cached step times."""
+SMALLER_STEPS = 4
+"""Colocated machines are also tried with steps of so many times fewer rows, an option of engines."""
+MORE_PREFILL_MACHINES = 3
+"""How many more prefill machines are tried if the fewest leave too little time for the rest."""
+MAX_DISAGGREGATED_REQUESTS = 4000
+"""Requests of a simulated run with separate machines."""
+ASSUMPTIONS = (
+    "a fleet is simulated: Poisson arrivals, lengths evenly between half and one and a half of their means, each "
+    "request to the engine with the fewest, prompts in chunks between decoding steps, no prefix in common, drafts "
+    "right as often as expected",
+    "apart, a prompt is handed over when all of it is computed, over the network that is said (100 Gbit/s a "
+    "machine), to where its last token is computed again; machines that do both may take smaller chunks",
+)
 
 
-def fleet(
-    load: Load, drafting: Sequence[Drafting], machine: Machine, price: float | None, progress: Progress
+@dataclass(frozen=True, kw_only=True)
+class FleetLoad:
+    """A load and its latency targets."""
+
+    rate: float  # requests/s
+    prompt: float  # mean tokens
+    output: float  # mean tokens
+    ttft_s: float  # target of the time to first token
+    tpot_s: float  # target of the time per later token
+    share: float = 95.0  # percent of the requests that must meet the targets
+    network: float = 100.0  # Gbit/s of each machine, between prefill and decode machines
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rate:g} req/s, {self.prompt:g} in, {self.output:g} out, TTFT {self.ttft_s:g} s and TPOT "
+            f"{self.tpot_s * 1e3:g} ms for {self.share:g} %"
+        )
+
+
+def parse_load(text: str) -> FleetLoad:
+    """Parses parts in any order, separated by commas, such as EXAMPLE, `p99`, `25 Gbit/s`. Raises UsageError."""
+    found: dict[str, float] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, match = next(((n, m) for n, each in _PARTS.items() if (m := each.fullmatch(part.lower()))), ("", None))
+        if match is None:
+            raise UsageError(f"--fleet: {part!r} is not understood", f"for example --fleet {EXAMPLE}")
+        if name in found:
+            raise UsageError(f"--fleet: {part!r} says {name.removesuffix('_s')} a second time", "say it once")
+        value, unit = float(match[1]), match[2] if match.re.groups > 1 else ""
+        found[name] = value / PER_SECOND[unit] if name == "rate" else value * SECONDS.get(unit, 1.0)
+    if missing := [each.name for each in fields(FleetLoad) if each.name not in {*found, *_OPTIONAL}]:
+        shown = {"rate": "req/s", "prompt": "in", "output": "out", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+        names = ", ".join(shown[each] for each in missing)
+        raise UsageError(f"--fleet lacks {names}", f"for example --fleet {EXAMPLE}")
+    load = FleetLoad(**found)
+    if min(load.rate, load.ttft_s, load.tpot_s, load.network) <= 0 or min(load.prompt, load.output) < 1:
+        raise UsageError("--fleet: rate, times and tokens must be above 0", f"for example --fleet {EXAMPLE}")
+    if not 50 <= load.share < 100:
+        raise UsageError(f"--fleet: p{load.share:g}, but it goes from p50 to below p100", "for example p99")
+    return load
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSize:
+    """Machines that one drafter needs."""
+
+    drafter: str
+    machines: int | None  # None: no number suffices
+    result: SimulationResult | None = None
+    reason: str = ""  # that no number suffices
+
+
+class RooflineSteps:
+    """A StepTime by the roofline, at the fastest depth for the number of sequences."""
+
+    def __init__(self, setup: roofline.DraftingSetup, machine: Machine, context: float, depths: Sequence[int]) -> None:
+        self._setup, self._machine, self._context, self._depths = setup, machine, context, depths
+        self._fastest: dict[int, tuple[int, float, float]] = {}
+        self._seconds: dict[tuple[int, ...], float] = {}
+
+    def __call__(self, decoding: int, context: float, prefill: PrefillRows) -> tuple[float, float]:
+        depth, gain, draft_s = self._draft(decoding) if decoding else (0, 0.0, 0.0)
+        key = (decoding, round(context / CONTEXT_STEP), prefill.prompts, round(prefill.rows / ROW_STEP),
+               round(prefill.context / CONTEXT_STEP))  # fmt: skip
+        if key not in self._seconds:
+            self._seconds[key] = self._mixed(decoding, depth, context, prefill) + draft_s
+        return self._seconds[key], gain
+
+    def _draft(self, decoding: int) -> tuple[int, float, float]:
+        """(depth, tokens per step, seconds of a draft)."""
+        if decoding not in self._fastest:
+            setup = self._setup
+            speeds = [roofline.step_speed(setup.model, self._machine, decoding, self._context, depth, setup.acceptances)
+                      for depth in self._depths]  # fmt: skip
+            best = roofline.fastest(speeds)
+            self._fastest[decoding] = (best.depth, best.tokens_per_step, best.draft_s)
+        return self._fastest[decoding]
+
+    def _mixed(self, decoding: int, depth: int, context: float, prefill: PrefillRows) -> float:
+        """Seconds of a pass of decoding rows and prompt rows, which share the weights."""
+        rates, works = self._machine.rates, []
+        if decoding:
+            works.append(roofline.Pass(decoding, 1 + depth, context))
+        if prefill.prompts:
+            rows = prefill.rows / prefill.prompts
+            works.append(roofline.Pass(prefill.prompts, rows, prefill.context, logit_rows=prefill.finished))
+        logits = decoding * (1 + depth) + prefill.finished
+        return (
+            roofline.pass_seconds(self._setup.model, self._machine, *works) + rates.step_s + rates.step_row_s * logits
+        )
+
+
+def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
+    """The smallest number from 1 to `limit` that is enough; None: none."""
+    low, high = 0, 1
+    while not is_enough(high):
+        if high == limit:
+            return None
+        low, high = high, min(2 * high, limit)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Engines that only prefill, or only decode."""
+
+    step: StepTime
+    slots: int  # sequences per engine
+    rows: int  # per step
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisaggregatedFleet:
+    """Prefill machines and decode machines."""
+
+    num_prefill: int
+    num_decode: int
+    result: SimulationResult  # `busy` and `batch` of the decode machines
+    prefill_busy: float
+
+
+def simulate_disaggregated(
+    arrivals: Arrivals,
+    transfer_s: NDArray[np.float64],
+    prefill: EngineLimits,
+    decode: EngineLimits,
+    num_prefill: int,
+    num_decode: int,
+) -> DisaggregatedFleet:
+    """`transfer_s`: seconds of each prompt's cache. The decode machine computes the last token of a prompt again."""
+    first = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), num_prefill)
+    arrived = transfer_ends(arrivals.times + first.ttft_s, transfer_s, min(num_prefill, num_decode))
+    order = np.argsort(arrived, kind="stable")
+    computed = arrivals.prompts[order] - 1
+    waiting = Arrivals(times=arrived[order], prompts=computed + 1, outputs=arrivals.outputs[order], computed=computed)
+    second = _simulate_side(decode, waiting, num_decode)
+    ttft, tpot = arrived - arrivals.times, np.empty_like(arrived)
+    ttft[order] += second.ttft_s
+    tpot[order] = second.tpot_s
+    result = replace(second, ttft_s=ttft, tpot_s=tpot, outputs=arrivals.outputs)
+    return DisaggregatedFleet(num_prefill=num_prefill, num_decode=num_decode, result=result, prefill_busy=first.busy)
+
+
+def _simulate_side(side: EngineLimits, arrivals: Arrivals, engines: int) -> SimulationResult:
+    """Simulates at most MAX_ENGINES engines, with arrivals slowed down in proportion."""
+    fewer = min(engines, MAX_ENGINES)
+    slower = replace(arrivals, times=arrivals.times * (engines / fewer))
+    return simulate(side.step, slower, engines=fewer, slots=side.slots, rows=side.rows)
+
+
+def transfer_ends(ready: NDArray[np.float64], seconds: NDArray[np.float64], links: int) -> NDArray[np.float64]:
+    """Arrival time of each cache, if every link carries one at a time, in order."""
+    free, arrived = [0.0] * links, np.empty_like(ready)
+    for request in np.argsort(ready, kind="stable"):
+        arrived[request] = max(heapq.heappop(free), ready[request]) + seconds[request]
+        heapq.heappush(free, float(arrived[request]))
+    return arrived
+
+
+class FleetPlanner:
+    """Sizes the fleet for a load with one drafter; `plain`: without."""
+
+    def __init__(self, load: FleetLoad, setup: roofline.DraftingSetup, machine: Machine, *, plain: bool) -> None:
+        self.load, self.setup, self.machine = load, setup, machine
+        self.name = "none" if plain else setup.kind
+        self._depths = [0] if plain else [depth for depth in roofline.DEPTHS if depth <= setup.max_depth]
+        self._slots = self._max_sequences(load.prompt + load.output)
+        self._rows = PASS_ROWS[machine.device.memory >= LARGE_DEVICE] * machine.replicas  # of the largest step
+        if machine.device.name == HERE:
+            self._rows = EngineConfig().max_num_batched_tokens
+
+    def _max_sequences(self, tokens: float) -> int:
+        """Sequences of `tokens` tokens that a machine has room for and accepts."""
+        slots = estimate_memory(self.setup.model, split_of(self.machine), tokens).max_batch
+        return min(slots, EngineConfig().max_num_seqs) if self.machine.device.name == HERE else slots
+
+    def _new_steps(self) -> RooflineSteps:
+        return RooflineSteps(self.setup, self.machine, self.load.prompt + self.load.output / 2, self._depths)
+
+    def size(self, rows: int | None = None, limit: int = MAX_MACHINES) -> FleetSize:
+        """The fewest machines, up to `limit`, that meet the latency targets. `rows` per step; None: those of
+        engines."""
+        steps = self._new_steps()
+        if reason := self._unreachable_reason(steps):
+            return FleetSize(drafter=self.name, machines=None, reason=reason)
+
+        @cache
+        def result(machines: int) -> SimulationResult:
+            return self._simulate(steps, machines, rows or self._rows)
+
+        fewest = smallest(lambda machines: meets(self.load, result(machines)), limit)
+        if fewest is None:
+            return FleetSize(drafter=self.name, machines=None, reason=f"more than {limit:,} machines")
+        return FleetSize(drafter=self.name, machines=fewest, result=result(fewest))
+
+    def _unreachable_reason(self, steps: StepTime) -> str:
+        """The reason why a request alone misses the targets; empty if it meets them."""
+        load = self.load
+        if self._slots < 1:
+            return f"no room for one sequence of {load.prompt + load.output:,.0f} tokens"
+        longest = 1.5 - (100 - load.share) / 100  # prompts lie between half and one and a half of their mean
+        first = roofline.first_token_seconds(self.setup.model, self.machine, round(longest * load.prompt))
+        if first > load.ttft_s:
+            return f"alone, a prompt of {longest * load.prompt:,.0f} tokens takes {first:.2g} s"
+        seconds, gain = steps(1, load.prompt + load.output / 2, PrefillRows())
+        if seconds / gain > load.tpot_s:
+            return f"alone, a request takes {seconds / gain * 1e3:.3g} ms a token"
+        return ""
+
+    def _simulate(self, steps: StepTime, machines: int, rows: int) -> SimulationResult:
+        engines = min(machines, MAX_ENGINES)
+        arrivals = make_arrivals(self.load, self.load.rate * engines / machines)
+        return simulate(steps, arrivals, engines=engines, slots=self._slots, rows=rows)
+
+    def compare_disaggregated(self, colocated: FleetSize) -> dict[str, Any] | None:
+        """Compares separate with colocated machines, as JSON; None if neither serves the load."""
+        rows, steps = self._rows, self._new_steps()
+        if self._unreachable_reason(steps):
+            return None
+        fewer, smaller_rows = (colocated.machines or 0) - 1, rows // SMALLER_STEPS
+        can_improve = fewer > 0 and meets(self.load, self._simulate(steps, fewer, smaller_rows))
+        if colocated.machines is None or can_improve:
+            smaller = self.size(smaller_rows, colocated.machines or MAX_MACHINES)
+            colocated, rows = (colocated, rows) if smaller.machines is None else (smaller, smaller_rows)
+        separate = self._fewest_disaggregated(steps, 2 * colocated.machines if colocated.machines else MAX_MACHINES)
+        if colocated.machines is None and separate is None:
+            return None
+        return self._comparison(steps, rows, colocated, separate)
+
+    def _fewest_disaggregated(self, steps: RooflineSteps, limit: int) -> DisaggregatedFleet | None:
+        """The fewest prefill machines, then the fewest decode machines, up to `limit` of each; None: not enough."""
+        load = self.load
+        arrivals = make_arrivals(load, load.rate, MAX_DISAGGREGATED_REQUESTS)
+        lengths, indices = np.unique(arrivals.prompts, return_inverse=True)
+        transfer_s = np.array([self._transfer_seconds(self._prompt_bytes(tokens)) for tokens in lengths])[indices]
+        prefill, decode = (
+            EngineLimits(step=steps, slots=self._max_sequences(tokens), rows=self._rows)
+            for tokens in (load.prompt, load.prompt + load.output)
+        )
+
+        def prefills_in_time(machines: int) -> bool:
+            run = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), machines)
+            return percentile(after_warm_up(run.ttft_s + transfer_s), load.share) <= load.ttft_s
+
+        @cache
+        def result(num_prefill: int, num_decode: int) -> DisaggregatedFleet:
+            return simulate_disaggregated(arrivals, transfer_s, prefill, decode, num_prefill, num_decode)
+
+        fewest = smallest(prefills_in_time, limit)
+        for num_prefill in () if fewest is None else range(fewest, fewest + MORE_PREFILL_MACHINES):
+            num_decode = smallest(lambda count, num=num_prefill: meets(load, result(num, count).result), limit)  # type: ignore[misc]
+            if num_decode is not None:
+                return result(num_prefill, num_decode)
+        return None
+
+    def _prompt_bytes(self, tokens: float) -> float:
+        """Bytes to transfer: keys, values and states of trunk and drafter."""
+        return cache_bytes(self.setup.model, Split(device=0.0, tp=1), tokens)
+
+    def _transfer_seconds(self, num_bytes: float) -> float:
+        return num_bytes * 8 / (self.load.network * 1e9)
+
+    def _comparison(
+        self, steps: RooflineSteps, rows: int, colocated: FleetSize, separate: DisaggregatedFleet | None
+    ) -> dict[str, Any]:
+        load = self.load
+        count = None if separate is None else separate.num_prefill + separate.num_decode
+        num_bytes = self._prompt_bytes(load.prompt)
+        batch = max(round((colocated.result or separate.result).batch), 1)  # type: ignore[union-attr]
+        context, taken = load.prompt + load.output / 2, min(load.prompt, rows - batch)
+        return {
+            "pays": count is not None and (colocated.machines is None or count < colocated.machines),
+            "drafter": colocated.drafter,
+            "whole": {"machines": colocated.machines, "rows": rows, **_latencies(load, colocated.result)},
+            "apart": None
+            if separate is None
+            else {
+                "prompts": separate.num_prefill,
+                "tokens": separate.num_decode,
+                "prompts_busy": separate.prefill_busy,
+                "tokens_busy": separate.result.busy,
+                **_latencies(load, separate.result),
+            },
+            "handed_over": {
+                "bytes": num_bytes, "seconds": self._transfer_seconds(num_bytes), "gbit_per_s": load.network,
+            },
+            "step_s": {
+                "sequences": batch,
+                "alone": steps(batch, context, PrefillRows())[0],
+                "with_a_prompt": steps(batch, context, PrefillRows(1, taken, taken / 2))[0],
+            },
+        }  # fmt: skip
+
+
+def make_arrivals(load: FleetLoad, rate: float, limit: int = MAX_REQUESTS) -> Arrivals:
+    """Requests of one simulated run."""
+    answer_s = load.ttft_s + load.output * load.tpot_s
+    count = int(min(max(rate * ANSWERS_PER_RUN * answer_s, MIN_REQUESTS), limit))
+    return poisson_arrivals(rate, load.prompt, load.output, count)
+
+
+def meets(load: FleetLoad, result: SimulationResult) -> bool:
+    return result.ttft(load.share) <= load.ttft_s and result.tpot(load.share) <= load.tpot_s
+
+
+def _latencies(load: FleetLoad, result: SimulationResult | None) -> dict[str, float]:
+    return {} if result is None else {"ttft_s": result.ttft(load.share), "tpot_s": result.tpot(load.share)}
+
+
+def plan_fleet(
+    load: FleetLoad, setups: Sequence[roofline.DraftingSetup], machine: Machine, price: float | None, progress: Progress
 ) -> dict[str, Any]:
-    """The `fleet` part of a plan: plain decoding, then each drafter. `price`: dollars an hour of one machine."""
-    ways = [(drafting[0], True), *((each, False) for each in drafting if each.kind != "none")]
-    found = []
-    for number, (each, plain) in enumerate(ways):
-        progress(number, len(ways) + 1, "simulating")
-        found.append(wanted(load, each, machine, plain=plain))
-    progress(len(ways), len(ways) + 1, "simulating")
-    pairs = [*zip(ways, found, strict=True)][::-1]  # of equals one that drafts
-    (each, plain), whole = min(pairs, key=lambda pair: pair[1].machines or MOST_MACHINES + 1)
-    compared = compare(load, each, machine, whole, plain=plain)
-    progress(len(ways) + 1, len(ways) + 1, "simulating")
-    rows = [_row(load, each, price) for each in found]
+    """The `fleet` part of a plan: plain decoding, then each drafter. `price`: dollars per hour of one machine."""
+    planners = [FleetPlanner(load, setups[0], machine, plain=True)]
+    planners += [FleetPlanner(load, each, machine, plain=False) for each in setups if each.kind != "none"]
+    sizes = []
+    for number, planner in enumerate(planners):
+        progress(number, len(planners) + 1, "simulating")
+        sizes.append(planner.size())
+    progress(len(planners), len(planners) + 1, "simulating")
+    pairs = [*zip(planners, sizes, strict=True)][::-1]  # a drafter wins a tie
+    best, colocated = min(pairs, key=lambda pair: pair[1].machines or MAX_MACHINES + 1)
+    compared = best.compare_disaggregated(colocated)
+    progress(len(planners) + 1, len(planners) + 1, "simulating")
+    rows = [_row(load, size, price) for size in sizes]
     return {"load": str(load), "share": load.share, "machine": machine.name, "rows": rows, "apart": compared}
 
 
-def _row(load: Load, found: Wanted, price: float | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"drafter": found.drafter, "machines": found.machines, "why": found.why}
-    if found.machines is None or found.served is None:
+def _row(load: FleetLoad, size: FleetSize, price: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"drafter": size.drafter, "machines": size.machines, "why": size.reason}
+    if size.machines is None or size.result is None:
         return row
-    served, cost = found.served, None if price is None else price * found.machines
-    for name, values in (("ttft_s", served.ttft_s), ("tpot_s", served.tpot_s)):
-        row[name] = {"p50": at(values, 50), "asked": at(values, load.share)}
+    result, cost = size.result, None if price is None else price * size.machines
     tokens = load.rate * load.output
     return row | {
-        "busy": served.busy,
-        "batch": served.batch,
+        "ttft_s": {"p50": result.ttft(50), "asked": result.ttft(load.share)},
+        "tpot_s": {"p50": result.tpot(50), "asked": result.tpot(load.share)},
+        "busy": result.busy,
+        "batch": result.batch,
         "tokens_per_s": tokens,
         "dollars_per_hour": cost,
-        "dollars_per_million": None if cost is None else dollars_per_million(cost, tokens),
+        "dollars_per_million": None if cost is None else roofline.dollars_per_million(cost, tokens),
     }
-
-
-def assumptions() -> list[str]:
-    return [
-        "a fleet is simulated: Poisson arrivals, lengths evenly between half and one and a half of their means, each "
-        "request to the engine with the fewest, prompts in chunks between decoding steps, no prefix in common, drafts "
-        "right as often as expected",
-        "apart, a prompt is handed over when all of it is computed, over the network that is said (100 Gbit/s a "
-        "machine), to where its last token is computed again; machines that do both may take smaller chunks",
-    ]

@@ -1,46 +1,51 @@
-"""Devices of the catalogue, what they reach of their data sheets, and several of them together."""
+"""Machines: devices of the catalogue, the rates that they reach, their prices."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
 from headstart.formats.json_object import read_packaged
-from headstart.tools.plan.formats import precision
 
+COMPUTE_ORDER = ("fp8", "int8", "bf16")
 HERE = "here"
+ON_DEMAND, SPOT, LIST = "on-demand", "spot", "list"
+MAX_DOLLARS = 1e6
 PLATFORM_OF = {"gpu": "cuda", "unified": "metal", "cpu": "cpu"}
 """Class of a device -> its platform, where its row names no other."""
+CATALOGUE: Mapping[str, Any] = read_packaged("headstart.tools.plan", "devices.json")
 _GPU = re.compile(r"(?P<name>[a-z0-9][a-z0-9 ._-]*?)(?:x(?P<count>[1-9]\d*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one device reaches: bytes/s, operations/s of matrix products and of attention, seconds of fixed costs."""
+    """Rates that one device reaches, and fixed costs in seconds."""
 
-    bandwidth: float
-    compute: float
-    attention: float
-    cache_bandwidth: float | None = None  # of keys and values; None: as the weights
-    overlap: float | None = None  # exponent, of a measured machine; None: memory and compute overlap perfectly (max)
-    kernel_s: float = 0.0
-    pass_s: float = 0.0
-    step_s: float = 0.0  # of the engine, in every step
-    step_row_s: float = 0.0  # and for every row that is sampled
-    draft_s: float = 0.0  # of every draft step
+    bandwidth: float  # bytes/s
+    compute: float  # operations/s of matrix products
+    attention: float  # operations/s
+    cache_bandwidth: float | None = None  # bytes/s of keys and values; None: `bandwidth`
+    overlap: float | None = None  # exponent of a measured machine; None: memory and compute overlap perfectly (max)
+    kernel_s: float = 0.0  # per kernel launch
+    pass_s: float = 0.0  # per pass
+    step_s: float = 0.0  # per engine step
+    step_row_s: float = 0.0  # per engine step and sampled row
+    draft_s: float = 0.0  # per draft step
     measured_draft: tuple[float, float] | None = None  # seconds of a whole draft step: a + b * sequences
 
     def seconds(self, num_bytes: float, operations: float, *, attention: bool = False) -> float:
-        """Time of one part."""
+        """Seconds of one part of a pass."""
         bandwidth = (attention and self.cache_bandwidth) or self.bandwidth
         memory, compute = num_bytes / bandwidth, operations / (self.attention if attention else self.compute)
         if self.overlap is None or not memory or not compute:
             return max(memory, compute)
-        if attention:  # on a measured machine: a few rows over one key leave nothing to hide its arrival behind
+        if attention:  # on a measured machine: few rows per key, so compute does not hide memory
             return memory + compute
         # the same as (m^p + c^p)^(1/p), safe for any exponent
         long, short = max(memory, compute), min(memory, compute)
@@ -48,30 +53,29 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """A row of the catalogue: bytes (as drivers report them), bytes/s, dense TFLOP/s; link: bytes/s in one direction,
-    seconds of latency. `platform`: cuda, rocm, xpu, npu, metal or cpu, whose programs run there."""
+class DeviceSpec:
+    """A device of the catalogue."""
 
     name: str
-    memory: float
-    bandwidth: float
-    tflops: Mapping[str, float]
-    kind: str
-    source: str
-    platform: str = "cuda"
-    link: float | None = None
-    link_s: float = 0.0
+    memory: float  # bytes, as drivers report them
+    bandwidth: float  # bytes/s
+    tflops: Mapping[str, float]  # dense TFLOP/s by precision
+    kind: str  # class, which sets the rates it reaches
+    source: str  # of the numbers
+    platform: str = "cuda"  # cuda, rocm, xpu, npu, metal or cpu
+    link: float | None = None  # bytes/s in one direction; None: no interconnect
+    link_s: float = 0.0  # latency
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`count` equal devices: attention and dense matrices divided by `tp`, experts by `ep` (1: by tp as well)."""
+    """`count` equal devices."""
 
-    device: Device
+    device: DeviceSpec
     rates: Rates
     count: int = 1
-    tp: int = 1
-    ep: int = 1
+    tp: int = 1  # devices that divide attention, dense matrices and caches
+    ep: int = 1  # devices that divide experts; 1: tp
     assumptions: tuple[str, ...] = field(default=())
 
     @property
@@ -84,16 +88,11 @@ class Machine:
         return self.device.name + (f" x{self.count}" if self.count > 1 else "")
 
 
-@cache
-def _document() -> Mapping[str, Any]:
-    return dict(read_packaged("headstart.tools.plan", "devices.json"))
-
-
-def find_device(name: str) -> Device:
-    """By any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for a name that the catalogue lacks."""
-    for item in _document()["devices"]:
-        if _bare(name) in map(_bare, item["names"]):
-            return Device(
+def find_device(name: str) -> DeviceSpec:
+    """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown name."""
+    for item in CATALOGUE["devices"]:
+        if _normalized(name) in map(_normalized, item["names"]):
+            return DeviceSpec(
                 name=item["names"][0],
                 memory=item["memory_mib"] * 2**20,
                 bandwidth=item["bandwidth_gb_s"] * 1e9,
@@ -104,20 +103,20 @@ def find_device(name: str) -> Device:
                 link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None,
                 link_s=item.get("link_us", 0) * 1e-6,
             )
-    known = [HERE, *(item["names"][0] for item in _document()["devices"])]
+    known = [HERE, *(item["names"][0] for item in CATALOGUE["devices"])]
     raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
 
 
-def _bare(name: str) -> str:
-    """Without what people write around a device's own name."""
+def _normalized(name: str) -> str:
+    """Lower case, without makers, product lines, units and punctuation."""
     return re.sub(r"nvidia|geforce|amd|instinct|radeon|intel|apple|(?<=\d)-?gb?$|[^a-z0-9]", "", name.lower())
 
 
 def parse_gpu(text: str) -> tuple[str, int]:
-    """'h200x4' -> ('h200', 4). Names that end in x and digits themselves win."""
+    """'h200x4' -> ('h200', 4); a device name that itself ends in x and digits is not split."""
     text = text.strip().lower()
-    known = {_bare(name) for item in _document()["devices"] for name in item["names"]} | {HERE}
-    if _bare(text) in known:
+    known = {_normalized(name) for item in CATALOGUE["devices"] for name in item["names"]} | {HERE}
+    if _normalized(text) in known:
         return text, 1
     match = _GPU.fullmatch(text)
     if not match:
@@ -125,10 +124,10 @@ def parse_gpu(text: str) -> tuple[str, int]:
     return match["name"], int(match["count"] or 1)
 
 
-def rates_of(device: Device, wanted: str) -> tuple[Rates, str]:
-    """What a device of its class reaches when products run in precision `wanted`, and that said in words."""
-    shares = _document()["classes"][device.kind]
-    runs_in = precision(wanted, device.tflops)
+def device_rates(device: DeviceSpec, wanted: str) -> tuple[Rates, str]:
+    """(rates of a device with products in precision `wanted`, description)."""
+    shares = CATALOGUE["classes"][device.kind]
+    runs_in = _precision(wanted, device.tflops)
     peak = device.tflops[runs_in] * 1e12
     rates = Rates(
         bandwidth=device.bandwidth * shares["bandwidth"],
@@ -148,7 +147,7 @@ def rates_of(device: Device, wanted: str) -> tuple[Rates, str]:
 
 
 def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, ep: int | None = None) -> Machine:
-    """Devices of the catalogue. Raises UsageError for a division that does not work out."""
+    """Devices of the catalogue. Raises UsageError for an impossible division."""
     device = find_device(name)
     tp = count if tp is None else tp
     ep = 1 if ep is None else ep
@@ -158,7 +157,7 @@ def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, 
         raise UsageError(f"--ep is {ep}, but experts are spread over all {count} devices or not at all", "use 1 or all")
     if count > 1 and device.link is None and max(tp, ep) > 1:
         raise UsageError(f"{device.name} has no interconnect in the catalogue", "plan one device, or --tp 1")
-    rates, *notes = rates_of(device, compute)
+    rates, *notes = device_rates(device, compute)
     if tp > 1:
         notes.append(
             f"tensor parallel {tp}: two all-reduces a layer, {device.link_s * 1e6:.0f} us each and 2 (n - 1) / n of "
@@ -170,3 +169,80 @@ def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, 
             "decides (mean + sqrt(2 mean ln n))"
         )
     return Machine(device=device, rates=rates, count=count, tp=tp, ep=ep, assumptions=tuple(notes))
+
+
+def _precision(wanted: str, tflops: Mapping[str, float]) -> str:
+    """The precision of matrix products on a device: `wanted`, else the next wider one that the device has."""
+    if wanted in tflops:
+        return wanted
+    wider = COMPUTE_ORDER[COMPUTE_ORDER.index(wanted) + 1 :] if wanted in COMPUTE_ORDER else COMPUTE_ORDER
+    return next(name for name in wider if name in tflops and not (wanted == "fp8" and name == "int8"))
+
+
+@dataclass(frozen=True)
+class Price:
+    """A price in dollars and its source."""
+
+    dollars: float
+    source: str = ""  # a description; empty: the user's own number
+
+
+def device_price(text: str, device: str, file: str | None) -> Price:
+    """Price of one device for an hour: `3.31`, `on-demand` or `spot`. Raises UsageError."""
+    if text not in (ON_DEMAND, SPOT):
+        return Price(_dollars("--price-per-hour", text, f"a number, {ON_DEMAND} or {SPOT}"))
+    listed, source = _price_list(file)
+    devices = _table(listed, "devices")
+    row = devices.get(device)
+    if not isinstance(row, dict) or text not in row:
+        known = ", ".join(sorted(name for name, row in devices.items() if isinstance(row, dict) and text in row))
+        hint = f"give dollars, or add it to a copy of the list: --price-list FILE; listed: {known or 'none'}"
+        raise UsageError(f"--price-per-hour {text}: the price list has none for {device}", hint)
+    return Price(_dollars(f"{device}, {text}", row[text], "a number"), f"{device} {text}: {row[text]} $/h, {source}")
+
+
+def api_price(text: str, file: str | None) -> Price:
+    """Price of a million output tokens: `0.88` or `list`. Raises UsageError."""
+    if text != LIST:
+        return Price(_dollars("--api-price", text, f"a number, or {LIST}"))
+    listed, source = _price_list(file)
+    row = _table(listed, "api")
+    if "output" not in row:
+        raise UsageError("--api-price list: the price list has no [api] with output", "give dollars")
+    dollars = _dollars("api, output", row["output"], "a number")
+    return Price(dollars, f"API: {dollars:g} $ for a million output tokens, {source}")
+
+
+def _dollars(what: str, value: object, wanted: str) -> float:
+    """Dollars above 0. Raises UsageError for anything else."""
+    try:
+        dollars = float(str(value))
+    except ValueError:
+        raise UsageError(f"{what} is {value!r}", f"give {wanted}") from None
+    if not 0 < dollars <= MAX_DOLLARS:  # NaN is neither
+        raise UsageError(f"{what} is {dollars:g}, but a price is above 0 and at most {MAX_DOLLARS:,.0f}")
+    return dollars
+
+
+def _price_list(file: str | None) -> tuple[dict[str, Any], str]:
+    """(price list, its source and date)."""
+    path = Path(file).expanduser() if file else None
+    if path and not path.is_file():
+        raise UsageError(f"--price-list: there is no file {path}", "a TOML file like headstart/tools/plan/prices.toml")
+    try:
+        if path:
+            text = path.read_text("utf-8")
+        else:
+            text = resources.files("headstart.tools.plan").joinpath("prices.toml").read_text("utf-8")
+        listed = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--price-list: {path} cannot be read: {error}") from error
+    source = f"{path}" if path else str(listed["source"])
+    return listed, f"{source} of {listed.get('date', 'no date')}"
+
+
+def _table(listed: dict[str, Any], key: str) -> dict[str, Any]:
+    table = listed.get(key)
+    if not isinstance(table, dict):
+        raise UsageError(f"--price-list: it has no [{key}]", "copy the built-in list and edit it")
+    return table

@@ -1,48 +1,183 @@
-"""This machine, measured with the model itself: passes of 1, 8 and 128 rows, the engine's own time, a draft step."""
+"""The machine `here`: rates fitted to measured passes of the model on this machine; the user cache keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from dataclasses import replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import hub
 from headstart.config import EngineConfig
 from headstart.core import Progress, SamplingParams, Span
-from headstart.engine.load import Model as Loaded
+from headstart.engine.load import Model as LoadedModel, load_model
 from headstart.errors import UsageError
-from headstart.tools.plan.roofline import Pass
-from headstart.tools.prefilled import Prefilled, in_turns
+from headstart.machine import cpu, threads
+from headstart.tools.pass_timing import (
+    READ_RUNS,
+    PrefilledEngine,
+    check_noise,
+    held_bytes,
+    readable_bytes,
+    time_in_turns,
+)
+from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
+from headstart.tools.plan.roofline import Pass, pass_seconds
+from headstart.tools.plan.shape import ModelShape, Part, SizedModel, weight_format
 
+VERSION = 3
+"""Version of cached measurements; raise it when their content changes."""
 BATCHES = (1, 8)
 CONTEXTS = (128, 1024)
 PROMPT_ROWS = 128
-WORKS = (
+CALIBRATION_PASSES = (
     *(Pass(batch, 1, context) for context in CONTEXTS for batch in BATCHES),
     *(Pass(1, max(BATCHES), context) for context in CONTEXTS),
     *(Pass(1, PROMPT_ROWS, context, logit_rows=1) for context in CONTEXTS),
 )
-"""Passes that calibrate: 1 and 8 sequences, 8 rows of one, and a part of a prompt, at two contexts. What rows cost when
-there are many cannot be told from few: tiles are filled, and keys are read once for all of them."""
+"""1 and 8 sequences, 8 rows of one sequence, and a part of a prompt, at two contexts. Many rows fill tiles and share
+the keys that are read, so few rows do not tell their cost."""
 PASSES_BUDGET_S = 6.0
 ENGINE_STEPS, ENGINE_PROMPT = 24, 64
 ENGINE_DEPTH = 3
 MEMORY_SHARE = 0.5
-"""Share of the free memory that the caches of a measurement may take."""
+"""Largest share of the free memory for the caches of a measurement."""
+Vector = NDArray[np.float64]
+TRUSTED = 0.03
+"""Relative error of a measured pass."""
+SPREADS = {
+    "bandwidth": 0.3, "cache_bandwidth": 0.5, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 0.3,
+}  # fmt: skip
+"""Prior of each rate: a distance from its start value, in log, that weighs as much as one error of TRUSTED."""
+START_OVERLAP = 4.0
+START_PASS_S = 1e-4
+FIT_STEPS = 60
 
 
-class Passes(Prefilled):
-    """A loaded model with as many prefilled sequences as the works need; times single passes over them."""
+def measured_machine(
+    model: str | None, shape: ModelShape, config: EngineConfig, *, measure_again: bool, progress: Progress
+) -> tuple[SizedModel, Machine]:
+    """(the model as it runs here, this machine's rates with it); measures them unless the user cache has them."""
+    path = cache_path(model, config)
+    measured = None if measure_again else read_cached(path)
+    if measured is None:
+        loaded = load_model(model, config)
+        longest = loaded.config.max_length - PROMPT_ROWS
+        passes = [replace(work, context=min(work.context, longest)) for work in CALIBRATION_PASSES]
+        timer = PassTimer(loaded, config, passes, progress)
+        with check_noise(config.threads or threads().usable) as noise:
+            measured = measure(timer, timer.time(passes, PASSES_BUDGET_S, progress), progress)
+        if noise.is_disturbed:
+            note = f"{noise.reason}; the machine does better than this, which was not kept: ask again when it is idle"
+            return calibrate(shape.with_notes(note), measured)
+        with suppress(OSError):  # a folder that cannot be written only means measuring again
+            hub.save_record(path, measured)
+    return calibrate(shape, measured)
 
-    def __init__(self, loaded: Loaded, config: EngineConfig, works: Seq[Pass], progress: Progress) -> None:
+
+def measure(timer: PassTimer, seconds: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
+    """Input of a calibration as a JSON document: seconds, and bytes as the backend holds them. `seconds`: of passes."""
+    loaded = timer.model
+    progress(0, 1, "reading memory")
+    bandwidth = loaded.backend.read_bandwidth(readable_bytes(loaded.backend), READ_RUNS)
+    timer.release()
+    depth = min(ENGINE_DEPTH, timer.engine.drafting.max_depth)
+    plain = [(batch, timer.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
+    drafts = [(batch, timer.engine_seconds(batch, depth)["draft"] / depth) for batch in BATCHES] if depth else []
+    return {
+        "version": VERSION,
+        "cpu": cpu().model,
+        "threads": timer.config.threads or threads().usable,
+        "backend": loaded.backend.name,
+        "read_bandwidth": bandwidth,
+        "memory": loaded.backend.free_memory(),
+        "passes": [{**asdict(work), "seconds": time_s} for work, time_s in seconds.items()],
+        "engine": plain,
+        "draft_step": drafts,
+        "layer_bytes": held_bytes(loaded.decoder.layers),
+        "lm_head_bytes": held_bytes(loaded.decoder.lm_head),
+        "cache_bytes": cache_bytes(loaded),  # of one position
+    }
+
+
+def calibrate(shape: ModelShape, measured: dict[str, Any]) -> tuple[SizedModel, Machine]:
+    """The model with its bytes on this machine, and the machine with rates fitted to the measured passes."""
+    counts = shape.parameters()
+    layers = measured["layer_bytes"] / (counts["attention"] + counts["mlp"] + counts["experts"])
+    sizes: dict[Part, float] = {**shape.bytes_per_weight, "attention": layers, "mlp": layers, "experts": layers}
+    sizes["lm_head"] = measured["lm_head_bytes"] / counts["lm_head"]
+    kv = measured["cache_bytes"] / max(sum(group.count * group.cost.mixer.pool_width for group in shape.layers), 1)
+    model = SizedModel(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weight_format), kv=kv)
+    bandwidth = float(measured["read_bandwidth"])
+    device = DeviceSpec(
+        name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured"
+    )
+    blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
+    fields = ("sequences", "rows", "context", "logit_rows")
+    points = [(Pass(*(each[key] for key in fields)), each["seconds"]) for each in measured["passes"]]
+    rates = fit_rates(points, model, blank, bandwidth)
+    step_s, step_row_s = fit_line(*measured["engine"])
+    draft = fit_line(*measured["draft_step"]) if measured["draft_step"] else None
+    rates = replace(rates, step_s=step_s, step_row_s=step_row_s, measured_draft=draft)
+    return model, replace(blank, rates=rates, assumptions=(_describe(measured, rates),))
+
+
+def _describe(measured: dict[str, Any], rates: Rates) -> str:
+    draft, contexts = rates.measured_draft, sorted({each["context"] for each in measured["passes"]})
+    rows = sorted({int(each["rows"]) for each in measured["passes"]})
+    return (
+        f"here: {measured['cpu']}, {measured['threads']} threads, backend {measured['backend']}; fitted to passes of "
+        f"{', '.join(map(str, rows))} rows at contexts {' and '.join(map(str, contexts))}: "
+        f"{rates.bandwidth / 1e9:.1f} of {measured['read_bandwidth'] / 1e9:.1f} GB/s for weights and "
+        f"{(rates.cache_bandwidth or rates.bandwidth) / 1e9:.1f} for caches, "
+        f"{rates.compute / 1e9:.0f} Gop/s in matrices, {rates.attention / 1e9:.0f} in attention, overlap exponent "
+        f"{rates.overlap or 0:.1f}, {rates.pass_s * 1e3:.2f} ms for each pass; engine {rates.step_s * 1e3:.2f} ms a "
+        f"step and {rates.step_row_s * 1e6:.0f} us a row"
+        + (f", a draft step {draft[0] * 1e3:.2f} ms and {draft[1] * 1e6:.0f} us a sequence" if draft else "")
+    )
+
+
+def cache_path(model: str | None, config: EngineConfig) -> Path:
+    """A file of plan/ in the user cache, by model files, weights, cache type, threads, processor and version."""
+    trunk = hub.resolve_alias(model).trunk
+    files = sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk]
+    facts = {
+        "format": VERSION,
+        "files": hub.file_stamps(files),
+        "settings": (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable),
+        "cpu": cpu().model,
+    }
+    return hub.record_path("plan", facts)
+
+
+def read_cached(path: Path) -> dict[str, Any] | None:
+    """Returns cached measurements; None for a file that is missing, damaged or of another version."""
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) and document.get("version") == VERSION else None
+
+
+class PassTimer(PrefilledEngine):
+    """Times single passes over prefilled sequences of a loaded model."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, passes: Sequence[Pass], progress: Progress) -> None:
         self.config = config
-        longest = max(int(work.context + work.rows) for work in works)
-        most = max(work.sequences for work in works)
-        length, batch = max(longest, 4 * ENGINE_PROMPT), max(most, *BATCHES)
+        longest = max(int(work.context + work.rows) for work in passes)
+        num_sequences = max(work.sequences for work in passes)
+        length, batch = max(longest, 4 * ENGINE_PROMPT), max(num_sequences, *BATCHES)
         if length > loaded.config.max_length:
             raise UsageError(f"{length} positions are more than the model's context of {loaded.config.max_length}")
         blocks = batch * -(-length // config.block_size)
-        _refuse_too_much(loaded, blocks * config.block_size)
+        _check_memory(loaded, blocks * config.block_size)
         engine_config = replace(
             config,
             drafter="auto" if loaded.head else "none",
@@ -53,44 +188,108 @@ class Passes(Prefilled):
             enable_prefix_caching=False,
         )
         super().__init__(loaded, engine_config)
-        for index in range(most):
-            progress(index, most, "filling caches")
-            self.fill(max(int(work.context) for work in works if work.sequences > index), longest)
+        for index in range(num_sequences):
+            progress(index, num_sequences, "filling caches")
+            self.fill(max(int(work.context) for work in passes if work.sequences > index), longest)
 
     def seconds(self, work: Pass) -> float:
-        """The backend's time for one pass. Rows of a prompt see half of each other."""
+        """Seconds of one pass in the backend. A row of a prompt sees half of the prompt's rows on average."""
         rows = int(work.rows)
         logits = int(work.num_logits) // work.sequences
         start = int(work.context) - (rows // 2 if logits < rows else 0)
-        return self.seconds_of([Span(each, start, rows, logits) for each in self.sequences[: work.sequences]])
+        return self.pass_seconds([Span(each, start, rows, logits) for each in self.sequences[: work.sequences]])
 
-    def time(self, works: Seq[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
-        """Median seconds."""
-        return {work: median(times) for work, times in in_turns(works, self.seconds, budget_s, progress).items()}
+    def time(self, passes: Sequence[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
+        """Median seconds of each pass."""
+        times = time_in_turns(passes, self.seconds, budget_s, progress)
+        return {work: median(each) for work, each in times.items()}
 
     def engine_seconds(self, batch: int, depth: int) -> dict[str, float]:
-        """Median seconds of an engine step of `batch` greedy sequences outside the trunk's pass: host, draft."""
+        """Median seconds of an engine step of `batch` greedy sequences, by part: host, draft, ..."""
         params = SamplingParams(max_tokens=ENGINE_STEPS * (1 + depth) + 8, ignore_eos=True)
         requests = [self.llm.request(self.repeated_text(ENGINE_PROMPT), params, depth=depth) for _ in range(batch)]
         sequences = [sequence for request in requests for sequence in self.engine.submit(request)]
         while any(not sequence.num_output for sequence in sequences):
             self.engine.step(lambda deltas: None)
-        marks = [dict(self.engine.seconds)]
+        totals = [dict(self.engine.seconds)]
         for _ in range(ENGINE_STEPS):
             self.engine.step(lambda deltas: None)
-            marks.append(dict(self.engine.seconds))
+            totals.append(dict(self.engine.seconds))
         for request in requests:
             self.engine.abort(request.request_id)
-        return {name: median(after[name] - before[name] for before, after in pairwise(marks)) for name in marks[0]}
+        return {name: median(after[name] - before[name] for before, after in pairwise(totals)) for name in totals[0]}
 
 
-def _refuse_too_much(loaded: Loaded, positions: int) -> None:
+def _check_memory(loaded: LoadedModel, positions: int) -> None:
     needed, free = positions * (loaded.config.hidden_size * 4 + cache_bytes(loaded)), loaded.backend.free_memory()
     if needed > MEMORY_SHARE * free:
         what = f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         raise UsageError(what, "measure fewer sequences or shorter contexts")
 
 
-def cache_bytes(loaded: Loaded) -> int:
+def cache_bytes(loaded: LoadedModel) -> int:
     """Bytes of keys and values of one position."""
     return sum(loaded.backend.kv_bytes(spec) for spec in loaded.decoder.kv_specs)
+
+
+def fit_rates(
+    points: Sequence[tuple[Pass, float]], model: SizedModel, machine: Machine, read_bandwidth: float
+) -> Rates:
+    """Fits the roofline's rates to measured (pass, seconds) by weighted least squares on logarithms.
+
+    Passes of 1 and 8 rows determine bandwidth and compute, passes at a second context the rate of attention. Rates that
+    the points do not determine stay at their start values: `read_bandwidth`, START_PASS_S, START_OVERLAP. Raises
+    ValueError for fewer than two points.
+    """
+    if len(points) < 2:
+        raise ValueError("a fit needs at least two measured passes")
+    names = list(SPREADS)
+    start = np.log([read_bandwidth, read_bandwidth, *_start_rates(points, model), START_OVERLAP, START_PASS_S])
+    spreads = np.array([SPREADS[name] for name in names])
+
+    def residuals(logs: Vector) -> Vector:
+        candidate = replace(machine, rates=_rates(machine.rates, names, logs))
+        errors = [np.log(pass_seconds(model, candidate, work) / time_s) / TRUSTED for work, time_s in points]
+        return np.array([*errors, *((logs - start) / spreads)])
+
+    return _rates(machine.rates, names, _least_squares(residuals, start))
+
+
+def _rates(rates: Rates, names: Sequence[str], logs: Vector) -> Rates:
+    return replace(rates, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
+
+
+def _start_rates(points: Sequence[tuple[Pass, float]], model: SizedModel) -> tuple[float, float]:
+    """(operations/s of matrices if the pass with most rows only multiplied, a quarter of that for attention)."""
+    largest, time_s = max(points, key=lambda point: point[0].num_rows)
+    shape = model.shape
+    weights = shape.outer + sum(group.count * group.cost.active_weights for group in shape.layers)
+    lm_head = shape.vocab_size * shape.hidden_size
+    compute = 2 * (weights * largest.num_rows + lm_head * largest.num_logits) / time_s
+    return compute, compute / 4
+
+
+def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:
+    """Levenberg-Marquardt with a numerical Jacobian."""
+    logs, damping = start.copy(), 1e-2
+    current = residuals(logs)
+    for _ in range(FIT_STEPS):
+        jacobian = np.stack([(residuals(logs + step) - current) / 1e-4 for step in np.eye(len(logs)) * 1e-4], axis=1)
+        normal, gradient = jacobian.T @ jacobian, jacobian.T @ current
+        candidate = logs - np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
+        if not np.isfinite(candidate).all() or np.abs(candidate - start).max() > 20:
+            damping *= 10
+            continue
+        proposed = residuals(candidate)
+        if proposed @ proposed < current @ current:
+            logs, current, damping = candidate, proposed, max(damping / 3, 1e-9)
+        else:
+            damping = min(damping * 4, 1e9)
+    return logs
+
+
+def fit_line(one: tuple[int, float], other: tuple[int, float]) -> tuple[float, float]:
+    """a and b of a + b * n through two points (n, seconds), neither below zero."""
+    (n, first), (m, second) = one, other
+    slope = max(0.0, (second - first) / (m - n))
+    return max(0.0, first - slope * n), slope

@@ -1,4 +1,4 @@
-"""What others have published, beside what the roofline predicts for it with the same factors for every point."""
+"""Published speeds and costs beside the roofline's predictions, with the same factors for every point."""
 
 from __future__ import annotations
 
@@ -7,66 +7,54 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headstart.formats.json_object import read_packaged
-from headstart.tools.plan.acceptance import of_length
-from headstart.tools.plan.drafters import KINDS, with_drafter
-from headstart.tools.plan.formats import kv_bytes, weight_format
+from headstart.tools.plan import roofline
+from headstart.tools.plan.drafters import DRAFTER_TYPES, acceptances_of_length, with_drafter
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
-from headstart.tools.plan.memory import devices_needed, memory, split_of
-from headstart.tools.plan.predict import (
-    dollars_per_million,
-    first_token,
-    floor_bytes,
-    most_tokens_per_s,
-    speed,
-)
-from headstart.tools.plan.roofline import SizedModel
+from headstart.tools.plan.shape import SizedModel, devices_needed, estimate_memory, kv_bytes, split_of, weight_format
 from headstart.tools.plan.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
-MOST_BATCH = 4096
+MAX_BATCH = 4096
 CLOSE = 0.25
-"""A prediction within this share of a published figure is close; where much was assumed that may be luck."""
+"""Relative error below which a prediction is close."""
 WITHIN = "within"
+POINTS: list[dict[str, Any]] = read_packaged("headstart.tools.plan", "published.json")
 LIKELY_SHARE = 0.85
-"""Engines do not get more than this of what the memories allow."""
-
-
-def documents() -> list[dict[str, Any]]:
-    return list(read_packaged("headstart.tools.plan", "published.json"))
+"""Largest share of the memories' bandwidth that engines reach."""
 
 
 def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every figure of one point that can be predicted; none where its set-up is unknown."""
-    return [] if "unknown" in point else list(SetUp(point).comparisons())
+    """Every figure of one point beside its prediction; none if its set-up is unknown."""
+    return [] if "unknown" in point else list(PublishedSetup(point).comparisons())
 
 
-class SetUp:
+class PublishedSetup:
     """A published point's machine, model and speeds, plain and drafting."""
 
     def __init__(self, point: Mapping[str, Any]) -> None:
         self.point = point
         shape = with_drafter(find_shape(point["model"], point.get("weights")), point.get("drafter"))
-        weights = weight_format(shape.weights)
+        weights = weight_format(shape.weight_format)
         self.model = SizedModel(shape=shape, format=weights, kv=kv_bytes("bf16"))
         self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
         self.batch, self.depth = int(point["batch"]), int(point["depth"])
         self.context = float(point.get("context", DEFAULT_CONTEXT))
-        given = point.get("acceptance", shape.acceptance or KINDS[shape.head.kind].acceptances)
-        self.acceptances = of_length(given, self.depth) if isinstance(given, int | float) else tuple(given)
+        given = point.get("acceptance", shape.acceptance or DRAFTER_TYPES[shape.drafter.kind].acceptances)
+        self.acceptances = acceptances_of_length(given, self.depth) if isinstance(given, int | float) else tuple(given)
 
     def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
-        """Of all streams together; with prompts between the outputs where the point says how long both are."""
+        """Tokens/s of all streams together, prefill included if the point gives the length of prompts."""
         batch = batch or self.batch
-        predicted = speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
+        predicted = roofline.step_speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
         if "prompt" not in self.point:
             return predicted.total
-        prompt_s = first_token(self.model, self.machine, int(self.point["prompt"]))
+        prompt_s = roofline.first_token_seconds(self.model, self.machine, int(self.point["prompt"]))
         output = int(self.point["output"])
         return batch * output / (batch * prompt_s + output / predicted.per_stream)
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
         published, plain, drafting = self.point["published"], self.tokens_per_s(0), self.tokens_per_s(self.depth)
-        name = {"mtp": "MTP"}.get(self.model.shape.head.kind, KINDS[self.model.shape.head.kind].title)
+        name = {"mtp": "MTP"}.get(self.model.shape.drafter.kind, DRAFTER_TYPES[self.model.shape.drafter.kind].title)
         pairs = (("plain", 0, plain), (name, self.depth, drafting))
         for (name, depth, rate), value in zip(pairs, published.get("tokens_per_s", (None, None)), strict=True):
             if value is not None:
@@ -74,7 +62,7 @@ class SetUp:
         for (name, depth, rate), value in zip(pairs, published.get("dollars_per_million", (None, None)), strict=True):
             if value is not None:
                 price = self.point["price_per_hour"]
-                cost = dollars_per_million(price * self.machine.count, rate)
+                cost = roofline.dollars_per_million(price * self.machine.count, rate)
                 yield self._compared(f"{name} $/M", value, cost, depth, rate=price / 3600e-6 / value)
         if "speedup" in published:
             yield self._compared("speed-up", published["speedup"], drafting / plain, None)
@@ -82,8 +70,8 @@ class SetUp:
     def _compared(
         self, what: str, value: float | list[float], predicted: float, depth: int | None, *, rate: float | None = None
     ) -> dict[str, Any]:
-        """One published figure. `value`: one number, or the ends of a range; `error`: predicted over published - 1, of
-        the nearer end, 0 inside a range."""
+        """One published figure. `value`: a number, or the ends of a range; `error`: predicted / published - 1 with the
+        nearer end, 0 inside a range."""
         low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
         error = predicted / min(max(predicted, low), high) - 1
         return {
@@ -101,7 +89,7 @@ class SetUp:
             return f"{WITHIN} {CLOSE:.0%}{missing}"
         if depth is None:
             return f"predicted is {_times(error)} the figure{missing}"
-        bound = most_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
+        bound = roofline.max_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
         if rate > bound:
             devices = f"; {math.ceil(rate / bound * self.machine.count)} devices at full speed would be needed"
             why = f"{self._why(bound, depth)}{devices}{self._batch_for(rate, depth)}"
@@ -116,29 +104,27 @@ class SetUp:
         return "one stream" if self.batch == 1 else f"{self.batch} streams"
 
     def _why(self, bound: float, depth: int) -> str:
-        """The bytes of one pass over all memories together, and what that allows."""
-        num_bytes = floor_bytes(self.model, self.batch, self.context, depth)
-        most = (
-            (f", were all {depth} drafts always right" if depth > 1 else ", were its draft always right")
-            if depth
-            else ""
-        )
+        """Bytes of one pass over all memories together, and the speed they allow."""
+        num_bytes = roofline.min_pass_bytes(self.model, self.batch, self.context, depth)
+        condition = "" if not depth else ", were its draft always right"
+        if depth > 1:
+            condition = f", were all {depth} drafts always right"
         return (
             f"{num_bytes / 1e9:.1f} GB a pass at {self.machine.count * self.machine.device.bandwidth / 1e12:.1f} TB/s "
-            f"allow {bound:,.0f} tok/s{most}"
+            f"allow {bound:,.0f} tok/s{condition}"
         )
 
     def _batch_for(self, rate: float, depth: int) -> str:
-        """The batch at which the model gives a rate."""
-        for batch in (2**i for i in range(MOST_BATCH.bit_length())):
+        """The batch at which the prediction reaches a rate."""
+        for batch in (2**i for i in range(MAX_BATCH.bit_length())):
             if self.tokens_per_s(depth, batch) >= rate:
                 return f"; as a total of about {batch} streams the model gives it" if batch > self.batch else ""
-        return f"; the model does not give it with {MOST_BATCH} streams either"
+        return f"; the model does not give it with {MAX_BATCH} streams either"
 
     def _missing_memory(self) -> str:
         have = self.machine.count * int(self.point.get("layer_split", 1))
         need = devices_needed(self.model, self.machine.device.memory)
-        fits = memory(self.model, split_of(self.machine), self.context).fits or self.point.get("layer_split")
+        fits = estimate_memory(self.model, split_of(self.machine), self.context).fits or self.point.get("layer_split")
         return "" if fits and need <= have else f"; the weights need {need} such devices, not {have}"
 
 

@@ -1,6 +1,7 @@
-"""The time of one pass: for each part the larger of memory and compute, then interconnect and fixed costs.
+"""Roofline: seconds of a pass, a draft and an engine step.
 
-Rows of a pass share the weights that are read; rows of one sequence share its cache too.
+Each part takes the larger of memory and compute time; interconnect and fixed costs come on top. All rows of a pass
+share the weights that are read; rows of one sequence also share its cache.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headstart.formats.quantization import WeightBytes
-from headstart.tools.plan.formats import part_bytes
+from headstart.config import MAX_DEPTH
+from headstart.layers.costs import MixerCost
+from headstart.tools.plan.drafters import expected_tokens
 from headstart.tools.plan.machine import Machine
-from headstart.tools.plan.shape import Attention, Layers, Part, Shape
+from headstart.tools.plan.shape import ACTIVATION_BYTES, LayerGroup, SizedModel
 
-ACTIVATION_BYTES = 2
 LAST_KERNELS = 3
-"""Final norm, LM head, sampling."""
+"""Kernels after the layers: final norm, LM head, sampling."""
 DISPATCH_BYTES = 1
-"""An activation on its way to its expert travels in FP8."""
+"""Bytes of an activation sent to its expert (FP8)."""
+DEPTHS = range(9)
+"""Depths that a plan chooses from."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass computes: `rows` of each of `sequences`, each after `context` cached positions."""
+    """Rows that one pass of the model computes."""
 
     sequences: int
-    rows: float
-    context: float
-    logit_rows: float | None = None  # of all sequences together; None: all rows
+    rows: float  # per sequence
+    context: float  # cached positions before the rows
+    logit_rows: float | None = None  # rows with logits, of all sequences together; None: all
 
     @property
     def num_rows(self) -> float:
@@ -40,8 +43,8 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """One part of a pass: bytes read and operations on one device, and the seconds that they take."""
+class PartCost:
+    """One part of a pass: bytes read and operations on one device, and their seconds."""
 
     name: str
     bytes: float = 0.0
@@ -50,65 +53,150 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizedModel:
-    """A shape in a weight format, with a cache of `kv` bytes an element."""
+class StepSpeed:
+    """One engine step of `batch` sequences at a depth."""
 
-    shape: Shape
-    format: WeightBytes
-    kv: float
+    batch: int
+    depth: int
+    tokens_per_step: float  # per sequence
+    pass_s: float
+    draft_s: float
+    step_s: float
 
-    def bytes(self, part: Part) -> float:
-        return part_bytes(self.shape, self.format, part)
+    @property
+    def per_stream(self) -> float:
+        """Tokens/s of one sequence."""
+        return self.tokens_per_step / self.step_s
 
-    def drafting(self) -> SizedModel:
-        """The drafter as a model: some formats leave a head as it was."""
-        shape = replace(self.shape, hidden=self.shape.head.hidden)
-        size = self.shape.bytes_per_weight.get("head", self.format.head)
-        if size is not None:
-            measured: dict[Part, float] = {"attention": size, "mlp": size, "experts": size}
-            shape = replace(shape, bytes_per_weight=shape.bytes_per_weight | measured)
-        return replace(self, shape=shape)
-
-    def weight_bytes(self) -> dict[Part, float]:
-        """Bytes of all weights by part; `head` without an LM head that it shares."""
-        sizes: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
-        head, drafting = self.shape.head, self.drafting()
-        stored = sum(_bytes_of(drafting, group) for group in head.layers) + head.projection * drafting.bytes("mlp")
-        more = (head.most or 0) * head.per_token * drafting.bytes("mlp") + head.own * self.bytes("lm_head")
-        sizes["head"] = head.modules * stored + more
-        return sizes
+    @property
+    def total(self) -> float:
+        """Tokens/s of all sequences."""
+        return self.batch * self.per_stream
 
 
-def _bytes_of(model: SizedModel, group: Layers) -> float:
-    attention, mlp = group.attention, group.mlp
-    return group.count * (
-        attention.weights * model.bytes("attention")
-        + mlp.weights * model.bytes("mlp")
-        + mlp.experts * mlp.expert_weights * model.bytes("experts")
-    )
+@dataclass(frozen=True)
+class DraftingSetup:
+    """A model with its drafter."""
+
+    model: SizedModel
+    acceptances: tuple[float, ...]  # conditional, by position
+    note: str  # the acceptances and their source
+
+    @property
+    def kind(self) -> str:
+        return self.model.shape.drafter.kind
+
+    @property
+    def max_depth(self) -> int:
+        limit = self.model.shape.drafter.max_depth
+        return MAX_DEPTH if limit is None else min(limit, MAX_DEPTH)
 
 
-def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> list[Cost]:
-    """A pass of the trunk, part by part. Sequences of different replicas run at the same time. `others` run in the same
-    pass with numbers of rows and contexts of their own: all rows share the weights, and each sequence has its cache."""
-    each = (work, *others)
-    apart = [_local(machine, one) for one in each]
-    work, local = _together(each), _together(apart)
-    costs = [cost for group in model.shape.layers for cost in _layer_costs(model, machine, work, apart, group)]
-    lm_head = model.shape.vocab * model.shape.hidden
+def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> list[PartCost]:
+    """Costs of a pass of the trunk by part. Replicas run at the same time. `others`: sequences of the same pass with
+    other numbers of rows and contexts; they share the weights."""
+    works = (work, *others)
+    locals_ = [_per_replica(machine, each) for each in works]
+    work, local, shape = _combined(works), _combined(locals_), model.shape
+    costs = [cost for group in shape.layers for cost in _layer_costs(model, machine, work, locals_, group)]
+    costs.append(_matrix(machine, "mlp", shape.outer, local.num_rows, model.bytes("mlp")))
+    lm_head = shape.vocab_size * shape.hidden_size
     costs.append(_matrix(machine, "lm_head", lm_head, local.num_logits, model.bytes("lm_head")))
-    kernels = LAST_KERNELS + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in model.shape.layers)
-    costs.append(Cost("fixed", seconds=machine.rates.pass_s + kernels * machine.rates.kernel_s))
-    costs += _links(model, machine, work, local, model.shape.layers)
-    return merged(costs)
+    num_kernels = LAST_KERNELS + sum(group.count * group.cost.num_kernels for group in shape.layers)
+    costs.append(PartCost("fixed", seconds=machine.rates.pass_s + num_kernels * machine.rates.kernel_s))
+    costs += _links(model, machine, work, local, shape.layers)
+    return _merged(costs)
 
 
 def pass_seconds(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> float:
+    """Seconds of a pass of the trunk: the sum of `pass_costs`."""
     return sum(cost.seconds for cost in pass_costs(model, machine, work, *others))
 
 
-def _together(works: Sequence[Pass]) -> Pass:
-    """Their rows as those of one pass."""
+def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
+    """Seconds to draft `depth` tokens for every sequence: the drafter's layers, projection, LM head and cache."""
+    drafter = model.shape.drafter
+    if not depth or not drafter.can_draft:
+        return 0.0
+    if (measured := machine.rates.measured_draft) is not None:
+        return depth * (measured[0] + measured[1] * sequences)
+    if not drafter.vocab_size:
+        return machine.rates.draft_s  # an n-gram lookup on the host
+    drafting, rows = model.drafter_model(), depth + 1 if drafter.single_pass and drafter.layers else 1
+    steps, tokens = (1, depth) if drafter.single_pass else (depth, 1)
+    work = Pass(sequences, rows, context)
+    local = _per_replica(machine, work)
+    costs = [cost for group in drafter.layers for cost in _layer_costs(drafting, machine, work, [local], group)]
+    costs.append(_matrix(machine, "projection", drafter.projection, local.num_rows, drafting.bytes("mlp")))
+    per_token = (drafter.per_token + drafter.shared_per_token) * tokens
+    costs.append(_matrix(machine, "projection", per_token, local.sequences, drafting.bytes("mlp")))
+    lm_head = drafter.vocab_size * drafter.hidden_size
+    costs.append(_matrix(machine, "lm_head", lm_head, local.sequences * tokens, model.bytes("lm_head")))
+    num_kernels = LAST_KERNELS + 2 + sum(group.count * group.cost.num_kernels for group in drafter.layers)
+    costs.append(PartCost("fixed", seconds=machine.rates.draft_s + num_kernels * machine.rates.kernel_s))
+    costs += _links(drafting, machine, work, local, drafter.layers)
+    return steps * sum(cost.seconds for cost in costs)
+
+
+def step_speed(
+    model: SizedModel, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
+) -> StepSpeed:
+    """Speed of a step that verifies depth + 1 rows of every sequence and drafts `depth` tokens."""
+    pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
+    draft_s = draft_seconds(model, machine, batch, context, depth)
+    engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
+    return StepSpeed(
+        batch=batch,
+        depth=depth,
+        tokens_per_step=expected_tokens(acceptances, depth),
+        pass_s=pass_s,
+        draft_s=draft_s,
+        step_s=pass_s + draft_s + engine_s,
+    )
+
+
+def fastest(speeds: Sequence[StepSpeed]) -> StepSpeed:
+    """The fastest step; of equals the shallowest."""
+    return max(speeds, key=lambda each: (each.per_stream, -each.depth))
+
+
+def first_token_seconds(model: SizedModel, machine: Machine, prompt: int) -> float:
+    """Seconds of one prompt alone, in one pass. A row sees half of the prompt on average."""
+    rates = machine.rates
+    return pass_seconds(model, machine, Pass(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
+
+
+def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
+    """Bytes that a pass over depth + 1 rows of every sequence must read: weights (of experts the expected ones) and
+    caches, each once."""
+    rows, shape = batch * (1 + depth), model.shape
+    layers = sum(
+        model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv
+        for group in shape.layers
+    )
+    lm_head = shape.vocab_size * shape.hidden_size * model.bytes("lm_head")
+    return layers + shape.outer * model.bytes("mlp") + lm_head
+
+
+def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
+    """Upper bound for any engine: every draft is accepted, drafting costs nothing, and all memories read at full
+    bandwidth."""
+    num_bytes = min_pass_bytes(model, batch, context, depth)
+    return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
+
+
+def dollars_per_million(price_per_hour: float, tokens_per_s: float) -> float:
+    """price / 3600 / (tokens/s / 1e6)"""
+    return price_per_hour / 3600 / (tokens_per_s / 1e6)
+
+
+def break_even(price_per_hour: float, api_price: float) -> float:
+    """Tokens/s without pause at which a machine costs as much as an API at `api_price` per million tokens."""
+    return price_per_hour / 3600 / api_price * 1e6
+
+
+def _combined(works: Sequence[Pass]) -> Pass:
+    """One pass with all rows."""
     if len(works) == 1:
         return works[0]
     sequences = sum(work.sequences for work in works)
@@ -116,100 +204,77 @@ def _together(works: Sequence[Pass]) -> Pass:
     return Pass(sequences, rows, works[0].context, sum(work.num_logits for work in works))
 
 
-def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
-    """A draft of so many tokens for every sequence: the drafter's layers, projection, LM head and cache."""
-    head = model.shape.head
-    if not depth or not head.drafts:
-        return 0.0
-    if (measured := machine.rates.measured_draft) is not None:
-        return depth * (measured[0] + measured[1] * sequences)
-    if not head.vocab:
-        return machine.rates.draft_s  # a look-up beside the device
-    drafting, rows = model.drafting(), depth + 1 if head.once and head.layers else 1
-    steps, tokens = (1, depth) if head.once else (depth, 1)
-    work = Pass(sequences, rows, context)
-    local = _local(machine, work)
-    costs = [cost for group in head.layers for cost in _layer_costs(drafting, machine, work, [local], group)]
-    costs.append(_matrix(machine, "projection", head.projection, local.num_rows, drafting.bytes("mlp")))
-    each = (head.per_token + head.again) * tokens
-    costs.append(_matrix(machine, "projection", each, local.sequences, drafting.bytes("mlp")))
-    lm_head = head.vocab * head.hidden
-    costs.append(_matrix(machine, "lm_head", lm_head, local.sequences * tokens, model.bytes("lm_head")))
-    kernels = LAST_KERNELS + 2 + sum(g.count * (g.attention.kernels + g.mlp.kernels) for g in head.layers)
-    costs.append(Cost("fixed", seconds=machine.rates.draft_s + kernels * machine.rates.kernel_s))
-    costs += _links(drafting, machine, work, local, head.layers)
-    return steps * sum(cost.seconds for cost in costs)
-
-
-def _local(machine: Machine, work: Pass) -> Pass:
-    """The share of one replica."""
+def _per_replica(machine: Machine, work: Pass) -> Pass:
     replicas = machine.replicas
     logits = None if work.logit_rows is None else work.logit_rows / replicas
     return replace(work, sequences=math.ceil(work.sequences / replicas), logit_rows=logits)
 
 
-def _matrix(machine: Machine, name: str, weights: float, rows: float, size: float) -> Cost:
+def _matrix(machine: Machine, name: str, weights: float, rows: float, size: float) -> PartCost:
     num_bytes, operations = weights * size / machine.tp, 2 * weights * rows / machine.tp
-    return Cost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
+    return PartCost(name, num_bytes, operations, machine.rates.seconds(num_bytes, operations))
 
 
-def _layer_costs(model: SizedModel, machine: Machine, work: Pass, apart: Sequence[Pass], group: Layers) -> list[Cost]:
-    """`apart`: the share of one replica, by what has a context of its own."""
-    attention, mlp, count, local = group.attention, group.mlp, group.count, _together(apart)
+def _layer_costs(
+    model: SizedModel, machine: Machine, work: Pass, locals_: Sequence[Pass], group: LayerGroup
+) -> list[PartCost]:
+    """`locals_`: the part of each pass that one replica computes."""
+    mixer, feed, count, local = group.cost.mixer, group.cost.feed_forward, group.count, _combined(locals_)
     costs = [
-        _matrix(machine, "attention", attention.weights, local.num_rows, model.bytes("attention")),
-        *(_cache(model, machine, each, attention) for each in apart),
-        _matrix(machine, "mlp", mlp.weights, local.num_rows, model.bytes("mlp")),
+        _matrix(machine, "attention", mixer.weights, local.num_rows, model.bytes("attention")),
+        *(_cache(model, machine, each, mixer) for each in locals_),
+        _matrix(machine, "mlp", feed.weights, local.num_rows, model.bytes("mlp")),
     ]
-    if mlp.experts:
+    if feed.experts:
         rows = work.num_rows if machine.ep > 1 else local.num_rows
         devices = machine.ep if machine.ep > 1 else machine.tp
-        touched = _busiest(mlp.touched(rows), machine.ep, mlp.experts)
-        num_bytes = (touched if machine.ep > 1 else touched / devices) * mlp.expert_weights * model.bytes("experts")
-        operations = 2 * rows * mlp.active * mlp.expert_weights / devices
-        costs.append(Cost("experts", num_bytes, operations, machine.rates.seconds(num_bytes, operations)))
-    return [Cost(each.name, count * each.bytes, count * each.operations, count * each.seconds) for each in costs]
+        touched = _busiest(feed.touched(rows), machine.ep, feed.experts)
+        num_bytes = (touched if machine.ep > 1 else touched / devices) * feed.expert_weights * model.bytes("experts")
+        operations = 2 * rows * feed.active * feed.expert_weights / devices
+        costs.append(PartCost("experts", num_bytes, operations, machine.rates.seconds(num_bytes, operations)))
+    return [PartCost(each.name, count * each.bytes, count * each.operations, count * each.seconds) for each in costs]
 
 
 def _busiest(touched: float, ep: int, experts: int) -> float:
-    """Experts touched on the device that has most of them; without expert parallelism all of them."""
+    """Experts touched on the device with most of them; without expert parallelism all."""
     if ep == 1:
         return touched
     mean = touched / ep
     return min(mean + math.sqrt(2 * mean * math.log(ep)), touched, experts / ep)
 
 
-def _cache(model: SizedModel, machine: Machine, local: Pass, attention: Attention) -> Cost:
-    split = min(machine.tp, attention.splits)
-    stored = attention.read(local.context, local.rows) * model.kv + 2 * attention.state * 4
-    num_bytes = local.sequences * stored / split
-    operations = 2 * local.num_rows * attention.multiply_adds(local.context) / machine.tp
-    return Cost("cache", num_bytes, operations, machine.rates.seconds(num_bytes, operations, attention=True))
+def _cache(model: SizedModel, machine: Machine, local: Pass, mixer: MixerCost) -> PartCost:
+    stored = mixer.read(local.context, local.rows) * model.kv + 2 * mixer.state * 4
+    num_bytes = local.sequences * stored / min(machine.tp, mixer.splits)
+    operations = 2 * local.num_rows * mixer.multiply_adds(local.context) / machine.tp
+    return PartCost("cache", num_bytes, operations, machine.rates.seconds(num_bytes, operations, attention=True))
 
 
-def _links(model: SizedModel, machine: Machine, work: Pass, local: Pass, layers: tuple[Layers, ...]) -> list[Cost]:
-    """All-reduces of tensor parallelism, all-to-alls of expert parallelism."""
+def _links(
+    model: SizedModel, machine: Machine, work: Pass, local: Pass, layers: tuple[LayerGroup, ...]
+) -> list[PartCost]:
+    """Costs of all-reduces (tensor parallelism) and all-to-alls (expert parallelism)."""
     link, latency, tp, ep = machine.device.link, machine.device.link_s, machine.tp, machine.ep
-    costs = []
+    costs, hidden = [], model.shape.hidden_size
     if tp > 1 and link:
-        num_bytes = 2 * (tp - 1) / tp * local.num_rows * model.shape.hidden * ACTIVATION_BYTES
-        times = 1 + sum(group.count * (1 if group.mlp.experts and ep > 1 else 2) for group in layers)
-        costs.append(Cost("all-reduce", times * num_bytes, 0.0, times * (latency + num_bytes / link)))
+        num_bytes = 2 * (tp - 1) / tp * local.num_rows * hidden * ACTIVATION_BYTES
+        times = 1 + sum(group.count * (1 if group.cost.feed_forward.experts and ep > 1 else 2) for group in layers)
+        costs.append(PartCost("all-reduce", times * num_bytes, 0.0, times * (latency + num_bytes / link)))
     if ep > 1 and link:
-        for group in (each for each in layers if each.mlp.experts):
-            sent = work.num_rows / ep * group.mlp.active * model.shape.hidden * (ep - 1) / ep
+        for group in (each for each in layers if each.cost.feed_forward.experts):
+            sent = work.num_rows / ep * group.cost.feed_forward.active * hidden * (ep - 1) / ep
             num_bytes = sent * (DISPATCH_BYTES + ACTIVATION_BYTES)
             seconds = group.count * (2 * latency + num_bytes / link)
-            costs.append(Cost("all-to-all", group.count * num_bytes, 0.0, seconds))
+            costs.append(PartCost("all-to-all", group.count * num_bytes, 0.0, seconds))
     return costs
 
 
-def merged(costs: list[Cost]) -> list[Cost]:
-    """Costs of the same name added up, in the order of their first."""
-    by_name: dict[str, Cost] = {}
+def _merged(costs: list[PartCost]) -> list[PartCost]:
+    """Adds up costs of the same name, in the order of first appearance."""
+    by_name: dict[str, PartCost] = {}
     for cost in costs:
-        old = by_name.get(cost.name, Cost(cost.name))
-        by_name[cost.name] = Cost(
+        old = by_name.get(cost.name, PartCost(cost.name))
+        by_name[cost.name] = PartCost(
             cost.name, old.bytes + cost.bytes, old.operations + cost.operations, old.seconds + cost.seconds
         )
     return list(by_name.values())

@@ -1,114 +1,141 @@
-"""`headstart plan`: what a model would do on a machine, before anybody rents one; a roofline with stated factors."""
+"""`headstart plan`: speed, memory and cost of a model on a machine, predicted by a roofline with stated factors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
-from headstart.config import MAX_DEPTH, EngineConfig
+from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.tools.plan import acceptance, published
-from headstart.tools.plan.document import Prices, document, lines
-from headstart.tools.plan.drafters import KINDS, parse_drafters, with_drafter
-from headstart.tools.plan.fleet import assumptions, fleet
-from headstart.tools.plan.formats import kv_bytes, weight_format
-from headstart.tools.plan.here import machine_for
-from headstart.tools.plan.load import Load, parse_load
-from headstart.tools.plan.machine import HERE, Machine, find_device, make_machine, parse_gpu
-from headstart.tools.plan.predict import Drafting
-from headstart.tools.plan.prices import api_price, device_price
-from headstart.tools.plan.roofline import SizedModel
-from headstart.tools.plan.shape import Shape
-from headstart.tools.plan.sources import find_shape, is_card, with_head
+from headstart.tools.plan import published, roofline
+from headstart.tools.plan.drafters import (
+    DRAFTER_TYPES,
+    describe_drafter,
+    parse_acceptances,
+    parse_drafters,
+    with_drafter,
+)
+from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
+from headstart.tools.plan.machine import (
+    HERE,
+    ON_DEMAND,
+    SPOT,
+    Machine,
+    Price,
+    api_price,
+    device_price,
+    find_device,
+    make_machine,
+    parse_gpu,
+)
+from headstart.tools.plan.measure import measured_machine
+from headstart.tools.plan.shape import (
+    USABLE,
+    MemoryEstimate,
+    ModelShape,
+    SizedModel,
+    devices_needed,
+    estimate_memory,
+    kv_bytes,
+    split_of,
+    weight_format,
+)
+from headstart.tools.plan.sources import CARD_OF, find_shape, with_head
 
-HERE_CACHE_TYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "int8": "int8", "float32": "float32"}
 HERE_WEIGHTS = ("int8", "int4")
 CONTEXT = 2048
-"""Positions of a sequence where nothing else is asked for, or the model's own context where that is shorter."""
-MOST_CONTEXT, MOST_BATCH = 2**24, 2**20
+"""Default context in positions; at most the model's."""
+MAX_CONTEXT, MAX_BATCH = 2**24, 2**20
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices that a plan compares."""
+
+    hour: Price | None = None  # one device for an hour
+    api: Price | None = None  # an API's for a million output tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan. Prices in dollars: of one device for an hour (or `on-demand`, `spot`), of an API for a million
-    tokens (or `list`); words are looked up in `price_list` (None: the built-in one). `drafter`: kinds, comma-separated;
-    `head`: one that is a model of its own. `context` None: CONTEXT, or less where the model has less. `fleet`: a load
-    (load.py), which also says the context."""
+    """Options of `headstart plan`. Prices are dollars, or words to look up in `price_list`."""
 
-    model: str | None = None
-    gpu: str = HERE
+    model: str | None = None  # card, directory, .gguf file or repo id; None: the default model
+    gpu: str = HERE  # device and count, such as h200x4
     batches: tuple[int, ...] = (1, 4, 8)
-    context: int | None = None
-    acceptance: str | None = None
-    depths: tuple[int, ...] = ()
-    drafter: str | None = None
-    head: str | None = None
-    weights: str | None = None
+    context: int | None = None  # positions of each sequence; None: CONTEXT, at most the model's
+    acceptance: str | None = None  # acceptances by position, or an acceptance length; None: the drafter's
+    depths: tuple[int, ...] = ()  # empty: the best one
+    drafter: str | None = None  # kinds, comma-separated; None: the model's own
+    head: str | None = None  # a drafter checkpoint
+    weights: str | None = None  # weight format; None: the model's
     kv_dtype: str | None = None
-    tp: int | None = None
-    ep: int | None = None
-    price_per_hour: str | float | None = None
-    api_price: str | float | None = None
-    price_list: str | None = None
-    recalibrate: bool = False
-    fleet: str | None = None
+    tp: int | None = None  # None: all devices
+    ep: int | None = None  # None: 1
+    price_per_hour: str | float | None = None  # of one device; or on-demand, spot
+    api_price: str | float | None = None  # of a million tokens; or list
+    price_list: str | None = None  # a TOML file; None: the built-in one
+    recalibrate: bool = False  # measure this machine again
+    fleet: str | None = None  # a load (fleet.parse_load), which sets the context
 
     def __post_init__(self) -> None:
-        if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MOST_BATCH:
-            raise UsageError(f"--batch goes from 1 to {MOST_BATCH:,}", "for example --batch 1,4,8")
+        if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MAX_BATCH:
+            raise UsageError(f"--batch goes from 1 to {MAX_BATCH:,}", "for example --batch 1,4,8")
         if any(not 0 <= depth <= MAX_DEPTH for depth in self.depths):
             raise UsageError(f"--depth goes from 0 to {MAX_DEPTH}", "for example --depth 1,3")
-        if self.context is not None and not 1 <= self.context <= MOST_CONTEXT:
-            raise UsageError(f"--context is {self.context}, but goes from 1 to {MOST_CONTEXT:,}")
+        if self.context is not None and not 1 <= self.context <= MAX_CONTEXT:
+            raise UsageError(f"--context is {self.context}, but goes from 1 to {MAX_CONTEXT:,}")
         if self.api_price is not None and self.price_per_hour is None:
             hint = "add --price-per-hour DOLLARS, for one device"
             raise UsageError("--api-price is given, but not what the machine costs", hint)
         if self.acceptance not in (None, "default"):
-            acceptance.parse(str(self.acceptance), self.depths)
-        self.prices("")  # numbers that are none are refused before anything is loaded
+            parse_acceptances(str(self.acceptance), self.depths)
+        self.prices("")  # refuses bad numbers before anything is loaded
         parse_drafters(self.drafter)
         if self.load and self.context is not None:
             raise UsageError("--fleet says how long sequences are", "leave --context out")
 
     @cached_property
-    def load(self) -> Load | None:
+    def load(self) -> FleetLoad | None:
         return parse_load(self.fleet) if self.fleet is not None else None
 
     def prices(self, device: str) -> Prices:
-        """Of a device of the catalogue; an empty name leaves words unread. Raises UsageError."""
+        """Prices of a device of the catalogue; without a name on-demand and spot are not looked up. Raises
+        UsageError."""
         hour, api = self.price_per_hour, self.api_price
-        asked = hour is not None and (device or hour not in ("on-demand", "spot"))
+        has_hour = hour is not None and (device or hour not in (ON_DEMAND, SPOT))
         return Prices(
-            hour=device_price(str(hour), device, self.price_list) if asked else None,
+            hour=device_price(str(hour), device, self.price_list) if has_hour else None,
             api=api_price(str(api), self.price_list) if api is not None else None,
         )
 
 
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
-    """Predict; `ok` is false when the weights do not fit. Raises UsageError or ModelError."""
+    """Predicts; `ok` is false if the weights do not fit. Raises UsageError or ModelError."""
     name, count = parse_gpu(options.gpu)
     prices = options.prices(name if name == HERE else find_device(name).name)
     trunk = find_shape(options.model, None if name == HERE else options.weights)
     context = _context(options, trunk)
     shapes = _shapes(options, trunk, here=name == HERE)
-    made = [_set_up(options, name, count, shape, progress) for shape in shapes]
-    drafting = [Drafting(model, *_acceptances(options, model.shape)) for model, _ in made]
-    machine, load = made[0][1], options.load
-    data = document(drafting, machine, context, options.batches, options.depths, prices)
+    sized = [_sized_model(options, name, count, shape, progress) for shape in shapes]
+    drafting = [roofline.DraftingSetup(model, *_acceptances(options, model.shape)) for model, _ in sized]
+    machine, load = sized[0][1], options.load
+    data = _document(options, drafting, machine, context, prices)
     if load and data["memory"]["fits"]:
         hour = None if prices.hour is None else prices.hour.dollars * machine.count
-        data["fleet"] = fleet(load, drafting, machine, hour, progress)
-        data["assumptions"] += assumptions()
-    return Report(ok=data["memory"]["fits"], data=data, lines=lines(data, prices))
+        data["fleet"] = plan_fleet(load, drafting, machine, hour, progress)
+        data["assumptions"] += ASSUMPTIONS
+    return Report(ok=data["memory"]["fits"], data=data, lines=_lines(data, prices))
 
 
-def _context(options: PlanOptions, shape: Shape) -> int:
-    """As asked for, within the model's; what nobody asked for fits. Raises UsageError."""
-    longest, load = shape.max_length or MOST_CONTEXT, options.load
+def _context(options: PlanOptions, shape: ModelShape) -> int:
+    """The context of --context or --fleet, else the default. Raises UsageError for a context above the model's."""
+    longest, load = shape.max_length or MAX_CONTEXT, options.load
     if load and (needed := ceil(1.5 * (load.prompt + load.output))) > longest:
         raise UsageError(f"--fleet has sequences of up to {needed:,} tokens, but the model's context is {longest:,}")
     if options.context is not None and options.context > longest:
@@ -116,66 +143,224 @@ def _context(options: PlanOptions, shape: Shape) -> int:
     return options.context or (round(load.prompt + load.output) if load else min(CONTEXT, longest))
 
 
-def _shapes(options: PlanOptions, trunk: Shape, *, here: bool) -> list[Shape]:
+def _shapes(options: PlanOptions, trunk: ModelShape, *, here: bool) -> list[ModelShape]:
     """The model with each drafter. Raises UsageError or ModelError."""
     kinds = parse_drafters(options.drafter)
-    if here and (options.head or any(kind not in (None, "none", trunk.head.kind) for kind in kinds)):
+    if here and (options.head or any(kind not in (None, "none", trunk.drafter.kind) for kind in kinds)):
         hint = "leave --drafter and --head out, name a machine, or measure it: headstart bench"
         raise UsageError("--gpu here measures the drafter that the model has, no other", hint)
     if options.head is None:
         return [with_drafter(trunk, kind) for kind in kinds]
     wanted = [kind for kind in kinds if kind not in (None, "none")]
     shape = with_head(trunk, options.head, wanted[0] if wanted else None)
-    if wanted and shape.head.kind not in wanted:
-        what = f"--head {options.head} is {KINDS[shape.head.kind].title}"
+    if wanted and shape.drafter.kind not in wanted:
+        what = f"--head {options.head} is {DRAFTER_TYPES[shape.drafter.kind].title}"
         raise UsageError(f"{what}, but --drafter says {', '.join(map(str, wanted))}", "leave --drafter out")
-    return [shape, *(with_drafter(trunk, kind) for kind in wanted if kind != shape.head.kind)]
+    return [shape, *(with_drafter(trunk, kind) for kind in wanted if kind != shape.drafter.kind)]
 
 
-def _acceptances(options: PlanOptions, shape: Shape) -> tuple[tuple[float, ...], str]:
+def _acceptances(options: PlanOptions, shape: ModelShape) -> tuple[tuple[float, ...], str]:
     if options.acceptance not in (None, "default"):
-        return acceptance.parse(str(options.acceptance), options.depths)
-    kind = KINDS[shape.head.kind]
+        return parse_acceptances(str(options.acceptance), options.depths)
+    kind = DRAFTER_TYPES[shape.drafter.kind]
     values = shape.acceptance or kind.acceptances
     shown = ", ".join(f"{value:.2g}" for value in values)
     source = shape.acceptance_source or kind.source
     return values, f"{kind.title}: acceptances {shown} by position, the last goes on: {source}"
 
 
-def _set_up(
-    options: PlanOptions, name: str, count: int, shape: Shape, progress: Progress
+def _sized_model(
+    options: PlanOptions, name: str, count: int, shape: ModelShape, progress: Progress
 ) -> tuple[SizedModel, Machine]:
     if name != HERE:
         if options.recalibrate:
             raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
-        weights = weight_format(shape.weights)
+        weights = weight_format(shape.weight_format)
         machine = make_machine(name, count, weights.compute, tp=options.tp, ep=options.ep)
         return SizedModel(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
-    if is_card(options.model) and not (options.model and Path(options.model).exists()):
+    if options.model in CARD_OF and not (options.model and Path(options.model).exists()):
         hint = "name a machine, for example --gpu h200x4"
         raise UsageError(f"{options.model} is a card without weights, so it cannot be measured here", hint)
     if count > 1 or options.tp not in (None, 1) or options.ep not in (None, 1):
         raise UsageError("--gpu here is this one machine", "leave the count, --tp and --ep out")
-    config = EngineConfig(quantization=_here_weights(options.weights), kv_cache_dtype=_here_cache(options.kv_dtype))
-    shape = replace(shape, weights=options.weights or shape.weights)
-    return machine_for(options.model, shape, config, measure_again=options.recalibrate, progress=progress)
+    if options.weights not in (None, *HERE_WEIGHTS):
+        what = f"--weights {options.weights}: here weights stay as they are or are rounded"
+        raise UsageError(what, "use int8 or int4")
+    if options.kv_dtype not in (known := (None, *KV_SPELLINGS, *get_args(KVDtype))):
+        use = ", ".join(filter(None, known))
+        raise UsageError(f"--kv-dtype {options.kv_dtype} is not one of this engine's", f"use {use}")
+    quantization, kv_dtype = cast("Any", options.weights), cast("Any", options.kv_dtype)
+    config = EngineConfig(quantization=quantization, kv_cache_dtype=kv_dtype)
+    shape = replace(shape, weight_format=options.weights or shape.weight_format)
+    return measured_machine(options.model, shape, config, measure_again=options.recalibrate, progress=progress)
 
 
-def _here_weights(name: str | None) -> Any:
-    if name is not None and name not in HERE_WEIGHTS:
-        raise UsageError(f"--weights {name}: here weights stay as they are or are rounded", "use int8 or int4")
-    return name
+def _document(
+    options: PlanOptions, drafting: Sequence[roofline.DraftingSetup], machine: Machine, context: int, prices: Prices
+) -> dict[str, Any]:
+    """JSON document of a plan; memory and cost are those with the first of `drafting`."""
+    model = drafting[0].model
+    memory = estimate_memory(model, split_of(machine), context, users=max(options.batches))
+    price = None if prices.hour is None else prices.hour.dollars * machine.count
+    rows = [_row(drafting, machine, context, batch, options.depths, price) for batch in options.batches]
+    for row in rows:
+        row["fits"] = row["batch"] <= memory.max_batch
+    return {
+        "model": _model(model),
+        "machine": {
+            "name": machine.name,
+            "count": machine.count,
+            "tp": machine.tp,
+            "ep": machine.ep,
+            "rates": asdict(machine.rates),
+        },
+        "context": context,
+        "drafters": [_drafter(each, machine, context) for each in drafting],
+        "memory": _memory(model, machine, memory),
+        "ttft_s": roofline.first_token_seconds(model, machine, context),
+        "batches": rows,
+        "break_even": _break_even(prices, machine, rows),
+        "assumptions": _assumptions(drafting, machine, prices),
+    }
 
 
-def _here_cache(name: str | None) -> Any:
-    if name is not None and name not in HERE_CACHE_TYPES:
-        raise UsageError(f"--kv-dtype {name} is not one of this engine's", f"use {', '.join(HERE_CACHE_TYPES)}")
-    return HERE_CACHE_TYPES[name] if name else None
+def _row(
+    drafting: Sequence[roofline.DraftingSetup], machine: Machine, context: int, batch: int, depths: Sequence[int],
+    price: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """One batch: plain decoding, every drafter at the requested depths or at its best one, parts of a plain pass."""
+
+    def speed_at(each: roofline.DraftingSetup, depth: int) -> roofline.StepSpeed:
+        return roofline.step_speed(each.model, machine, batch, context, depth, each.acceptances)
+
+    plain, shown, candidates = speed_at(drafting[0], 0), [], []
+    for each in drafting:
+        drafter = each.model.shape.drafter
+        default = (
+            range(each.max_depth + 1) if drafter.single_pass else roofline.DEPTHS
+        )  # a block's last tokens cost little
+        possible = [depth for depth in depths or default if depth <= each.max_depth]
+        speeds = [(each, speed_at(each, depth)) for depth in possible or [each.max_depth]]
+        candidates += speeds
+        shown += speeds if depths else [(each, roofline.fastest([found for _, found in speeds]))]
+    best_setup, best = max(candidates, key=lambda pair: (pair[1].per_stream, -pair[1].depth))
+    costs = roofline.pass_costs(drafting[0].model, machine, roofline.Pass(batch, 1, context))
+    return {
+        "batch": batch,
+        "plain": _speed(plain, plain, price),
+        "drafting": [{"drafter": each.kind, **_speed(found, plain, price)} for each, found in shown],
+        "best_depth": best.depth,
+        "best_drafter": best_setup.kind if best.depth else "none",
+        "plain_pass_ms": {cost.name: cost.seconds * 1e3 for cost in costs if cost.seconds},
+    }
+
+
+def _speed(predicted: roofline.StepSpeed, plain: roofline.StepSpeed, price: float | None) -> dict[str, Any]:
+    return {
+        "depth": predicted.depth,
+        "step_ms": predicted.step_s * 1e3,
+        "pass_ms": predicted.pass_s * 1e3,
+        "draft_ms": predicted.draft_s * 1e3,
+        "tokens_per_step": predicted.tokens_per_step,
+        "tokens_per_s_per_stream": predicted.per_stream,
+        "tokens_per_s": predicted.total,
+        "speedup": predicted.total / plain.total,
+        "dollars_per_million": None if price is None else roofline.dollars_per_million(price, predicted.total),
+    }
+
+
+def _model(model: SizedModel) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "name": shape.name,
+        "weights": shape.weight_format,
+        "parameters": sum(count for part, count in shape.parameters().items() if part != "head"),
+        "active_parameters": shape.active_parameters(),
+        "experts": max(group.cost.feed_forward.experts for group in shape.layers),
+        "bytes": dict(model.weight_bytes()),
+        "cache_bytes_per_element": model.kv,
+        "head_assumed": shape.drafter.assumed,
+    }
+
+
+def _drafter(each: roofline.DraftingSetup, machine: Machine, context: int) -> dict[str, Any]:
+    drafter = each.model.shape.drafter
+    return {
+        "kind": each.kind,
+        "parameters": drafter.parameters,
+        "bytes": each.model.weight_bytes()["head"],
+        "deepest": drafter.max_depth,
+        "assumed": drafter.assumed,
+        "acceptances": list(each.acceptances),
+        "max_batch": estimate_memory(each.model, split_of(machine), context).max_batch,
+    }
+
+
+def _memory(model: SizedModel, machine: Machine, memory: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "device_bytes": memory.device,
+        "usable_bytes": memory.usable,
+        "weight_bytes_per_device": memory.weights,
+        "activation_bytes_per_device": memory.activations,
+        "cache_bytes_per_sequence": memory.per_sequence,
+        "fits": memory.fits,
+        "verdict": memory.verdict,
+        "why": memory.reason,
+        "longest": memory.max_context,
+        "max_batch": memory.max_batch,
+        "devices_needed": devices_needed(model, machine.device.memory),
+    }
+
+
+def _break_even(prices: Prices, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """For every batch the utilisation at which the machine costs as much as the API."""
+    if prices.api is None or prices.hour is None:
+        return None
+    needed = roofline.break_even(prices.hour.dollars * machine.count, prices.api.dollars)
+    highest = [max(each["tokens_per_s"] for each in (row["plain"], *row["drafting"])) for row in rows]
+    return [
+        {"batch": row["batch"], "tokens_per_s": needed, "utilisation": needed / rate}
+        for row, rate in zip(rows, highest, strict=True)
+    ]
+
+
+def _assumptions(drafting: Sequence[roofline.DraftingSetup], machine: Machine, prices: Prices) -> list[str]:
+    model = drafting[0].model
+    experts = any(group.cost.feed_forward.experts for group in model.shape.layers)
+    with_it = " with the drafter" if model.weight_bytes()["head"] else ""
+    mixed = ["acceptances of several drafters come from other models and texts: measure yours"]
+    costs = [price.source for price in (prices.hour, prices.api) if price and price.source]
+    return [
+        *model.shape.notes,
+        *(describe_drafter(each.model.shape.drafter) for each in drafting),
+        f"weights {model.shape.weight_format}: {sum(model.weight_bytes().values()) / 1e9:.2f} GB{with_it}, cache "
+        f"{model.kv:g} bytes an element",
+        *machine.assumptions,
+        *(each.note for each in drafting if each.kind != "none"),
+        *(mixed if len(drafting) > 1 else []),
+        *(["rows choose experts independently and evenly"] if experts else []),
+        *(["figures of the catalogue are from memory of the documents named"] if machine.name != HERE else []),
+        "a step is one pass over depth + 1 rows of every sequence, the drafter's own passes, and the engine's own "
+        "time; prompts in between are not counted",
+        f"{USABLE:.0%} of the memory is for weights, activations of the largest pass, and caches",
+        *costs,
+    ]
+
+
+def _lines(data: dict[str, Any], prices: Prices) -> list[str]:
+    found = [f"memory: {data['memory']['why']}"] if data["memory"]["why"] else []
+    for each in data["break_even"] or ():
+        used = each["utilisation"]
+        needs = f"{used:.0%} of the time" if used <= 1 else f"never: {used:.1f} times what it does"
+        found.append(f"batch {each['batch']}: as cheap as the API at {each['tokens_per_s']:,.0f} tok/s, {needs}")
+    if prices.hour is None:
+        found.append("cost: give --price-per-hour (dollars for one device, on-demand or spot), and --api-price")
+    return [*found, "assumptions:", *(f"  - {text}" for text in data["assumptions"])]
 
 
 def compare_published() -> Report:
-    """Beside every published figure what the model predicts."""
-    points = published.documents()
+    """Compares every published figure with its prediction."""
+    points = published.POINTS
     rows = [each for point in points for each in published.compare(point)]
     unknown = [{key: point[key] for key in ("who", "published", "unknown")} for point in points if "unknown" in point]
     assumed = {point["who"]: point["assumed"] for point in points if "assumed" in point}

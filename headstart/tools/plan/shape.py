@@ -1,163 +1,347 @@
-"""The shape of a model as far as speed and memory need it: matrices, cached elements and work by kind of layer."""
+"""Sizes of a model: costs of layers (layers/costs.py), drafter, weight and cache formats, and device memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from math import floor
+from typing import Any, Literal
+
+from headstart.errors import UsageError
+from headstart.formats.quantization import WeightBytes, bits_of, declared, quantizations, settings_of
+from headstart.formats.sizes import lookup, text_config
+from headstart.layers.costs import LayerCost
+from headstart.tools.plan.machine import Machine
 
 Part = Literal["attention", "mlp", "experts", "lm_head", "embedding", "head"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """One layer that mixes positions. Counts are elements and multiply-adds, of all heads together.
-
-    A row reads the newest `window` positions and, of what lies before, one entry for every `stride` positions
-    (0: none), the best `top` of them where a choice is made. A recurrent layer has `state` and no entries.
-    """
-
-    weights: int
-    kernels: int
-    width: int = 0  # cached elements of one entry
-    work: int = 0  # multiply-adds of one row over one entry: scores and values
-    window: int = 0
-    stride: int = 1
-    top: int | None = None
-    index_width: int = 0  # cached elements of one entry that the choice reads
-    index_work: int = 0  # multiply-adds of one row over one entry for the choice
-    state: int = 0  # float32 elements, read and written for every sequence
-    stored: bool = True  # False: entries are those of an earlier layer
-    splits: int = 1  # tensor-parallel devices that the cache can be divided among
-
-    def far(self, context: float) -> float:
-        """Entries that stand for positions outside the window."""
-        return context / self.stride if self.stride else 0.0
-
-    def kept(self, context: float) -> float:
-        """Cached elements of a sequence."""
-        if not self.stored:
-            return 0.0
-        return min(context, self.window) * self.width + self.far(context) * (self.width + self.index_width)
-
-    def entries(self, context: float) -> float:
-        """Entries whose keys and values one row reads."""
-        far = self.far(context)
-        return min(context, self.window) + (far if self.top is None else min(far, self.top))
-
-    def read(self, context: float, rows: float) -> float:
-        """Cached elements that `rows` rows of one sequence read together. Rows that choose entries choose apart."""
-        chosen = self.entries(context) * (1 if self.top is None else rows)
-        entries = min(chosen, min(context, self.window) + self.far(context))
-        return entries * self.width + self.far(context) * self.index_width
-
-    def multiply_adds(self, context: float) -> float:
-        """Of one row with its cached entries (and a recurrent layer's with its state, twice)."""
-        return self.entries(context) * self.work + self.far(context) * self.index_work + 2 * self.state
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLP:
-    """One feed-forward layer: `weights` that every row needs (dense, shared experts, router), and routed experts."""
-
-    weights: int
-    kernels: int
-    experts: int = 0
-    active: int = 0
-    expert_weights: int = 0
-
-    def touched(self, rows: float) -> float:
-        """Expected number of distinct experts that `rows` rows choose, each `active` of them at random."""
-        return self.experts * (1 - (1 - self.active / self.experts) ** rows) if self.experts else 0.0
+GGUF: Mapping[str, WeightBytes] = {
+    "q8_0": WeightBytes(1.0625, 1.0625, 1.0625, 1.0625, "int8"),
+    "q6_k": WeightBytes(0.8203, 0.8203, 0.8203, 0.8203, "int8"),
+    "q4_0": WeightBytes(0.5625, 0.5625, 0.5625, 0.8203, "int8"),
+    "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
+    "q4_k_m": WeightBytes(0.6, 0.6, 0.6, 0.82, "int8"),
+}
+ACTIVATION_BYTES = 2
+KV_BYTES: Mapping[str, float] = {
+    "float32": 4, "bf16": 2, "bfloat16": 2, "float16": 2, "auto": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
+    "int4": 0.5625,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Equal layers."""
+class LayerGroup:
+    """`count` layers of equal cost."""
 
     count: int
-    attention: Attention
-    mlp: MLP
-
-    @property
-    def weights(self) -> int:
-        """Of all of them, every expert counted."""
-        return self.count * (self.attention.weights + self.mlp.weights + self.mlp.experts * self.mlp.expert_weights)
+    cost: LayerCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
-    """What drafts. One step makes one token: `layers` over `hidden` values, a projection before them, and `vocab` rows
-    of an LM head (0: none, as in a look-up); `once`: one step makes the whole draft, a row for each token.
-
-    `modules`: layers and projections stored, of which a step reads one. `per_token`: further weights that each drafted
-    token reads, each its own; `again`: those that all of them read, which `own` counts. `own`: weights of its own
-    embedding and LM heads. `most`: its deepest draft (None: any). `assumed`: the model comes without one; this is what
-    one of that kind would be.
-    """
+class DrafterShape:
+    """A drafter. One draft step reads a projection, `layers` and an LM head and drafts one token."""
 
     kind: str
-    hidden: int
-    vocab: int
-    layers: tuple[Layers, ...] = ()
-    projection: int = 0
-    modules: int = 1
-    per_token: int = 0
-    again: int = 0
-    own: int = 0
-    once: bool = False
-    most: int | None = None
-    assumed: bool = False
+    hidden_size: int
+    vocab_size: int  # rows of the LM head; 0: none (n-gram lookup)
+    layers: tuple[LayerGroup, ...] = ()  # of one module
+    projection: int = 0  # weights of one module outside the layers
+    num_modules: int = 1  # stored modules; a draft step reads one
+    per_token: int = 0  # more weights per drafted token, stored for each depth
+    shared_per_token: int = 0  # more weights per drafted token, stored once (in `own_vocab`)
+    own_vocab: int = 0  # weights of an own embedding and own LM heads
+    single_pass: bool = False  # one step drafts all tokens, one row each
+    max_depth: int | None = None  # None: no limit
+    assumed: bool = False  # the model has no drafter; this one is typical of its kind
     source: str = ""
 
     @property
     def parameters(self) -> int:
-        """Stored, without an LM head that is the trunk's."""
-        stored = sum(group.weights for group in self.layers) + self.projection
-        return self.modules * stored + (self.most or 0) * self.per_token + self.own
+        """Stored weights, without the LM head that it shares with the trunk."""
+        module = sum(group.count * group.cost.weights for group in self.layers) + self.projection
+        return self.num_modules * module + (self.max_depth or 0) * self.per_token + self.own_vocab
 
     @property
-    def drafts(self) -> bool:
-        return self.vocab > 0 or self.most != 0
+    def can_draft(self) -> bool:
+        return self.vocab_size > 0 or self.max_depth != 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A model. `notes`: what was assumed about it. `acceptance`: expected tokens per step by depth, from its source."""
+class ModelShape:
+    """A model and its drafter."""
 
     name: str
-    hidden: int
-    vocab: int
+    hidden_size: int
+    vocab_size: int
     tied: bool
-    layers: tuple[Layers, ...]
-    head: Head
-    weights: str  # name of the weight format it comes in
-    max_length: int | None = None
-    looked_up: int = 0  # weights of further embeddings, of which a token reads its own row only
-    bytes_per_weight: dict[Part, float] = field(default_factory=dict)  # measured in a checkpoint; wins over the format
-    acceptance: tuple[float, ...] = ()
+    layers: tuple[LayerGroup, ...]
+    drafter: DrafterShape
+    weight_format: str  # name of the checkpoint's format
+    outer: int = 0  # weights outside the layers that every row reads
+    embedding: int = 0  # weights of embedding tables; a tied embedding counts as LM head
+    max_length: int | None = None  # context; None: not known
+    bytes_per_weight: Mapping[Part, float] = field(default_factory=dict)  # of a checkpoint; else the format's
+    acceptance: tuple[float, ...] = ()  # conditional, by position
     acceptance_source: str = ""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # sources and assumptions
 
     @property
     def num_layers(self) -> int:
         return sum(group.count for group in self.layers)
 
     def parameters(self) -> dict[Part, int]:
-        """Weights by part; `head` without the LM head that it shares."""
+        """Weights by part; `head` is the drafter, without a shared LM head."""
+        costs = [(group.count, group.cost.mixer, group.cost.feed_forward) for group in self.layers]
         return {
-            "attention": sum(group.count * group.attention.weights for group in self.layers),
-            "mlp": sum(group.count * group.mlp.weights for group in self.layers),
-            "experts": sum(group.count * group.mlp.experts * group.mlp.expert_weights for group in self.layers),
-            "lm_head": self.vocab * self.hidden,
-            "embedding": self.looked_up + (0 if self.tied else self.vocab * self.hidden),
-            "head": self.head.parameters,
+            "attention": sum(count * mixer.weights for count, mixer, _ in costs),
+            "mlp": sum(count * feed.weights for count, _, feed in costs) + self.outer,
+            "experts": sum(count * feed.experts * feed.expert_weights for count, _, feed in costs),
+            "lm_head": self.vocab_size * self.hidden_size,
+            "embedding": self.embedding + sum(count * feed.tables for count, _, feed in costs),
+            "head": self.drafter.parameters,
         }
 
-    def active(self) -> int:
-        """Weights that one token runs through, of the trunk, LM head included and embedding not."""
-        counts = self.parameters()
-        chosen = sum(group.count * group.mlp.active * group.mlp.expert_weights for group in self.layers)
-        return counts["attention"] + counts["mlp"] + counts["lm_head"] + chosen
+    def active_parameters(self) -> int:
+        """Weights that multiply one token in the trunk, LM head included."""
+        layers = sum(group.count * group.cost.active_weights for group in self.layers)
+        return layers + self.outer + self.vocab_size * self.hidden_size
 
-    def noted(self, *notes: str) -> Shape:
+    def with_notes(self, *notes: str) -> ModelShape:
         return replace(self, notes=(*self.notes, *notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedModel:
+    """A shape with the size of its weights and cache."""
+
+    shape: ModelShape
+    format: WeightBytes
+    kv: float  # bytes per cached element
+
+    def bytes(self, part: Part) -> float:
+        """Bytes per weight of a part: the checkpoint's, else the format's."""
+        by_format = getattr(self.format, part) if part in ("attention", "mlp", "experts") else self.format.lm_head
+        return self.shape.bytes_per_weight.get(part, by_format)
+
+    def drafter_model(self) -> SizedModel:
+        """The drafter as a model. Some formats do not quantize a head."""
+        shape = replace(self.shape, hidden_size=self.shape.drafter.hidden_size)
+        size = self.shape.bytes_per_weight.get("head", self.format.head)
+        if size is not None:
+            measured: dict[Part, float] = {"attention": size, "mlp": size, "experts": size}
+            shape = replace(shape, bytes_per_weight={**shape.bytes_per_weight, **measured})
+        return replace(self, shape=shape)
+
+    def weight_bytes(self) -> dict[Part, float]:
+        """Bytes of all weights by part; `head` without a shared LM head."""
+        sizes: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
+        drafter, model = self.shape.drafter, self.drafter_model()
+        module = sum(model.layer_bytes(group) for group in drafter.layers) + drafter.projection * model.bytes("mlp")
+        per_token = (drafter.max_depth or 0) * drafter.per_token * model.bytes("mlp")
+        sizes["head"] = drafter.num_modules * module + per_token + drafter.own_vocab * self.bytes("lm_head")
+        return sizes
+
+    def layer_bytes(self, group: LayerGroup, rows: float | None = None) -> float:
+        """Bytes of the weights of a group; of experts the expected number that `rows` rows use (None: all)."""
+        mixer, feed = group.cost.mixer, group.cost.feed_forward
+        experts = feed.experts if rows is None else feed.touched(rows)
+        return group.count * (
+            mixer.weights * self.bytes("attention")
+            + (feed.weights + (feed.tables if rows is None else 0)) * self.bytes("mlp")
+            + experts * feed.expert_weights * self.bytes("experts")
+        )
+
+
+def weight_format(name: str) -> WeightBytes:
+    """Bytes per weight of a format by name: plain, a quantization's, or GGUF's. Raises UsageError."""
+    named = {name: each for quantization in quantizations().values() for name, each in quantization.plans.items()}
+    known = {"bf16": WeightBytes(2, 2, 2, 2), **named, **GGUF}
+    if name not in known:
+        raise UsageError(f"--weights is {name!r}, which is not known", f"known: {', '.join(known)}")
+    return known[name]
+
+
+def declared_format(config: Mapping[str, Any]) -> str:
+    """Weight format of a config.json by its quantization_config: the types of weights and experts that it names, else
+    the quantization's. bf16 without one, or for an unknown one."""
+    quantization, settings = declared(config), settings_of(config)
+    if quantization is None:  # MLX names no method
+        plain = "quant_method" in settings or "bits" not in settings
+        return "bf16" if plain else "int8" if bits_of(settings) == 8 else "mlx4"
+    experts = str(settings.get("expert_dtype") or text_config(config).get("expert_dtype") or "").lower()
+    if "fp8" in quantization.plans and experts in ("fp4", "mxfp4"):
+        return "fp4-fp8"
+    groups = settings.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = lookup(first, "weights") if isinstance(first, Mapping) else None
+    if isinstance(weights, Mapping) and weights.get("type") == "float":
+        small = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+        return small if weights.get("num_bits") == 4 else "fp8"
+    if (quantization.bits == 4 and bits_of(settings) == 8) or settings.get("load_in_8bit"):
+        return "int8"
+    return next(iter(quantization.plans), f"int{8 if bits_of(settings) > 4 else 4}")
+
+
+def kv_bytes(name: str) -> float:
+    if name not in KV_BYTES:
+        raise UsageError(f"--kv-dtype is {name!r}, which is not known", f"known: {', '.join(KV_BYTES)}")
+    return KV_BYTES[name]
+
+
+# Memory.
+
+Verdict = Literal["fits", "close", "too small"]
+
+USABLE = 0.9
+"""Share of a device that engines take by default for weights, activations and caches; the driver needs the rest."""
+LIMIT = 0.97
+"""Largest share that engines can be told to take."""
+LARGE_DEVICE = 70e9
+PASS_ROWS = (2048, 8192)
+"""Rows of the largest pass that engines prepare for: on small devices, on devices from LARGE_DEVICE bytes."""
+LOGIT_ROWS = 256
+LOGIT_BYTES = 8
+"""Per logit: float32, and a copy while sampling."""
+MIN_CONTEXT = 1024
+"""Least context, in positions, for a model to be of use."""
+MAX_CONTEXT = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a model is divided among devices."""
+
+    device: float  # bytes of one device
+    tp: int = 1  # devices that share attention, dense matrices and caches
+    ep: int = 1  # devices that share experts; 1: tp
+    replicas: int = 1  # groups of tp devices, each with sequences of its own
+
+
+def split_of(machine: Machine) -> Split:
+    return Split(device=machine.device.memory, tp=machine.tp, ep=machine.ep, replicas=machine.replicas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes on one device, and the number of sequences that fit. Of a model of unknown sizes only weights count."""
+
+    device: float  # memory of the device
+    weights: float  # drafter included
+    replicas: int
+    activations: float = 0.0  # of the largest pass
+    per_sequence: float = 0.0  # cache of one sequence at the requested context
+    min_sequence: float = 0.0  # cache of one sequence of MIN_CONTEXT positions
+    users: int = 1  # requested sequences
+    max_context: int | None = None  # positions of a sequence alone, within USABLE; None: unknown sizes, or no limit
+
+    @property
+    def usable(self) -> float:
+        return USABLE * self.device
+
+    @property
+    def free(self) -> float:
+        """Bytes for caches; negative if the weights are too large."""
+        return self.usable - self.weights - self.activations
+
+    @property
+    def fits(self) -> bool:
+        """Do weights and activations fit?"""
+        return self.free >= 0
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences at the requested context, on all devices together."""
+        return self.replicas * floor(self.free / max(self.per_sequence, 1.0)) if self.fits else 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """`fits`: all requested sequences within USABLE. `too small`: not one short sequence within LIMIT. `close`: in
+        between; engines may start with fewer sequences, a shorter context or a larger share."""
+        if self.fits and self.max_batch >= self.users:
+            return "fits"
+        least = self.weights + self.activations + self.min_sequence
+        return "close" if least <= LIMIT * self.device else "too small"
+
+    @property
+    def reason(self) -> str:
+        """Reason of the verdict; empty if everything fits."""
+        weights, have = self.weights / 1e9, self.device / 1e9
+        if self.verdict == "too small":
+            return f"the weights take {weights:.1f} GB of each device, which has {have:.0f} GB"
+        if not self.fits:
+            return (
+                f"weights and activations take {1 - self.free / self.usable:.0%} of what engines use of {have:.0f} GB"
+            )
+        if self.verdict == "fits":
+            return ""
+        need, free = self.users * self.per_sequence / self.replicas / 1e9, self.free / 1e9
+        return (
+            f"caches of {self.users} sequences would take {need:.1f} GB of each device and {free:.1f} GB are left: "
+            f"room for {self.max_batch} at full length"
+            + (f", or for one of {self.max_context:,} positions" if self.max_context is not None else "")
+        )
+
+
+def estimate_memory(
+    model: SizedModel, split: Split, context: float, *, users: int = 1, weight_bytes: float | None = None
+) -> MemoryEstimate:
+    """Memory of a model with `users` sequences of `context` positions. `weight_bytes`: size of all weights, if known
+    from files; else the sum of their parts by the model's format."""
+    sizes = model.weight_bytes()
+    scale = 1.0 if weight_bytes is None else weight_bytes / sum(sizes.values())
+    experts = sizes.pop("experts") / (split.ep if split.ep > 1 else split.tp)
+    weights = scale * (experts + sum(sizes.values()) / split.tp)
+    activated = activations(model.shape, split)
+    free = USABLE * split.device - weights - activated
+    return MemoryEstimate(
+        device=split.device,
+        weights=weights,
+        activations=activated,
+        per_sequence=cache_bytes(model, split, context),
+        min_sequence=cache_bytes(model, split, min(context, MIN_CONTEXT)),
+        users=users,
+        replicas=split.replicas,
+        max_context=_max_context(model, split, free),
+    )
+
+
+def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
+    """Bytes of keys, values and recurrent states (float32) of one sequence on one device, drafter included."""
+    drafter = model.shape.drafter
+    trunk = sum(_cache_of(group, model.kv, split, context) for group in model.shape.layers)
+    module = sum(_cache_of(group, model.kv, split, context) for group in drafter.layers)
+    return trunk + drafter.num_modules * module
+
+
+def activations(shape: ModelShape, split: Split) -> float:
+    """Bytes of the largest pass: copies of the hidden states, values inside the widest layer, float32 logits."""
+    rows = PASS_ROWS[split.device >= LARGE_DEVICE]
+    widest = max(_inner(group, shape.hidden_size) for group in shape.layers)
+    values = rows * (6 * shape.hidden_size + widest / split.tp) * ACTIVATION_BYTES
+    return values + LOGIT_ROWS * shape.vocab_size * LOGIT_BYTES / split.tp
+
+
+def devices_needed(model: SizedModel, device: float) -> int:
+    """Fewest devices of `device` bytes that hold the weights."""
+    return -int(-sum(model.weight_bytes().values()) // (USABLE * device))
+
+
+def _cache_of(group: LayerGroup, kv: float, split: Split, context: float) -> float:
+    mixer = group.cost.mixer
+    return group.count * (mixer.cached(context) * kv + 4 * mixer.state) / min(split.tp, mixer.splits)
+
+
+def _inner(group: LayerGroup, hidden: int) -> float:
+    """Values of one row inside a feed-forward part: gate, up and their product, of all experts of the row."""
+    feed = group.cost.feed_forward
+    return feed.weights / hidden + feed.active * (feed.expert_weights / hidden + hidden)
+
+
+def _max_context(model: SizedModel, split: Split, free: float) -> int | None:
+    """The longest context whose caches take no more than `free` bytes of a device."""
+    if cache_bytes(model, split, MAX_CONTEXT) <= free:
+        return None
+    low, high = 0, MAX_CONTEXT  # too long always
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache_bytes(model, split, middle) <= free else (low, middle)
+    return low

@@ -1,14 +1,14 @@
-"""Requests through a router and engines that batch continuously, event by event, on a clock of its own.
+"""Discrete-event simulation of a router and engines with continuous batching.
 
-An engine's step decodes all running sequences and reads prompts with the rows that are left; new requests go to the
-engine with the fewest. Lengths lie evenly between half and one and a half of their means; arrivals are Poisson's.
+An engine step decodes all running sequences and prefills prompts with the remaining rows. A new request goes to the
+engine with the fewest. Lengths are uniform between 0.5 and 1.5 times their mean; arrivals are a Poisson process.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a step reads of prompts: how many of them, their rows, what a row sees on average, and how many end."""
+class PrefillRows:
+    """Rows of prompts in one step."""
 
     prompts: int = 0
-    rows: float = 0.0
-    context: float = 0.0
-    ended: int = 0
+    rows: float = 0.0  # of all prompts together
+    context: float = 0.0  # mean number of positions that a row sees
+    finished: int = 0  # prompts whose last row is in this step
 
 
-Step = Callable[[int, float, Read], tuple[float, float]]
-"""(sequences that decode, their mean context, prompts) -> seconds of a step, and tokens that each decoding sequence
-gains by it."""
+NO_ROWS = PrefillRows()
+StepTime = Callable[[int, float, PrefillRows], tuple[float, float]]
+"""(decoding sequences, their mean context, prompts) -> (seconds of a step, new tokens of each decoding sequence)."""
 WARM_UP = 0.2
-"""Share of the requests that find an empty fleet, and are not counted."""
+"""Share of the requests, at the start, that are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """`times` in seconds, ascending; tokens of prompts and answers; `known`: of prompts, those computed elsewhere."""
+    """Requests in the order of their arrival."""
 
-    times: NDArray[np.float64]
-    prompts: NDArray[np.float64]
-    outputs: NDArray[np.float64]
-    known: NDArray[np.float64] | None = None
+    times: NDArray[np.float64]  # seconds, ascending
+    prompts: NDArray[np.float64]  # tokens
+    outputs: NDArray[np.float64]  # tokens
+    computed: NDArray[np.float64] | None = None  # tokens of each prompt prefilled by another machine; None: none
 
 
-def arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 0) -> Arrivals:
+def poisson_arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 0) -> Arrivals:
     """`count` requests at `rate` a second."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
@@ -50,159 +50,144 @@ def arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 
     return Arrivals(times=times, prompts=prompts, outputs=outputs)
 
 
+def after_warm_up(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the values of the requests that are counted."""
+    return values[int(WARM_UP * len(values)) :]
+
+
+def percentile(values: NDArray[np.float64], share: float) -> float:
+    return float(np.percentile(values, share)) if len(values) else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
-class Served:
-    """Of the requests that count: seconds to the first token, and per token after it. `busy`: share of the time in
-    which an engine steps; `batch`: sequences that decode in a step, on average; `tokens_per_s` of one engine."""
+class SimulationResult:
+    """Latencies of all requests, and the load of an engine."""
 
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
-    busy: float
-    batch: float
-    tokens_per_s: float
+    outputs: NDArray[np.float64]  # tokens
+    busy: float  # share of the time in which an engine steps
+    batch: float  # mean number of decoding sequences per step
+
+    def ttft(self, share: float) -> float:
+        """Percentile over the requests after the warm-up, in seconds."""
+        return percentile(after_warm_up(self.ttft_s), share)
+
+    def tpot(self, share: float) -> float:
+        """The same of time per token, over answers of more than one token."""
+        return percentile(after_warm_up(self.tpot_s)[after_warm_up(self.outputs) > 1], share)
 
 
 @dataclass
 class _Engine:
-    """`gained`: tokens that a sequence here from the beginning would have got; each ends at its own mark."""
+    """State of one engine."""
 
-    waiting: deque[int] = field(default_factory=deque)
-    reading: deque[list[float]] = field(default_factory=deque)  # [request, rows left]
-    marks: list[tuple[float, int]] = field(default_factory=list)
-    gained: float = 0.0
-    contexts: float = 0.0  # of all decoding sequences together
-    steps_to: tuple[float, int] = (0.0, 0)  # tokens that this step gives, prompts that it ends
+    waiting: deque[int] = field(default_factory=deque)  # requests
+    prefilling: deque[list[float]] = field(default_factory=deque)  # [request, rows left]
+    decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (`decoded` at its end, request)
+    decoded: float = 0.0  # tokens of a sequence that decodes since the start
+    contexts: float = 0.0  # positions of all decoding sequences together
+    step_result: tuple[float, int] = (0.0, 0)  # (new tokens per sequence, prompts that finish) of this step
     busy_s: float = 0.0
-    decoded: float = 0.0
+    rows: float = 0.0  # decoding sequences, summed over steps
     steps: int = 0
-    stepping: bool = False
+    is_stepping: bool = False
 
     @property
     def load(self) -> int:
-        return len(self.waiting) + len(self.reading) + len(self.marks)
+        return len(self.waiting) + len(self.prefilling) + len(self.decoding)
 
 
 class _Fleet:
-    """One run."""
+    """One simulated run."""
 
-    def __init__(self, steps: Sequence[Step], engines: int, slots: int, rows: int, asked: Arrivals) -> None:
-        self._steps, self._slots, self._rows, self._asked = steps, slots, rows, asked
+    def __init__(self, step: StepTime, engines: int, slots: int, rows: int, arrivals: Arrivals) -> None:
+        self._step, self._slots, self._rows = step, slots, rows
+        # lists: single numbers of arrays are slow
+        self._times, self._prompts, self._outputs = (
+            each.tolist() for each in (arrivals.times, arrivals.prompts, arrivals.outputs)
+        )
+        count = len(self._times)
+        self._computed = [0.0] * count if arrivals.computed is None else arrivals.computed.tolist()
         self._engines = [_Engine() for _ in range(engines)]
-        self._ends: list[tuple[float, int]] = []  # of steps: (time, engine)
-        self.first, self.last = np.zeros(len(asked.times)), np.zeros(len(asked.times))
+        self._ends: list[tuple[float, int]] = []  # heap of ends of steps: (time, engine)
+        self.first, self.last = [0.0] * count, [0.0] * count
 
     def run(self) -> list[_Engine]:
-        for request, now in enumerate(self._asked.times):
+        for request, now in enumerate(self._times):
             while self._ends and self._ends[0][0] <= now:
-                self._end(*heapq.heappop(self._ends))
-            number = min(range(len(self._engines)), key=lambda n: self._engines[n].load)
+                self._end_step(*heapq.heappop(self._ends))
+            loads = [engine.load for engine in self._engines]
+            number = loads.index(min(loads))
             self._engines[number].waiting.append(request)
-            if not self._engines[number].stepping:
-                self._begin(float(now), number)
+            if not self._engines[number].is_stepping:
+                self._begin_step(now, number)
         while self._ends:
-            self._end(*heapq.heappop(self._ends))
+            self._end_step(*heapq.heappop(self._ends))
         return self._engines
 
-    def _begin(self, now: float, number: int) -> None:
-        engine, asked = self._engines[number], self._asked
-        while engine.waiting and len(engine.reading) + len(engine.marks) < self._slots:
+    def _begin_step(self, now: float, number: int) -> None:
+        engine = self._engines[number]
+        while engine.waiting and len(engine.prefilling) + len(engine.decoding) < self._slots:
             request = engine.waiting.popleft()
-            known = 0.0 if asked.known is None else asked.known[request]
-            engine.reading.append([request, asked.prompts[request] - known])
-        decoding = len(engine.marks)
-        read = self._read(engine, max(float(self._rows - decoding), 1.0))
-        engine.stepping = decoding + read.prompts > 0
-        if not engine.stepping:
+            engine.prefilling.append([request, self._prompts[request] - self._computed[request]])
+        num_decoding = len(engine.decoding)
+        prefill = self._prefill_rows(engine, max(float(self._rows - num_decoding), 1.0))
+        engine.is_stepping = num_decoding + prefill.prompts > 0
+        if not engine.is_stepping:
             return
-        others = sum(each.stepping for each in self._engines) - 1
-        step = self._steps[min(others, len(self._steps) - 1)]
-        seconds, gain = step(decoding, engine.contexts / max(decoding, 1), read)
-        engine.steps_to = (gain, read.ended)
+        seconds, gain = self._step(num_decoding, engine.contexts / max(num_decoding, 1), prefill)
+        engine.step_result = (gain, prefill.finished)
         engine.busy_s += seconds
-        engine.decoded += decoding
+        engine.rows += num_decoding
         engine.steps += 1
         heapq.heappush(self._ends, (now + seconds, number))
 
-    def _read(self, engine: _Engine, left: float) -> Read:
-        """Rows of the prompts that are being read, in order, as far as there is room."""
-        prompts, rows, seen, ended = 0, 0.0, 0.0, 0
-        for prompt in engine.reading:
+    def _prefill_rows(self, engine: _Engine, left: float) -> PrefillRows:
+        """Takes up to `left` rows of the prompts being prefilled, in order."""
+        if not engine.prefilling:
+            return NO_ROWS
+        prompts, rows, seen, finished = 0, 0.0, 0.0, 0
+        for prompt in engine.prefilling:
             taken = min(prompt[1], left)
             if not taken:
                 break
-            seen += taken * (self._asked.prompts[int(prompt[0])] - prompt[1] + taken / 2)
+            seen += taken * (self._prompts[int(prompt[0])] - prompt[1] + taken / 2)
             prompt[1] -= taken
             left -= taken
             rows += taken
             prompts += 1
-            ended += not prompt[1]
-        return Read(prompts, rows, seen / max(rows, 1.0), ended)
+            finished += not prompt[1]
+        return PrefillRows(prompts, rows, seen / max(rows, 1.0), finished)
 
-    def _end(self, now: float, number: int) -> None:
-        engine, asked = self._engines[number], self._asked
-        gain, ended = engine.steps_to
-        engine.gained += gain
-        engine.contexts += gain * len(engine.marks)
-        while engine.marks and engine.marks[0][0] <= engine.gained:
-            _, request = heapq.heappop(engine.marks)
+    def _end_step(self, now: float, number: int) -> None:
+        engine, prompts, outputs = self._engines[number], self._prompts, self._outputs
+        gain, finished = engine.step_result
+        engine.decoded += gain
+        engine.contexts += gain * len(engine.decoding)
+        while engine.decoding and engine.decoding[0][0] <= engine.decoded:
+            _, request = heapq.heappop(engine.decoding)
             self.last[request] = now
-            engine.contexts -= asked.prompts[request] + asked.outputs[request]
-        for _ in range(ended):
-            request = int(engine.reading.popleft()[0])
+            engine.contexts -= prompts[request] + outputs[request]
+        for _ in range(finished):
+            request = int(engine.prefilling.popleft()[0])
             self.first[request] = self.last[request] = now
-            if asked.outputs[request] > 1:
-                heapq.heappush(engine.marks, (engine.gained + asked.outputs[request] - 1, request))
-                engine.contexts += asked.prompts[request]
-        engine.contexts = max(engine.contexts, 0.0) if engine.marks else 0.0
-        self._begin(now, number)
+            if outputs[request] > 1:
+                heapq.heappush(engine.decoding, (engine.decoded + outputs[request] - 1, request))
+                engine.contexts += prompts[request]
+        engine.contexts = max(engine.contexts, 0.0) if engine.decoding else 0.0
+        self._begin_step(now, number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Of every request the times of its first and its last token; of the engines what `Served` has."""
-
-    asked: Arrivals
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
-    busy: float
-    batch: float
-    tokens_per_s: float
-
-    @property
-    def waits(self) -> NDArray[np.float64]:
-        return self.first - self.asked.times
-
-    @property
-    def paces(self) -> NDArray[np.float64]:
-        return (self.last - self.first) / np.maximum(self.asked.outputs - 1, 1)
-
-
-def played(step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int, beside: Sequence[Step] = ()) -> Run:
-    """As `simulate`, request by request."""
-    fleet = _Fleet([step, *beside], engines, slots, rows, asked)
+def simulate(step: StepTime, arrivals: Arrivals, *, engines: int, slots: int, rows: int) -> SimulationResult:
+    """Simulates a fleet. `slots`: sequences per engine; `rows`: per step, prompts included."""
+    fleet = _Fleet(step, engines, slots, rows, arrivals)
     ended = fleet.run()
-    total = float(fleet.last.max())
-    return Run(
-        asked=asked,
-        first=fleet.first,
-        last=fleet.last,
-        busy=sum(engine.busy_s for engine in ended) / (engines * total),
-        batch=sum(engine.decoded for engine in ended) / max(sum(engine.steps for engine in ended), 1),
-        tokens_per_s=float(asked.outputs.sum()) / (engines * total),
-    )
-
-
-def simulate(
-    step: Step, asked: Arrivals, *, engines: int, slots: int, rows: int, beside: Sequence[Step] = ()
-) -> Served:
-    """`slots`: sequences that an engine has room for; `rows`: of a step, those of prompts among them. `beside`: steps
-    of engines that share a machine and slow each other down, while one other steps too, two others, and so on."""
-    run = played(step, asked, engines=engines, slots=slots, rows=rows, beside=beside)
-    counted = slice(int(WARM_UP * len(asked.times)), None)
-    return Served(
-        ttft_s=run.waits[counted],
-        tpot_s=run.paces[counted][asked.outputs[counted] > 1],
-        busy=run.busy,
-        batch=run.batch,
-        tokens_per_s=run.tokens_per_s,
+    first, last = np.array(fleet.first), np.array(fleet.last)
+    return SimulationResult(
+        ttft_s=first - arrivals.times,
+        tpot_s=(last - first) / np.maximum(arrivals.outputs - 1, 1),
+        outputs=arrivals.outputs,
+        busy=sum(engine.busy_s for engine in ended) / (engines * float(last.max())),
+        batch=sum(engine.rows for engine in ended) / max(sum(engine.steps for engine in ended), 1),
     )

@@ -1,4 +1,4 @@
-"""Where a Shape comes from: a built-in card, a checkpoint's headers, a lone config.json."""
+"""Builds a ModelShape from a built-in card, a checkpoint's tensor headers or a config.json, by its family."""
 
 from __future__ import annotations
 
@@ -6,76 +6,128 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headstart import hub
-from headstart.errors import UsageError
+from headstart.core import Report
+from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.drafters import MODEL, MTP, DrafterKind, classify, classify_path
 from headstart.formats.json_object import read_object, read_packaged
-from headstart.heads.files import MARK, read_head
-from headstart.tools.inspect.parts import part_of
-from headstart.tools.plan.acceptance import of_lengths
-from headstart.tools.plan.config_shape import shape_of
-from headstart.tools.plan.drafters import draft_model, from_checkpoint as from_head, from_config
-from headstart.tools.plan.formats import declared_format, kv_bytes, weight_format
-from headstart.tools.plan.roofline import SizedModel
-from headstart.tools.plan.shape import Part, Shape
+from headstart.formats.sizes import as_size, num_experts, text_config
+from headstart.formats.tensor_parts import part_of
+from headstart.heads.files import read_head
+from headstart.heads.kind import head_kind
+from headstart.heads.published import MARK
+from headstart.layers.build import DecoderConfig
+from headstart.layers.costs import num_elements
+from headstart.models.base import Family
+from headstart.models.classify import MODEL, MTP, DrafterKind, classify, classify_path
+from headstart.models.families import read_any, with_sizes
+from headstart.tools.plan.drafters import acceptances_of_lengths, draft_model, from_config, from_head
+from headstart.tools.plan.shape import (
+    DrafterShape,
+    LayerGroup,
+    ModelShape,
+    Part,
+    SizedModel,
+    Split,
+    cache_bytes,
+    declared_format,
+    kv_bytes,
+    weight_format,
+)
 
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
-"""The most frequent block type -> the format whose products run alike; bytes are measured."""
+"""Main tensor type of a GGUF file -> a format with products of the same precision."""
+AVAILABLE_CONTEXT = 8192
+"""Positions of the sequence that the memory of `available` holds."""
 LIKELY_BYTES = (0.2, 4.6)
-"""A weight takes so many bytes; anything else says that the formula has counted other matrices than the file has."""
+"""Plausible bytes of a weight; others mean that the file holds other tensors than the config says."""
+MAX_LAYERS, MAX_EXPERTS = 4096, 2**16
+CARDS: Mapping[str, Any] = read_packaged("headstart.tools.plan", "cards.json")
+"""Name of a model -> its config without weights, acceptance lengths, and sources."""
+CARD_NAMES = [name for name, card in CARDS.items() if "config" in card]
+CARD_OF = {alias: name for name in CARD_NAMES for alias in (name, *CARDS[name]["aliases"])}
+"""Name or alias -> card with a config."""
 
 
-@cache
-def cards() -> Mapping[str, Any]:
-    """The built-in cards by name."""
-    return dict(read_packaged("headstart.tools.plan", "cards.json"))
-
-
-def card_names() -> list[str]:
-    return [name for name, card in cards().items() if "config" in card]
-
-
-def is_card(name: str | None) -> bool:
-    """Does a name mean a card, which has no weights?"""
-    return name in known_names()
-
-
-def known_names() -> list[str]:
-    """Cards and their aliases."""
-    return [name for card in card_names() for name in (card, *cards()[card]["aliases"])]
-
-
-def find_shape(name: str | None, weights: str | None = None) -> Shape:
-    """A model by card, alias, path or Hub id; `weights` replaces the format it comes in. Raises UsageError or
-    ModelError."""
+def find_shape(name: str | None, weights: str | None = None) -> ModelShape:
+    """A model by card, alias, path or Hub id; `weights` replaces its format. Raises UsageError or ModelError."""
     if weights is not None:
         weight_format(weights)
-    card = next((key for key in card_names() if name == key or name in cards()[key]["aliases"]), None)
-    shape = from_card(card) if card else from_model(name)
-    return shape if weights is None else replace(shape, weights=weights, bytes_per_weight={})
+    shape = from_card(CARD_OF[name]) if name in CARD_OF else from_model(name)
+    return shape if weights is None else replace(shape, weight_format=weights, bytes_per_weight={})
 
 
-def from_card(name: str) -> Shape:
-    card = cards()[name]
+def shape_of(name: str, config: Mapping[str, Any], *, weights: str = "bf16") -> ModelShape:
+    """The shape of a config.json. Raises ModelError for a missing key or an impossible size."""
+    text = with_sizes(text_config(config))
+    _check_sizes(name, text)
+    try:
+        family, sizes, note = read_any(config)
+    except ModelError as error:
+        raise ModelError(f"{name}: {error.message}", error.hint) from error
+    cost = sizes.cost()
+    shape = ModelShape(
+        name=name,
+        hidden_size=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        tied=sizes.tied,
+        layers=tuple(LayerGroup(count, layer) for layer, count in Counter(cost.layers).items()),
+        drafter=_mtp_drafter(family, sizes),
+        weight_format=weights,
+        outer=cost.outer,
+        embedding=cost.embedding,
+        max_length=as_size(text.get("max_position_embeddings")) or None,
+    )
+    return shape.with_notes(note) if note else shape
+
+
+def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
+    """Bounds sizes before layers are built. Raises ModelError."""
+    bounds = {"num_hidden_layers": MAX_LAYERS, "num_layers": MAX_LAYERS, "num_attention_heads": 2**16}
+    bounds |= {"hidden_size": 2**24, "vocab_size": 2**28}
+    for key, limit in bounds.items():
+        if key in config and not 1 <= (as_size(config[key]) or 0) <= limit:
+            what = f"{name}: its config says {key} {config[key]!r}, which is no size"
+            raise ModelError(what, f"a whole number from 1 to {limit}")
+    if num_experts(config) > MAX_EXPERTS:
+        raise ModelError(f"{name}: its config names {num_experts(config)} experts, which is no size")
+
+
+def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
+    """The MTP modules of a config; without any, one block as a head on this trunk would have is assumed."""
+    hidden, spec = sizes.hidden_size, family.head_of(sizes)
+    layer = sizes.head_layer.cost(hidden)
+    drafter = DrafterShape(
+        kind="mtp", hidden_size=hidden, vocab_size=sizes.vocab_size, layers=(LayerGroup(1, layer),),
+        projection=2 * hidden * hidden, assumed=True,
+    )  # fmt: skip
+    if spec is None:
+        return drafter
+    modules = spec.num_modules
+    total, lm_heads = num_elements(head_kind(spec.kind).shapes(spec, hidden)), modules * spec.own_lm_head * hidden
+    projection = (total - lm_heads) // modules - layer.weights
+    return replace(drafter, projection=projection, num_modules=modules, own_vocab=lm_heads, assumed=False)
+
+
+def from_card(name: str) -> ModelShape:
+    card = CARDS[name]
     shape = shape_of(name, card["config"], weights=card["weights"])
-    return accepting(shape, name).noted(f"shape of {name}: {card['source']}")
+    return with_acceptance(shape, name).with_notes(f"shape of {name}: {card['source']}")
 
 
-def accepting(shape: Shape, name: str) -> Shape:
-    """With the acceptance lengths that a card knows."""
-    if not (known := cards().get(name, {}).get("acceptance")):
+def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
+    """Returns the shape with the acceptance lengths of a card, where it has some."""
+    if not (known := CARDS.get(name, {}).get("acceptance")):
         return shape
-    return replace(shape, acceptance=of_lengths(known["lengths"]), acceptance_source=known["source"])
+    return replace(shape, acceptance=acceptances_of_lengths(known["lengths"]), acceptance_source=known["source"])
 
 
-def from_model(name: str | None) -> Shape:
-    """A checkpoint by its headers; of a Hub repo the config alone is fetched."""
+def from_model(name: str | None) -> ModelShape:
+    """A checkpoint by its tensors' headers; of a Hub repo only config.json is fetched."""
     if name and not hub.is_builtin(name) and not Path(name).expanduser().exists():
         if not hub.is_repo(name):
             raise _unknown(name)
@@ -85,32 +137,34 @@ def from_model(name: str | None) -> Shape:
         return _from_config(str(path), read_object(path / "config.json"))
     alias = hub.resolve_alias(name)
     shape = from_checkpoint(open_checkpoint(alias.trunk), name or alias.name)
-    if (head := alias.head()) is not None and shape.head.assumed:
+    if (head := alias.head()) is not None and shape.drafter.assumed:
         shape = from_head(shape, read_head(head), head.name)
-    return accepting(shape, alias.name)
+    return with_acceptance(shape, alias.name)
 
 
 def _unknown(name: str) -> UsageError:
-    known = f"cards: {', '.join(card_names())}; else a directory, a .gguf file or a repo id"
-    close = difflib.get_close_matches(name.lower(), known_names(), n=1)
+    known = f"cards: {', '.join(CARD_NAMES)}; else a directory, a .gguf file or a repo id"
+    close = difflib.get_close_matches(name.lower(), CARD_OF, n=1)
     return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
 
 
 def _refuse(name: str, drafter: DrafterKind) -> None:
-    """Raises UsageError for a drafter: it runs beside a model, whose sizes its config does not tell."""
+    """Raises UsageError for a drafter, which runs beside a model."""
     if drafter.separate:
         what = f"{name} is a drafter ({drafter.title}), and no model by itself"
         raise UsageError(what, f"headstart plan MODEL --head {name}")
 
 
-def _from_config(name: str, config: Mapping[str, Any]) -> Shape:
+def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     _refuse(name, classify(config))
     shape = shape_of(name, config, weights=declared_format(config))
-    return shape.noted(f"shape of {name}: its config.json; no weights were looked at, format {shape.weights}")
+    return shape.with_notes(
+        f"shape of {name}: its config.json; no weights were looked at, format {shape.weight_format}"
+    )
 
 
-def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
-    """Sizes by config, bytes by the tensors' headers. Raises UsageError for a drafter."""
+def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
+    """Sizes by config, bytes by tensor headers. Raises UsageError for a drafter."""
     _refuse(name, classify(checkpoint.config, checkpoint.tensors))
     types = Counter[str]()
     for tensor in checkpoint.tensors.values():
@@ -121,26 +175,26 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> Shape:
     shape = shape_of(name, config, weights=GGUF_TYPES.get(main, declared))
     measured, unlikely = measured_bytes(shape, checkpoint.tensors)
     notes = [f"shape of {name}: config and tensor headers of {checkpoint.path.name}; {main} for the most part"]
-    notes += [f"the tensors of {part} do not match the config's sizes; format {shape.weights}" for part in unlikely]
-    notes += undescribed(shape, checkpoint.tensors)
-    return replace(shape, bytes_per_weight=measured).noted(*notes)
+    fallback = f"do not match the config's sizes; format {shape.weight_format}"
+    notes += [f"the tensors of {part} {fallback}" for part in unlikely]
+    notes += undescribed_kinds(shape, checkpoint.tensors)
+    return replace(shape, bytes_per_weight=measured).with_notes(*notes)
 
 
-def sized_model(
-    name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None, *, kv: str = "bf16"
-) -> SizedModel:
-    """A model by its config.json: weights in the format that it declares, or of the bytes that the tensors' headers
-    tell. Raises ModelError for a config that names no sizes, UsageError for a cache type that is not known."""
+def sized_model(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> SizedModel:
+    """A model by its config.json, with weights in the declared format, or with the bytes of `tensors`. Raises
+    ModelError for a config without sizes."""
     shape = shape_of(name, config, weights=declared_format(config))
     if tensors:
         shape = replace(shape, bytes_per_weight=measured_bytes(shape, tensors)[0])
-    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=kv_bytes(kv))
+    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes("bf16"))
 
 
-def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Kinds of layers that the tensors' names show, but the metadata (of GGUF files, mostly) do not."""
-    recurrent = any(group.attention.state for group in shape.layers)
-    latent = any(group.attention.width and group.attention.splits == 1 for group in shape.layers)
+def undescribed_kinds(shape: ModelShape, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Notes on kinds of layers that tensor names show and the metadata (mostly of GGUF files) do not."""
+    mixers = [group.cost.mixer for group in shape.layers]
+    recurrent = any(mixer.state for mixer in mixers)
+    latent = any(mixer.kv_width and mixer.splits == 1 for mixer in mixers)
     hidden = ["recurrent"] if not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors) else []
     hidden += ["latent"] if not latent and any("kv_a" in name for name in tensors) else []
     return [
@@ -150,8 +204,8 @@ def undescribed(shape: Shape, tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
-    """Bytes of a weight by part, and the parts whose tensors do not match the shape."""
+def measured_bytes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
+    """(bytes per weight by part, parts whose tensors do not match the shape)."""
     totals: Counter[Part] = Counter()
     for name, tensor in tensors.items():
         if (part := _part(name, shape)) is not None:
@@ -163,27 +217,46 @@ def measured_bytes(shape: Shape, tensors: Mapping[str, Tensor]) -> tuple[dict[Pa
     return {part: size for part, size in sizes.items() if part not in unlikely}, unlikely
 
 
-def _part(name: str, shape: Shape) -> Part | None:
+def _part(name: str, shape: ModelShape) -> Part | None:
     where = part_of(name, shape.num_layers)
     if where == "layers":
         return "attention" if "attn" in name else "mlp"
-    names: dict[str, Part] = {"experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding"}
+    names: dict[str, Part] = {
+        "experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding", "norms and rest": "mlp",
+    }  # fmt: skip
     return names.get(where)
 
 
-def with_head(shape: Shape, name: str, kind: str | None = None) -> Shape:
-    """With a drafter by name: a card or a whole model for `draft_model`, else a directory or a repo id, told by its
-    files. Raises UsageError or ModelError."""
+def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelShape:
+    """Returns the shape with a drafter by name: a card or a whole model for `draft_model`, else a drafter's directory
+    or repo id. Raises UsageError or ModelError."""
     path = Path(name).expanduser()
-    if kind == "draft_model" or name in known_names():
+    if kind == "draft_model" or name in CARD_OF:
         return draft_model(shape, find_shape(name))
     if (path / "config.json").is_file() and MARK in read_object(path / "config.json"):
         return from_head(shape, read_head(path), path.name)
     drafter = classify_path(name)
-    if drafter.kind == MODEL or (drafter.kind == MTP and drafter.layout is None):
+    if drafter.kind == MODEL or (drafter.kind == MTP and drafter.format is None):
         return draft_model(shape, find_shape(name))
-    if drafter.hidden_size not in (None, shape.hidden):
-        what = f"--head {name} is made for a hidden size of {drafter.hidden_size}, {shape.name} has {shape.hidden}"
+    if drafter.hidden_size not in (None, shape.hidden_size):
+        what = f"--head {name} is made for a hidden size of {drafter.hidden_size}, {shape.name} has {shape.hidden_size}"
         raise UsageError(what, "give a drafter of this model")
     config = read_object(path / "config.json" if path.is_dir() else hub.config_file(name))
     return from_config(shape, drafter, name, config)
+
+
+def available() -> Report:
+    """Published models worth running with their own heads: repository, size and memory in bytes, what drafts, and a
+    reported gain."""
+    return Report(True, {"default": hub.DEFAULT_MODEL, "models": [_available(name) for name in hub.published_models()]})
+
+
+def _available(name: str) -> dict[str, Any]:
+    shape, published = find_shape(name), hub.published_models()[name]
+    model = SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes("bf16"))
+    size = sum(model.weight_bytes().values())
+    cache = cache_bytes(model, Split(device=0.0), AVAILABLE_CONTEXT)
+    return {
+        "name": name, **published, "bytes": round(size), "memory": round(size + cache),
+        "drafts": shape.drafter.kind,
+    }  # fmt: skip

@@ -1,70 +1,102 @@
-"""Texts of any OpenAI-compatible endpoint, asked for in the way that it understands."""
+"""An OpenAI-compatible endpoint, asked in the way that it understands."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools.client import Response, Server, counts, message, models, post, reason
-from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.traces import Kind, Trace
+from headstart.tools.client import Response, Server, error_message, error_reason, find_model, post, read_counters
+from headstart.tools.engine_metrics import EngineCounters
+from headstart.tools.probe.timing import Kind, StreamTrace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-EXTRAS = {"ignore_eos": True, "seed": 1, "stream_options": {"include_usage": True}}
-"""Fields that not every server knows; left out for one that refuses them."""
-NEW_LENGTH = "max_completion_tokens"
-"""What some servers want instead of max_tokens, and say so."""
+NEW_LENGTH = "max_completion_tokens"  # some servers want this instead of max_tokens, and say so
+CONTINUE = "Go on with this text, and write nothing else:\n"
+STREAM_EXTRAS = {"ignore_eos": True, "seed": 1, "stream_options": {"include_usage": True}}
+
+
+class EndpointRefused(Exception):
+    """The server answers, but not with a text."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"answers {status}: {error_message(body)}")
+        self.status, self.body = status, body
+
+
+class EndpointLost(Exception):
+    """The server does not answer any more."""
 
 
 @dataclass
 class Endpoint:
-    """A server, and how to ask it. Without a name of a model the first that it lists; raises UsageError then."""
+    """A server, and the request fields that it takes."""
 
     server: Server
-    model: str | None = None
-    _path: str = COMPLETIONS
-    _extras: dict[str, Any] = field(default_factory=lambda: dict(EXTRAS))
-    _length: str = "max_tokens"
+    model: str | None = None  # None: the first that the server lists
+    paths: Sequence[str] = (COMPLETIONS, CHAT)  # in order of preference
+    optional: dict[str, Any] = field(default_factory=lambda: dict(STREAM_EXTRAS))  # left out where refused
+    chat_instruction: str = CONTINUE  # before the prompt of a chat
+    length_field: str = "max_tokens"
 
     def __post_init__(self) -> None:
+        self.extras = dict(self.optional)
         if self.model is None:
-            self.model = str(models(self.server)[0]["id"])
+            self.model = str(find_model(self.server, None)["id"])
 
-    def metrics(self) -> Counts | None:
-        return asyncio.run(counts(self.server))
+    @property
+    def path(self) -> str:
+        return self.paths[0]
 
-    def stream(self, kind: Kind, prompt: str, max_tokens: int, temperature: float) -> Trace:
-        """One streamed answer. Text completions, or chat where there are none; unknown fields are left out."""
+    def body(self, prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        asked: dict[str, Any] = {"prompt": prompt}
+        if self.path == CHAT:
+            asked = {"messages": [{"role": "user", "content": self.chat_instruction + prompt}]}
+        return {"model": self.model, **asked, self.length_field: max_tokens, **self.extras, **fields}
+
+    async def post(self, body: dict[str, Any]) -> Response:
+        """Raises EndpointRefused and EndpointLost."""
+        try:
+            answer = await post(self.server, self.path, body)
+        except (OSError, ValueError) as error:
+            raise EndpointLost(f"{self.server}{self.path}: {error_reason(error)}") from None
+        if answer.broken:
+            raise EndpointLost(f"{self.server}{self.path} breaks off")
+        if answer.status != 200:
+            raise EndpointRefused(answer.status, answer.body)
+        return answer
+
+    async def ask(self, prompt: str, max_tokens: int, **fields: Any) -> Response:
+        """Posts a prompt, each time in another way until the server understands it. Raises UsageError."""
         while True:
             try:
-                answer = asyncio.run(post(self.server, self._path, self._body(prompt, max_tokens, temperature)))
-            except (OSError, ValueError) as error:
-                raise UsageError(f"{self.server}{self._path}: {reason(error)}", "see the server's log") from None
-            if answer.status == 200 and not answer.broken:
-                tokens = answer.usage.get("completion_tokens")
-                arrivals = tuple(when for when, _ in answer.pieces)
-                return Trace(kind=kind, max_tokens=max_tokens, tokens=tokens, arrivals=arrivals)
-            self._try_another(answer)
+                return await self.post(self.body(prompt, max_tokens, **fields))
+            except EndpointLost as lost:
+                raise UsageError(str(lost), "see the server's log") from None
+            except EndpointRefused as refused:
+                if not self._adapt(refused):
+                    raise UsageError(f"{self.server}{self.path} {refused}", "--model and --api-key?") from None
 
-    def _try_another(self, answer: Response) -> None:
-        """Ask in another way the next time. Raises UsageError when there is none left."""
-        status, said = answer.status, answer.body
-        if status == 400 and NEW_LENGTH in said and self._length != NEW_LENGTH:
-            self._length = NEW_LENGTH
-        elif status in (400, 422) and self._extras:
-            named = [name for name in self._extras if name in said]
-            for name in named or list(self._extras):
-                del self._extras[name]
-        elif status in (400, 404, 405, 422, 501) and self._path == COMPLETIONS:
-            self._path, self._extras = CHAT, dict(EXTRAS)
+    def _adapt(self, refused: EndpointRefused) -> bool:
+        """Changes the way of asking; False: none is left."""
+        if refused.status == 400 and NEW_LENGTH in refused.body and self.length_field != NEW_LENGTH:
+            self.length_field = NEW_LENGTH
+        elif refused.status in (400, 422) and self.extras:
+            for name in [name for name in self.extras if name in refused.body] or list(self.extras):
+                del self.extras[name]
+        elif refused.status in (400, 404, 405, 422, 500, 501) and len(self.paths) > 1:
+            self.paths, self.extras = self.paths[1:], dict(self.optional)
         else:
-            what = "breaks off" if answer.broken else f"answers {status}: {message(said)}"
-            raise UsageError(f"{self.server}{self._path} {what}", "--model and --api-key?")
+            return False
+        return True
 
-    def _body(self, prompt: str, max_tokens: int, temperature: float) -> dict[str, Any]:
-        chat = {"messages": [{"role": "user", "content": f"Go on with this text, and write nothing else:\n{prompt}"}]}
-        asked: dict[str, Any] = chat if self._path == CHAT else {"prompt": prompt}
-        own = {"model": self.model, self._length: max_tokens, "temperature": temperature, "stream": True}
-        return {**asked, **own, **self._extras}
+    def metrics(self) -> EngineCounters | None:
+        return asyncio.run(read_counters(self.server))
+
+    def stream(self, kind: Kind, prompt: str, max_tokens: int, temperature: float) -> StreamTrace:
+        """Returns the arrival times of one streamed answer."""
+        answer = asyncio.run(self.ask(prompt, max_tokens, temperature=temperature, stream=True))
+        tokens, arrivals = answer.usage.get("completion_tokens"), tuple(when for when, _ in answer.pieces)
+        return StreamTrace(kind=kind, max_tokens=max_tokens, tokens=tokens, arrivals=arrivals)

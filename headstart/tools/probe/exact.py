@@ -2,252 +2,480 @@
 
 Each trial has a prompt that no cache holds. It is asked (A), another question about the same beginning is (B), then A
 twice more: cold, warm, and warm again, which is the control. Then A streamed, without drafting, and among others. An
-answer is a difference of such a condition only if it is none of those that A got alone; the control is made again then,
-so that a server whose answers differ anyway (one that ignores seeds) is not said to differ by what it was tried with.
+answer differs under a condition only if it is none of those that A got alone. The control is made again then, so that a
+server whose answers differ anyway (one that ignores seeds) is not blamed for the condition.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.tools.client import Server
-from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.asking import OFF, SWITCHES, Asker, Lost, Refused, Said, entry_of
-from headstart.tools.probe.cases import Case, Question, filler_of, prompt_of, seed_of
-from headstart.tools.probe.known import Recognized, recognize
-from headstart.tools.probe.tally import Condition, Tally
-from headstart.tools.probe.told import document, lines
+from headstart.formats.json_object import read_packaged
+from headstart.tools.client import Server, find_model, get_object
+from headstart.tools.engine_metrics import EngineCounters
+from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
+from headstart.tools.probe.exact_requests import (
+    ExactClient,
+    ProbeResponse,
+    Question,
+    RequestCase,
+    make_filler,
+    make_prompt,
+    request_seed,
+    sampling_name,
+)
+from headstart.tools.prompts import first_difference
 
-COMPANY = 8
-"""Requests at a time, of which those that are compared are some."""
-MOST_ROUNDS = 60
+Condition = Literal["again", "there again", "warm", "streamed", "drafting", "company"]
+CONDITIONS: dict[Condition, str] = {
+    "again": "asked twice, alone",
+    "there again": "asked twice, alone, at --against",
+    "warm": "prefix cache cold and warm",
+    "streamed": "streamed and whole",
+    "drafting": "drafting on and off",
+    "company": "alone and in company",
+}
+CONTROLS: tuple[Condition, ...] = ("again", "there again")
+"""Where one request differs from itself, nothing else can be blamed for a difference."""
+Verdict = Literal["exact", "differences", "not reproducible"]
+OUTCOMES = {"equal": "equal", "differs": "DIFFERS", "cannot tell": "differs, but so does one request asked twice"}
+CONFIDENCE = 0.95
+CONTEXT_CHARACTERS = 30  # shown before and behind a first difference
+Row = dict[str, Any]
+"""One condition, greedy or sampled, as in the JSON document."""
+
+
+@dataclass(frozen=True)
+class TextDifference:
+    """The first difference of two answers."""
+
+    case: str
+    character: int  # characters that both texts share
+    token: int | None  # tokens that both share; None: unknown
+    one: str  # both texts around the difference
+    other: str
+
+
+def find_difference(case: RequestCase, one: ProbeResponse, other: ProbeResponse) -> TextDifference:
+    """Returns where two answers to one request first differ."""
+    place, token = first_difference(one.text, other.text) or 0, None
+    if one.token_ids is not None and other.token_ids is not None:
+        token = first_difference(one.token_ids, other.token_ids)
+        token = len(one.token_ids) if token is None else token
+    shown = slice(max(0, place - CONTEXT_CHARACTERS), place + CONTEXT_CHARACTERS)
+    return TextDifference(str(case), place, token, one.text[shown], other.text[shown])
+
+
+def upper_bound(differences: int, trials: int) -> float:
+    """Returns the largest rate at which no more differences than these would be seen with a chance of 1 - CONFIDENCE:
+    the one-sided limit of Clopper and Pearson (Biometrika 26, 1934); without a difference about 3 / trials."""
+    if differences >= trials:
+        return 1.0
+
+    def chance(rate: float) -> float:
+        return sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(differences + 1))
+
+    low, high = differences / trials, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(middle) > 1 - CONFIDENCE else (low, middle)
+    return high
+
+
+@dataclass
+class TrialCounts:
+    """Trials of one condition in one case."""
+
+    trials: int = 0
+    differences: int = 0
+    first: TextDifference | None = None
+
+
+@dataclass
+class Comparisons:
+    """All comparisons of a run."""
+
+    counts: dict[tuple[Condition, RequestCase], TrialCounts] = field(default_factory=dict)
+
+    def add(
+        self,
+        condition: Condition,
+        case: RequestCase,
+        one: ProbeResponse,
+        other: ProbeResponse,
+        *,
+        known: Iterable[ProbeResponse] = (),
+    ) -> bool:
+        """Compares two answers; returns whether they are the same. `known`: other answers to the same request under
+        the condition of `one`; their texts are no difference of this condition."""
+        counts = self.counts.setdefault((condition, case), TrialCounts())
+        is_same = other.text in {one.text, *(each.text for each in known)}
+        counts.trials += 1
+        if not is_same:
+            counts.differences += 1
+            counts.first = counts.first or find_difference(case, one, other)
+        return is_same
+
+    def results(self) -> list[Row]:
+        """Returns rows in the order of the conditions, greedy first."""
+        found = (self._result(name, sampled) for name in CONDITIONS for sampled in (False, True))
+        return [each for each in found if each]
+
+    def _result(self, condition: Condition, sampled: bool) -> Row | None:
+        forms = {
+            case.form: counts
+            for (name, case), counts in self.counts.items()
+            if name == condition and case.sampled == sampled
+        }
+        if not forms:
+            return None
+        trials, differences = (
+            sum(getattr(each, name) for each in forms.values()) for name in ("trials", "differences")
+        )
+        controls = () if condition in CONTROLS else CONTROLS if condition == "drafting" else CONTROLS[:1]
+        is_unknown = any(
+            counts.differences
+            for (name, case), counts in self.counts.items()
+            if name in controls and case.sampled == sampled
+        )
+        first = next((each.first for each in forms.values() if each.first), None)
+        return {
+            "condition": condition,
+            "means": CONDITIONS[condition],
+            "sampling": sampling_name(sampled),
+            "trials": trials,
+            "equal": trials - differences,
+            "outcome": "equal" if not differences else "cannot tell" if is_unknown else "differs",
+            "upper_bound": round(upper_bound(differences, trials), 4),
+            "forms": {form: {"differences": each.differences, "trials": each.trials} for form, each in forms.items()},
+            "first_difference": asdict(first) if first else None,
+        }
+
+
+def overall_verdict(rows: Iterable[Row]) -> Verdict:
+    """`not reproducible`: some requests differ from themselves, and nothing else was found."""
+    differing = [row["condition"] for row in rows if row["outcome"] == "differs"]
+    if not differing:
+        return "exact"
+    return "not reproducible" if set(differing) <= set(CONTROLS) else "differences"
+
+
+@dataclass(frozen=True)
+class RecognizedEngine:
+    """The engine behind an endpoint. None: unknown."""
+
+    name: str | None = None
+    version: str | None = None
+    slots: int | None = None  # requests that llama.cpp runs at a time
+    faults: Seq[dict[str, Any]] = ()  # how exact it is by its documents, maintainers or source: known_engines.json
+
+
+def recognize_engine(server: Server, model: dict[str, Any]) -> RecognizedEngine:
+    """`model`: an entry of /v1/models, whose owner names the engine."""
+    engines = read_packaged("headstart.tools.probe", "known_engines.json")
+    engine = next((each for each in engines if each["owner"] == model.get("owned_by")), None)
+    if engine is None:
+        return RecognizedEngine()
+    page = get_object(server, engine["page"])
+    version, slots = page.get(engine["member"]), page.get("total_slots")
+    version = version if isinstance(version, str) else None
+    return RecognizedEngine(
+        engine["name"], version, slots if isinstance(slots, int) else None, engine.get("faults", ())
+    )
+
+
+@dataclass
+class ExactnessResult:
+    """Everything that one run found out about a server."""
+
+    engine: RecognizedEngine
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    untested: list[tuple[str, str]] = field(default_factory=list)  # (what, why)
+    notes: list[str] = field(default_factory=list)
+
+    def document(self, options: dict[str, Any]) -> dict[str, Any]:
+        untested = dict.fromkeys(what for what, _ in self.untested)
+        rows = self.comparisons.results()
+        rows = [row for row in rows if row["equal"] < row["trials"] or row["condition"] not in untested]
+        verdict = overall_verdict(rows)
+        differing = {row["condition"] for row in rows if row["outcome"] == "differs"}
+        return {
+            "ok": verdict == "exact",
+            "verdict": verdict,
+            **options,
+            "engine": self.engine.name,
+            "version": self.engine.version,
+            "confidence": CONFIDENCE,
+            "conditions": rows,
+            "not_tested": [{"what": what, "why": why} for what, why in dict.fromkeys(self.untested)],
+            "notes": self.notes,
+            "known_faults": [{**each, "seen": bool(differing & {*each["conditions"]})} for each in self.engine.faults],
+            "summary": _summary(rows),
+        }
+
+
+def _summary(rows: Seq[Row]) -> str:
+    """Returns the verdict in a sentence."""
+    verdict, compared = overall_verdict(rows), sum(row["trials"] for row in rows)
+    if verdict == "exact":
+        sure = f"a rate above {upper_bound(0, compared):.1%} would have shown, {CONFIDENCE:.0%} sure"
+        return f"EXACT: none of {compared} answers differs; {sure}"
+    differing = [row for row in rows if row["outcome"] == "differs"]
+    parts = [f"{row['means']} ({row['sampling']} {row['trials'] - row['equal']} of {row['trials']})"
+             for row in differing if row["condition"] not in CONTROLS]  # fmt: skip
+    sentences = [f"DIFFERENCES: {', '.join(parts)}"] if parts else []
+    if controls := dict.fromkeys(row["sampling"] for row in differing if row["condition"] in CONTROLS):
+        which = " and ".join(controls)
+        why = "; is the seed heeded?" if which == "sampled" else ""
+        sentences.append(f"NOT REPRODUCIBLE: {which} answers differ when asked twice alone{why}")
+    return ". ".join(sentences)
+
+
+def lines_of(data: dict[str, Any]) -> list[str]:
+    """Returns the text below the table of conditions."""
+    lines = []
+    for row in data["conditions"]:
+        if (place := row["first_difference"]) is not None:
+            token = "" if place["token"] is None else f", token {place['token']}"
+            where = f"first difference at character {place['character']}{token} ({place['case']})"
+            lines += [f"{row['means']}, {row['sampling']}: {where}"]
+            lines += [f"    {place['one']!r}", f"    {place['other']!r}"]
+    lines += [f"not tested: {each['what']}: {each['why']}" for each in data["not_tested"]]
+    lines += data["notes"]
+    if data["engine"]:
+        lines.append(f"engine: {data['engine']}{' ' + data['version'] if data['version'] else ''}")
+    for each in data["known_faults"]:
+        lines.append(f"known{', seen here' if each['seen'] else ''}: {each['says']} ({each['source']})")
+    return [*lines, data["summary"]]
+
+
+def table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Returns the columns and rows of the conditions."""
+    columns = ["condition", "sampling", "trials", "equal", "differ in", "rate below", "outcome"]
+    rows = []
+    for row in data["conditions"]:
+        forms = [f"{form} {count['differences']}/{count['trials']}" for form, count in row["forms"].items()
+                 if count["differences"]]  # fmt: skip
+        counts = [row["means"], row["sampling"], str(row["trials"]), str(row["equal"]), ", ".join(forms) or "-"]
+        rows.append([*counts, f"{row['upper_bound']:.1%}", OUTCOMES[row["outcome"]]])
+    return columns, rows
+
+
+OFF, DEEP = "off", "deep"
+SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
+    "headstart": {OFF: {"speculation": {"mode": "off"}}, DEEP: {"speculation": {"mode": "auto", "depth": 3}}}
+}
+"""Engines whose requests can leave out drafting, or draft more than on a busy machine -> request fields."""
+NUM_CONCURRENT = 8  # requests in company, of which those that are compared are some
+MAX_ROUNDS = 60
 MINUTES, MAX_TOKENS = 3.0, 64
 QUESTIONS: tuple[Question, ...] = ("asked", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactOptions:
-    """`against`: a server of the same model that does not draft. `seed` None: drawn, so that no earlier run has filled
-    the prefix cache. At least one round is made, however few minutes."""
+    """What to compare. At least one round is made, however few minutes."""
 
     url: str
-    against: str | None = None
+    against: str | None = None  # a server of the same model that does not draft
     model: str | None = None
     api_key: str | None = None
     max_tokens: int = MAX_TOKENS
     minutes: float = MINUTES
-    rounds: int = MOST_ROUNDS
-    seed: int | None = None
-
-
-@dataclass
-class Found:
-    """What a run has come to. `cached` and `uncached`: answers to a prompt that had been asked before, whose server
-    told that it had some of it, or nothing. `untested`: (what, why)."""
-
-    engine: Recognized
-    tally: Tally = field(default_factory=Tally)
-    untested: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    cached: int = 0
-    uncached: int = 0
-    refused: int = 0
-    told_apart: int = 0  # sampled texts that are not the greedy ones
-    sampled: int = 0
+    rounds: int = MAX_ROUNDS
+    seed: int | None = None  # None: drawn, so that no earlier run has filled the prefix cache
 
 
 @dataclass(frozen=True)
-class Alone:
-    """All answers to one request that nothing else ran beside."""
+class SoloTrial:
+    """All answers to one request while nothing else ran."""
 
-    case: Case
+    case: RequestCase
     prompt: str
     seed: int
-    cold: Said
-    warm: Said
-    again: Said
+    cold: ProbeResponse
+    warm: ProbeResponse
+    again: ProbeResponse
 
     @property
-    def known(self) -> tuple[Said, ...]:
-        return self.cold, self.again
+    def texts(self) -> set[str]:
+        return {self.cold.text, self.warm.text, self.again.text}
 
 
 def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
-    """`ok`: nothing differed. Raises UsageError where nothing could be compared."""
+    """Compares answers of an endpoint under several conditions; `ok`: nothing differed. Raises UsageError where nothing
+    could be compared."""
     server = Server.at(options.url, options.api_key)
-    listed = entry_of(server, options.model)
-    found = Found(recognize(server, listed))
+    model = find_model(server, options.model)
+    result = ExactnessResult(recognize_engine(server, model))
     other = Server.at(options.against, options.api_key) if options.against else None
-    there = entry_of(other, options.model) if other else None
+    other_model = str(find_model(other, options.model)["id"]) if other else ""
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
 
     async def work() -> None:
-        asker = await Asker.at(server, listed, options.max_tokens, seed)
-        against = await Asker.at(other, there, options.max_tokens, seed) if other and there else None
-        trials = Trials(asker, against, found, seed)
-        await trials.run(options.minutes, options.rounds, progress)
+        client = await ExactClient.connect(server, str(model["id"]), options.max_tokens, seed)
+        against = await ExactClient.connect(other, other_model, options.max_tokens, seed) if other else None
+        await ExactnessTrials(client, against, result, seed).run(options.minutes, options.rounds, progress)
 
     asyncio.run(work())
-    data = document(found, {"url": str(server), "against": str(other) if other else None, "model": listed["id"],
+    data = result.document({"url": str(server), "against": str(other) if other else None, "model": model["id"],
                             "seed": seed, "max_tokens": options.max_tokens})  # fmt: skip
-    return Report(data["verdict"] == "exact", data, lines(data))
+    return Report(data["verdict"] == "exact", data, lines_of(data))
 
 
-class Trials:
+class ExactnessTrials:
     """The rounds of one run."""
 
-    def __init__(self, asker: Asker, against: Asker | None, found: Found, seed: int) -> None:
-        self._asker, self._against, self._found, self._seed = asker, against, found, seed
-        self._tally = found.tally
-        self._ways: dict[str, dict[str, Any]] = {}
-        self._drafts_off = 0
+    def __init__(self, client: ExactClient, against: ExactClient | None, result: ExactnessResult, seed: int) -> None:
+        self._client, self._against, self._result, self._seed = client, against, result, seed
+        self._comparisons = result.comparisons
+        self._switches: dict[str, dict[str, Any]] = {}
+        self._num_cached = self._num_uncached = 0  # answers to a prompt that was asked before, by what the server tells
+        self._num_refused = 0
+        self._num_sampled = self._num_unlike_greedy = 0
+        self._drafts_off = 0  # drafts of answers that should have none
 
     async def run(self, minutes: float, rounds: int, progress: Progress) -> None:
-        """So many rounds, or until the time is up. Raises UsageError when the first does not come to its end."""
+        """Runs so many rounds, or until the time is up. Raises UsageError when the first round fails."""
         begun, total = time.monotonic(), 60 * minutes
         if self._against is None:
-            switch = SWITCHES.get(self._found.engine.name or "", {})
-            self._ways = {way: fields for way, fields in switch.items() if await self._asker.takes(**fields)}
-        before = [await each.metrics() for each in self._servers]
+            switches = SWITCHES.get(self._result.engine.name or "", {})
+            self._switches = {name: each for name, each in switches.items() if await self._client.takes(**each)}
+        clients = [each for each in (self._client, self._against) if each]
+        before = [await each.metrics() for each in clients]
         number = -1
         try:
             for number in range(rounds):
-                done = []
-                for case in self._asker.cases:
+                trials = []
+                for case in self._client.cases:
                     spent = time.monotonic() - begun
                     if number and spent > total:
                         break
                     progress(round(min(spent, total)), max(1, round(total)), f"round {number + 1}: {case}")
-                    done += await self._alone(case, number)
-                await self._in_company(done, number)
+                    if trial := await self._run_alone(case, number):
+                        trials.append(trial)
+                await self._run_in_company(trials, number)
                 if time.monotonic() - begun > total:
                     break
-        except Lost as lost:
+        except EndpointLost as lost:
             if not number:
                 raise UsageError(str(lost), "see the server's log") from None
-            self._found.untested.append(("the rest", str(lost)))
-        if not self._tally.cells:
-            raise UsageError(f"{self._asker.server} refused all that was to be compared", "is it too busy?")
-        after = [await each.metrics() for each in self._servers]
+            self._result.untested.append(("the rest", str(lost)))
+        if not self._comparisons.counts:
+            raise UsageError(f"{self._client.endpoint.server} refused all that was to be compared", "is it too busy?")
+        after = [await each.metrics() for each in clients]
         counted = [now.since(then) if now and then else None for now, then in zip(after, before, strict=True)]
-        self._look_back(counted)
+        self._note_untested()
+        self._note_drafting(*counted)
 
-    @property
-    def _servers(self) -> list[Asker]:
-        return [self._asker, self._against] if self._against else [self._asker]
-
-    async def _alone(self, case: Case, number: int) -> list[Alone]:
-        """One trial without company: a list of one, or of none where the server refused."""
-        asked, other = (prompt_of(case, self._seed, number, which) for which in QUESTIONS)
-        seed = seed_of(self._seed, number)
+    async def _run_alone(self, case: RequestCase, number: int) -> SoloTrial | None:
+        """Runs one trial without company; None where the server refuses."""
+        asked, other = (make_prompt(case, self._seed, number, which) for which in QUESTIONS)
+        seed = request_seed(self._seed, number)
         try:
-            cold = await self._asker.ask(case, asked, seed)
-            await self._asker.ask(case, other, seed)
-            warm, again = [await self._asker.ask(case, asked, seed) for _ in range(2)]
-            alone = Alone(case, asked, seed, cold, warm, again)
-            self._tally.add("again", case, warm, again)
-            self._see_cache(alone)
-            await self._streamed(alone)
-            await self._drafting(alone)
-            if case.sampled and not self._found.told_apart:
-                greedy = await self._asker.ask(Case(case.form, False), asked, seed)
-                self._found.sampled += 1
-                self._found.told_apart += greedy.text != warm.text
-        except Refused:
-            self._found.refused += 1
-            return []
-        return [alone]
+            cold = await self._client.ask(case, asked, seed)
+            await self._client.ask(case, other, seed)
+            warm, again = [await self._client.ask(case, asked, seed) for _ in range(2)]
+            trial = SoloTrial(case, asked, seed, cold, warm, again)
+            self._comparisons.add("again", case, warm, again)
+            self._compare_cached(trial)
+            await self._compare("streamed", trial, await self._client.ask(case, asked, seed, streamed=True))
+            await self._compare_drafting(trial)
+            if case.sampled and not self._num_unlike_greedy:
+                greedy = await self._client.ask(RequestCase(case.form, False), asked, seed)
+                self._num_sampled += 1
+                self._num_unlike_greedy += greedy.text != warm.text
+        except EndpointRefused:
+            self._num_refused += 1
+            return None
+        return trial
 
-    def _see_cache(self, alone: Alone) -> None:
-        cached = alone.warm.cached
-        if cached == 0:
-            self._found.uncached += 1
+    def _compare_cached(self, trial: SoloTrial) -> None:
+        if trial.warm.cached == 0:
+            self._num_uncached += 1
             return
-        self._found.cached += bool(cached)
-        self._tally.add("warm", alone.case, alone.cold, alone.warm)
+        self._num_cached += bool(trial.warm.cached)
+        self._comparisons.add("warm", trial.case, trial.cold, trial.warm)
 
-    async def _streamed(self, alone: Alone) -> None:
-        said = await self._asker.ask(alone.case, alone.prompt, alone.seed, streamed=True)
-        await self._compare("streamed", alone, said)
-
-    async def _drafting(self, alone: Alone) -> None:
-        """Without drafting: there, or here where a request can say so; then with more."""
+    async def _compare_drafting(self, trial: SoloTrial) -> None:
+        """Compares with the other server, or with requests that leave drafting out, and that draft more."""
         if self._against is None:
-            for way, fields in self._ways.items():
-                said = await self._asker.ask(alone.case, alone.prompt, alone.seed, **fields)
-                self._drafts_off += said.drafts or 0 if way == OFF else 0
-                await self._compare("drafting", alone, said)
+            for name, fields in self._switches.items():
+                answer = await self._client.ask(trial.case, trial.prompt, trial.seed, **fields)
+                self._drafts_off += answer.drafts or 0 if name == OFF else 0
+                await self._compare("drafting", trial, answer)
             return
-        if alone.case not in self._against.cases:
+        if trial.case not in self._against.cases:
             return
-        first = await self._against.ask(alone.case, alone.prompt, alone.seed)
-        if first.text not in {alone.warm.text, *(each.text for each in alone.known)}:
-            # its cache is cold, and its answers may differ from each other
-            first, second = [await self._against.ask(alone.case, alone.prompt, alone.seed) for _ in range(2)]
-            self._tally.add("there again", alone.case, first, second)
-        await self._compare("drafting", alone, first)
+        first = await self._against.ask(trial.case, trial.prompt, trial.seed)
+        if first.text not in trial.texts:  # its cache is cold, and its answers may differ from each other
+            first, second = [await self._against.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]
+            self._comparisons.add("there again", trial.case, first, second)
+        await self._compare("drafting", trial, first)
 
-    async def _compare(self, condition: Condition, alone: Alone, said: Said) -> None:
-        """After a difference the control is made once more, with two new answers: what the server keeps of the prompt
-        may be another by now, computed in company or without drafts, and is no fault of asking twice."""
-        if not self._tally.add(condition, alone.case, alone.warm, said, known=alone.known):
-            one, other = [await self._asker.ask(alone.case, alone.prompt, alone.seed) for _ in range(2)]
-            self._tally.add("again", alone.case, one, other)
+    async def _compare(self, condition: Condition, trial: SoloTrial, answer: ProbeResponse) -> None:
+        """After a difference the control is made once more, with two new answers: the cache of the prompt may be
+        another by now, computed in company or without drafts."""
+        known = (trial.cold, trial.again)
+        if not self._comparisons.add(condition, trial.case, trial.warm, answer, known=known):
+            one, other = [await self._client.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]
+            self._comparisons.add("again", trial.case, one, other)
 
-    async def _in_company(self, done: list[Alone], number: int) -> None:
-        """All of a round at once, with others that go on for longer."""
-        asker, fillers = self._asker, max(COMPANY - len(done), 1)
-        others = [
-            asyncio.create_task(asker.fill(filler_of(self._seed, number, place), place + 1)) for place in range(fillers)
+    async def _run_in_company(self, trials: list[SoloTrial], number: int) -> None:
+        """Asks all requests of a round at once, with others that go on for longer."""
+        client, num_fillers = self._client, max(NUM_CONCURRENT - len(trials), 1)
+        fillers = [
+            asyncio.create_task(client.fill(make_filler(self._seed, number, place), place + 1))
+            for place in range(num_fillers)
         ]
-        tasks = [asyncio.create_task(asker.ask(each.case, each.prompt, each.seed)) for each in done]
+        tasks = [asyncio.create_task(client.ask(each.case, each.prompt, each.seed)) for each in trials]
         answers = await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*others, return_exceptions=True)
-        for alone, said in zip(done, answers, strict=True):
-            if isinstance(said, Refused):
-                self._found.refused += 1
-            elif isinstance(said, BaseException):
-                raise said
+        await asyncio.gather(*fillers, return_exceptions=True)
+        for trial, answer in zip(trials, answers, strict=True):
+            if isinstance(answer, EndpointRefused):
+                self._num_refused += 1
+            elif isinstance(answer, BaseException):
+                raise answer
             else:
-                await self._compare("company", alone, said)
+                await self._compare("company", trial, answer)
 
-    def _look_back(self, counted: list[Counts | None]) -> None:
-        """What the run could not show, and why."""
-        found, asker = self._found, self._asker
-        found.untested += asker.refusals
+    def _note_untested(self) -> None:
+        result = self._result
+        result.untested += self._client.refusals
         if self._against is not None:
-            found.untested += [(f"{what} at --against", why) for what, why in self._against.refusals]
-        if found.engine.slots == 1:
-            found.untested.append(("company", "the server runs one request at a time"))
-        if found.uncached and not found.cached:
-            found.untested.append(("warm", "the server had nothing of a prompt in its cache when it was asked again"))
-        if found.refused:
-            found.notes.append(f"{found.refused} trials were refused by the server, and are not counted")
-        if found.sampled and not found.told_apart:
-            found.notes.append("temperature 1 gave the greedy text each time: does the server heed it?")
-        self._see_drafts(*counted)
+            result.untested += [(f"{what} at --against", why) for what, why in self._against.refusals]
+        if result.engine.slots == 1:
+            result.untested.append(("company", "the server runs one request at a time"))
+        if self._num_uncached and not self._num_cached:
+            result.untested.append(("warm", "the server had nothing of a prompt in its cache when it was asked again"))
+        if self._num_refused:
+            result.notes.append(f"{self._num_refused} trials were refused by the server, and are not counted")
+        if self._num_sampled and not self._num_unlike_greedy:
+            result.notes.append("temperature 1 gave the greedy text each time: does the server heed it?")
 
-    def _see_drafts(self, here: Counts | None, there: Counts | None = None) -> None:
+    def _note_drafting(self, here: EngineCounters | None, there: EngineCounters | None = None) -> None:
         """Was there drafting on one side, and none on the other?"""
-        found = self._found
-        if self._against is None and not self._ways:
+        result = self._result
+        if self._against is None and not self._switches:
             why = "this server's requests cannot leave it out; --against URL names a second server, without drafting"
-            found.untested.append(("drafting", why))
+            result.untested.append(("drafting", why))
             return
-        drafts = self._asker.drafts
+        drafts = self._client.drafts
         if drafts is None and here is not None and here.known:
             drafts = int(here.drafts or here.drafted or 0)
         if drafts == 0:
-            found.untested.append(("drafting", "the server drafted nothing"))
+            result.untested.append(("drafting", "the server drafted nothing"))
         elif drafts is None:
-            found.notes.append("whether the server drafts cannot be told: it shows no metrics of that")
+            result.notes.append("whether the server drafts cannot be told: it shows no metrics of that")
         else:
-            found.notes.append(f"{drafts} drafts were made")
-        if self._drafts_off or (there is not None and there.active):
-            found.untested.append(("drafting", "it drafted on both sides"))
+            result.notes.append(f"{drafts} drafts were made")
+        if self._drafts_off or (there is not None and there.is_drafting):
+            result.untested.append(("drafting", "it drafted on both sides"))

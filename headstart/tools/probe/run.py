@@ -1,9 +1,9 @@
 """`headstart probe`: is speculative decoding on at an OpenAI-compatible endpoint, and does it help?
 
-Metrics are read where the server shows any that are known. Else two kinds of text are streamed, one that a drafter
-guesses easily and one that nobody can guess: with drafting, tokens come together, and the first kind comes faster.
-Times are taken from the first piece of text on. The usual test, the time of 200 tokens against that of 50, is
-confounded by the time to the first token, which says nothing about drafting.
+Metrics are read where the server shows any that are known. Otherwise two kinds of text are streamed, one that a drafter
+guesses easily and one that cannot be guessed: with drafting, tokens come together, and the first kind comes faster.
+Times count from the first piece of text on. The usual test, the time of 200 tokens against that of 50, is confounded
+by the time to the first token.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.core import Progress, Report, no_progress
-from headstart.tools.advice import advise
 from headstart.tools.client import Server
-from headstart.tools.engine_metrics import Counts
-from headstart.tools.probe.decide import Diagnosis, decide
+from headstart.tools.engine_metrics import EngineCounters, advise
 from headstart.tools.probe.endpoint import Endpoint
-from headstart.tools.probe.traces import Kind, Trace, by_length, summarize
+from headstart.tools.probe.timing import (
+    DraftingVerdict,
+    Kind,
+    StreamTrace,
+    judge_drafting,
+    pace_by_length,
+    summarize,
+)  # fmt: skip
 
 LENGTHS = (16, 32, 64)
 ROUNDS = 3
-ENOUGH = 0.95
-"""Confidence at which further rounds would tell nothing new."""
+ENOUGH = 0.95  # confidence at which further rounds would tell nothing new
 PREDICTABLE = (
     "".join(f"Item {number}: the number is {number}, and the next number is {number + 1}.\n" for number in range(1, 9)),
     "The quick brown fox jumps over the lazy dog. " * 8,
@@ -34,33 +38,34 @@ NAIVE = "the naive test (200 tokens against 50, whole answers) is confounded by 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """`use_metrics` False: times only. `seed` chooses the texts."""
+    """What to probe, and how."""
 
     url: str
     model: str | None = None
     api_key: str | None = None
-    use_metrics: bool = True
+    use_metrics: bool = True  # False: times only
     rounds: int = ROUNDS
-    seed: int = 0
+    seed: int = 0  # chooses the texts
 
 
 @dataclass
-class Measured:
+class ProbeMeasurement:
     """Everything that was seen of a server."""
 
-    traces: list[Trace] = field(default_factory=list)
-    counts: Counts | None = None
-    before: Counts | None = None  # of what others have asked since the server began
+    traces: list[StreamTrace] = field(default_factory=list)
+    counters: EngineCounters | None = None  # since the probe began
+    before: EngineCounters | None = None  # of other requests since the server began
 
-    def of(self, kind: Kind) -> list[Trace]:
+    def of_kind(self, kind: Kind) -> list[StreamTrace]:
         return [trace for trace in self.traces if trace.kind == kind]
 
-    def verdict(self) -> Diagnosis:
-        return decide(self.counts, summarize(self.of("predictable")), summarize(self.of("random")))
+    def verdict(self) -> DraftingVerdict:
+        return judge_drafting(self.counters, summarize(self.of_kind("predictable")), summarize(self.of_kind("random")))
 
 
 def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
-    """`ok`: drafting is on and drafts are accepted. Raises UsageError for an endpoint that does not answer as one."""
+    """Finds out whether an endpoint drafts; `ok`: drafting is on and drafts are accepted. Raises UsageError for an
+    endpoint that does not answer as one."""
     endpoint = Endpoint(Server.at(options.url, options.api_key), options.model)
     measured = measure(endpoint, options, progress)
     verdict = measured.verdict()
@@ -68,9 +73,9 @@ def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
     return Report(verdict.answer == "on", data, _lines(data))
 
 
-def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Measured:
-    """Stream texts until the answer is clear or the rounds are over; counters are read before and after."""
-    measured = Measured()
+def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> ProbeMeasurement:
+    """Streams texts until the answer is clear or the rounds are over; counters are read before and after."""
+    measured = ProbeMeasurement()
     total = options.rounds * len(LENGTHS) * 2
     endpoint.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted
     measured.before = before = endpoint.metrics() if options.use_metrics else None
@@ -82,7 +87,7 @@ def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Me
             text = random_text(1000 * options.seed + 10 * turn + place + 1)
             measured.traces.append(endpoint.stream("random", text, length, 1.0))
         if before is not None and (now := endpoint.metrics()):
-            measured.counts = now.since(before)
+            measured.counters = now.since(before)
         verdict = measured.verdict()
         if verdict.source == "metrics" or (turn and verdict.confidence > ENOUGH):
             break
@@ -90,12 +95,12 @@ def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Me
 
 
 def random_text(seed: int) -> str:
-    """Digits and letters that cannot be guessed."""
+    """Returns digits and letters that cannot be guessed."""
     source = random.Random(seed)
     return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 
 
-def document(endpoint: Endpoint, verdict: Diagnosis, measured: Measured) -> dict[str, Any]:
+def document(endpoint: Endpoint, verdict: DraftingVerdict, measured: ProbeMeasurement) -> dict[str, Any]:
     length = verdict.acceptance_length
     return {
         "url": str(endpoint.server),
@@ -103,17 +108,17 @@ def document(endpoint: Endpoint, verdict: Diagnosis, measured: Measured) -> dict
         "drafting": verdict.answer,
         "confidence": round(verdict.confidence, 3),
         "source": verdict.source,
-        "engine": measured.counts.engine if measured.counts else None,
+        "engine": measured.counters.engine if measured.counters else None,
         "acceptance_length": None if length is None else round(length, 3),
         "advice": advise(measured.before) if verdict.answer == "on" else "",
         "evidence": verdict.evidence,
-        "timing": {kind: summarize(measured.of(kind)).document() for kind in ("predictable", "random")},
-        "by_length": by_length(measured.of("predictable")),
+        "timing": {kind: summarize(measured.of_kind(kind)).document() for kind in ("predictable", "random")},
+        "by_length": pace_by_length(measured.of_kind("predictable")),
         "note": NAIVE,
     }
 
 
-WORDS = {
+ANSWERS = {
     "on": "drafting is ON",
     "dead": "drafting is ON, but its drafts are not accepted: the head is dead",
     "off": "drafting is OFF",
@@ -124,12 +129,12 @@ WORDS = {
 def _lines(data: dict[str, Any]) -> list[str]:
     length = data["acceptance_length"]
     shown = f", acceptance length {length:.2f}" if length else ""
-    lines = [f"{WORDS[data['drafting']]} ({data['confidence']:.0%} sure, by {data['source']}{shown})"]
+    lines = [f"{ANSWERS[data['drafting']]} ({data['confidence']:.0%} sure, by {data['source']}{shown})"]
     lines += [f"  {line}" for line in data["evidence"]]
     lines += [f"  advice, from what it has answered so far: {data['advice']}"] if data["advice"] else []
-    for asked, paces in data["by_length"].items():
-        lines.append(
-            f"  {asked:>4} tokens: {paces['ms_per_token']:.2f} ms a token after the first, "
-            f"{paces['naive_ms_per_token']:.2f} with it"
-        )
+    lines += [
+        f"  {length:>4} tokens: {paces['ms_per_token']:.2f} ms a token after the first, "
+        f"{paces['naive_ms_per_token']:.2f} with it"
+        for length, paces in data["by_length"].items()
+    ]
     return [*lines, f"  {data['note']}"]

@@ -1,7 +1,7 @@
-"""`headstart verify --numerics`: how far a backend's logits are from float32 arithmetic on the file's own values.
+"""`headstart verify --numerics`: difference of a backend's logits from float32 arithmetic on the file's own values.
 
-Both score the same texts, each prompt with this backend's greedy answer, fed as given (teacher forcing) through the
-passes that serve requests. Every row that predicts a token of its text is compared. R rows, V vocabulary.
+Both score the same texts, each prompt with this backend's greedy answer, by teacher forcing through the passes that
+serve requests. Every row that predicts a token of its text is compared. R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,46 +18,43 @@ from numpy.typing import NDArray
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
+from headstart.engine.build import build_engine
 from headstart.engine.load import Model, load_model
-from headstart.engine.make import make_engine
-from headstart.kernels.backend import ORACLE, choose
+from headstart.kernels.backend import ORACLE, select_backend
 from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.options import Prompt, VerifyOptions
 
 Float64 = NDArray[np.float64]
 
-ROWS = 64
-"""Rows per pass: the logits of both models for so many are held at a time."""
-LEAST_AGREEMENT, MOST_KL = 0.90, 0.1
-"""Outside of these (share of rows; nats) no quantization is to blame: something is broken."""
+ROWS = 64  # rows per pass: the logits of both models for so many are held at a time
+MIN_AGREEMENT, MAX_KL = 0.90, 0.1  # share of rows, and nats, beyond which something is broken
 
 
 @dataclass(frozen=True, eq=False)
-class Compared:
-    """Of each row [R]: KL(reference || backend) in nats, do the likeliest tokens agree, -log p of the text's next
-    token by both, largest difference of a logit."""
+class RowScores:
+    """How far two models' logits are apart, for each row [R]."""
 
-    kl: Float64
-    agrees: NDArray[np.bool_]
-    surprise: Float64
+    kl: Float64  # KL(reference || backend) in nats
+    agrees: NDArray[np.bool_]  # their likeliest tokens are the same
+    surprise: Float64  # -log p of the text's next token, by the backend
     reference_surprise: Float64
-    logit_difference: Float64
+    logit_difference: Float64  # the largest
 
 
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
-    """Score and compare; the levels that options vary mean nothing here. Raises UsageError where torch, which the
-    reference needs, is not installed."""
+    """Scores and compares one configuration. Raises UsageError where torch, which the reference needs, is not
+    installed."""
     asked = options.config
-    # named one by one: whatever else the user chose, such as a weight format, is what is being measured
+    # the user's other choices, such as a weight format, are what is measured
     reference_config = EngineConfig(backend=ORACLE, threads=asked.threads, block_size=asked.block_size)
-    choose(reference_config)  # its absence is said before the work begins
+    select_backend(reference_config)  # fails before the work begins
     config = replace(asked, drafter="none", depth=0)
     model = load_model(options.model, config)
     prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
     texts = _texts(LLM(model, config), prompts, options, progress)
     longest = max(map(len, texts))
-    ours = Scorer(model, config, longest)
-    theirs = Scorer(load_model(options.model, reference_config), reference_config, longest)
+    ours = TeacherForcing(model, config, longest)
+    theirs = TeacherForcing(load_model(options.model, reference_config), reference_config, longest)
     parts = []
     for index, text in enumerate(texts):
         scores = zip(theirs.logits(text), ours.logits(text), strict=True)
@@ -68,7 +65,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
 
 
 def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Progress) -> list[list[int]]:
-    """Token ids of each prompt and its greedy answer."""
+    """Returns token ids of each prompt and its greedy answer."""
     done = count(1)
 
     def finished(index: int, completion: Any) -> None:
@@ -78,13 +75,13 @@ def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Pro
     return [[*each.prompt_token_ids, *each.token_ids] for each in answers]
 
 
-class Scorer:
+class TeacherForcing:
     """Teacher forcing on one model, for texts of up to `longest` tokens."""
 
     def __init__(self, model: Model, config: EngineConfig, longest: int) -> None:
         blocks = -(-longest // config.block_size)
         alone = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
-        self._engine = make_engine(model, replace(alone, max_model_len=longest, kv_blocks=blocks))
+        self._engine = build_engine(model, replace(alone, max_model_len=longest, kv_blocks=blocks))
 
     def logits(self, tokens: Seq[int]) -> Iterator[Float32]:
         """[up to ROWS, V] after each token but the last, in order."""
@@ -100,12 +97,12 @@ class Scorer:
         memory.release(sequence)
 
 
-def compare(reference: Float32, logits: Float32, following: Seq[int]) -> Compared:
+def compare(reference: Float32, logits: Float32, following: Seq[int]) -> RowScores:
     """Logits [R, V] of both; `following` begins with the R tokens that the rows predict."""
     rows = np.arange(len(logits))
     tokens = np.asarray(following[: len(rows)], np.int64)
     expected, actual = _log_softmax(reference), _log_softmax(logits)
-    return Compared(
+    return RowScores(
         kl=np.maximum((np.exp(expected) * (expected - actual)).sum(-1), 0),
         agrees=reference.argmax(-1) == logits.argmax(-1),
         surprise=-actual[rows, tokens],
@@ -121,25 +118,19 @@ def _log_softmax(logits: Float32) -> Float64:
     return shifted
 
 
-def _joined(parts: Seq[Compared]) -> Compared:
-    return Compared(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in vars(parts[0])})
+def _joined(parts: Seq[RowScores]) -> RowScores:
+    return RowScores(**{name: np.concatenate([getattr(each, name) for each in parts]) for name in vars(parts[0])})
 
 
-def summarize(model: Model, config: EngineConfig, rows: Compared, num_texts: int) -> Report:
+def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: int) -> Report:
     """ok unless the numbers are beyond what any quantization does; NaN is beyond."""
-    kl = {
-        "mean": float(rows.kl.mean()),
-        "median": float(np.median(rows.kl)),
-        "p99": float(np.quantile(rows.kl, 0.99)),
-        "max": float(rows.kl.max()),
-    }
+    median, p99 = np.quantile(rows.kl, (0.5, 0.99)).tolist()
+    kl = {"mean": float(rows.kl.mean()), "median": median, "p99": p99, "max": float(rows.kl.max())}
     agreement = float(rows.agrees.mean())
-    perplexity = {
-        "backend": float(np.exp(rows.surprise.mean())),
-        "reference": float(np.exp(rows.reference_surprise.mean())),
-    }
+    surprises = {"backend": rows.surprise, "reference": rows.reference_surprise}
+    perplexity = {name: float(np.exp(each.mean())) for name, each in surprises.items()}
     difference = float(rows.logit_difference.max())
-    ok = agreement >= LEAST_AGREEMENT and kl["mean"] <= MOST_KL
+    ok = agreement >= MIN_AGREEMENT and kl["mean"] <= MAX_KL
     name = model.backend.name
     data = {
         "ok": ok,
@@ -163,10 +154,8 @@ def summarize(model: Model, config: EngineConfig, rows: Compared, num_texts: int
     lines = [f"{model.name}: backend {name} against reference in float32, teacher-forced"]
     lines += [f"  {key:<20} {value}" for key, value in table.items()]
     if not ok:
-        lines.append(
-            f"BROKEN: no quantization explains a top-1 agreement below {LEAST_AGREEMENT:.0%} or a mean KL above "
-            f"{MOST_KL} nats"
-        )
+        limits = f"a top-1 agreement below {MIN_AGREEMENT:.0%} or a mean KL above {MAX_KL} nats"
+        lines.append(f"BROKEN: no quantization explains {limits}")
     return Report(ok=ok, data=data, lines=lines)
 
 

@@ -1,18 +1,20 @@
-"""What `headstart verify` compares."""
+"""The options of `headstart verify`, and the grid of cells that covers every pair of their levels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from typing import Any
+
+import numpy as np
 
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
 
 Prompt = str | list[int]
-MOST_SEED = 2**43
-"""A prompt's own seed is about a million times that of its cell, and fits into 64 bits."""
+MAX_SEED = 2**43  # a prompt's own seed is about a million times that of its cell, and fits into 64 bits
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
 FULL: Mapping[str, Any] = {
@@ -36,38 +38,76 @@ class VerifyOptions:
     max_tokens: int = 64
     min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    depths: tuple[Depth, ...] = DEPTHS  # what nobody asked for is as deep as each drafter goes
-    drafters: tuple[str, ...] = ()  # empty: see default_drafters
+    depths: tuple[Depth, ...] = DEPTHS  # defaults are lowered to what each drafter can
+    drafters: tuple[str, ...] = ()  # empty: default_drafters
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)
     prefix_caching: tuple[bool, ...] = (True, False)
     preemption: tuple[bool, ...] = (True, False)  # True: so few blocks that running sequences lose theirs
-    thread_counts: tuple[int, ...] = ()  # empty: see default_threads
+    thread_counts: tuple[int, ...] = ()  # empty: run.default_threads
     seeds: tuple[int, ...] = (0,)
     against: str | None = None
 
     def __post_init__(self) -> None:
-        if wrong := [seed for seed in self.seeds if not 0 <= seed <= MOST_SEED]:
-            raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MOST_SEED}")
+        if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:
+            raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MAX_SEED}")
 
     def factors(self) -> dict[str, tuple[Any, ...]]:
         return {
-            "temperature": self.temperatures,
-            "depth": self.depths,
-            "drafter": self.drafters or default_drafters(self),
-            "batch": self.batch_sizes,
-            "chunk": self.chunk_sizes,
-            "cache": self.prefix_caching,
-            "preemption": self.preemption,
-            "threads": self.thread_counts,
-            "seed": self.seeds,
-        }
+            "temperature": self.temperatures, "depth": self.depths, "drafter": self.drafters or default_drafters(self),
+            "batch": self.batch_sizes, "chunk": self.chunk_sizes, "cache": self.prefix_caching,
+            "preemption": self.preemption, "threads": self.thread_counts, "seed": self.seeds,
+        }  # fmt: skip
 
 
 def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:
-    """The head, by its kind, lookup, both, and the other heads that are shipped with the model. `head` None: it has
-    none."""
+    """Returns the head by its kind, lookup, both, and the other heads that are shipped with the model. `head` None: the
+    model has none."""
     if head is None:
         return ("ngram",)
     shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
     return (head, "ngram", "mixed", *(kind for kind in shipped if kind != head))
+
+
+# Covering array.
+
+GridCell = dict[str, Any]  # factor -> level
+LevelPair = tuple[int, int, int, int]  # factor, level, other factor, level
+MAX_CANDIDATES, NUM_SAMPLED = 4096, 256
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0, at_least: int = 0) -> list[GridCell]:
+    """Returns a greedy covering array of strength 2: always the cell with most pairs not covered yet, until none is
+    left. Fewer cells than `at_least` are filled up with random others, as long as there are any."""
+    names = list(factors)
+    levels = [range(len(factors[name])) for name in names]
+    rng = np.random.default_rng(seed)
+    missing = {(i, a, j, b) for i, j in combinations(range(len(names)), 2) for a, b in product(levels[i], levels[j])}
+    cells: list[tuple[int, ...]] = [] if missing else list(product(*levels))
+    while missing:
+        best = max(_candidates(levels, rng, missing), key=lambda row: len(missing & _pairs(row)))
+        missing -= _pairs(best)
+        cells.append(best)
+    wanted = min(max(at_least, len(cells)), int(np.prod([len(each) for each in levels])))
+    distinct = dict.fromkeys(cells)
+    while len(distinct) < wanted:
+        distinct[tuple(int(rng.integers(len(each))) for each in levels)] = None
+    return [{name: factors[name][level] for name, level in zip(names, row, strict=True)} for row in distinct]
+
+
+def _pairs(row: tuple[int, ...]) -> set[LevelPair]:
+    return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
+
+
+def _candidates(levels: list[range], rng: np.random.Generator, missing: set[LevelPair]) -> list[tuple[int, ...]]:
+    """Returns all cells in random order, or random ones when there are too many, each covering a missing pair."""
+    total = int(np.prod([len(each) for each in levels]))
+    if total <= MAX_CANDIDATES:
+        rows = list(product(*levels))
+        return [rows[i] for i in rng.permutation(len(rows))]
+    sample = [list(map(int, (rng.integers(len(each)) for each in levels))) for _ in range(NUM_SAMPLED)]
+    wanted = sorted(missing)
+    for row in sample:
+        i, a, j, b = wanted[rng.integers(len(wanted))]
+        row[i], row[j] = a, b
+    return [tuple(row) for row in sample]

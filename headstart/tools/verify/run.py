@@ -1,44 +1,47 @@
-"""`headstart verify`: the token ids of every way of running against plain decoding, one prompt at a time.
+"""`headstart verify`: compares the token ids of every configuration with plain decoding of one prompt at a time.
 
-Only the first difference of a prompt counts: what follows has another context. Where arithmetic is exact only up to
-rounding (`reference` in float32), a difference is a *tie* when a float64 recomputation of that one row puts the two
-tokens' scores (l + g) within TIE of each other. In float64, and on every other backend, nothing is excused.
+Only the first difference of a prompt counts, since later tokens have another context. On a backend that is exact only
+up to rounding (`reference` in float32), a difference is a *tie* when a float64 recomputation of that row puts the two
+tokens' scores (l + g) within TIE of each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart import machine
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, Report, SamplingParams, no_progress
-from headstart.engine.draft_model import DRAFT_MODEL
-from headstart.engine.load import Model, load_model, other_heads
-from headstart.engine.make import make_engine
+from headstart.engine.build import build_engine
+from headstart.engine.load import DRAFT_MODEL, Model, load_model, other_heads
 from headstart.errors import UsageError
-from headstart.kernels.backend import choose, kind_of
-from headstart.tools.prompts import builtin_prompts
-from headstart.tools.verify.covering import Cell, pairwise
-from headstart.tools.verify.margin import TIE, Judge
-from headstart.tools.verify.options import DEPTHS, FULL_DEPTHS, VerifyOptions, default_drafters
+from headstart.kernels.backend import backend_kind, select_backend
+from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.verify.options import (
+    DEPTHS,
+    FULL_DEPTHS,
+    GridCell,
+    VerifyOptions,
+    default_drafters,
+    pairwise,
+)  # fmt: skip
+from headstart.tools.verify.references import TIE, TieReferee, compare_transformers
 
 PLAIN = "none"
-GRID_SEED = 0
-"""Of the choice of cells; `VerifyOptions.seeds` are those of the texts."""
+GRID_SEED = 0  # of the choice of cells; `VerifyOptions.seeds` are those of the texts
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first token of a prompt that differs from plain decoding; tokens are -1 when one text ends before the
-    other."""
+@dataclass
+class TokenDifference:
+    """The first token of a prompt that differs from plain decoding."""
 
-    cell: Cell
+    cell: GridCell
     prompt: int
     position: int  # output token, from 0
-    plain: int
+    plain: int  # token ids; -1: one text ends there
     other: int
     margin: float | None = None  # |score of plain - score of other| in float64, where that says something
     tie: bool = False
@@ -48,15 +51,14 @@ class Difference:
 class CellResult:
     """One cell over all prompts."""
 
-    cell: Cell
+    cell: GridCell
     num_tokens: int
     acceptance_length: float
     preemptions: int
-    differences: list[Difference]
+    differences: list[TokenDifference]
 
 
-@dataclass(frozen=True)
-class Decoded:
+class DecodedPrompt(NamedTuple):
     """Token ids of one prompt and of its answer."""
 
     prompt: list[int]
@@ -64,16 +66,14 @@ class Decoded:
 
 
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
-    """Run every cell. Raises UsageError for drafters that this model cannot feed."""
+    """Runs every cell. Raises UsageError for drafters that this model cannot feed."""
     if options.against:
-        from headstart.tools.verify.against import run_against  # transformers is imported only when it is asked for
-
-        return run_against(options, progress)
+        return compare_transformers(options, progress)
     if options.config.synthetic_acceptance:
         raise UsageError("--synthetic-acceptance makes a text that is not the model's", "verify without it")
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
-    backend = choose(options.config)
+    backend = select_backend(options.config)
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
     options = replace(options, thread_counts=threads)
@@ -82,7 +82,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
         check_ranges(options)  # before a model is loaded
         loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
         drafters = default_drafters(options, model.head.spec.kind if model.head else None)
-    work = _Verification(replace(options, drafters=drafters), progress)
+    work = VerificationRun(replace(options, drafters=drafters), progress)
     for count in threads:
         config = replace(options.config, threads=count)
         if DRAFT_MODEL in drafters:  # then --head is a whole model
@@ -90,12 +90,12 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
         work.run_cells(loaded.pop(count) if count in loaded else load_model(options.model, config), count)
     excusable = not exact and options.config.dtype != "float64"
     if not exact:  # else float64 scores say nothing about what this backend computes
-        work.judge(Judge(options.model, options.config, TIE if excusable else 0.0))
+        work.judge_ties(TieReferee(options.model, options.config, TIE if excusable else 0.0))
     return summarize(work.name, backend.name, work.options, work.results, len(work.prompts), excusable)
 
 
 def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
-    """What the user said, else 1 and 2 as far as there are cores; what rounds by threads gets them all."""
+    """Returns the user's count, else 1 and 2 as far as there are cores; all cores where rounding depends on threads."""
     if config.threads:
         return (config.threads,)
     usable = machine.threads().usable
@@ -103,7 +103,7 @@ def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
 
 
 def check_ranges(options: VerifyOptions) -> None:
-    """Raises UsageError for a value that no cell can have: each alone, so that no cells are needed for it."""
+    """Raises UsageError for a value that no cell can have; checks each value alone."""
     levels = options.factors()
     for name, values in levels.items():
         for value in values:
@@ -112,8 +112,8 @@ def check_ranges(options: VerifyOptions) -> None:
             params_of(cell, 0, options.max_tokens)
 
 
-class _Verification:
-    """The cells of a run, what plain decoding says, and what has been found so far."""
+class VerificationRun:
+    """The cells of a run, the texts of plain decoding, and the results so far."""
 
     def __init__(self, options: VerifyOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
@@ -124,62 +124,60 @@ class _Verification:
         cells = pairwise(options.factors(), GRID_SEED, wanted)
         self._cells = [cell for count in options.thread_counts for cell in cells if cell["threads"] == count]
         check_ranges(options)
-        self._plain: dict[tuple[float, int], list[Decoded]] = {}
+        self._plain: dict[tuple[float, int], list[DecodedPrompt]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
-        self._headed: Mapping[str, Model] = {}  # by drafter, where it is not the model as it comes
+        self._headed: Mapping[str, Model] = {}  # drafter -> model with another head than its own
         self._done, self._total = 0, (len(cells) + len(self._baselines)) * len(self.prompts)
 
     def run_cells(self, model: Model, threads: int) -> None:
-        """All cells of one thread count, on a model loaded for it; plain decoding before the first."""
+        """Runs all cells of one thread count, on a model loaded for it; plain decoding before the first."""
         options = self.options
         self._headed = {} if options.config.head else other_heads(model)
         if not self._plain:
             self.name = model.name
             self._fit_depths(model)
             for temperature, seed in self._baselines:
-                config = _config(options, plain_cell(temperature, seed, threads))
-                llm = LLM(model, config)
-                text = f"plain decoding, T = {temperature:g}"
-                self._plain[temperature, seed] = self._decode(llm, plain_cell(temperature, seed, threads), text)
+                cell, text = plain_cell(temperature, seed, threads), f"plain decoding, T = {temperature:g}"
+                self._plain[temperature, seed] = self._decode(LLM(model, _config(options, cell)), cell, text)
         for number, cell in enumerate(self._cells, 1):
             if cell["threads"] == threads:
                 self.results.append(self._run_cell(model, cell, f"cell {number}/{len(self._cells)}"))
 
     def _fit_depths(self, model: Model) -> None:
-        """Depths within what each drafter can: those that nobody asked for are lowered. Raises UsageError, before the
-        work begins, for others, and for a drafter that does not fit."""
-        options, most = self.options, {}
+        """Lowers default depths to what each drafter can. Raises UsageError, before the work begins, for depths that
+        the user asked for, and for a drafter that does not fit."""
+        options, limits = self.options, {}
         deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
-        usual = options.depths in (DEPTHS, FULL_DEPTHS)
+        is_default = options.depths in (DEPTHS, FULL_DEPTHS)
         for drafter in options.drafters:
             headed = self._headed.get(drafter, model)
-            engine = make_engine(headed, replace(options.config, drafter=drafter, depth=1 if usual else deepest))
-            most[drafter] = engine.drafting.max_depth
+            engine = build_engine(headed, replace(options.config, drafter=drafter, depth=1 if is_default else deepest))
+            limits[drafter] = engine.drafting.max_depth
         fitting = [
-            {**cell, "depth": cell["depth"] if cell["depth"] == AUTO else min(cell["depth"], most[cell["drafter"]])}
+            {**cell, "depth": cell["depth"] if cell["depth"] == AUTO else min(cell["depth"], limits[cell["drafter"]])}
             for cell in self._cells
         ]
         self._cells = [cell for index, cell in enumerate(fitting) if cell not in fitting[:index]]
         self._total = (len(self._cells) + len(self._baselines)) * len(self.prompts)
 
-    def _run_cell(self, model: Model, cell: Cell, text: str) -> CellResult:
+    def _run_cell(self, model: Model, cell: GridCell, text: str) -> CellResult:
         expected = self._plain[_key(cell)]
         config = _config(self.options, cell)
         model = self._headed.get(cell["drafter"], model)
-        llm = LLM(model, _scarce(config, expected, model.config.max_length) if cell["preemption"] else config)
+        llm = LLM(model, _with_few_blocks(config, expected, model.config.max_length) if cell["preemption"] else config)
+        llm.engine.head_health.is_enabled = False
         if cell["cache"]:  # a first visit, so that the second one starts from cached blocks
             llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw)
-        decoded = self._decode(llm, cell, text)
-        pairs = enumerate(zip(expected, decoded, strict=True))
-        return CellResult(
-            cell,
-            sum(len(each.answer) for each in decoded),
-            llm.engine.stats.acceptance_length,
-            llm.engine.scheduler.num_preemptions,
-            [each for index, (plain, other) in pairs for each in _compare(cell, index, plain.answer, other.answer)],
-        )
+        decoded, differences = self._decode(llm, cell, text), []
+        for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True)):
+            if (at := first_difference(plain, other)) is not None:
+                tokens = (plain[at], other[at]) if at < min(len(plain), len(other)) else (-1, -1)
+                differences.append(TokenDifference(cell, index, at, *tokens))
+        acceptance_length, preemptions = llm.engine.stats.acceptance_length, llm.engine.scheduler.num_preemptions
+        num_tokens = sum(len(each.answer) for each in decoded)
+        return CellResult(cell, num_tokens, acceptance_length, preemptions, differences)
 
-    def _decode(self, llm: LLM, cell: Cell, text: str) -> list[Decoded]:
+    def _decode(self, llm: LLM, cell: GridCell, text: str) -> list[DecodedPrompt]:
         def finished(index: int, completion: Any) -> None:
             self._done += 1
             self._progress(self._done, self._total, text)
@@ -191,37 +189,30 @@ class _Verification:
         params = [params_of(cell, index, self.options.max_tokens) for index in order]
         prompts = [self.prompts[index] for index in order]
         completions = llm.generate(prompts, params, raw=self.options.raw, on_finish=finished)
-        by_index = {
-            index: Decoded(c.prompt_token_ids, c.token_ids) for index, c in zip(order, completions, strict=True)
-        }
-        return [by_index[index] for index in range(len(order))]
+        decoded = dict(zip(order, completions, strict=True))
+        return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
 
-    def judge(self, judge: Judge) -> None:
-        """Put a margin to every difference. Comes last: loading the judge's model may change torch's threads."""
-        for result in self.results:
-            result.differences = [self._judged(each, judge) for each in result.differences]
-
-    def _judged(self, each: Difference, judge: Judge) -> Difference:
-        if each.plain < 0:  # no tie can explain that a text goes on
-            return each
-        plain = self._plain[_key(each.cell)][each.prompt]
-        context = [*plain.prompt, *plain.answer[: each.position]]
-        margin, tie = judge.margin(context, each.plain, each.other, params_of(each.cell, each.prompt, 1))
-        return replace(each, margin=margin, tie=tie)
+    def judge_ties(self, referee: TieReferee) -> None:
+        """Adds a margin to every difference but the end of a text, which no tie can explain. Comes last: loading the
+        referee's model may change torch's threads."""
+        for each in (each for result in self.results for each in result.differences if each.plain >= 0):
+            plain = self._plain[_key(each.cell)][each.prompt]
+            context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, each.prompt, 1)
+            each.margin, each.tie = referee.margin(context, each.plain, each.other, params)
 
 
-def _key(cell: Cell) -> tuple[float, int]:
-    """What plain decoding depends on."""
+def _key(cell: GridCell) -> tuple[float, int]:
+    """Plain decoding depends on temperature and seed only."""
     return cell["temperature"], cell["seed"]
 
 
-def plain_cell(temperature: float, seed: int, threads: int) -> Cell:
-    """Plain decoding: one sequence, no drafter, no cached prefix, prompts in one chunk."""
+def plain_cell(temperature: float, seed: int, threads: int) -> GridCell:
+    """Returns the cell of plain decoding: one sequence, no drafter, no cached prefix, prompts in one chunk."""
     fixed = {"depth": 0, "drafter": PLAIN, "batch": 1, "chunk": 512, "cache": False, "preemption": False}
     return {"temperature": temperature, "seed": seed, "threads": threads, **fixed}
 
 
-def _config(options: VerifyOptions, cell: Cell) -> EngineConfig:
+def _config(options: VerifyOptions, cell: GridCell) -> EngineConfig:
     return replace(
         options.config,
         drafter=cell["drafter"],
@@ -233,8 +224,8 @@ def _config(options: VerifyOptions, cell: Cell) -> EngineConfig:
     )
 
 
-def _scarce(config: EngineConfig, texts: list[Decoded], context: int) -> EngineConfig:
-    """Blocks for the two longest prompts, but not for their answers too: as these grow, one sequence has to go."""
+def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: int) -> EngineConfig:
+    """Leaves blocks for the two longest prompts, but not for their answers too, so that one sequence is preempted."""
 
     def blocks(num_tokens: int) -> int:
         return -(-num_tokens // config.block_size)
@@ -246,26 +237,15 @@ def _scarce(config: EngineConfig, texts: list[Decoded], context: int) -> EngineC
     return replace(config, max_model_len=longest, kv_blocks=enough)
 
 
-def params_of(cell: Cell, index: int, max_tokens: int) -> SamplingParams:
+def params_of(cell: GridCell, index: int, max_tokens: int) -> SamplingParams:
     """Each prompt has a seed of its own, the same in every cell."""
     return SamplingParams(temperature=cell["temperature"], seed=cell["seed"] * 1_000_003 + index, max_tokens=max_tokens)
-
-
-def _compare(cell: Cell, index: int, plain: list[int], other: list[int]) -> Iterator[Difference]:
-    """The first difference of two answers, if there is one."""
-    if plain == other:
-        return
-    at = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
-    if at is None:  # one is a prefix of the other
-        yield Difference(cell, index, min(len(plain), len(other)), -1, -1)
-    else:
-        yield Difference(cell, index, at, plain[at], other[at])
 
 
 def summarize(
     name: str, backend: str, options: VerifyOptions, results: list[CellResult], num_prompts: int, excusable: bool
 ) -> Report:
-    """identical / total, ties, differences; ok when every difference is a tie."""
+    """Returns the report of all cells; `ok`: every difference is a tie."""
     differences = [each for result in results for each in result.differences]
     wrong = [each for each in differences if not each.tie]
     pairs, tokens = len(results) * num_prompts, sum(result.num_tokens for result in results)
@@ -279,13 +259,9 @@ def summarize(
         "seeds": list(options.seeds),
         "grid_seed": GRID_SEED,
         "cells": [
-            {
-                **result.cell,
-                "tokens": result.num_tokens,
-                "acceptance_length": result.acceptance_length,
-                "preemptions": result.preemptions,
-            }
-            for result in results
+            {**each.cell, "tokens": each.num_tokens, "acceptance_length": each.acceptance_length,
+             "preemptions": each.preemptions}
+            for each in results
         ],
         "texts": pairs,
         "identical": pairs - len(differences),
@@ -294,9 +270,9 @@ def summarize(
         "ties": ties,
         "differences": len(wrong),
         "found": [asdict(each) for each in differences],
-    }
+    }  # fmt: skip
     seeds = ", ".join(map(str, options.seeds))
-    arithmetic = f", {options.config.dtype}" if kind_of(backend).widens else ""
+    arithmetic = f", {options.config.dtype}" if backend_kind(backend).uses_dtype else ""
     lines = [
         *(_cell_line(result, num_prompts) for result in results),
         *(_difference_line(each) for each in differences),
@@ -310,7 +286,7 @@ def summarize(
 
 
 def _preempted(results: list[CellResult], num_prompts: int) -> str:
-    """How often, and in how many of the cells where two sequences could be in each other's way."""
+    """The number of preemptions, and of the cells in which sequences could preempt each other."""
     able = [
         result
         for result in results
@@ -322,17 +298,14 @@ def _preempted(results: list[CellResult], num_prompts: int) -> str:
     return f"{sum(result.preemptions for result in results)} preemptions, in {hit} of {len(able)} cells made for them"
 
 
-def _difference_line(each: Difference) -> str:
-    if each.plain < 0:
-        what = "one text ends there"
-    else:
-        what = f"{each.plain} and {each.other}"
-        what += "" if each.margin is None else f", margin {each.margin:.2g}"
+def _difference_line(each: TokenDifference) -> str:
+    margin = "" if each.margin is None else f", margin {each.margin:.2g}"
+    what = f"{each.plain} and {each.other}{margin}" if each.plain >= 0 else "one text ends there"
     word = "tie" if each.tie else "DIFFERENT"
     return f"  {word}: prompt {each.prompt}, output token {each.position}: {what}, in {_name(each.cell)}"
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: GridCell) -> str:
     switches = ", ".join(f"{name} {'on' if cell[name] else 'off'}" for name in ("cache", "preemption"))
     return (
         f"T {cell['temperature']:g}, {cell['drafter']} depth {cell['depth']}, batch {cell['batch']}, "

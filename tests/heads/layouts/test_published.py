@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import support
 
-from headstart.engine.attach import attach_head
+from headstart.engine.load import attach_head
 from headstart.errors import ModelError
 from headstart.formats.safetensors import save
 from headstart.formats.safetensors_file import read_file

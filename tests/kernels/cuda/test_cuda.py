@@ -14,7 +14,7 @@ from headstart.core import Paths
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.grouped import Layout, joined
 from headstart.kernels.ops import AttentionSpec, Backend, Ops, StepInputs
-from headstart.kernels.specs import RopeSpec, TemperSpec
+from headstart.kernels.specs import AttentionTemperature, RopeSpec
 
 pytestmark = pytest.mark.slow
 NUM_ROWS = 18
@@ -58,8 +58,8 @@ MATRICES = {
 @pytest.mark.parametrize("name", MATRICES)
 def test_products(name: str, cuda: Any) -> None:
     tensor = MATRICES[name]()
-    matrix, values = cuda.weight(tensor), torch.from_numpy(tensor.float32()).to(cuda.place)
-    x = torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float().to(cuda.place)
+    matrix, values = cuda.weight(tensor), torch.from_numpy(tensor.float32()).to(cuda.torch_device)
+    x = torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float().to(cuda.torch_device)
     many, bias = cuda.launcher.product(x, matrix), floats(len(tensor.data))
     wanted = x.double() @ values.double().T
     assert (many - wanted).abs().max() < 2e-5 * wanted.abs().max()
@@ -67,8 +67,8 @@ def test_products(name: str, cuda: Any) -> None:
     for row in (0, 17):
         assert torch.equal(cuda.launcher.product(x[row : row + 1].contiguous(), matrix)[0], many[row])
     shifted = cuda.launcher.product(x, matrix, cuda.weight(bias))
-    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()).to(cuda.place), atol=1e-5)
-    ids = torch.tensor([3, 34], dtype=torch.int32, device=cuda.place)
+    assert torch.allclose(shifted, many + torch.from_numpy(bias.float32()).to(cuda.torch_device), atol=1e-5)
+    ids = torch.tensor([3, 34], dtype=torch.int32, device=cuda.torch_device)
     assert torch.equal(cuda.launcher.take(matrix, ids), values[ids.long()])
 
 
@@ -77,7 +77,7 @@ def test_products_of_bfloat16(name: str, narrow: Any) -> None:
     """Rows are rounded, matrices are not."""
     tensor = ggml(name, 35, 96)
     x = torch.from_numpy(rng().standard_normal((3, 96))).float()
-    made = narrow.launcher.product(x.to(narrow.place), narrow.weight(tensor)).cpu()
+    made = narrow.launcher.product(x.to(narrow.torch_device), narrow.weight(tensor)).cpu()
     wanted = x.bfloat16().double() @ torch.from_numpy(tensor.float32()).double().T
     assert (made - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
@@ -89,7 +89,7 @@ def test_rounded_weights(bits: Any) -> None:
     tensor = floats(35, 96)
     matrix = CudaBackend(narrow=False, quantization=bits).weight(tensor)
     backend = CudaBackend(narrow=False)
-    made = backend.launcher.product(torch.eye(96).to(backend.place), matrix).cpu()
+    made = backend.launcher.product(torch.eye(96).to(backend.torch_device), matrix).cpu()
     error = (made.T - torch.from_numpy(tensor.float32())).abs().max()
     assert 0 < error < (0.02 if bits == "int8" else 0.3) and matrix.num_bytes * 3 < tensor.nbytes
 
@@ -99,7 +99,7 @@ SPECS = {
     "window, softcap": AttentionSpec(2, 1, 24, 0.2, value_dim=8, window=7, softcap=5.0),
     "chunks": AttentionSpec(2, 2, 16, 0.25, chunk=8, causal=True),
     "latent": AttentionSpec(20, 1, 40, 0.2, value_dim=24, latent=True),
-    "before": AttentionSpec(4, 2, 16, 0.25, before=True),
+    "before": AttentionSpec(4, 2, 16, 0.25, excludes_self=True),
 }
 
 
@@ -145,7 +145,7 @@ def test_paths_of_a_tree(cuda: Any) -> None:
     spec = SPECS["grouped"]
     tree, hidden = plan_of([(6, 3)]), rng().standard_normal((3, 16)).astype(np.float32)
     tree.positions = np.array([6, 7, 7], np.int32)
-    tree.sees = tree.positions
+    tree.visible_end = tree.positions
     root, left, right = tree.slots.tolist()
     tree.paths = Paths(np.array([0, 1, 3, 5], np.int32), np.array([root, root, left, root, right], np.int32))
     made = [run(backend, attending(backend, spec), tree, hidden)["out"] for backend in (REFERENCE, cuda)]
@@ -155,7 +155,7 @@ def test_paths_of_a_tree(cuda: Any) -> None:
 def test_operations_on_rows(cuda: Any) -> None:
     """All the small ones, in one program."""
     plan, hidden = plan_of([(5, 9), (0, NUM_ROWS - 9)]), rng().standard_normal((NUM_ROWS, 24)).astype(np.float32)
-    half, trailing = RopeSpec((1.0, 0.1, 0.01), 6), RopeSpec((1.0, 0.3), 4, 1.5, trailing=True, inverse=True, behind=2)
+    half, trailing = RopeSpec((1.0, 0.1, 0.01), 6), RopeSpec((1.0, 0.3), 4, 1.5, trailing=True, inverse=True, shift=2)
     kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     products = ("silu", "clamped", "silu_7", "silu_16", "silu_of_10")
 
@@ -175,7 +175,7 @@ def test_operations_on_rows(cuda: Any) -> None:
                 "centered": ops.center(x),
                 "half": ops.rope(x, at, half, 8),
                 "trailing": ops.rope(x, at, trailing, 8),
-                "tempered": ops.temper(x, at, TemperSpec(4, 0.1)),
+                "tempered": ops.scale_by_position(x, at, AttentionTemperature(4, 0.1)),
                 "capped": ops.softcap(ops.scale(x, 9.0), 4.0),
                 "by heads": ops.head_linear(x, split),
                 "gates": ops.sigmoid_mul(ops.take_rows(ops.head_linear(x, split), step.logit_rows), x),

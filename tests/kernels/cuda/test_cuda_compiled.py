@@ -20,4 +20,4 @@ def test_they_compile_and_bits_do_not_hang_on_company() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
     assert done.returncode == 0 and "\n0 red" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
     kernels = {line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")}
-    assert {"product", "attend", "join", "gated_delta", "noisy", "limit", "judge", "advance"} <= kernels
+    assert {"product", "attend", "join", "gated_delta", "noisy", "limit", "verify", "advance"} <= kernels

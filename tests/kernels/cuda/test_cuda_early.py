@@ -17,7 +17,7 @@ from test_cuda_recording import Replaying, drafts_of, engine_of, model_of, recor
 
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
-from headstart.engine.runner import Early
+from headstart.engine.runner import EarlyDrafts
 
 pytestmark = pytest.mark.slow
 
@@ -31,18 +31,18 @@ def agreeing(backend: str = "cuda") -> Any:
 @contextmanager
 def taken() -> Iterator[list[int]]:
     """How many drafts begun early were taken by `propose`, call by call."""
-    counts, fitting = list[int](), Early.fitting
+    counts, fitting = list[int](), EarlyDrafts.match
 
-    def counted(early: Early, *args: Any) -> dict[int, int]:
+    def counted(early: EarlyDrafts, *args: Any) -> dict[int, int]:
         found = fitting(early, *args)
         counts.append(len(found))
         return found
 
-    Early.fitting = counted  # type: ignore[method-assign]
+    EarlyDrafts.match = counted  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        Early.fitting = fitting  # type: ignore[method-assign]
+        EarlyDrafts.match = fitting  # type: ignore[method-assign]
 
 
 def texts(engine: Engine, depth: int | None, count: int = 2, **fields: Any) -> list[list[int]]:
@@ -83,13 +83,13 @@ def test_synthetic_acceptance_is_known_before() -> None:
 
 def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a step's work is launched before the host reads anything."""
-    from headstart.kernels.cuda.arrival import Arrival
-    from headstart.kernels.cuda.recording import Recorder
+    from headstart.kernels.cuda.device import HostCopy
+    from headstart.kernels.cuda.recording import GraphRecorder
 
     log: list[str] = []
-    read, compute = Arrival.numpy, Recorder.compute
-    monkeypatch.setattr(Arrival, "numpy", lambda self: (log.append("read"), read(self))[1])
-    monkeypatch.setattr(Recorder, "compute", lambda self, *args: (log.append("work"), compute(self, *args))[1])
+    read, compute = HostCopy.numpy, GraphRecorder.compute
+    monkeypatch.setattr(HostCopy, "numpy", lambda self: (log.append("read"), read(self))[1])
+    monkeypatch.setattr(GraphRecorder, "compute", lambda self, *args: (log.append("work"), compute(self, *args))[1])
     engine = engine_of(agreeing())
     engine.submit(support.request(support.prompt_of(12, 0), max_tokens=6, stops=()))
     steps = []
@@ -104,23 +104,29 @@ def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPat
 
 def test_what_is_judged_on_the_device(cuda: Any) -> None:
     """Prefixes that match, rows that drop out, a draw that failed, and a sequence that is not judged."""
-    from headstart.kernels.cuda import loop
-    from headstart.kernels.cuda.kernels.drafting import judge
+    from headstart.kernels.cuda import draft_loop
+    from headstart.kernels.cuda.kernels.sampling import verify
 
     drafted = [[4, 5, 6], [4, 5, 6], [7], [9, 9]]
     draws = [4, 5, 8, 0, 4, 5, 6, 3, -1, 0, 9, 1, 1]
-    told, padded = np.zeros((7, 5), np.int32), np.zeros((5, loop.MOST_JUDGED), np.int32)
-    told[loop.JUDGED], told[loop.ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
-    told[loop.DRAW], told[loop.FIRST], told[loop.ROWS] = [0, 4, 8, 10, 0], [0, 5, 9, 11, 14], [1, 0, 0, 0, 0]
-    told[loop.BASE] = [20, 30, 40, 50, 60]
+    told, padded = np.zeros((7, 5), np.int32), np.zeros((5, draft_loop.MAX_VERIFIED), np.int32)
+    told[draft_loop.NUM_DRAFTED], told[draft_loop.FIXED_ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
+    told[draft_loop.FIRST_SAMPLE], told[draft_loop.FIRST_ROW], told[draft_loop.KNOWN_ROWS] = (
+        [0, 4, 8, 10, 0],
+        [0, 5, 9, 11, 14],
+        [1, 0, 0, 0, 0],
+    )
+    told[draft_loop.BASE_POSITION] = [20, 30, 40, 50, 60]
     for i, draft in enumerate(drafted):
         padded[i, : len(draft)] = draft
-    put: Any = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(cuda.place)  # noqa: E731
-    tokens, slots, sees = (put(each.astype(np.int32)) for each in (np.full(15, 99), np.arange(15), np.arange(15)))
+    put: Any = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(cuda.torch_device)  # noqa: E731
+    tokens, slots, visible_end = (
+        put(each.astype(np.int32)) for each in (np.full(15, 99), np.arange(15), np.arange(15))
+    )
     rows, ints, taken_ = put(np.full(5, 77, np.int32)), put(np.zeros((4, 5), np.int64)), put(np.full(5, -7, np.int32))
-    judge[(5,)](put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, sees, rows, ints, taken_, 5,
-                MOST=loop.MOST_JUDGED)  # fmt: skip
+    verify[(5,)](put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_,
+                5, MAX_VERIFIED=draft_loop.MAX_VERIFIED)  # fmt: skip
     assert taken_.tolist() == [2, 3, 0, 2, 0] and ints[1].tolist() == [22, 33, 40, 52, 60]
     assert tokens.tolist() == [99, 4, 5, 8, 99, 4, 5, 6, 3, 0, 99, 9, 9, 1, 99]
     assert rows.tolist() == [3, 8, 9, 13, 77]
-    assert slots.tolist() == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, -1, 11, 12, 13, 14] == sees.tolist()
+    assert slots.tolist() == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, -1, 11, 12, 13, 14] == visible_end.tolist()

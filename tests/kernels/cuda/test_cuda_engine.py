@@ -9,8 +9,8 @@ from support import SMALL, family_of, new_folder, request, run, soften
 
 from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams
+from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
-from headstart.engine.make import make_engine
 from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 
@@ -25,7 +25,7 @@ def test_the_text_is_that_of_reference_and_of_no_draft() -> None:
     for backend, depth in (("reference", 0), ("cuda", 0), ("cuda", 3)):
         kv: Any = "float32" if backend == "cuda" else None
         wanted = EngineConfig(**{**SMALL, "backend": backend, "kv_cache_dtype": kv, "drafter": "ngram", "depth": 3})
-        engine = make_engine(load_model(str(folder), wanted), wanted)
+        engine = build_engine(load_model(str(folder), wanted), wanted)
         params = SamplingParams(max_tokens=6, temperature=0.2)
         request = Request(request_id="a", prompt_ids=PROMPT, params=params, seed=3, stop_ids=frozenset(), depth=depth)
         engine.submit(request)
@@ -48,14 +48,14 @@ def test_families(family: str) -> None:
         more = kept if backend == "cuda" else {"drafter": "none"}
         wanted = EngineConfig(**{**SMALL, "backend": backend, "max_num_batched_tokens": 7, **more})
         asked = request(PROMPT[:8], max_tokens=3, stops=())
-        texts.append(run(make_engine(load_model(str(folder), wanted), wanted), [asked])["r", 0].tokens)
+        texts.append(run(build_engine(load_model(str(folder), wanted), wanted), [asked])["r", 0].tokens)
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cuda import device
 
-    monkeypatch.setattr(device, "interpreted", lambda: False)
+    monkeypatch.setattr(device, "is_interpreted", lambda: False)
     monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="the backend is cuda, but torch finds no CUDA GPU"):
         device.open_device()

@@ -12,10 +12,8 @@ from cuda_ops import REFERENCE, Code, floats, only, plan_of, rng, run, tensor
 
 from headstart.core import StateSteps, StepPlan
 from headstart.errors import ModelError
-from headstart.kernels.indexing import CompressSpec, IndexSpec
 from headstart.kernels.ops import AttentionSpec, Backend, Experts, Ops, StepInputs
-from headstart.kernels.specs import RouterSpec, StreamSpec
-from headstart.kernels.states import ConvSpec, DeltaSpec, ScanSpec
+from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, RouterSpec, ScanSpec, StreamSpec
 
 pytestmark = pytest.mark.slow
 ROWS, WIDTH, INNER = 19, 24, 20
@@ -87,7 +85,7 @@ def test_experts(name: str, cuda: Any) -> None:
 
 def test_experts_of_several_types_are_refused_when_loaded(cuda: Any) -> None:
     experts = experts_of(cuda, 3)
-    odd = torch.zeros(INNER, WIDTH, dtype=torch.bfloat16, device=cuda.place)
+    odd = torch.zeros(INNER, WIDTH, dtype=torch.bfloat16, device=cuda.torch_device)
     mixed = Experts(experts.gate, (*experts.up[:2], type(experts.up[0])(0, INNER, WIDTH, odd)), experts.down)
     with pytest.raises(ModelError, match="no kernel for experts of several weight types") as raised:
         cuda.prepare(lambda ops, step: {"y": ops.moe(step.hidden, step.hidden, None, mixed, RouterSpec(3, 1))})
@@ -206,7 +204,7 @@ def test_what_an_indexer_chooses(name: str, cuda: Any) -> None:
             rows = [ops.embed(table, step.token_ids) for table in (q, v, w, k)]
             ops.store_index(rows[3], pools[1], index)
             ops.store_kv(rows[0], rows[1], pools[0], spec)
-            ops.choose(rows[2], rows[2], pools[1], index)
+            ops.select_positions(rows[2], rows[2], pools[1], index)
             return {"y": ops.attend(rows[0], pools[0], spec, None, pools[1])}
 
         return code
@@ -234,9 +232,9 @@ def compressed(backend: Any, every: int, *, overlap: bool, index: bool) -> Code:
         ops.store_kv(entries, entries, pools[2], spec)
         if index:
             ops.store_index(entries, pools[3], picks)
-            ops.choose(asked, weights, pools[3], picks)
+            ops.select_positions(asked, weights, pools[3], picks)
         beside = pools[3] if index else None
-        return {"entries": entries, "y": ops.attend_beside(q, pools[0], pools[2], spec, every, sinks, beside)}
+        return {"entries": entries, "y": ops.attend_compressed(q, pools[0], pools[2], spec, every, sinks, beside)}
 
     return code
 

@@ -14,9 +14,9 @@ import support
 import torch
 
 from headstart.config import EngineConfig
+from headstart.engine.build import build_engine
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
-from headstart.engine.make import make_engine
 from headstart.errors import ModelError
 from headstart.heads.base import Head, HeadSpec
 from headstart.tools.tiny import write_model
@@ -52,7 +52,7 @@ def model_of(family: str = "mimo", backend: Any = "cuda") -> Model:
 def engine_of(model: Model, **settings: Any) -> Engine:
     kept = "float32" if model.backend.name == "cuda" else None
     wanted = {**support.SMALL, "backend": model.backend.name, "kv_cache_dtype": kept, "depth": 2, **settings}
-    return make_engine(model, EngineConfig(**wanted))
+    return build_engine(model, EngineConfig(**wanted))
 
 
 def drafts_of(engine: Engine, max_tokens: int = 4, asked: Iterable[dict[str, Any]] = MIXED) -> list[Any]:
@@ -89,11 +89,11 @@ class Replaying:
     replayed: int = 0
 
     def device(self) -> Any:
-        from headstart.kernels.cuda.device import Device, open_device
+        from headstart.kernels.cuda.device import CudaDevice, open_device
 
         counts = self
 
-        class Graphs(Device):
+        class Graphs(CudaDevice):
             def record(self, work: Any) -> Any:
                 counts.recorded += 1
                 kept = work()
@@ -106,7 +106,7 @@ class Replaying:
                 return kept, replay
 
         own = open_device()
-        return Graphs(own.place, own.columns, own.elements, own.wide, graphs=True)
+        return Graphs(own.torch_device, own.columns, own.elements, own.wide, graphs=True)
 
 
 @contextmanager
@@ -132,8 +132,8 @@ def test_recordings_serve_all_plans_of_a_shape() -> None:
         found = drafts_of(engine, 6, [LIMITED])
     assert found == drafts_of(engine_of(with_head("reference"), depth=1), 6, [LIMITED])
     engine.memory.pool.check()
-    trunk = [each for handle in engine.runner.trunk.handles.values() for each in handle.recordings.values()]
-    assert len(trunk) > 1 and all(each.draws for each in trunk), "what is drawn is recorded, too"
+    trunk = [each for handle in engine.runner.trunk.programs.values() for each in handle.recordings.values()]
+    assert len(trunk) > 1 and all(each.sampling for each in trunk), "what is drawn is recorded, too"
     assert made.replayed >= 2 * made.recorded
 
 
@@ -145,7 +145,7 @@ def test_tables_that_grow_are_recorded_anew() -> None:
         while engine.has_work:
             engine.step(lambda deltas: None)
         before, recorder = made.recorded, model.backend.recorder  # type: ignore[attr-defined]
-        recorder.angles.cover(5000)
+        recorder.tables.cover(5000)
         engine.submit(support.request([3, 4, 6], max_tokens=3))
         while engine.has_work:
             engine.step(lambda deltas: None)
@@ -160,7 +160,7 @@ def test_memory_that_runs_out_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) 
 
     model = model_of()
     monkeypatch.setattr(torch, "zeros", full)
-    monkeypatch.setattr(model.backend, "place", torch.device("cuda"))
+    monkeypatch.setattr(model.backend, "torch_device", torch.device("cuda"))
     with pytest.raises(ModelError, match="the GPU has no memory left for keys, values and states") as raised:
         engine_of(model, drafter="none")
     assert "--kv-blocks" in str(raised.value.hint)
@@ -168,12 +168,12 @@ def test_memory_that_runs_out_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) 
 
 def test_blocks_fit_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 % of it, for keys and values of all networks and hidden states."""
-    from headstart.engine import make as making
+    from headstart.engine import build as building
 
     model, free = model_of(), 200_000
     monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
     monkeypatch.setattr(type(model.backend), "runs_on", "cuda")
-    monkeypatch.setattr(making, "PLANNED", making.WeakKeyDictionary())
+    monkeypatch.setattr(building, "PLANNED", building.WeakKeyDictionary())
     engine = engine_of(model, kv_blocks=None, max_num_seqs=64, drafter="none", max_model_len=64)
     per_token = sum(model.backend.kv_bytes(spec) for spec in model.decoder.kv_specs)
     blocks = len(engine.memory.pool.blocks)

@@ -62,14 +62,13 @@ def test_tokens(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
     ids = np.sort(rng.permutation(VOCAB)[:WIDTH]) if mapped else None
     tokens = None if ids is None else torch.from_numpy(ids)
     allowed = rng.integers(0, 2**32, (len(PARAMS), -(-VOCAB // 32)), dtype=np.uint32) if masked else None
-    for seed in range(2):
-        logits, rows = torch.from_numpy(numbers(seed, ties)), rows_of(100 * seed, allowed)
-        size = VOCAB if mapped else WIDTH
-        wanted = sample(logits, rows, tokens, size)
-        found = cuda.sample(
-            logits.to(cuda.place), rows, vocab_size=size, token_ids=None if ids is None else cuda.index(ids)
-        )
-        assert found.tokens.tolist() == wanted.tokens.tolist() and found.failures == wanted.failures
+    logits, rows = torch.from_numpy(numbers(1, ties)), rows_of(100, allowed)
+    size = VOCAB if mapped else WIDTH
+    wanted = sample(logits, rows, tokens, size)
+    found = cuda.sample(
+        logits.to(cuda.torch_device), rows, vocab_size=size, token_ids=None if ids is None else cuda.index(ids)
+    )
+    assert found.tokens.tolist() == wanted.tokens.tolist() and found.failures == wanted.failures
 
 
 def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
@@ -77,7 +76,7 @@ def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
     limits = ({"top_k": 2}, {"top_p": 3.5 / 16}, {"top_k": 4, "top_p": 0.5})
     sequences = [sequence(seed=i, temperature=1.0, **limits[i % 3]) for i in range(30)]
     logits, rows = torch.zeros(30, 16), build_rows([entry(each) for each in sequences])
-    found = cuda.sample(logits.to(cuda.place), rows, vocab_size=16).tokens
+    found = cuda.sample(logits.to(cuda.torch_device), rows, vocab_size=16).tokens
     assert found.tolist() == sample(logits, rows, None, 16).tokens.tolist()
     assert [max(found[i::3]) for i in range(3)] == [1, 3, 1]
 
@@ -85,22 +84,22 @@ def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
 def test_rows_that_fail_do_so_alone(cuda: Any) -> None:
     logits = torch.from_numpy(numbers(1, False))
     logits[1], logits[3, 5], logits[5, 5] = -torch.inf, torch.nan, torch.inf
-    found = cuda.sample(logits.to(cuda.place), rows_of(5), vocab_size=WIDTH)
+    found = cuda.sample(logits.to(cuda.torch_device), rows_of(5), vocab_size=WIDTH)
     assert found.failures == {1: NOTHING_LEFT, 3: NOT_FINITE, 5: NOT_FINITE}
     assert found.tokens.tolist() == sample(logits, rows_of(5), None, WIDTH).tokens.tolist()
 
 
 def test_what_was_drawn_since_counts(cuda: Any) -> None:
     """Positions and penalties of the next tokens of a draft are those of rows that know of it."""
-    from headstart.kernels.cuda.sampling import DrawRows
+    from headstart.kernels.cuda.sampling import DeviceSamplingRows
 
     sequences = [sequence(**{"seed": i, **each}) for i, each in enumerate(PARAMS)]
-    drawn = torch.full((len(PARAMS), 3), -1, dtype=torch.int64, device=cuda.place)
-    known = DrawRows.of(build_rows([entry(each) for each in sequences]), cuda.place)
+    drawn = torch.full((len(PARAMS), 3), -1, dtype=torch.int64, device=cuda.torch_device)
+    known = DeviceSamplingRows.of(build_rows([entry(each) for each in sequences]), cuda.torch_device)
     for number in range(3):
         logits = torch.from_numpy(numbers(number, True))
         prefixes = drawn[:, :number].tolist()
-        cuda.sampler.draw(logits.to(cuda.place), known, None, drawn, number)
+        cuda.sampler.draw(logits.to(cuda.torch_device), known, None, drawn, number)
         rows = build_rows([entry(each, prefix) for each, prefix in zip(sequences, prefixes, strict=True)])
         assert drawn[:, number].tolist() == sample(logits, rows, None, WIDTH).tokens.tolist()
 
@@ -108,9 +107,9 @@ def test_what_was_drawn_since_counts(cuda: Any) -> None:
 def test_logprobs(cuda: Any) -> None:
     logits, tokens = torch.from_numpy(numbers(2, False)), np.arange(len(PARAMS)) * 7
     wanted = [each.logprob for each in reference_logprobs(logits, tokens, np.zeros(len(tokens), np.int64))]
-    found = torch.zeros(len(tokens), 2, device=cuda.place)
-    drawn = torch.from_numpy(np.stack((tokens + 1, tokens), axis=1)).to(cuda.place)
-    cuda.sampler.logprobs(logits.to(cuda.place), drawn, None, found, 1)
+    found = torch.zeros(len(tokens), 2, device=cuda.torch_device)
+    drawn = torch.from_numpy(np.stack((tokens + 1, tokens), axis=1)).to(cuda.torch_device)
+    cuda.sampler.logprobs(logits.to(cuda.torch_device), drawn, None, found, 1)
     assert not found[:, 0].any()
     found = found[:, 1]
     assert found.tolist() == wanted
@@ -121,6 +120,6 @@ def test_noise(cuda: Any) -> None:
     ids = np.r_[np.arange(200), np.arange(200_000, 200_056)]
     for seed, position, choice in ((0, 0, 0), (2**64 - 3, 70_000, 3), (123456789012345, 5, 1)):
         at = np.array([seed, position, choice], np.uint64).view(np.int64)
-        given = [torch.from_numpy(each).to(cuda.place) for each in (ids.astype(np.int32), at, np.zeros(256))]
+        given = [torch.from_numpy(each).to(cuda.torch_device) for each in (ids.astype(np.int32), at, np.zeros(256))]
         noise[(1,)](*given, COUNT=256, enable_fp_fusion=False)
         assert np.array_equal(given[2].cpu().numpy(), philox.numpy_gumbel(ids, seed, position, choice, philox.TOKEN))

@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 
 from headstart.core import Draft, Rows, Sequence
-from headstart.drafters.base import Drafter, Target, Wish
+from headstart.drafters.base import Drafter, DraftRequest, TargetModel
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, StepInputs, Weight
-from headstart.kernels.states import StateSpec
+from headstart.kernels.specs import StateSpec
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
@@ -39,7 +39,7 @@ class BlockNetwork:
     lm_head: Linear
     hidden_size: int
     first_position: int = 0
-    behind: int = 0
+    hidden_offset: int = 0
     state_specs: tuple[StateSpec, ...] = ()
 
     @property
@@ -57,9 +57,9 @@ class BlockNetwork:
         x = self.fuse(ops, step.hidden)
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
-            assert isinstance(mixer, Attention) and mixer.k_proj and mixer.v_proj and mixer.rope
-            k = ops.rope(mixer.k_proj(ops, x), step.positions, mixer.rope, mixer.spec.head_dim)
-            ops.store_kv(k, mixer.v_proj(ops, x), pool, mixer.spec)
+            assert isinstance(mixer, Attention) and mixer.k_proj and mixer.v_proj and mixer.config.rope
+            k = ops.rope(mixer.k_proj(ops, x), step.positions, mixer.config.rope, mixer.config.spec.head_dim)
+            ops.store_kv(k, mixer.v_proj(ops, x), pool, mixer.config.spec)
         return {"features": x}
 
     def _draft(self, ops: Ops, step: StepInputs, pools: Seq[Pool]) -> dict[str, Buffer]:
@@ -73,12 +73,12 @@ class BlockNetwork:
 class AcmeBlock(Drafter):
     method, max_depth, tap, costs_per = "acme_block", BLOCK, TAPS, "pass"
 
-    def __init__(self, target: Target, network: BlockNetwork) -> None:
+    def __init__(self, target: TargetModel, network: BlockNetwork) -> None:
         self.runner, self.budget = target.runner, target.token_budget
         self.network = target.runner.open(network)
 
     @classmethod
-    def attach(cls, target: Target) -> Self:
+    def attach(cls, target: TargetModel) -> Self:
         hidden, spec = target.config.hidden_size, AttentionSpec(2, 2, 16, 0.25)
         rope = RopeSpec(tuple(float(f) for f in 1e4 ** (-np.arange(8) / 8)), 16)
         config = LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=MLPConfig(inner=32), eps=1e-6)
@@ -100,35 +100,37 @@ class AcmeBlock(Drafter):
         )
         return cls(target, network)
 
-    def missed(self, sequence: Sequence) -> int:
+    def num_uncached(self, sequence: Sequence) -> int:
         return max(len(sequence.tokens) - 1 - self.runner.filled(self.network, sequence), 0)
 
-    def propose(self, wishes: Seq[Wish]) -> None:
-        for sequence in [wish.sequence for wish in wishes]:
-            while (rest := self.missed(sequence)) > 0:
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        for sequence in [request.sequence for request in requests]:
+            while (rest := self.num_uncached(sequence)) > 0:
                 start = self.runner.filled(self.network, sequence)
                 tokens = sequence.tokens[start : start + min(rest, self.budget)]
                 rows = [Rows(sequence, start, tokens, 0)]
                 self.runner.run(self.network, "features", rows)
                 self.runner.fill(self.network, rows)
         blocks = []
-        for wish in wishes:
-            start = len(wish.sequence.tokens) - 1
-            ids = [wish.sequence.tokens[-1], *[BLANK] * wish.depth]
-            blocks.append(Rows(wish.sequence, start, ids, wish.depth, sees=start + wish.depth))
+        for request in requests:
+            start = len(request.sequence.tokens) - 1
+            ids = [request.sequence.tokens[-1], *[BLANK] * request.depth]
+            blocks.append(Rows(request.sequence, start, ids, request.depth, visible_end=start + request.depth))
         logits = self.runner.run(self.network, "block", blocks)["logits"]
-        self._draw(wishes, logits)
+        self._draw(requests, logits)
 
-    def _draw(self, wishes: Seq[Wish], logits: Buffer) -> None:
+    def _draw(self, requests: Seq[DraftRequest], logits: Buffer) -> None:
         """All tokens of a block at once, each row behind blanks: a drafter that knew better would go token by token."""
         entries = [
-            (wish.sequence, len(wish.sequence.tokens) + i, [BLANK] * i) for wish in wishes for i in range(wish.depth)
+            (request.sequence, len(request.sequence.tokens) + i, [BLANK] * i)
+            for request in requests
+            for i in range(request.depth)
         ]
         tokens = self.runner.draw(logits, entries).tokens.tolist()
-        ends = list(accumulate([wish.depth for wish in wishes], initial=0))
-        for wish, start in zip(wishes, ends, strict=False):
-            drawn = tokens[start : start + wish.depth]
-            wish.sequence.draft = Draft(drawn[: drawn.index(-1)] if -1 in drawn else drawn, method=self.method)
+        ends = list(accumulate([request.depth for request in requests], initial=0))
+        for request, start in zip(requests, ends, strict=False):
+            drawn = tokens[start : start + request.depth]
+            request.sequence.draft = Draft(drawn[: drawn.index(-1)] if -1 in drawn else drawn, method=self.method)
 
 
 DRAFTER = AcmeBlock

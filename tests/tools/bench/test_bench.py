@@ -19,14 +19,13 @@ from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
 from headstart.svg import log_ticks, nice_ticks
-from headstart.tools.bench import compare, report, run as bench, statistics, workloads
-from headstart.tools.bench.document import Cell, Distribution, Document, DraftCounts, Latency
-from headstart.tools.bench.energy import EnergyMeter
-from headstart.tools.bench.inprocess import InProcess
-from headstart.tools.bench.measure import Load, measure
+from headstart.tools.bench import report, run as bench, summary, workloads
+from headstart.tools.bench.document import BenchCell, BenchDocument, Distribution, DraftCounts, Latency
+from headstart.tools.bench.inprocess import InProcessTarget
+from headstart.tools.bench.measure import EnergyMeter, RequestLoad, measure
 from headstart.tools.bench.report import render
 from headstart.tools.bench.run import BenchOptions
-from headstart.tools.bench.summary import cost_per_million, pooled, rows_of
+from headstart.tools.bench.summary import compare_documents, cost_per_million, pooled, rows_of
 from headstart.tools.bench.workloads import Task, Workload
 from headstart.tools.tiny import write_tiny
 
@@ -36,9 +35,9 @@ NO_TIMES = Latency(ttft=None, tpot=None, itl=None, e2e=None)
 TINY = EngineConfig(backend="native", threads=1, max_model_len=256, kv_blocks=128)
 
 
-def cell(speed: float = 100.0, *, mode: str = "off", repeat: int = 0, **changes: Any) -> Cell:
+def cell(speed: float = 100.0, *, mode: str = "off", repeat: int = 0, **changes: Any) -> BenchCell:
     """A run of one second that put out `speed` tokens."""
-    plain = Cell(
+    plain = BenchCell(
         workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
         requests=4, failed=0, errors=(), seconds=1.0, prompt_tokens=50, cached_tokens=0, output_tokens=round(speed),
         latency=NO_TIMES, speculation=None, joules=None,
@@ -46,7 +45,7 @@ def cell(speed: float = 100.0, *, mode: str = "off", repeat: int = 0, **changes:
     return replace(plain, **changes)
 
 
-def cells(speeds: Seq[float], mode: str = "off") -> list[Cell]:
+def cells(speeds: Seq[float], mode: str = "off") -> list[BenchCell]:
     return [cell(speed, mode=mode, repeat=repeat) for repeat, speed in enumerate(speeds)]
 
 
@@ -54,7 +53,7 @@ def cells(speeds: Seq[float], mode: str = "off") -> list[Cell]:
 
 
 def test_speedup_is_the_median_over_pairs() -> None:
-    found = statistics.speedup(cells([100, 200, 100, 100, 100]), cells([110, 240, 130, 120, 900], "auto"))
+    found = summary.speedup(cells([100, 200, 100, 100, 100]), cells([110, 240, 130, 120, 900], "auto"))
     assert found is not None
     assert found.point == pytest.approx(1.2)
     assert found.pairs == 5
@@ -65,17 +64,17 @@ def test_speedup_is_the_median_over_pairs() -> None:
 def test_speedup_pairs_runs_of_the_same_repeat() -> None:
     off = [cell(100, repeat=0), cell(1000, repeat=1), cell(9, repeat=2, complete=False)]
     auto = [cell(200, mode="auto", repeat=repeat) for repeat in (2, 0)]
-    found = statistics.speedup(off, auto)
+    found = summary.speedup(off, auto)
     assert found is not None
     assert (found.point, found.low, found.pairs) == (pytest.approx(2.0), None, 1)
 
 
 def test_speedup_of_nothing_is_unknown() -> None:
-    assert statistics.speedup(cells([100]), []) is None
+    assert summary.speedup(cells([100]), []) is None
 
 
 def test_interval_of_equal_pairs_is_a_point() -> None:
-    found = statistics.speedup(cells([100] * 10), cells([150] * 10, "auto"))
+    found = summary.speedup(cells([100] * 10), cells([150] * 10, "auto"))
     assert found is not None
     assert (found.low, found.high) == (pytest.approx(1.5), pytest.approx(1.5))
 
@@ -88,7 +87,7 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     hits = 0
     for _ in range(100):
         logs = rng.normal(0, 0.05, 12)
-        found = statistics.paired(tuple((1.0, math.exp(value)) for value in logs))
+        found = summary.paired(tuple((1.0, math.exp(value)) for value in logs))
         assert found is not None and found.low is not None and found.high is not None
         hits += found.low <= 1 <= found.high
     assert 88 <= hits <= 100
@@ -104,13 +103,13 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     ],
 )
 def test_never_slower(auto: list[float], ok: bool | None) -> None:
-    check = statistics.never_slower(cells([100] * len(auto)), cells(auto, "auto"))
+    check = summary.never_slower(cells([100] * len(auto)), cells(auto, "auto"))
     assert check.ok is ok
 
 
 def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
     fixed = {"1": cells([110, 100] * 5, "1"), "3": cells([105, 200] * 5, "3")}
-    check = statistics.near_best(fixed, cells([99] * 10, "auto"))
+    check = summary.near_best(fixed, cells([99] * 10, "auto"))
     assert check.ok is True
     assert "of mode 1" in check.text
     assert check.ratio is not None
@@ -118,7 +117,7 @@ def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
 
 
 def test_not_near_the_best_depth() -> None:
-    assert statistics.near_best({"1": cells([110] * 10, "1")}, cells([100] * 10, "auto")).ok is False
+    assert summary.near_best({"1": cells([110] * 10, "1")}, cells([100] * 10, "auto")).ok is False
 
 
 def test_with_a_request_rate_speed_is_that_of_a_token() -> None:
@@ -126,7 +125,7 @@ def test_with_a_request_rate_speed_is_that_of_a_token() -> None:
     assert cell(100, rate=2.0, concurrency=None, latency=times).speed == pytest.approx(200)
 
 
-# Document and rows.
+# BenchDocument and rows.
 
 
 def test_cost_per_million() -> None:
@@ -267,8 +266,8 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def runner(headed: str) -> InProcess:
-    return InProcess(headed, TINY)
+def runner(headed: str) -> InProcessTarget:
+    return InProcessTarget(headed, TINY)
 
 
 def sums(count: int, **changes: Any) -> Workload:
@@ -277,8 +276,8 @@ def sums(count: int, **changes: Any) -> Workload:
 
 
 @pytest.mark.parametrize("mode", ["off", "2", "auto"])
-def test_measure(runner: InProcess, mode: str) -> None:
-    found = measure(runner, sums(5), mode, Load(concurrency=2), num_requests=5, repeat=3)
+def test_measure(runner: InProcessTarget, mode: str) -> None:
+    found = measure(runner, sums(5), mode, RequestLoad(concurrency=2), num_requests=5, repeat=3)
     assert (found.complete, found.requests, found.failed, found.repeat) == (True, 5, 0, 3)
     assert (found.output_tokens, found.cached_tokens) == (30, 0)
     assert found.latency.ttft is not None and found.latency.ttft.count == 5
@@ -288,35 +287,35 @@ def test_measure(runner: InProcess, mode: str) -> None:
     assert len(found.speculation.per_position) == {"off": 0, "2": 2, "auto": len(found.speculation.per_position)}[mode]
 
 
-def test_mode_off_has_no_drafter(runner: InProcess) -> None:
-    measure(runner, sums(1), "off", Load(concurrency=1), num_requests=1)
+def test_mode_off_has_no_drafter(runner: InProcessTarget) -> None:
+    measure(runner, sums(1), "off", RequestLoad(concurrency=1), num_requests=1)
     assert runner._plain is not None and runner._plain.engine.drafting.drafter is None
     assert runner._drafting.engine.drafting.drafter is not None
 
 
-def test_no_more_run_at_a_time_than_asked_for(runner: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_run_at_a_time_than_asked_for(runner: InProcessTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = runner._drafting.engine, list[int]()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda deliver: (seen.append(len(engine.live)), step(deliver)))
-    measure(runner, sums(7), "auto", Load(concurrency=3), num_requests=7)
+    measure(runner, sums(7), "auto", RequestLoad(concurrency=3), num_requests=7)
     assert max(seen) == 3
 
 
-def test_prompts_are_not_cached_from_run_to_run(runner: InProcess) -> None:
+def test_prompts_are_not_cached_from_run_to_run(runner: InProcessTarget) -> None:
     workload = Workload("long", lambda index: Task(turns=("again and " * 30,), max_tokens=2))
-    found = [measure(runner, workload, "off", Load(concurrency=1), num_requests=1) for _ in range(2)]
+    found = [measure(runner, workload, "off", RequestLoad(concurrency=1), num_requests=1) for _ in range(2)]
     assert [each.cached_tokens for each in found] == [0, 0]
 
 
-def test_turns_of_a_task_follow_each_other(runner: InProcess) -> None:
+def test_turns_of_a_task_follow_each_other(runner: InProcessTarget) -> None:
     task = Task(turns=("one", "two", "three"), system="You count.", max_tokens=4, ignore_eos=True)
-    found = measure(runner, Workload("talk", lambda index: task), "auto", Load(concurrency=2), num_requests=2)
+    found = measure(runner, Workload("talk", lambda index: task), "auto", RequestLoad(concurrency=2), num_requests=2)
     assert (found.requests, found.output_tokens) == (6, 24)
     assert found.cached_tokens  # the conversation so far
 
 
-def test_requests_at_random_times(runner: InProcess) -> None:
-    load = Load(rate=200.0, seed=1)
+def test_requests_at_random_times(runner: InProcessTarget) -> None:
+    load = RequestLoad(rate=200.0, seed=1)
     due = list(load.arrivals(6))
     found = measure(runner, sums(6), "off", load, num_requests=6)
     assert (found.concurrency, found.rate, found.requests) == (None, 200.0, 6)
@@ -325,34 +324,34 @@ def test_requests_at_random_times(runner: InProcess) -> None:
 
 
 @pytest.mark.parametrize(("mode", "message"), [("17", "1 to 16"), ("0", "1 to 16"), ("deep", "unknown")])
-def test_modes_that_do_not_exist(runner: InProcess, mode: str, message: str) -> None:
+def test_modes_that_do_not_exist(runner: InProcessTarget, mode: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        measure(runner, sums(1), mode, Load(concurrency=1), num_requests=1)
+        measure(runner, sums(1), mode, RequestLoad(concurrency=1), num_requests=1)
 
 
-def test_tasks_that_do_not_fit(runner: InProcess) -> None:
+def test_tasks_that_do_not_fit(runner: InProcessTarget) -> None:
     with pytest.raises(CapacityError, match="the context holds 256"):
         runner.check([Task(turns=("x " * 300,))])
 
 
-def test_a_conversation_that_becomes_too_long_fails_alone(runner: InProcess) -> None:
+def test_a_conversation_that_becomes_too_long_fails_alone(runner: InProcessTarget) -> None:
     task = Task(turns=("one", "x " * 300), max_tokens=2)
-    found = measure(runner, Workload("talk", lambda index: task), "off", Load(concurrency=1), num_requests=1)
+    found = measure(runner, Workload("talk", lambda index: task), "off", RequestLoad(concurrency=1), num_requests=1)
     assert (found.requests, found.failed) == (2, 1)
     assert "the context holds 256" in found.errors[0]
 
 
 def test_unchunked_prefill_takes_a_prompt_in_one_pass(headed: str) -> None:
     small = replace(TINY, max_num_batched_tokens=16)
-    engines = [InProcess(headed, small, chunked_prefill=chunked)._drafting.engine for chunked in (True, False)]
-    assert [engine.scheduler.budget for engine in engines] == [16, 256]
+    engines = [InProcessTarget(headed, small, chunked_prefill=chunked)._drafting.engine for chunked in (True, False)]
+    assert [engine.scheduler.chunks_prompts for engine in engines] == [True, False]
 
 
 # The whole bench.
 
 
 @pytest.fixture(scope="module")
-def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path]:
+def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchDocument, Path]:
     folder = tmp_path_factory.mktemp("bench")
     options = BenchOptions(
         model=headed, config=TINY, workloads=("prose", "repetitive"), concurrency=(1, 2), requests=2, output_tokens=4,
@@ -363,23 +362,23 @@ def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Doc
     return document, folder
 
 
-def test_modes_alternate(measured: tuple[Document, Path]) -> None:
+def test_modes_alternate(measured: tuple[BenchDocument, Path]) -> None:
     order = [each.mode for each in measured[0].cells[:6]]
     assert order == ["off", "1", "auto", "auto", "1", "off"]
 
 
-def test_document_can_be_read_back(measured: tuple[Document, Path]) -> None:
+def test_document_can_be_read_back(measured: tuple[BenchDocument, Path]) -> None:
     document, folder = measured
-    assert Document.read(folder / "a.json") == document
+    assert BenchDocument.read(folder / "a.json") == document
     assert (document.complete, len(document.rows), len(document.cells)) == (True, 12, 24)
     assert not list(folder.glob(".*"))
 
 
-def test_checks_need_ten_pairs(measured: tuple[Document, Path]) -> None:
+def test_checks_need_ten_pairs(measured: tuple[BenchDocument, Path]) -> None:
     assert {check.ok for check in measured[0].checks} == {None}
 
 
-def test_report_is_one_file_of_valid_plots(measured: tuple[Document, Path]) -> None:
+def test_report_is_one_file_of_valid_plots(measured: tuple[BenchDocument, Path]) -> None:
     text = (measured[1] / "a.html").read_text("utf-8")
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
     plots = re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)
@@ -390,7 +389,7 @@ def test_report_is_one_file_of_valid_plots(measured: tuple[Document, Path]) -> N
     assert [title for title in titles if f"<h2>{title}</h2>" in text] == list(titles)
 
 
-def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[Document, Path]) -> None:
+def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[BenchDocument, Path]) -> None:
     """Legends in words; every position with its number of drafts; a page for phones, desktops and the dark."""
     text = (measured[1] / "a.html").read_text("utf-8")
     for words in ("off: plain decoding", "depth 1: always 1 drafted", "auto: drafted as deep as pays"):
@@ -407,7 +406,7 @@ def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[Doc
     assert "minmax(min(100%, 360px)" in text  # no wider than a phone
 
 
-def test_plots_of_one_kind_have_the_same_axes(measured: tuple[Document, Path]) -> None:
+def test_plots_of_one_kind_have_the_same_axes(measured: tuple[BenchDocument, Path]) -> None:
     rows = [replace(row, workload=f"w{i}", output_tokens_per_s=10.0**i) for i in (1, 3) for row in measured[0].rows[:1]]
     text = render(replace(measured[0], rows=tuple(rows)))
     plots = re.findall(r'<svg viewBox[^>]*aria-label="Throughput: .*?</svg>', text, re.DOTALL)
@@ -437,7 +436,7 @@ def test_numbers_that_would_fill_the_memory_are_refused(changes: dict[str, Any])
         BenchOptions(**changes)
 
 
-def test_report_escapes_names_and_says_what_is_missing(measured: tuple[Document, Path]) -> None:
+def test_report_escapes_names_and_says_what_is_missing(measured: tuple[BenchDocument, Path]) -> None:
     document = measured[0]
     rows = tuple(replace(row, workload="<b>", cost_per_million=None) for row in document.rows)
     broken = replace(document, rows=rows, complete=False, error="the server <died>", cells=(cell(complete=False),))
@@ -447,23 +446,25 @@ def test_report_escapes_names_and_says_what_is_missing(measured: tuple[Document,
     assert "<h2>Cost</h2>" not in text
 
 
-def test_report_of_nothing(measured: tuple[Document, Path]) -> None:
+def test_report_of_nothing(measured: tuple[BenchDocument, Path]) -> None:
     assert "All numbers" in render(replace(measured[0], rows=(), checks=(), cells=()))
 
 
-def test_compare(measured: tuple[Document, Path], tmp_path: Path) -> None:
+def test_compare(measured: tuple[BenchDocument, Path], tmp_path: Path) -> None:
     document = measured[0]
     twice = tuple(replace(each, output_tokens=2 * each.output_tokens) for each in document.cells)
     faster = replace(document, cells=twice, rows=tuple(rows_of(twice)), source={**document.source, "model": "other"})
     after = tmp_path / "b.json"
     after.write_text(json.dumps(faster.json()))
-    report = compare.run(measured[1] / "a.json", after)
+    report = compare_documents(measured[1] / "a.json", after)
     assert len(report.data["rows"]) == 12
     assert all(row["ratio"]["point"] == pytest.approx(2) for row in report.data["rows"])
     assert any("model" in line and "other" in line for line in report.lines)
 
 
-def test_compare_without_anything_in_common(measured: tuple[Document, Path], capsys: Capture, tmp_path: Path) -> None:
+def test_compare_without_anything_in_common(
+    measured: tuple[BenchDocument, Path], capsys: Capture, tmp_path: Path
+) -> None:
     other = tmp_path / "b.json"
     other.write_text(json.dumps(replace(measured[0], rows=()).json()))
     assert main(["bench", "--compare", str(measured[1] / "a.json"), str(other)]) == 2
@@ -484,7 +485,7 @@ def test_whatever_ends_a_run_what_was_measured_is_kept(
 ) -> None:
     calls = list[str]()
 
-    def stopped(*args: Any, **settings: Any) -> Cell:
+    def stopped(*args: Any, **settings: Any) -> BenchCell:
         calls.append(args[2])
         if len(calls) == 3:
             raise raised
@@ -495,7 +496,7 @@ def test_whatever_ends_a_run_what_was_measured_is_kept(
     arguments = ["--backend", "native", "--max-model-len", "256", "--kv-blocks", "128", "--workload", "prose"]
     arguments += ["--output-tokens", "2", "--concurrency", "1", "--requests", "1", "--out", str(out)]
     assert main(["bench", headed, *arguments]) == code
-    document = Document.read(out)
+    document = BenchDocument.read(out)
     assert (document.complete, document.error, len(document.cells)) == (False, error, 2)
     assert f"INCOMPLETE: {error}" in capsys.readouterr().out
 
@@ -506,9 +507,9 @@ def test_a_growing_document_is_written_as_loads_are_done(
     """A program that is killed leaves the loads that were done."""
     out, seen = tmp_path / "a.json", list[tuple[bool, int]]()
 
-    def watched(*args: Any, **settings: Any) -> Cell:
+    def watched(*args: Any, **settings: Any) -> BenchCell:
         if out.exists():
-            document = Document.read(out)
+            document = BenchDocument.read(out)
             seen.append((document.complete, len(document.cells)))
         return measure(*args, **settings)
 
@@ -519,7 +520,7 @@ def test_a_growing_document_is_written_as_loads_are_done(
     )  # fmt: skip
     bench.run(options)
     assert seen == [(False, 2), (False, 2)]
-    assert Document.read(out).complete
+    assert BenchDocument.read(out).complete
 
 
 def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
@@ -536,10 +537,10 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--price-per-hour", "-1"], "--price-per-hour is -1"),
-        (["--concurrency", "0"], "--concurrency is 0"),
+        (["--price-per-hour", "-1"], "--price-per-hour is '-1', but must be above 0"),
+        (["--concurrency", "0"], "--concurrency is '0', but must be at least 1"),
         (["--concurrency", "1", "--request-rate", "2"], "both given"),
-        (["--request-rate", "nan"], "--request-rate is nan"),
+        (["--request-rate", "nan"], "--request-rate is 'nan', but must be above 0"),
         (["--temperature", "0,-1"], "temperature is -1.0"),
         (["--preset", "nope"], "--preset is 'nope'"),
         (["--preset", "sharegpt-2500-1500", "--workload", "code"], "both given"),

@@ -16,9 +16,9 @@ import pytest
 
 from headstart.cli.main import main
 from headstart.errors import UsageError
-from headstart.tools.bench.document import Document
-from headstart.tools.bench.http import OverHttp
-from headstart.tools.bench.measure import Load, measure
+from headstart.tools.bench.document import BenchDocument
+from headstart.tools.bench.http import HttpTarget
+from headstart.tools.bench.measure import RequestLoad, measure
 from headstart.tools.bench.workloads import Task, Workload, synthetic
 from headstart.tools.client import Server, get, post
 
@@ -153,8 +153,8 @@ def running(fake: Fake) -> Iterator[Fake]:
         loop.close()
 
 
-def runner_of(fake: Fake) -> OverHttp:
-    return OverHttp(Server.at(fake.url))
+def runner_of(fake: Fake) -> HttpTarget:
+    return HttpTarget(Server.at(fake.url))
 
 
 @pytest.mark.parametrize("cuts", [10_000, 7, 1])
@@ -168,7 +168,7 @@ def test_any_cut_of_the_stream_gives_the_same_answer(cuts: int) -> None:
 
 def test_measure() -> None:
     with running(Fake()) as fake:
-        found = measure(runner_of(fake), TASKS, "server", Load(concurrency=2), num_requests=6)
+        found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=2), num_requests=6)
         assert fake.at_once["most"] <= 6
     assert (found.complete, found.requests, found.failed) == (True, 6, 0)
     assert (found.prompt_tokens, found.output_tokens) == (42, 30)
@@ -179,12 +179,12 @@ def test_measure() -> None:
 def test_no_more_clients_than_asked_for() -> None:
     with running(Fake(delay=0.003)) as fake:
         runner = runner_of(fake)
-        runner.run(TASKS.tasks(9), "server", Load(concurrency=3), lambda: None)
+        runner.run(TASKS.tasks(9), "server", RequestLoad(concurrency=3), lambda: None)
         assert fake.at_once["most"] == 3
 
 
 def test_requests_at_random_times() -> None:
-    load = Load(rate=100.0)
+    load = RequestLoad(rate=100.0)
     with running(Fake()) as fake:
         found = measure(runner_of(fake), TASKS, "server", load, num_requests=5)
     assert found.seconds >= list(load.arrivals(5))[-1]
@@ -193,12 +193,12 @@ def test_requests_at_random_times() -> None:
 
 def test_without_usage_pieces_are_tokens() -> None:
     with running(Fake(usage=False)) as fake:
-        assert measure(runner_of(fake), TASKS, "server", Load(concurrency=1), num_requests=2).output_tokens == 10
+        assert measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=2).output_tokens == 10
 
 
 def test_metrics_of_vllm() -> None:
     with running(Fake(metrics=True)) as fake:
-        found = measure(runner_of(fake), TASKS, "server", Load(concurrency=1), num_requests=4).speculation
+        found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=4).speculation
     assert found is not None
     assert (found.drafts, found.drafted, found.accepted, found.per_position) == (40, 80, 40, (28, 12))
     assert found.acceptance_at == [0.7, 0.3]
@@ -207,7 +207,7 @@ def test_metrics_of_vllm() -> None:
 def test_conversation_goes_on_with_the_answer() -> None:
     task = Task(turns=("one", "two"), system="Count.", max_tokens=5, schema={"type": "object"}, ignore_eos=True)
     with running(Fake()) as fake:
-        runner_of(fake).run([task], "server", Load(concurrency=1), lambda: None)
+        runner_of(fake).run([task], "server", RequestLoad(concurrency=1), lambda: None)
         last = fake.asked[-1]
     assert [each["role"] for each in last["messages"]] == ["system", "user", "assistant", "user"]
     assert last["messages"][2]["content"] == "The sky is blue."
@@ -219,28 +219,28 @@ def test_conversation_goes_on_with_the_answer() -> None:
 )
 def test_modes_of_our_own_server(mode: str, field_: dict[str, Any]) -> None:
     with running(Fake(owner="headstart")) as fake:
-        measure(runner_of(fake), TASKS, mode, Load(concurrency=1), num_requests=1)
+        measure(runner_of(fake), TASKS, mode, RequestLoad(concurrency=1), num_requests=1)
         assert fake.asked[-1]["speculation"] == field_
 
 
 def test_mode_off_of_a_second_server() -> None:
     with running(Fake()) as fake, running(Fake()) as plain:
-        runner = OverHttp(Server.at(fake.url), Server.at(plain.url))
+        runner = HttpTarget(Server.at(fake.url), Server.at(plain.url))
         assert runner.modes == ("off", "server")
-        measure(runner, TASKS, "off", Load(concurrency=1), num_requests=2)
+        measure(runner, TASKS, "off", RequestLoad(concurrency=1), num_requests=2)
         assert (len(fake.asked), len(plain.asked)) == (0, 4)  # each prompt once before
 
 
 def test_modes_that_a_server_does_not_know() -> None:
     with running(Fake()) as fake, pytest.raises(UsageError, match="is not headstart's"):
-        measure(runner_of(fake), TASKS, "off", Load(concurrency=1), num_requests=1)
+        measure(runner_of(fake), TASKS, "off", RequestLoad(concurrency=1), num_requests=1)
 
 
 def test_refused_requests_are_counted() -> None:
     with running(Fake()) as fake:
         runner = runner_of(fake)
         fake.refuses = lambda number: 503 if number % 4 == 0 else 200
-        found = measure(runner, TASKS, "server", Load(concurrency=1), num_requests=4)
+        found = measure(runner, TASKS, "server", RequestLoad(concurrency=1), num_requests=4)
     assert (found.complete, found.requests, found.failed) == (True, 4, 1)
     assert found.errors == ("HTTP 503: no room here",)
     assert found.output_tokens == 15
@@ -251,7 +251,7 @@ def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, capsys: C
     with running(Fake(refuses=lambda number: 400)) as fake:
         assert main(["bench", "--url", fake.url, "--concurrency", "1,2", "--out", str(out)]) == 1
     assert "all 8 requests of a run failed: HTTP 400: no room here" in capsys.readouterr().out
-    assert len(Document.read(out).cells) == 1
+    assert len(BenchDocument.read(out).cells) == 1
 
 
 def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Capture) -> None:
@@ -263,7 +263,7 @@ def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Cap
     shown = capsys.readouterr().out
     assert code == 1
     assert "INCOMPLETE: the server died" in shown
-    document = Document.read(out)
+    document = BenchDocument.read(out)
     assert [each.complete for each in document.cells] == [True, True, False]
     assert (document.complete, len(document.rows), document.rows[0].cells) == (False, 1, 2)
     assert "Incomplete:" in page.read_text("utf-8")
@@ -272,7 +272,7 @@ def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Cap
 def test_a_lost_connection_ends_a_run_early() -> None:
     with running(Fake(dies_after=3)) as fake:
         runner = runner_of(fake)
-        outcome = runner.run(TASKS.tasks(50), "server", Load(concurrency=1), lambda: None)
+        outcome = runner.run(TASKS.tasks(50), "server", RequestLoad(concurrency=1), lambda: None)
     assert "hung up" in outcome.lost
     assert [bool(each.error) for each in outcome.samples] == [False, False, False, True]
     assert not runner.is_alive()
@@ -304,7 +304,7 @@ def test_something_else_than_such_a_server() -> None:
         server = replace(Server.at(fake.url), prefix="/nothing")
         assert asyncio.run(get(server, "/v1/models")).status == 404
         with pytest.raises(UsageError, match="no OpenAI-compatible server: /v1/models answers 404"):
-            OverHttp(server)
+            HttpTarget(server)
 
 
 def test_a_model_that_the_server_does_not_have(capsys: Capture) -> None:

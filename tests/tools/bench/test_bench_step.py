@@ -15,7 +15,7 @@ from headstart.engine.load import load_model
 from headstart.errors import UsageError
 from headstart.tools.bench import step as bench_step
 from headstart.tools.bench.step import StepOptions
-from headstart.tools.prefilled import affordable_repeats
+from headstart.tools.pass_timing import affordable_repeats
 from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
@@ -36,9 +36,14 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny("mimo", tmp_path_factory.mktemp("headed")))
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_step, "IN_PLACE_STEPS", 2)
+
+
 @pytest.fixture
 def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tools.prefilled.MOST_READ_BYTES", READ_BYTES)
+    monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", READ_BYTES)
 
 
 def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:
@@ -74,12 +79,18 @@ def test_report(headed: str, backend: str) -> None:
     assert [row["logit_rows"] for row in data["passes"]] == [1, 4, 1]
     assert all(len(row["samples_ms"]) == 2 and row["min_ms"] > 0 for row in data["passes"])
     assert data["flatness"] == data["passes"][1]["median_ms"] / data["passes"][0]["median_ms"]
+    steps = data["in_place"]
+    assert [each["rows"] for each in steps] == [1, 2, 4, 6, 8]
+    assert all(each["steps"] >= 2 for each in steps)
+    parts = ("forward_ms", "sampling_ms", "draft_ms", "host_ms", "step_ms")
+    assert all(0 < each[part] <= each["step_ms"] for each in steps for part in parts)
+    assert data["flatness_in_place"] == steps[2]["forward_ms"] / steps[0]["forward_ms"]
     assert data["draft"]["depth"] == 1
     assert (data["prefill"]["rows"], data["profile"]) == (16, None)
     assert data["machine"]["backend"] == backend
     assert ("torch" in data["machine"]["versions"]) == (backend == "reference")
     assert data["read_bandwidth"]["gb_per_s"] > 0
-    assert [line.split()[0] for line in report.lines] == ["t(4)/t(1)", "draft", "prefill"]
+    assert [line.split()[0] for line in report.lines] == ["t(4)/t(1)", "t(4)/t(1)", "draft", "prefill"]
     assert [line.split()[0] for line in bench_step.header(data)] == ["model", "machine", "versions"]
 
 
@@ -95,7 +106,8 @@ def test_bytes_of_a_pass(plain: str) -> None:
 
 def test_without_a_head_there_is_no_draft(plain: str) -> None:
     report = bench(plain, rows=(2, 3))
-    assert [report.data[name] for name in ("flatness", "draft", "prefill")] == [None, None, None]
+    assert [report.data[name] for name in ("flatness", "flatness_in_place", "draft", "prefill")] == [None] * 4
+    assert [each["rows"] for each in report.data["in_place"]] == [1]
     assert report.lines == []
 
 
@@ -166,7 +178,7 @@ def test_command_prints_tables(headed: str, small_buffer: None, capsys: Capture)
     ("arguments", "message"),
     [
         (["--rows", "1,x"], "--rows is '1,x', which is not a list of such values"),
-        (["--rows", "0,1"], "a pass has at least 1 row"),
+        (["--rows", "0,1"], "--rows is '0,1', but must be at least 1"),
         (["--repeats", "0"], "--repeats is '0', but must be at least 1"),
         (["--kv-blocks", "9"], "--kv-blocks has no meaning"),
         (["--drafter", "ngram"], "--drafter ngram: bench step times a head"),

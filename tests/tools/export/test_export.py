@@ -23,7 +23,7 @@ from headstart.heads.base import HeadSpec  # noqa: E402
 from headstart.heads.kind import head_kind  # noqa: E402
 from headstart.models.small import random_arrays  # noqa: E402
 from headstart.tools.export.run import ExportOptions, run  # noqa: E402
-from headstart.train.unroll import unroll  # noqa: E402
+from headstart.train.objective import unroll  # noqa: E402
 
 
 def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:

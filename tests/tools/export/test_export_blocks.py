@@ -54,9 +54,8 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
     model, head, prompts = trunk(tmp_path / "model"), tmp_path / "head", tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
-    train(
-        TrainOptions(model=model, out=head, kind="block", prompts=(prompts,), tokens=20_000, draft_vocab=100, threads=1)
-    )
+    common: dict[str, Any] = {"kind": "block", "model": model, "threads": 1, "measure_speedup": False}
+    train(TrainOptions(out=head, prompts=(prompts,), tokens=20_000, draft_vocab=100, **common))
     before = drafted(model, head)
     assert sum(accepted for *_, accepted in before) > 20
     for layout in ("vllm-dspark", "speculators"):
@@ -68,11 +67,13 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
         assert drafted(model, out) == before
         assert main(["inspect", str(out)]) == 0
         assert "DSpark: ALIVE" in capsys.readouterr().out
-    again, common = tmp_path / "again", {"kind": "block", "model": model, "threads": 1, "measured": False}
+    again = tmp_path / "again"
     train(TrainOptions(out=again, finetune=True, head=out, prompts=(prompts,), tokens=300, **common))
     last = json.loads((tmp_path / "head.training" / "log.jsonl").read_text().splitlines()[-1])
     standing = json.loads((tmp_path / "again.training" / "log.jsonl").read_text().splitlines()[0])
-    assert standing["held_out"]["all"]["length"] == pytest.approx(last["held_out"]["all"]["length"], abs=0.1)
+    assert standing["held_out"]["all"]["length"] == pytest.approx(
+        last["held_out"]["all"]["length"], abs=0.2
+    )  # 12 held-out tokens, and the file rounds to bfloat16: two of them may flip
     assert "embed_tokens.weight" in read_head(again).tensors
     assert main(["export", model, "--head", str(head), "--to", "vllm-dflash", "-o", str(tmp_path / "no")]) == 2
     assert "DFlash has no Markov or confidence head" in (told := capsys.readouterr().err)

@@ -220,6 +220,15 @@ def test_each_type_tensor_by_tensor(case: str, tmp_path: Path) -> None:
     assert index == {"weight_map": dict.fromkeys(draft, SHARD)}
 
 
+@pytest.mark.parametrize(("case", "forced"), [("qwen3_5", "qwen3_5_moe"), ("qwen3_5_moe", "qwen3_5")])
+def test_a_forced_type_that_the_tensors_deny(case: str, forced: str, tmp_path: Path) -> None:
+    config, tensors, *_ = CASES[case]
+    source = write_checkpoint(tmp_path / "model", config, tensors)
+    with pytest.raises(ModelError, match=f"--model-type {forced}, but the tensors of .* are those of {case}"):
+        run(ExportOptions(model=str(source), out=tmp_path / "out", model_type=forced))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_config_is_written_as_there(tmp_path: Path) -> None:
     """Keys sorted, two blanks, letters as they are, no end of line."""
     config, tensors, *_ = CASES["mimo"]

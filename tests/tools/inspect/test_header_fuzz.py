@@ -19,7 +19,6 @@ from headstart.errors import ModelError
 from headstart.formats import find_checkpoint
 from headstart.formats.base import BITS
 from headstart.formats.gguf_file import read
-from headstart.formats.mtp_families import families_by_key
 from headstart.formats.safetensors_file import read_file
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
@@ -88,7 +87,7 @@ KEYS = sorted(
     }
 )  # fmt: skip
 LIKELY = [
-    *families_by_key(), "eagle3", "dflash", "medusa", 0, 1, 3, 10**9, None, {}, [], {"ignore": ["re:("], "bits": 4},
+    *ZOO, "eagle3", "dflash", "medusa", 0, 1, 3, 10**9, None, {}, [], {"ignore": ["re:("], "bits": 4},
     {"dynamic": {"-:x": 1}}, {"config_groups": {"a": 1}}, {"dynamic": [1]}, {"num_nextn_predict_layers": 2}, [None],
 ]  # fmt: skip
 
@@ -101,7 +100,7 @@ LIKELY = [
 def test_configs_of_all_sorts(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     folder = tmp_path / key
     if not folder.exists():
-        write(folder, {}, trunk(ZOO[key]) | heads(key, ZOO[key]))
+        write(folder, {}, trunk(ZOO[key]) | heads(ZOO[key]))
     (folder / "config.json").write_text(json.dumps({**config_of(ZOO[key]), **changes}))
     with suppress(ModelError):
         inspect.run(InspectOptions(model=str(folder)))

@@ -16,16 +16,17 @@ from headstart.cli.main import main
 from headstart.errors import ModelError, UsageError
 from headstart.formats import safetensors
 from headstart.formats.base import BITS, File, Tensor
-from headstart.formats.mtp_families import declared, families_by_key, find_family
-from headstart.formats.symbols import Sizes, text_config
+from headstart.formats.quantization import weight_headers
+from headstart.formats.sizes import Sizes, Unknown, text_config
+from headstart.formats.tensor_parts import part_of
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
 from headstart.hub import cached_trunk
+from headstart.models.families import find_mtp_family
+from headstart.models.mtp import declared
 from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.parts import part_of
 from headstart.tools.inspect.run import InspectOptions
-from headstart.tools.inspect.weights import weights_of
 from headstart.tools.tiny import write_tiny
 
 QWEN = ZOO["qwen3_5"]
@@ -64,7 +65,7 @@ def test_all_spellings_of_the_promise(config: dict[str, Any], expected: tuple[in
 
 def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
     animal = ZOO["hy_v4"]
-    tensors = trunk(animal) | heads("hy_v4", animal)
+    tensors = trunk(animal) | heads(animal)
     for count, verdict in ((1, "alive"), (2, "alive"), (3, "partial")):
         assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
 
@@ -83,20 +84,29 @@ def test_sizes_that_are_no_numbers(tmp_path: Path, value: Any) -> None:
 def test_absurd_sizes_cost_nothing(tmp_path: Path) -> None:
     animal = ZOO["deepseek_v3"]
     config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**39}
-    assert look(tmp_path, config, trunk(animal) | heads("deepseek_v3", animal))["heads"]["verdict"] == "partial"
+    assert look(tmp_path, config, trunk(animal) | heads(animal))["heads"]["verdict"] == "partial"
+
+
+def key_of(config: dict[str, Any], *, from_gguf: bool = False) -> str:
+    found = find_mtp_family(config, from_gguf=from_gguf)
+    return found.key if found else ""
 
 
 def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
-    assert find_family({"model_type": "kimi_k2"}) is families_by_key()["deepseek_v3"]
-    assert find_family({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}) is not None
-    assert find_family({"model_type": "qwen35"}, "gguf") is families_by_key()["qwen3_5"]
-    assert find_family({"model_type": "llama"}) is None and find_family({}) is None
+    assert key_of({"model_type": "kimi_k2"}) == "deepseek_v3"
+    assert key_of({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}) == "qwen3_5"
+    assert key_of({"model_type": "qwen35"}, from_gguf=True) == "qwen3_5"
+    assert key_of({"model_type": "llama"}) == key_of({}) == ""
 
 
-def test_symbols() -> None:
-    rows = {"a": {"keys": ["x.y", "z"]}, "b": {"keys": ["list"]}, "c": {"keys": ["none"], "else": "a / 0"}}
-    sizes = Sizes(rows, {"x": {"y": 6}, "list": [1, 2, 3]})
-    assert sizes.shape(["a", "2 * (a + b)", "*", "c", "a / b - 1"]) == (6, 18, None, "c", 1)
+def test_sizes() -> None:
+    config = {"n_embd": 8, "text_config": {"num_attention_heads": 2}, "eagle_config": {}, "target_layer_ids": [1, 2]}
+    sizes = Sizes(config)
+    assert (sizes["hidden"], sizes["kv_heads"], sizes["head_dim"], sizes["taps"]) == (8, 2, 4, 2)
+    assert sizes.get("latent") is None and sizes.get("target_hidden") == 8
+    unknown = 2 * (sizes["latent"] + 3)
+    assert isinstance(unknown, Unknown) and unknown == 2 * (sizes["latent"] + 3) != 2 * sizes["latent"]
+    assert isinstance(Sizes({"hidden_size": 8, "num_attention_heads": 0})["head_dim"], Unknown)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +204,7 @@ def test_packed_weights_are_what_they_stand_for(case: str) -> None:
     for word, (dtype, size) in stored.items():
         nbytes = int(np.prod(size)) * BITS[dtype] // 8
         tensors[f"{X}.{word}"] = Tensor(f"{X}.{word}", size, dtype, File(Path("f")), 0, nbytes)
-    found = weights_of(tensors, {"quantization_config": settings})
+    found = weight_headers(tensors, {"quantization_config": settings})
     assert list(found) == [f"{X}.weight"]
     weight = found[f"{X}.weight"]
     assert (weight.shape, weight.kind, weight.parameters) == (shape, kind, 256 * 512)
@@ -203,7 +213,7 @@ def test_packed_weights_are_what_they_stand_for(case: str) -> None:
 
 
 def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> None:
-    tensors = trunk(QWEN) | heads("qwen3_5", QWEN)
+    tensors = trunk(QWEN) | heads(QWEN)
     name = "mtp.layers.0.mlp.up_proj"
     rows, columns = tensors.pop(f"{name}.weight")[1]
     tensors[f"{name}.weight_packed"] = ("I32", (rows, columns // 8))
@@ -219,7 +229,7 @@ def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> No
 
 def quantized_trunk() -> Tensors:
     name = "model.layers.0.mlp.up_proj"
-    tensors = trunk(QWEN) | heads("qwen3_5", QWEN)
+    tensors = trunk(QWEN) | heads(QWEN)
     return tensors | {f"{name}.weight": ("F8_E4M3", (40, H)), f"{name}.weight_scale": ("F32", (40, 1))}
 
 
@@ -246,7 +256,7 @@ def test_a_head_that_the_quantization_config_does_not_leave_out(
 def test_copies_of_the_trunk(tmp_path: Path) -> None:
     animal = ZOO["deepseek_v3"]
     copy = "model.layers.4.embed_tokens.weight"
-    tensors = trunk(animal) | heads("deepseek_v3", animal) | {copy: ("BF16", (V, H))}
+    tensors = trunk(animal) | heads(animal) | {copy: ("BF16", (V, H))}
     folder = tmp_path / "m"
     data = look(folder, config_of(animal), tensors)
     assert (data["heads"]["embedding"], data["heads"]["lm_head"]) == ("copy", "shared")
@@ -260,7 +270,7 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
 
 def test_own_heads(tmp_path: Path) -> None:
     animal = ZOO["step3p5"]
-    data = look(tmp_path, config_of(animal), trunk(animal) | heads("step3p5", animal))
+    data = look(tmp_path, config_of(animal), trunk(animal) | heads(animal))
     assert data["heads"]["lm_head"] == "own"
 
 
@@ -287,22 +297,22 @@ def test_remarks(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, 
     for name, value in changes.items():
         place = config[name.partition(".")[0]] if "." in name else config
         place[name.rpartition(".")[2]] = value
-    data = look(tmp_path, config, trunk(animal) | heads(key, animal))
+    data = look(tmp_path, config, trunk(animal) | heads(animal))
     assert any(text in each for each in remarks(data, topic)), data["findings"]
 
 
 def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
     folder = write(tmp_path, config_of(QWEN), trunk(QWEN), shards=2)
-    write_file(folder / "mtp.safetensors", heads("qwen3_5", QWEN))
+    write_file(folder / "mtp.safetensors", heads(QWEN))
     report = inspect.run(InspectOptions(model=str(folder)))
-    assert report.data["heads"]["verdict"] == "stripped"
-    assert "are in mtp.safetensors, but not in the index" in remarks(report.data, "index")[0]
+    assert report.data["heads"]["verdict"] == "alive"
+    assert "are in mtp.safetensors, but not in the index: vLLM" in remarks(report.data, "index")[0]
 
 
 def test_extra_tensors_and_modules(tmp_path: Path) -> None:
     animal = ZOO["mimo"]
     more = {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
-    data = look(tmp_path, config_of(animal), trunk(animal) | heads("mimo", animal) | more)
+    data = look(tmp_path, config_of(animal), trunk(animal) | heads(animal) | more)
     assert (data["heads"]["verdict"], data["heads"]["extra"]) == ("alive", list(more))
 
 
@@ -313,7 +323,7 @@ def test_an_unknown_family_is_not_judged_by_a_table(tmp_path: Path) -> None:
 
 
 def test_native_heads_against_another_trunk(tmp_path: Path) -> None:
-    whole = trunk(QWEN) | heads("qwen3_5", QWEN)
+    whole = trunk(QWEN) | heads(QWEN)
     same = write(tmp_path / "same", config_of(QWEN), trunk(QWEN))
     wider = config_of(QWEN)
     wider["text_config"]["intermediate_size"] = 48
@@ -387,7 +397,7 @@ def test_gguf(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = write(tmp_path / "a", config_of(QWEN), trunk(QWEN) | heads("qwen3_5", QWEN))
+    whole = write(tmp_path / "a", config_of(QWEN), trunk(QWEN) | heads(QWEN))
     stripped = write(tmp_path / "b", config_of(QWEN), trunk(QWEN))
     assert main(["inspect", str(whole)]) == 0 and "MTP: ALIVE" in capsys.readouterr().out
     assert main(["inspect", str(stripped)]) == 1 and "fix: put it back" in capsys.readouterr().out

@@ -35,7 +35,7 @@ LINKING = ("enorm", "hnorm", "eh_proj", "shared_head")
 
 def cut_out(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """A family's module as xLLM's own tool cuts it out."""
-    animal, shapes = ZOO[key], {name: shape for name, (_, shape) in heads(key, ZOO[key]).items()}
+    animal, shapes = ZOO[key], {name: shape for name, (_, shape) in heads(ZOO[key]).items()}
     for name in list(shapes) if key in ("glm4_moe", "deepseek_v32") else ():
         rest = name.removeprefix("model.layers.4.")
         shapes[f"model.{rest}" if rest.startswith(LINKING) else f"model.layers.0.{rest}"] = shapes.pop(name)

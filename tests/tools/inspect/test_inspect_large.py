@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from zoo import Tensors, write
 
-from headstart.formats.mtp_families import families_by_key
+from headstart import registry
+from headstart.models.names import trailing_name
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
 
@@ -24,34 +24,24 @@ KEPT = ("norm", "eh_proj", "gate.weight", "embed_tokens", "shared_head", "bias")
 """Tensors that are not quantized."""
 
 
-def layer_shapes(layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    family = families_by_key()["deepseek_v3"]
-    copies = ("embed_tokens.weight", "shared_head.head.weight", "mlp.gate.e_score_correction_bias")
-    present = {f"layers.{layer}.{name}" for name in copies}
-    for name, shape, optional, _ in family.expected(family.sizes(CONFIG), 0, layer, present):
-        inside = name.removeprefix(f"layers.{layer}.")
-        head = inside.startswith(("eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"))
-        wanted = (not optional or inside in copies) and (layer == LAYERS or not head)
-        if wanted and (layer >= DENSE or not inside.startswith("mlp.")):
-            yield f"model.{name}", tuple(size if isinstance(size, int) else 0 for size in shape or ())
-    for name in ("gate_proj", "up_proj", "down_proj") if layer < DENSE else ():
-        shape = (HIDDEN, 18432) if name == "down_proj" else (18432, HIDDEN)
-        yield f"model.layers.{layer}.mlp.{name}.weight", shape
-
-
 def tensors() -> Tensors:
-    found: Tensors = {
-        "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
-        "model.norm.weight": ("BF16", (HIDDEN,)),
+    family = registry.find("models", "deepseek_v3").FAMILY
+    shapes = {
+        family.names.theirs(trailing_name(name, LAYERS)): shape
+        for name, shape in family.shapes(family.read(CONFIG, strict=False)).items()
     }
-    for layer in range(LAYERS + 1):
-        for name, shape in layer_shapes(layer):
-            if any(word in name for word in KEPT):
-                found[name] = ("F32" if name.endswith("bias") else "BF16", shape)
-            else:
-                found[name] = ("F8_E4M3", shape)
-                found[f"{name}_scale_inv"] = ("F32", tuple(-(-size // 128) for size in shape))
-    return found | {"lm_head.weight": ("BF16", (VOCABULARY, HIDDEN))}
+    shapes |= {
+        f"model.layers.{LAYERS}.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        f"model.layers.{LAYERS}.shared_head.head.weight": (VOCABULARY, HIDDEN),
+    }
+    found: Tensors = {}
+    for name, shape in shapes.items():
+        if not name.startswith("model.layers.") or any(word in name for word in KEPT):
+            found[name] = ("F32" if name.endswith("bias") else "BF16", shape)
+        else:
+            found[name] = ("F8_E4M3", shape)
+            found[f"{name}_scale_inv"] = ("F32", tuple(-(-size // 128) for size in shape))
+    return found
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def said(folder: Path) -> tuple[str, str]:
 def quantized(folder: Path, *scales: tuple[str, str, tuple[int, ...]], dtype: str = "F8_E4M3") -> Path:
     """A whole head with one matrix in FP8, and these tensors beside it: last part of the name, type, shape."""
     animal = ZOO["deepseek_v3"]
-    tensors = trunk(animal) | heads("deepseek_v3", animal)
+    tensors = trunk(animal) | heads(animal)
     tensors[PROJECTION] = (dtype, tensors[PROJECTION][1])
     tensors |= {f"{PROJECTION}{name}": (kind, shape) for name, kind, shape in scales}
     return write(folder, {**config_of(animal), **FP8}, tensors)
@@ -139,7 +139,7 @@ MEDUSA = {"weight": (H, H), "bias": (H,)}
 @pytest.mark.parametrize("value", [-5, 0, 2**60, True])
 def test_sizes_that_are_none(tmp_path: Path, value: int) -> None:
     animal = ZOO["mimo"]
-    folder = write(tmp_path, {**config_of(animal), "num_hidden_layers": value}, trunk(animal) | heads("mimo", animal))
+    folder = write(tmp_path, {**config_of(animal), "num_hidden_layers": value}, trunk(animal) | heads(animal))
     with pytest.raises(ModelError, match="num_hidden_layers is"):
         look(folder)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headstart.formats.base import Checkpoint
-from headstart.models.base import UNSUPPORTED
-from headstart.tools.inspect.runs import runs_here
+from headstart.models.described import DESCRIBED
+from headstart.tools.inspect.run import runs_here
 
 COMMON: dict[str, Any] = {
     "architectures": ["XForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
@@ -438,4 +438,4 @@ def test_one_line_names_what_is_missing(name: str) -> None:
     config, said = REFUSED[name]
     found = verdict(config)
     assert not found["runs"] and said in found["why"] and "\n" not in found["why"]
-    assert (config["model_type"] in UNSUPPORTED) == ("headstart launch" in found["fix"])
+    assert (config["model_type"] in DESCRIBED) == ("headstart launch" in found["fix"])

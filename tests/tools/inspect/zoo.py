@@ -1,7 +1,8 @@
 """Synthetic checkpoints: real headers over empty data, for every family with MTP heads.
 
-What a family's config looks like and what its released tensors are called is written down here by hand; shapes of the
-other tensors come from the table under test.
+What a family's config looks like and what its released tensors are called is written down here by hand, unless the
+contract tests have it; the other tensors are those of the family's small model, or, of families that are only
+described, the declared ones.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headstart.formats.base import BITS
-from headstart.formats.mtp_families import families_by_key
+from headstart.formats.base import BITS, strip_wrapper
+from headstart.formats.sizes import Sizes
+from headstart.formats.tensor_parts import MTP, part_of
+from headstart.models.families import FoundFamily, find_mtp_family, mtp_families
+from headstart.models.mtp import MTPLayout, count_keys
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 H, V, N = 32, 96, 4
@@ -23,7 +27,9 @@ SIZES = {
     "head_dim": 8, "intermediate_size": 40, "max_position_embeddings": 512,
 }  # fmt: skip
 MLA = {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
-MOE = {"n_routed_experts": 3, "n_shared_experts": 1, "moe_intermediate_size": 24}
+MOE = {
+    "n_routed_experts": 3, "n_shared_experts": 1, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 DSA = {"index_n_heads": 3, "index_head_dim": 4, "index_topk": 8}
 QWEN_MOE = {"num_experts": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
 NEXTN = "num_nextn_predict_layers"
@@ -31,8 +37,8 @@ NEXTN = "num_nextn_predict_layers"
 
 @dataclass(frozen=True)
 class Animal:
-    """One family: config, name of its count key (None: it has none), the wrapper of its tensor names, and a few MTP
-    tensors by hand, which must be among those that are looked for."""
+    """One family: config keys beside those of its small model, name of its count key (None: it has none), the wrapper
+    of its tensor names, and a few MTP tensors by hand, which must be among those that are looked for."""
 
     config: dict[str, Any]
     names: dict[str, tuple[int, ...]]
@@ -40,7 +46,7 @@ class Animal:
     count: int = 1
     nested: str = ""
     wrapper: str = "model."
-    renamed: Mapping[str, str] = field(default_factory=dict)  # the table's name -> how the checkpoint has it
+    renamed: Mapping[str, str] = field(default_factory=dict)  # of described families: declared name -> the checkpoint's
 
 
 def deepseek(kind: str, **more: Any) -> Animal:
@@ -68,7 +74,10 @@ ZOO: dict[str, Animal] = {
         wrapper="",
     ),
     "deepseek_v4": Animal(
-        {"model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6},
+        {
+            "model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6,
+            "num_key_value_heads": 1, "index_head_dim": 6, "compress_ratios": [4, 128, 0, 0, 0],
+        },
         {"mtp.0.e_proj.weight": (H, H), "mtp.0.hc_head_fn": (2, 2 * H), "mtp.0.attn.wo_a.weight": (12, 16)},
         wrapper="",
     ),
@@ -76,8 +85,7 @@ ZOO: dict[str, Animal] = {
         {"model_type": "glm4_moe", **MOE, "use_qk_norm": True},
         {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.self_attn.q_norm.weight": (8,)},
     ),
-    "glm4_moe_lite": deepseek("glm4_moe_lite"),
-    "glm_moe_dsa": deepseek("glm_moe_dsa", **DSA),
+    "glm_moe_dsa": deepseek("glm_moe_dsa", indexer_types=["full"] * 4, **DSA),
     "glm5_next": deepseek("glm5_next", nested="text_config", wrapper="model.language_model.", **DSA),
     "glm_ocr": Animal(
         {"model_type": "glm_ocr"},
@@ -102,38 +110,19 @@ ZOO: dict[str, Animal] = {
         key=None,
         count=3,
     ),
-    "nemotron_h": Animal(
-        {"model_type": "nemotron_h", **MOE, "mtp_hybrid_override_pattern": "*E"},
-        {"mtp.layers.0.eh_proj.weight": (H, 2 * H), "mtp.layers.1.mixer.gate.weight": (3, H)},
-        wrapper="",
-    ),
     "step3p5": Animal(
         {"model_type": "step3p5", "layer_types": ["full_attention"] * 7},
         {"model.layers.6.transformer.shared_head.output.weight": (V, H), "model.layers.5.eh_proj.weight": (H, 2 * H)},
         count=3,
         renamed={"shared_head.head.": "transformer.shared_head.output."},
     ),
-    "ernie4_5_moe": Animal(
-        {"model_type": "ernie4_5_moe", "moe_num_experts": 3},
-        {"model.mtp_linear_proj.0.weight": (H, 2 * H), "model.mtp_block.0.mlp.up_proj.weight": (40, H)},
-    ),
     "longcat_flash": Animal(
         {"model_type": "longcat_flash", **MLA, "ffn_hidden_size": 40},
         {"model.mtp.layers.0.enorm.m.weight": (H,), "model.mtp.norm.weight": (H,)},
         key=None,
     ),
-    "exaone_moe": qwen("exaone_moe", key=NEXTN, names={"mtp.fc.weight": (H, 2 * H)}, num_experts=3),
     "exaone4_5": qwen("exaone4_5", key=NEXTN, nested="text_config", names={"mtp.norm.weight": (H,)}),
-    "hy_v3": Animal(
-        {"model_type": "hy_v3", "num_experts": 3, "moe_intermediate_size": 24},
-        {"model.layers.4.final_layernorm.weight": (H,), "model.layers.4.self_attn.k_norm.weight": (8,)},
-    ),
     "hy_v4": Animal({"model_type": "hy_v4", **MLA}, {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
-    "bailing_moe": Animal(
-        {"model_type": "bailing_moe", "num_experts": 3, "moe_intermediate_size": 24},
-        {"model.layers.4.attention.dense.weight": (H, H), "model.layers.4.final_layernorm.weight": (H,)},
-        renamed={"self_attn.o_proj.": "attention.dense."},
-    ),
     "bailing_hybrid": Animal(
         {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24},
         {"model.layers.4.attention.dense.weight": (H, 40), "model.layers.4.final_layernorm.weight": (H,)},
@@ -160,14 +149,32 @@ ZOO: dict[str, Animal] = {
         {"model.mtp.embed_tokens.weight": (V, H), "model.layers.4.eh_proj.weight": (H, 2 * H)},
         key=None,
     ),
-    "mellum": qwen("mellum", key="num_mtp_layers", names={"mtp.fc.weight": (H, 2 * H)}),
-    "cohere2_moe": Animal({"model_type": "cohere2_moe"}, {"model.layers.4.eh_proj.weight": (H, 2 * H)}),
 }  # fmt: skip
+
+
+def derived(name: str, layout: MTPLayout) -> Animal:
+    """Of a family that runs: the names of its small model, which family_rows.MTPModule has by hand."""
+    animal = Animal({"model_type": name}, {}, layout.count_key, wrapper="")
+    found = {name: shape for name, (_, shape) in heads(animal).items()}
+    return replace(animal, names=dict([*found.items()][:: len(found) - 1]))
+
+
+def family_of(animal: Animal) -> FoundFamily:
+    found = find_mtp_family(animal.config)
+    assert found
+    return found
+
+
+def text_of(animal: Animal) -> dict[str, Any]:
+    """Keys of the language model, without its count key."""
+    family = family_of(animal).family
+    small = {} if family.unsupported else family.tiny_config()
+    return {key: value for key, value in {**small, **SIZES, **animal.config}.items() if key not in count_keys()}
 
 
 def config_of(animal: Animal, count: int | None = None) -> dict[str, Any]:
     """config.json; `count` for the count key (None: as released)."""
-    text = {**SIZES, **animal.config}
+    text = text_of(animal)
     key = animal.key or NEXTN
     if animal.key or count is not None:
         target = text
@@ -189,18 +196,27 @@ def trunk(animal: Animal) -> Tensors:
     return tensors | {f"{wrapper}norm.weight": ("BF16", (H,))}
 
 
-def heads(key: str, animal: Animal) -> Tensors:
+def heads(animal: Animal) -> Tensors:
     """The MTP tensors of a whole checkpoint, under the names that it would have."""
-    family = families_by_key()[key]
-    sizes = family.sizes(config_of(animal))
+    found = family_of(animal)
+    if not found.layout.tensors:  # as the family writes its small models
+        _, arrays = found.family.tiny(**text_of(animal), **{NEXTN: animal.count})
+        layers = int(text_of(animal)["num_hidden_layers"])
+        return {
+            animal.wrapper + strip_wrapper(name) if animal.wrapper else name: ("BF16", array.shape)
+            for name, array in arrays.items()
+            if part_of(name, layers) == MTP
+        }
+    assert found.layout.tensors
     tensors: Tensors = {}
     for module in range(animal.count):
-        for slot in family.expected(sizes, module, N + module, ()):
-            if not slot.optional:
-                name = slot.name
+        shapes = found.layout.tensors(Sizes(config_of(animal)), module, N + module, ())
+        for declared, dims in shapes.items():
+            if not declared.startswith("?"):
+                name = declared
                 for ours, theirs in animal.renamed.items():
                     name = name.replace(f".{ours}", f".{theirs}")
-                shape = tuple(size if isinstance(size, int) and size else 16 for size in slot.shape or ())
+                shape = tuple(size if isinstance(size, int) and size else 16 for size in dims)
                 tensors[animal.wrapper + name] = ("BF16", shape)
     return tensors
 
@@ -230,3 +246,6 @@ def write_file(path: Path, tensors: Tensors) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
     return path
+
+
+ZOO |= {name: derived(name, layout) for name, layout in mtp_families().items() if name not in ZOO}

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from headstart.cli.main import main
-from headstart.tools.launch.yaml import dumped
-from headstart.tools.tiny import write_tiny
+from headstart.tools.launch.launcher import dump_yaml
 
 Capture = pytest.CaptureFixture[str]
 POD: dict[str, Any] = {
@@ -92,11 +91,6 @@ VERSIONS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return str(write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4))
-
-
 def emitted(capsys: Capture, *words: str) -> str:
     assert main(["launch", *words]) == 0
     return capsys.readouterr().out
@@ -165,8 +159,8 @@ def test_a_table_of_depths_is_a_config_map(model: str, capsys: Capture) -> None:
     assert any(mount["mountPath"] == "/config" for mount in container["volumeMounts"])
 
 
-def test_kuberay_has_the_engines_arguments_by_their_names(capsys: Capture, tmp_path: Path) -> None:
-    text = emitted_of_a_repo(capsys, tmp_path, "--emit", "kuberay", "--nodes", "2", "--tp", "8")
+def test_kuberay_has_the_engines_arguments_by_their_names(model: str, capsys: Capture) -> None:
+    text = emitted_of_a_repo(capsys, model, "--emit", "kuberay", "--nodes", "2", "--tp", "8")
     (service,) = objects(text)
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     (config,) = application["args"]["llm_configs"]
@@ -180,18 +174,17 @@ def test_kuberay_has_the_engines_arguments_by_their_names(capsys: Capture, tmp_p
     assert group["replicas"] == 2
 
 
-def emitted_of_a_repo(capsys: Capture, tmp_path: Path, *words: str) -> str:
+def emitted_of_a_repo(capsys: Capture, model: str, *words: str) -> str:
     """Of a repo of which only the config is read."""
-    import headstart.tools.launch.facts as facts
+    import headstart.tools.launch.model_facts as facts
 
-    write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts.hub, "config_file", lambda model: tmp_path / "m" / "config.json")
+        patch.setattr(facts.hub, "config_file", lambda _: Path(model) / "config.json")
         return emitted(capsys, "vllm", "org/model", "--gpus", "h100x4", *words)
 
 
-def test_a_repo_is_fetched_with_a_token_that_may_be_there(capsys: Capture, tmp_path: Path) -> None:
-    deployment, _ = objects(emitted_of_a_repo(capsys, tmp_path, "--emit", "k8s", "--tp", "1"))
+def test_a_repo_is_fetched_with_a_token_that_may_be_there(model: str, capsys: Capture) -> None:
+    deployment, _ = objects(emitted_of_a_repo(capsys, model, "--emit", "k8s", "--tp", "1"))
     container = containers(deployment, "template")
     token = next(each for each in container["env"] if each["name"] == "HF_TOKEN")
     assert token["valueFrom"]["secretKeyRef"]["optional"] is True
@@ -280,4 +273,4 @@ def test_what_cannot_be_written(model: str, capsys: Capture, words: list[str], m
     ],
 )
 def test_yaml_is_read_back_as_it_was(document: Any) -> None:
-    assert yaml.safe_load(dumped(document)) == document
+    assert yaml.safe_load(dump_yaml(document)) == document

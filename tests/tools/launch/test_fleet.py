@@ -14,18 +14,12 @@ import pytest
 from headstart import machine
 from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
-from headstart.tools.launch import fleet, run as launch
-from headstart.tools.launch.fleet import Roles, parse_roles
-from headstart.tools.launch.launcher import Plan, Step
+from headstart.tools.launch import fleet, prepare as launch
+from headstart.tools.launch.fleet import parse_roles
 from headstart.tools.launch.parallelism import cores_of_workers
-from headstart.tools.tiny import write_tiny
+from headstart.tools.launch.spec import LaunchPlan, LaunchStep
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    return str(write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4))
 
 
 def small_gguf(folder: Path) -> str:
@@ -36,11 +30,11 @@ def small_gguf(folder: Path) -> str:
     return str(gguf_files.written(writer, folder / "m.gguf"))
 
 
-def planned(model: str, engine: str = "vllm", **options: Any) -> Plan:
+def planned(model: str, engine: str = "vllm", **options: Any) -> LaunchPlan:
     return launch.prepare(launch.LaunchOptions(engine=engine, model=model, **options)).plan
 
 
-def after(step: Step, flag: str) -> str:
+def after(step: LaunchStep, flag: str) -> str:
     return step.words[step.words.index(flag) + 1]
 
 
@@ -51,9 +45,7 @@ def test_roles_that_are_none(text: str) -> None:
 
 
 def test_roles() -> None:
-    assert parse_roles(" 2:1 ") == Roles(prefill=2, decode=1)
-    assert Roles(prefill=2, decode=1).names == ("prefill", "prefill", "decode")
-    assert Roles(copies=2).names == ("", "")
+    assert parse_roles(" 2:1 ") == ("prefill", "prefill", "decode")
 
 
 def test_prefill_and_decode_of_vllm(model: str) -> None:
@@ -189,6 +181,7 @@ def test_what_is_printed_says_which_server_is_which(model: str, capsys: Capture)
 
 
 def test_places_of_servers_elsewhere() -> None:
-    assert fleet.Site("slurm").address(1, 2) == "${NODES[1]}"
-    assert fleet.Site("k8s").address(1, 2) == "$(POD_IP)" and fleet.Site("k8s").first() == "$(LWS_LEADER_ADDRESS)"
-    assert fleet.Site("", "10.0.0.1").address(0, 2) == "10.0.0.1"
+    assert fleet.LaunchTarget("slurm").address(1, 2) == "${NODES[1]}"
+    assert fleet.LaunchTarget("k8s").address(1, 2) == "$(POD_IP)"
+    assert fleet.LaunchTarget("k8s").head_address() == "$(LWS_LEADER_ADDRESS)"
+    assert fleet.LaunchTarget("", "10.0.0.1").address(0, 2) == "10.0.0.1"

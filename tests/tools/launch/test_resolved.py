@@ -20,13 +20,9 @@ from gguf import GGUFWriter
 from headstart import registry
 from headstart.errors import HeadstartError, UsageError
 from headstart.formats.json_object import read_packaged
-from headstart.tools.launch import run as launch
-from headstart.tools.launch.checked import check_words
-from headstart.tools.launch.definitions import definitions
-from headstart.tools.launch.launcher import Step
-from headstart.tools.launch.published import published
-from headstart.tools.launch.rules import rules
-from headstart.tools.launch.versions import parse
+from headstart.tools.launch import prepare as launch
+from headstart.tools.launch.arguments import argument_table, check_arguments, parse_version, published, rules
+from headstart.tools.launch.spec import LaunchStep
 
 ENGINES = registry.available("launchers")
 HEADS: dict[str, dict[str, Any] | None] = {
@@ -116,8 +112,9 @@ def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: Tried)
     wrong = []
     for engine, line in tried.lines:
         launcher = launch.launcher_of(engine)
-        step = Step(tuple(shlex.split(line)))
-        checked = check_words(launcher, parse(launcher.newest), launcher.words_of(step), positional=2)
+        step = LaunchStep(tuple(shlex.split(line)))
+        words, version = launcher.arguments_of(step), parse_version(launcher.newest)
+        checked = check_arguments(launcher, version, words, num_positional=2)
         wrong += [f"{line}\n  {error}" for error in checked.errors]
     assert not wrong, "\n".join(wrong)
     assert len(set(tried.lines)) >= COMMANDS, len(set(tried.lines))
@@ -149,14 +146,14 @@ def test_what_has_no_command_says_a_reason_of_its_own(tried: Tried) -> None:
 
 # The rules.
 
-FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.most_drafts",
+FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.max_drafts",
          "adaptive.steps"}  # fmt: skip
 RULES = [(engine, rule) for engine in ENGINES for rule in rules(engine)]
 
 
 @pytest.mark.parametrize(("engine", "rule"), RULES, ids=lambda item: getattr(item, "says", item))
 def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
-    known, named = definitions(engine), published(engine)
+    known, named = argument_table(engine), published(engine)
     assert known is not None and named is not None
     for name in rule.when:
         flag = f"--{name.replace('_', '-')}"
@@ -199,13 +196,13 @@ def test_what_an_engine_refuses_after_parsing_is_known(
     engine: str, line: str, facts: dict[str, Any], says: str
 ) -> None:
     launcher = launch.launcher_of(engine)
-    checked = check_words(launcher, parse(launcher.newest), shlex.split(line), facts)
+    checked = check_arguments(launcher, parse_version(launcher.newest), shlex.split(line), facts)
     assert any(says in each for each in checked.errors), checked
 
 
 def test_a_rule_about_something_unknown_does_not_apply() -> None:
     words = shlex.split("""-sc '{"method": "mtp", "num_speculative_tokens": 3}'""")
-    assert not check_words(launch.launcher_of("vllm"), parse("0.32.0"), words).errors
+    assert not check_arguments(launch.launcher_of("vllm"), parse_version("0.32.0"), words).errors
 
 
 def test_users_flags_are_checked_with_the_rest(tmp_path: Path) -> None:
@@ -243,7 +240,7 @@ def test_heads_may_come_later_than_the_model(tmp_path: Path) -> None:
         engine="vllm", model=str(tmp_path / "mimo_v2_flash"), gpus="h200x8", engine_version="0.14.0"
     )
     found = launch.prepare(options)
-    assert found.wanted.depth == 0 and "version 0.21.0 can" in found.why_depth
+    assert found.spec.depth == 0 and "version 0.21.0 can" in found.why_depth
     with pytest.raises(UsageError, match=r"version 0\.21\.0 can"):
         launch.prepare(replace(options, depth=1))
 
@@ -253,4 +250,4 @@ def test_rows_of_the_table_are_of_known_engines_and_sources() -> None:
     for row in table["models"]:
         assert {*row["first"], *row.get("heads", {})} <= {*table["sources"]} <= {*ENGINES}
         for version in (*row["first"].values(), *row.get("heads", {}).values()):
-            assert version is None or parse(version)
+            assert version is None or parse_version(version)

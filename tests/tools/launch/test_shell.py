@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headstart.errors import UsageError
-from headstart.tools.launch.shell import commands, quoted, unpasted
+from headstart.tools.launch.command_line import commands, quoted, unpasted
 from headstart.tools.launch.translate import translate_text
 
 CURRENT = (

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from headstart.tools.launch.checked import check_words, definitions_of
-from headstart.tools.launch.commands import CommandLine
-from headstart.tools.launch.shell import commands
+from headstart.errors import UsageError
+from headstart.tools.launch.arguments import check_arguments, parse_version, table_for
+from headstart.tools.launch.command_line import CommandLine, commands
 from headstart.tools.launch.translate import find_engine, translate_text
-from headstart.tools.launch.versions import parse
 
 LINES = json.loads(Path(__file__).with_name("stale_lines.json").read_text("utf-8"))
 AT_LEAST = 40
@@ -50,8 +49,35 @@ def refused(text: str) -> list[str]:
         if (found := find_engine(tokens)) is None:
             continue
         launcher, begin = found
-        version = parse(launcher.newest)
-        line = CommandLine.parse(text, tokens, begin, definitions_of(launcher.name, version), model=True)
+        version = parse_version(launcher.newest)
+        line = CommandLine.parse(text, tokens, begin, table_for(launcher.name, version), has_model=True)
         words = [part for word in line.words for part in word.text()]
-        errors += check_words(launcher, version, words).errors
+        errors += check_arguments(launcher, version, words).errors
     return errors
+
+
+def test_a_yaml_file_alone() -> None:
+    text = "speculative_config:\n  decoding_type: MTP\n  num_nextn_predict_layers: 3\n"
+    done = translate_text(text, "1.3.0", None)
+    assert done.text == text.replace("num_nextn_predict_layers", "max_draft_len")
+    assert done.changes == ["num_nextn_predict_layers -> max_draft_len"]
+    assert translate_text(done.text, "1.3.0", None).changes == []
+
+
+def test_heads_that_nobody_has_looked_at_are_not_promised() -> None:
+    done = translate_text("vllm serve m --speculative-model qwen3-mtp --num-speculative-tokens 3", "0.20.0", None)
+    assert "was not looked at: headstart inspect" in done.changes[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("python ktransformers/server/main.py --model_path m --port 10002", "headstart probe"),
+        ("lmdeploy serve api_server m --tp 2", "headstart probe"),
+        ("trtllm-build --checkpoint_dir ./c --speculative_decoding_mode medusa", "headstart launch trtllm"),
+    ],
+)
+def test_programs_without_a_launcher_get_an_answer(text: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="has no launcher here") as caught:
+        translate_text(text, None, None)
+    assert hint in caught.value.hint

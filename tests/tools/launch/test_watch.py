@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from headstart.errors import CheckFailed, UsageError
-from headstart.tools.launch import start as starting, watch
-from headstart.tools.launch.launcher import Step, Wanted
+from headstart.tools.launch import processes
 from headstart.tools.launch.launchers.llamacpp import LAUNCHER
-from headstart.tools.launch.start import Running, start
-from headstart.tools.launch.watch import Watch
+from headstart.tools.launch.processes import ServerGroup, check_port_is_free, start
+from headstart.tools.launch.spec import LaunchSpec, LaunchStep
 
 SERVER = """
 import http.server, os, sys
@@ -49,19 +48,19 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[Running]:
+def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[ServerGroup]:
     """Servers of these names, a router where a name is that; they are ill while `tmp_path/ill-NAME` is there."""
     commands = []
     for name, port in zip(names, free_ports(len(names)), strict=True):
         words = [sys.executable, "-c", SERVER, str(port), str(tmp_path / f"ill-{name}"), *([fails] if fails else [])]
         role = "router" if name == "router" else ""
-        commands.append((Step(tuple(words), server=name, role=role, port=port), words))
+        commands.append((LaunchStep(tuple(words), server=name, role=role, port=port), words))
     watching.clear()
-    with start(LAUNCHER, commands, {}, Wanted(depth=0)) as running:
+    with start(LAUNCHER, commands, {}, LaunchSpec(depth=0)) as running:
         try:
             yield running
         finally:
-            running.over = True
+            running.is_ending = True
             for thread in watching:
                 thread.join(60)
 
@@ -70,16 +69,16 @@ def silent(done: int, total: int, text: str) -> None:
     """No progress."""
 
 
-def watched(running: Running, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
+def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
     """Watch them in a thread, quickly: what is said, and how it ended."""
-    monkeypatch.setattr(watch, "POLL_S", 0.05)
-    monkeypatch.setattr(watch, "HEALTH_S", 0.1)
+    monkeypatch.setattr(processes, "POLL_S", 0.05)
+    monkeypatch.setattr(processes, "HEALTH_INTERVAL_S", 0.1)
     said: list[str] = []
     ended: list[BaseException] = []
 
     def run() -> None:
         try:
-            Watch(running, said.append).forever()
+            running.supervise(said.append)
         except CheckFailed as error:
             ended.append(error)
 
@@ -96,8 +95,8 @@ def until(condition: object, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def kill(running: Running, place: int) -> None:
-    process = running.parts[place].process
+def kill(running: ServerGroup, place: int) -> None:
+    process = running.processes[place].process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
 
@@ -106,9 +105,9 @@ def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         assert running.front.process is None
         running.wait(silent)
-        assert running.front.process is not None and running.front.answers()
+        assert running.front.process is not None and running.front.is_healthy()
         assert running.log == running.folder
-    assert all(part.ended() for part in running.parts)
+    assert all(each.exit_reason() for each in running.processes)
 
 
 def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,15 +125,15 @@ def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
         said, ended = watched(running, monkeypatch)
         for place in (1, 2):  # a copy, and the router
             kill(running, place)
-            until(lambda place=place: any(f"{running.parts[place].name} answers again" in text for text in said))
-        assert all(part.answers() for part in running.parts) and not ended
+            until(lambda place=place: any(f"{running.processes[place].name} answers again" in text for text in said))
+        assert all(each.is_healthy() for each in running.processes) and not ended
     assert "copy-1 was killed by signal 9 (SIGKILL)" in said[0] and "starting it again (1 of 3)" in said[0]
 
 
 def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(silent)
-        running.parts[0].words += ["no more memory"]
+        running.processes[0].words += ["no more memory"]
         said, ended = watched(running, monkeypatch)
         kill(running, 0)
         until(lambda: ended)
@@ -167,4 +166,4 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1"):
-            starting._check_free(taken.getsockname()[1], "127.0.0.1")
+            check_port_is_free(taken.getsockname()[1], "127.0.0.1")

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from headstart.tools.plan.config_shape import shape_of
-from headstart.tools.plan.sources import cards
+from headstart.tools.plan.sources import CARDS, shape_of
 
 STEP_KINDS = (["full_attention"] + ["sliding_attention"] * 3) * 12
 CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
@@ -45,7 +44,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
         }, 107.8, 17.0,
     ),
     **{
-        name: (cards()[name]["config"], *sizes)
+        name: (CARDS[name]["config"], *sizes)
         for name, sizes in {
             "k-exaone-236b-a23b": (236, 23), "hy3": (295, 21), "ling-1t": (1000, 50), "falcon-h1-34b": (33.6, 33.6),
         }.items()
@@ -59,19 +58,22 @@ def test_parameters_are_those_that_are_published(name: str) -> None:
     shape = shape_of(name, config)
     counts = shape.parameters()
     assert (sum(counts.values()) - counts["head"]) / 1e9 == pytest.approx(total, rel=0.02)
-    assert shape.active() / 1e9 == pytest.approx(active, rel=0.12)
+    assert shape.active_parameters() / 1e9 == pytest.approx(active, rel=0.12)
 
 
 SIZES = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
     "num_hidden_layers": 32, "vocab_size": 32000,
 }  # fmt: skip
+QWEN2 = {"model_type": "qwen2", "sliding_window": 4096, "max_window_layers": 28}
+LLAMA4 = {"moe_layers": [], "intermediate_size_mlp": 14336}
 WINDOWS: dict[str, tuple[dict[str, Any], int]] = {
-    "Mistral-7B-v0.1": ({"sliding_window": 4096}, 32),
-    "Mistral-7B-v0.3": ({"sliding_window": None}, 0),
-    "Qwen2.5": ({"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}, 0),
-    "Qwen2.5 with its window": ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28}, 4),
-    "chunks": ({"attention_chunk_size": 4096, "no_rope_layers": []}, 24),
+    "Mistral-7B-v0.1": ({"model_type": "mistral", "sliding_window": 4096}, 32),
+    "Mistral-7B-v0.3": ({"model_type": "mistral", "sliding_window": None}, 0),
+    "Qwen2.5": ({**QWEN2, "use_sliding_window": False}, 0),
+    "Qwen2.5 with its window": ({**QWEN2, "use_sliding_window": True}, 4),
+    "an unknown family": ({"sliding_window": 4096, "model_type": "made_up"}, 32),
+    "chunks": ({"model_type": "llama4_text", "attention_chunk_size": 4096, "no_rope_layers": [], **LLAMA4}, 24),
 }
 
 
@@ -79,7 +81,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int]] = {
 def test_layers_with_a_window_keep_no_more_than_that(name: str) -> None:
     more, count = WINDOWS[name]
     kept = [
-        sum(group.count * group.attention.kept(context) for group in shape_of(name, SIZES | more).layers)
+        sum(group.count * group.cost.mixer.cached(context) for group in shape_of(name, SIZES | more).layers)
         for context in (4096, 4097)
     ]
     assert kept[1] - kept[0] == (32 - count) * 2 * 8 * 128

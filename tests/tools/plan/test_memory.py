@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 
-from headstart.tools.plan.formats import kv_bytes, weight_format
 from headstart.tools.plan.machine import find_device
-from headstart.tools.plan.memory import LIMIT, USABLE, Memory, Split, devices_needed, memory, memory_of_bytes
-from headstart.tools.plan.roofline import SizedModel
-from headstart.tools.plan.sources import cards, find_shape, sized_model
+from headstart.tools.plan.shape import (
+    LIMIT,
+    USABLE,
+    MemoryEstimate,
+    SizedModel,
+    Split,
+    devices_needed,
+    estimate_memory,
+    kv_bytes,
+    weight_format,
+)
+from headstart.tools.plan.sources import CARDS, find_shape, sized_model
 
 
 def model(name: str, weights: str | None = None, kv: str = "bf16") -> SizedModel:
     shape = find_shape(name, weights)
-    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=kv_bytes(kv))
+    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes(kv))
 
 
 def one(gpu: str, tp: int = 1) -> Split:
@@ -27,20 +35,20 @@ def one(gpu: str, tp: int = 1) -> Split:
 
 def test_parts_add_up() -> None:
     dense = model("llama-2-7b")
-    room = memory(dense, Split(device=1e12), 1000)
+    room = estimate_memory(dense, Split(device=1e12), 1000)
     assert room.weights == pytest.approx(sum(dense.weight_bytes().values()))
     assert room.per_sequence == 33 * 8192 * 1000 * 2
     assert room.max_batch == math.floor((USABLE * 1e12 - room.weights - room.activations) / room.per_sequence)
-    assert memory(dense, one("3060"), 1000).max_batch == 0
+    assert estimate_memory(dense, one("3060"), 1000).max_batch == 0
 
 
 @pytest.mark.parametrize("context", [1, 4096, 1_000_000])
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen3.6-27b", "deepseek-v4", "gpt-oss-120b", "glm-5.1"])
 def test_the_longest_context_just_fits(name: str, context: int) -> None:
-    room = memory(model(name), Split(device=2e12), context)
-    longest = room.longest
-    assert longest is None or memory(model(name), Split(device=2e12), longest).max_batch >= 1
-    assert longest is None or memory(model(name), Split(device=2e12), longest + 1).max_batch == 0
+    room = estimate_memory(model(name), Split(device=2e12), context)
+    longest = room.max_context
+    assert longest is None or estimate_memory(model(name), Split(device=2e12), longest).max_batch >= 1
+    assert longest is None or estimate_memory(model(name), Split(device=2e12), longest + 1).max_batch == 0
     assert (longest is None or longest >= context) == (room.verdict == "fits")
 
 
@@ -55,7 +63,7 @@ def test_the_longest_context_just_fits(name: str, context: int) -> None:
     ],
 )
 def test_what_people_run_fits(name: str, weights: str | None, kv: str, gpu: str, context: int) -> None:
-    assert memory(model(name, weights, kv), one(gpu), context).verdict == "fits"
+    assert estimate_memory(model(name, weights, kv), one(gpu), context).verdict == "fits"
 
 
 @pytest.mark.parametrize(
@@ -63,37 +71,37 @@ def test_what_people_run_fits(name: str, weights: str | None, kv: str, gpu: str,
     [("qwen3.6-27b", None, "4090"), ("qwen3-30b-a3b", None, "a6000"), ("deepseek-v3", None, "h200")],
 )
 def test_what_cannot_run_is_too_small(name: str, weights: str | None, gpu: str) -> None:
-    room = memory(model(name, weights), one(gpu), 8192)
+    room = estimate_memory(model(name, weights), one(gpu), 8192)
     assert room.verdict == "too small"
-    assert "weights take" in room.why
+    assert "weights take" in room.reason
 
 
 def test_caches_of_many_users_are_counted() -> None:
     """Weights fit, eight of 64k do not: close, with what is possible instead."""
     dense = model("qwen3.6-27b", "int4", "fp8")
-    room = memory(dense, one("4090"), 65536, users=8)
+    room = estimate_memory(dense, one("4090"), 65536, users=8)
     assert room.verdict == "close"
     assert room.max_batch == 1
-    assert "room for 1 at full length" in room.why
-    longest = room.longest
-    assert longest and memory(dense, one("4090"), longest).verdict == "fits"
+    assert "room for 1 at full length" in room.reason
+    longest = room.max_context
+    assert longest and estimate_memory(dense, one("4090"), longest).verdict == "fits"
 
 
 def test_between_what_engines_take_and_what_there_is_it_is_close() -> None:
     dense = model("llama-2-7b")
-    need = memory(dense, Split(device=24e9), 1024)
+    need = estimate_memory(dense, Split(device=24e9), 1024)
     least = need.weights + need.activations + need.per_sequence
-    verdicts = [memory(dense, Split(device=least / share), 1024).verdict for share in (USABLE - 0.01, 0.93, 1)]
+    verdicts = [estimate_memory(dense, Split(device=least / share), 1024).verdict for share in (USABLE - 0.01, 0.93, 1)]
     assert verdicts == ["fits", "close", "too small"]
     assert LIMIT < 1
 
 
 def test_devices_share_weights_and_caches_as_far_as_there_are_heads() -> None:
     dense = model("qwen3.6-27b")
-    alone, four, eight = (memory(dense, Split(device=80e9, tp=tp), 4096) for tp in (1, 4, 8))
+    alone, four, eight = (estimate_memory(dense, Split(device=80e9, tp=tp), 4096) for tp in (1, 4, 8))
     assert four.weights == pytest.approx(alone.weights / 4)
     assert four.per_sequence == pytest.approx(alone.per_sequence / 4)
-    keys = [memory(dense, Split(device=80e9, tp=tp), 10**6).per_sequence for tp in (4, 8)]
+    keys = [estimate_memory(dense, Split(device=80e9, tp=tp), 10**6).per_sequence for tp in (4, 8)]
     assert keys[1] / keys[0] > 0.99  # four heads of keys: the rest are copies
     assert eight.weights == pytest.approx(alone.weights / 8)
 
@@ -104,11 +112,11 @@ def test_devices_that_weights_need() -> None:
 
 def test_bytes_that_the_files_tell_win() -> None:
     dense = model("llama-2-7b")
-    assert memory(dense, Split(device=80e9, tp=2), 100, weight_bytes=10e9).weights == pytest.approx(5e9)
+    assert estimate_memory(dense, Split(device=80e9, tp=2), 100, weight_bytes=10e9).weights == pytest.approx(5e9)
 
 
 def test_bytes_alone_are_enough() -> None:
-    verdicts = [memory_of_bytes(size, Split(device=80e9, tp=2)).verdict for size in (100e9, 150e9, 160e9)]
+    verdicts = [MemoryEstimate(device=80e9, weights=size / 2, replicas=1).verdict for size in (100e9, 150e9, 160e9)]
     assert verdicts == ["fits", "close", "too small"]
 
 
@@ -152,22 +160,22 @@ LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
     ],
 )
 def test_a_declared_quantization_is_counted(config: dict[str, Any], weights: str) -> None:
-    assert sized_model("made up", {**LLAMA, **config}).shape.weights == weights
+    assert sized_model("made up", {**LLAMA, **config}).shape.weight_format == weights
 
 
 def test_a_lone_config_with_small_experts_counts_them_so(tmp_path: Path) -> None:
     """DeepSeek-V4-Pro: 862 GB in files, and 1.6 TB if its experts were as its other weights."""
-    config = {**cards()["deepseek-v4-pro"]["config"], "quantization_config": V4, "expert_dtype": "fp4"}
+    config = {**CARDS["deepseek-v4-pro"]["config"], "quantization_config": V4, "expert_dtype": "fp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = find_shape(str(tmp_path))
-    model = SizedModel(shape=shape, format=weight_format(shape.weights), kv=2)
+    model = SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=2)
     assert sum(model.weight_bytes().values()) == pytest.approx(862e9, rel=0.01)
 
 
 def test_every_room_explains_itself() -> None:
     """Whatever the sizes: a reason for all but what fits."""
-    rooms: list[Memory] = [
-        memory(model(name), Split(device=device, tp=tp), context, users=users)
+    rooms: list[MemoryEstimate] = [
+        estimate_memory(model(name), Split(device=device, tp=tp), context, users=users)
         for name in ("llama-2-7b", "qwen3.6-27b", "deepseek-v4")
         for device in (8e9, 24e9, 80e9)
         for tp in (1, 2)
@@ -175,4 +183,4 @@ def test_every_room_explains_itself() -> None:
         for users in (1, 64)
     ]
     assert {room.verdict for room in rooms} == {"fits", "close", "too small"}
-    assert all(bool(room.why) == (room.verdict != "fits") for room in rooms)
+    assert all(bool(room.reason) == (room.verdict != "fits") for room in rooms)

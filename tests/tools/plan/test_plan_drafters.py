@@ -13,34 +13,31 @@ from hypothesis import given, settings, strategies as st
 from headstart.cli.main import main
 from headstart.errors import HeadstartError, UsageError
 from headstart.tools.plan import run as plan
-from headstart.tools.plan.config_shape import shape_of
-from headstart.tools.plan.drafters import KINDS, parse_drafters, with_drafter
-from headstart.tools.plan.formats import weight_format
-from headstart.tools.plan.machine import make_machine
-from headstart.tools.plan.memory import Split, memory
-from headstart.tools.plan.prices import device_price
-from headstart.tools.plan.roofline import SizedModel, draft_seconds
-from headstart.tools.plan.sources import card_names, cards, find_shape, with_head
+from headstart.tools.plan.drafters import DRAFTER_TYPES, parse_drafters, with_drafter
+from headstart.tools.plan.machine import device_price, make_machine
+from headstart.tools.plan.roofline import draft_seconds
+from headstart.tools.plan.shape import SizedModel, Split, estimate_memory, weight_format
+from headstart.tools.plan.sources import CARD_NAMES, CARDS, find_shape, shape_of, with_head
 
 Capture = pytest.CaptureFixture[str]
-MADE = [name for name, kind in KINDS.items() if kind.make]
+MADE = [name for name, kind in DRAFTER_TYPES.items() if kind.typical is not None]
 
 
 def sized(card: str, drafter: str) -> SizedModel:
     shape = with_drafter(find_shape(card), drafter)
-    return SizedModel(shape=shape, format=weight_format(shape.weights), kv=2)
+    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=2)
 
 
 @pytest.mark.parametrize("drafter", [*MADE, "mtp"])
 def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> None:
-    for card in card_names():
+    for card in CARD_NAMES:
         model = sized(card, drafter)
         machine = make_machine("h200", 8, model.format.compute)
         seconds = [draft_seconds(model, machine, 4, 2048, depth) for depth in (1, 4)]
         assert all(map(math.isfinite, seconds)), card
         assert (seconds[0] > 0) == (drafter != "none"), card
         assert (model.weight_bytes()["head"] > 0) == (drafter not in ("none", "ngram")), card
-        assert memory(model, Split(device=1e13), 2048).verdict == "fits", card
+        assert estimate_memory(model, Split(device=1e13), 2048).verdict == "fits", card
 
 
 def test_a_chain_pays_for_every_token_and_a_block_once() -> None:
@@ -65,10 +62,10 @@ def test_eagle_heads_are_as_large_as_released_ones() -> None:
 
 
 def test_modules_are_stored_each_and_run_one_at_a_time() -> None:
-    head = sized("mimo-v2-flash", "mtp").shape.head
-    assert head.modules == 3
-    assert not head.layers[0].mlp.experts  # dense, in a window, though the trunk's last layer is neither
-    assert head.layers[0].attention.window == 128
+    head = sized("mimo-v2-flash", "mtp").shape.drafter
+    assert head.num_modules == 3
+    assert not head.layers[0].cost.feed_forward.experts  # dense, in a window: the trunk's last layer is neither
+    assert head.layers[0].cost.mixer.window == 128
 
 
 def test_a_draft_model_is_a_whole_model(capsys: Capture) -> None:
@@ -117,10 +114,10 @@ def test_a_drafters_own_config_says_its_size(
     config: dict[str, Any], kind: str, most: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    head = with_head(find_shape("qwen3.5-9b"), str(tmp_path)).head
-    assert (head.kind, head.most, head.assumed) == (kind, most, False)
+    head = with_head(find_shape("qwen3.5-9b"), str(tmp_path)).drafter
+    assert (head.kind, head.max_depth, head.assumed) == (kind, most, False)
     attention = 4096 * 128 * (32 + 8 + 8) * (2 if kind == "eagle3" else 1) + 4096 * 4096
-    assert head.layers[0].attention.weights == attention
+    assert head.layers[0].cost.mixer.weights == attention
 
 
 def test_drafters_by_name() -> None:
@@ -166,7 +163,7 @@ def test_the_price_list_is_dated_and_the_users_own_wins(tmp_path: Path, capsys: 
         device_price("spot", "a100-80g", str(mine))
 
 
-KEYS = sorted({key for name in card_names() for key in cards()[name]["config"]})
+KEYS = sorted({key for name in CARD_NAMES for key in CARDS[name]["config"]})
 ODD = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=3), st.lists(st.integers(0, 200), max_size=3),
     st.sampled_from([10**12, math.inf, math.nan, {}, {"a": 1}]),
@@ -174,19 +171,19 @@ ODD = st.one_of(
 
 
 @settings(max_examples=300, deadline=1000)
-@given(card=st.sampled_from(card_names()), changes=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
+@given(card=st.sampled_from(CARD_NAMES), changes=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
 def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, Any]) -> None:
-    config = {**cards()[card]["config"], **changes}
+    config = {**CARDS[card]["config"], **changes}
     try:
         shape = shape_of(card, config)
     except HeadstartError:
         return
     model = SizedModel(shape=shape, format=weight_format("bf16"), kv=2)
-    memory(model, Split(device=80e9), 2048)
+    estimate_memory(model, Split(device=80e9), 2048)
     draft_seconds(model, make_machine("h100", 1, "bf16"), 1, 2048, 3)
 
 
 def test_the_models_own_context_is_the_default(tmp_path: Path) -> None:
-    config = {**cards()["llama-2-7b"]["config"], "max_position_embeddings": 512}
+    config = {**CARDS["llama-2-7b"]["config"], "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert plan.run(plan.PlanOptions(model=str(tmp_path), gpu="h100")).data["context"] == 512

@@ -86,7 +86,7 @@ def test_a_broken_backend_is_called_broken(
 def test_rows_are_those_of_one_pass(folder: Path) -> None:
     """Chunks of a text, and the text after a longer one, give the same logits."""
     model = tiny_model(FAMILY)
-    scorer = numerics.Scorer(model, EngineConfig(threads=1, dtype="float64"), 120)
+    scorer = numerics.TeacherForcing(model, EngineConfig(threads=1, dtype="float64"), 120)
     tokens = prompt_of(120, 3)
     parts = list(scorer.logits(tokens))
     assert [len(part) for part in parts] == [64, 55]

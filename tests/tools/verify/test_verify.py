@@ -16,15 +16,14 @@ from support import family_of, make, new_folder, prompt_of, request, run, soften
 from headstart import hub, machine
 from headstart.cli.main import main
 from headstart.config import EngineConfig
-from headstart.core import SamplingParams, Span, Verdict
-from headstart.engine.judge import judge_exact
+from headstart.core import SamplingParams, Span, VerifyResult
+from headstart.engine.verify import verify_exact
 from headstart.errors import UsageError
 from headstart.kernels.backends import reference
 from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
-from headstart.tools.verify.covering import pairwise
-from headstart.tools.verify.margin import TIE, Judge
-from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters
+from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters, pairwise
+from headstart.tools.verify.references import TIE, TieReferee
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
@@ -94,17 +93,17 @@ def test_one_prompt_alone_is_in_nobodys_way(folder: Path) -> None:
     assert report.ok and "no cell in which sequences could preempt each other" in report.lines[-3]
 
 
-def wrong_judge(draft: list[int], targets: list[int], *logprobs: Any) -> Verdict:
+def wrong_verify(draft: list[int], targets: list[int], *logprobs: Any) -> VerifyResult:
     """Believes the first drafted token, whatever the target says."""
     if draft and draft[0] != targets[0]:
-        return Verdict((draft[0],), len(draft), 1)
-    return judge_exact(draft, targets, *logprobs)
+        return VerifyResult((draft[0],), len(draft), 1)
+    return verify_exact(draft, targets, *logprobs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     report = verify.run(options(folder, dtype=dtype))
     assert not report.ok
     assert report.data["differences"] > len(PROMPTS)
@@ -141,7 +140,7 @@ def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Blocks named by their own tokens only, without what came before them."""
     from headstart.cache.blocks import block_key
 
-    for module in ("memory", "blocks"):
+    for module in ("kv_cache", "blocks"):
         monkeypatch.setattr(f"headstart.cache.{module}.block_key", lambda parent, tokens: block_key(b"", tokens))
     common = prompt_of(16, 0)
     prompts = tuple([*prompt_of(16, seed), *common, *common, 5] for seed in range(1, 4))
@@ -166,7 +165,7 @@ def test_exit_codes_of_the_command(
     assert {(cell["chunk"], cell["threads"], cell["preemption"]) for cell in data["cells"]} == {
         (1, 1, False), (32, 1, False),
     }  # fmt: skip
-    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     assert main(command) == 1
     assert json.loads(capsys.readouterr().out)["differences"] > 0
 
@@ -188,7 +187,7 @@ def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> 
         (["--numerics", "--against", "transformers"], "--numerics and --against are both given"),
         (["--numerics", "--full"], "--numerics and --full are both given"),
         (["--preemption", "maybe"], "--preemption is 'maybe', which is not a list of such values"),
-        (["--depth", "3"], "verify goes through values of --depth"),
+        (["--depth", "3"], "verify varies --depth"),
         (["--chunk-sizes", "0,1"], "--max-num-batched-tokens is 0"),
         (["--temperatures", "-1"], "temperature is -1.0"),
     ],
@@ -243,7 +242,7 @@ def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are its differences measured: float64 scores are not what it computes."""
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, exact=True))
-    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert not report.ok
@@ -265,7 +264,7 @@ def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
     assert engine.memory.reserve(sequence, len(context))
     logits = engine.runner.forward([Span(sequence, 0, len(context), 1)]).logits[0].numpy()
     best, second = np.argsort(-logits)[:2]
-    judge = Judge(str(model.checkpoint.path), EngineConfig(threads=1))
+    judge = TieReferee(str(model.checkpoint.path), EngineConfig(threads=1))
     margin, tie = judge.margin(context, int(best), int(second), params)
     assert not tie
     if temperature == 0:
@@ -288,7 +287,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
     arrays["lm_head.weight"][77] = arrays["lm_head.weight"][33]
     model = str(write_model(tmp_path / "twins", config, arrays))
     for tolerance, expected in ((TIE, True), (0.0, False)):
-        judge = Judge(model, EngineConfig(threads=1), tolerance)
+        judge = TieReferee(model, EngineConfig(threads=1), tolerance)
         margin, tie = judge.margin([5, 6], 33, 77, SamplingParams())
         assert margin == pytest.approx(0, abs=1e-6)
         assert tie is expected
@@ -297,7 +296,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 may call a tie is a difference in float64."""
-    monkeypatch.setattr("headstart.engine.engine.judge_exact", wrong_judge)
+    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert report.ok
@@ -307,7 +306,7 @@ def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_margin_at_the_end_of_the_context() -> None:
     model = tiny_model(FAMILY)
-    judge = Judge(str(model.checkpoint.path), EngineConfig(threads=1, max_model_len=64))
+    judge = TieReferee(str(model.checkpoint.path), EngineConfig(threads=1, max_model_len=64))
     margin, _ = judge.margin(prompt_of(63, 0), 5, 6, SamplingParams())
     assert 0 < margin < 50
 

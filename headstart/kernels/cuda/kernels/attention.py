@@ -1,9 +1,8 @@
-"""Triton: attention of rows over the paged keys and values of their own sequence.
+"""Triton kernels for attention over paged keys and values, compressed entries and the lightning indexer.
 
-A tile is the query heads of one kv head (or sixteen of them) for some rows of a sequence, sixteen queries in all. It
-walks the positions in blocks from absolute position 0, a stretch of SPLIT positions per program; `join` puts the
-stretches together in order. What a query does not see adds nothing, bit for bit, so no query notices the others of its
-tile.
+A tile has 16 queries: the query heads of one kv head (or 16 of them) for some rows of one sequence. It walks positions
+in blocks from absolute position 0; a program covers a split of SPLIT positions, and `join` adds the splits in order.
+Masked positions add exactly 0, so the bits of a query do not depend on the others in its tile.
 """
 
 import triton
@@ -12,22 +11,22 @@ import triton.language as tl
 from headstart.kernels.cuda.kernels.rows import tanh
 
 QUERIES = tl.constexpr(16)
-SEES, CAUSAL, BEFORE = (tl.constexpr(i) for i in range(3))
-"""The last position that a row sees: what the plan says, its own, the one before."""
-ALL, ENDS, CHOSEN = (tl.constexpr(i) for i in range(3))
-"""Which of the positions that a row sees it attends to: all, those that end a window, those of a list."""
+VISIBLE_END, CAUSAL, EXCLUDES_SELF = (tl.constexpr(i) for i in range(3))
+"""Modes of the last visible position: plan.visible_end, the row's own, the one before."""
+ALL, WINDOW_ENDS, CHOSEN = (tl.constexpr(i) for i in range(3))
+"""Kinds of lists of positions to attend to: all visible, those that end a window, selected ones."""
 NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def seen(positions, sees, row, is_query, first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-         MODE: tl.constexpr):  # fmt: skip
-    """(first, last) positions that each query sees; none at all (first 0, last -1) where there is no query."""
+def visible_range(positions, visible_end, row, is_query, first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+                  MODE: tl.constexpr):  # fmt: skip
+    """(first, last) visible position of each query; last is -1 where there is no query."""
     position = tl.load(positions + row, mask=is_query, other=0)
-    last = tl.load(sees + row, mask=is_query, other=-1)
+    last = tl.load(visible_end + row, mask=is_query, other=-1)
     if MODE == CAUSAL:
         last = tl.where(last < 0, -1, position)
-    elif MODE == BEFORE:
+    elif MODE == EXCLUDES_SELF:
         last = tl.where(last < 0, -1, position - 1)
     first = tl.zeros_like(position) + first_position
     if WINDOW:
@@ -40,7 +39,7 @@ def seen(positions, sees, row, is_query, first_position, WINDOW: tl.constexpr, C
 @triton.jit
 def slots_of(tables, sequence, table_width, p, inside, block_size, row, positions, path_starts, path_slots,
              first_position, PATHS: tl.constexpr):  # fmt: skip
-    """Where positions p [BLOCK] of a sequence lie; with PATHS the last ones of a row where its path says."""
+    """Slots of positions p [BLOCK] of a sequence; PATHS: the last positions are those of the row's path."""
     block = tl.load(tables + sequence.to(tl.int64) * table_width + p // block_size, mask=inside, other=0)
     slot = block.to(tl.int64) * block_size + p % block_size
     if PATHS:
@@ -52,9 +51,9 @@ def slots_of(tables, sequence, table_width, p, inside, block_size, row, position
 
 
 @triton.jit
-def scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
-           DIM: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """scale * q . k for queries [QUERIES] and the keys of a block [BLOCK], in steps of one size."""
+def block_scores(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+                 WIDE: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Scores [QUERIES, BLOCK] = scale * q . k, summed over features in steps of STEP."""
     scores = tl.zeros((QUERIES, BLOCK), tl.float32)
     for d0 in tl.static_range(0, DIM, STEP):
         d = d0 + tl.arange(0, STEP)
@@ -73,8 +72,8 @@ def scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUN
 
 
 @triton.jit
-def listed(row, is_query, last, counts, EVERY: tl.constexpr, LIST: tl.constexpr):
-    """How many positions the list of each query has."""
+def list_length(row, is_query, last, counts, EVERY: tl.constexpr, LIST: tl.constexpr):
+    """Number of positions in each query's list."""
     if LIST == CHOSEN:
         return tl.load(counts + row, mask=is_query, other=0)
     else:
@@ -82,29 +81,29 @@ def listed(row, is_query, last, counts, EVERY: tl.constexpr, LIST: tl.constexpr)
 
 
 @triton.jit
-def added(scores, visible, right, most, total, summed, ROUND: tl.constexpr, WIDE: tl.constexpr):
-    """Maxima and sums of weights, and weighted values, with those of a block of positions."""
+def add_block(scores, visible, right, largest, total, summed, ROUND: tl.constexpr, WIDE: tl.constexpr):
+    """Add one block of positions to the online softmax: (maximum, sum of weights, weighted sum of values)."""
     scores = tl.where(visible, scores, NOTHING)
-    higher = tl.maximum(most, tl.max(scores, axis=1))
+    higher = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(higher == NOTHING, 0.0, higher)
     weights = tl.exp(scores - base[:, None])
-    older = tl.where(most == NOTHING, 0.0, tl.exp(most - base))
+    older = tl.where(largest == NOTHING, 0.0, tl.exp(largest - base))
     if ROUND:
         weights = weights.to(tl.bfloat16)
     if WIDE:
-        made = tl.dot(weights.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+        result = tl.dot(weights.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     else:
-        made = tl.dot(weights, right)
+        result = tl.dot(weights, right)
     sees_any = tl.max(visible.to(tl.int32), axis=1) > 0
     total = tl.where(sees_any, total * older + tl.sum(weights.to(tl.float32), axis=1), total)
-    summed = tl.where(sees_any[:, None], summed * older[:, None] + made, summed)
+    summed = tl.where(sees_any[:, None], summed * older[:, None] + result, summed)
     return higher, total, summed
 
 
 @triton.jit(do_not_specialize=["table_width", "list_width", "num_splits", "first_split"])
 def attend(
     q, keys, values, parts, maxima, totals,
-    positions, sees, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots, chosen, counts,
+    positions, visible_end, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots, chosen, counts,
     first_position, table_width, list_width, scale, block_size, num_splits, first_split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr, TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr,
@@ -112,9 +111,11 @@ def attend(
     PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Of each query and split, [R, HEADS, splits(, V)]: maximum and sum of its weights, and its weighted values.
-    q [R, HEADS * DIM]; keys and values by slot; a tile has tile_counts rows from tile_rows on. With a LIST its places
-    are walked as positions are: those of `chosen` [R, list_width] are of a tile's one row."""
+    """Online softmax of each query over one split, [R, HEADS, splits(, V)]: maxima, totals (sums of weights), parts
+    (weighted sums of values).
+
+    q [R, HEADS * DIM]; keys, values by slot; a tile has tile_counts rows from row tile_rows on. LIST: indices of a list
+    are walked instead of positions; with CHOSEN a tile has one row, whose list is in `chosen` [R, list_width]."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     blocks: tl.constexpr = group // TILE_HEADS
@@ -124,16 +125,16 @@ def attend(
     row0 = tl.load(tile_rows + tile)
     is_query = index // TILE_HEADS < tl.load(tile_counts + tile)
     row = row0 + index // TILE_HEADS
-    first, last = seen(positions, sees, row, is_query, first_position, WINDOW, CHUNK, MODE)
+    first, last = visible_range(positions, visible_end, row, is_query, first_position, WINDOW, CHUNK, MODE)
     sequence = tl.load(row_sequences + row0)
     if LIST:
         first = tl.zeros_like(first)
-        last = listed(row, is_query, last, counts, EVERY, LIST) - 1
+        last = list_length(row, is_query, last, counts, EVERY, LIST) - 1
     begin = tl.maximum(tl.min(tl.where(last >= 0, first, 2147483647), axis=0) // BLOCK * BLOCK, split * SPLIT)
     end = tl.minimum(tl.max(last, axis=0) + 1, (split + 1) * SPLIT)
     if begin >= end:
-        return  # `join` does not look here
-    most = tl.full((QUERIES,), NOTHING, tl.float32)
+        return  # `join` does not read this split
+    largest = tl.full((QUERIES,), NOTHING, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     summed = tl.zeros((QUERIES, VALUE_TILE), tl.float32)
     v = tl.arange(0, VALUE_TILE)
@@ -144,72 +145,212 @@ def attend(
         p = place
         if LIST == CHOSEN:
             p = tl.load(chosen + row0.to(tl.int64) * list_width + place, mask=inside, other=0)
-        elif LIST == ENDS:
+        elif LIST == WINDOW_ENDS:
             p = place * EVERY + (EVERY - 1)
         slot = slots_of(tables, sequence, table_width, p, inside, block_size, row0, positions, path_starts, path_slots,
                         first_position, PATHS)  # fmt: skip
         key_at = keys + slot * KEY_STRIDE + kv_head * DIM
-        scores = scored(q, q_at, is_query, key_at, inside, scale, SOFTCAP, ROUND, WIDE, DIM, STEP, BLOCK)
+        scores = block_scores(q, q_at, is_query, key_at, inside, scale, SOFTCAP, ROUND, WIDE, DIM, STEP, BLOCK)
         visible = (place[None, :] >= first[:, None]) & (place[None, :] <= last[:, None]) & inside[None, :]
         right = tl.load(values + slot[:, None] * VALUE_STRIDE + kv_head * VALUE_HEAD + v[None, :],
                         mask=inside[:, None] & (v[None, :] < VALUE_DIM), other=0.0)  # fmt: skip
-        most, total, summed = added(scores, visible, right, most, total, summed, ROUND, WIDE)
+        largest, total, summed = add_block(scores, visible, right, largest, total, summed, ROUND, WIDE)
     at = (row.to(tl.int64) * HEADS + head) * num_splits + first_split + split
-    tl.store(maxima + at, most, mask=is_query)
+    tl.store(maxima + at, largest, mask=is_query)
     tl.store(totals + at, total, mask=is_query)
     tl.store(parts + at[:, None] * VALUE_DIM + v[None, :], summed, mask=is_query[:, None] & (v[None, :] < VALUE_DIM))
 
 
 @triton.jit
-def joined(most, total, summed, parts, maxima, totals, row, head, v, is_head, inside, begin, end, num_splits,
-           HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
-    """What was summed, and splits begin .. end - 1 after it."""
+def add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head, inside, begin, end, num_splits,
+               HEADS: tl.constexpr, VALUE_DIM: tl.constexpr):  # fmt: skip
+    """Add splits begin .. end - 1 to an online softmax."""
     for split in range(begin, end):
         at = (row * HEADS + head) * num_splits + split
         peak = tl.load(maxima + at, mask=is_head, other=NOTHING)
         has = peak > NOTHING
-        higher = tl.maximum(most, peak)
+        higher = tl.maximum(largest, peak)
         base = tl.where(higher == NOTHING, 0.0, higher)
-        older, newer = tl.where(most == NOTHING, 0.0, tl.exp(most - base)), tl.exp(peak - base)
-        added = tl.load(parts + at[:, None] * VALUE_DIM + v[None, :], mask=inside, other=0.0)
+        older, newer = tl.where(largest == NOTHING, 0.0, tl.exp(largest - base)), tl.exp(peak - base)
+        value_sum = tl.load(parts + at[:, None] * VALUE_DIM + v[None, :], mask=inside, other=0.0)
         weight = tl.load(totals + at, mask=is_head, other=0.0)
         total = tl.where(has, total * older + weight * newer, total)
-        summed = tl.where(has[:, None], summed * older[:, None] + added * newer[:, None], summed)
-        most = higher
-    return most, total, summed
+        summed = tl.where(has[:, None], summed * older[:, None] + value_sum * newer[:, None], summed)
+        largest = higher
+    return largest, total, summed
 
 
 @triton.jit(do_not_specialize=["num_splits", "first_split"])
 def join(
-    parts, maxima, totals, sinks, out, positions, sees, counts, first_position, num_splits, first_split,
+    parts, maxima, totals, sinks, out, positions, visible_end, counts, first_position, num_splits, first_split,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr,
     DENSE: tl.constexpr, LIST: tl.constexpr, EVERY: tl.constexpr, SINKS: tl.constexpr, HEAD_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out [R, HEADS * V] of what `attend` left, stretch by stretch from the first; those of a list, from first_split
-    on, after those of positions (DENSE). A query that saw nothing gives 0."""
+    """out [R, HEADS * V]: the splits of `attend` added in order: first those of positions (DENSE), then those of a list
+    from first_split on. A query that sees nothing gives 0."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     v = tl.arange(0, VALUE_TILE)
     is_head = head < HEADS
     inside = is_head[:, None] & (v[None, :] < VALUE_DIM)
-    most = tl.full((HEAD_TILE,), NOTHING, tl.float32)
+    largest = tl.full((HEAD_TILE,), NOTHING, tl.float32)
     total = tl.zeros((HEAD_TILE,), tl.float32)
     summed = tl.zeros((HEAD_TILE, VALUE_TILE), tl.float32)
-    first, last = seen(positions, sees, row, True, first_position, WINDOW, CHUNK, MODE)
+    first, last = visible_range(positions, visible_end, row, True, first_position, WINDOW, CHUNK, MODE)
     if DENSE:
         end = tl.where(last >= 0, last // SPLIT + 1, 0)
-        most, total, summed = joined(most, total, summed, parts, maxima, totals, row, head, v, is_head, inside,
-                                     first // SPLIT, end, num_splits, HEADS, VALUE_DIM)  # fmt: skip
+        largest, total, summed = add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head,
+                                            inside, first // SPLIT, end, num_splits, HEADS, VALUE_DIM)  # fmt: skip
     if LIST:
-        stretches = (listed(row, True, last, counts, EVERY, LIST) + (SPLIT - 1)) // SPLIT
-        most, total, summed = joined(most, total, summed, parts, maxima, totals, row, head, v, is_head, inside,
-                                     first_split, first_split + stretches, num_splits, HEADS, VALUE_DIM)  # fmt: skip
+        num_list_splits = (list_length(row, True, last, counts, EVERY, LIST) + (SPLIT - 1)) // SPLIT
+        largest, total, summed = add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head,
+                                            inside, first_split, first_split + num_list_splits, num_splits, HEADS,
+                                            VALUE_DIM)  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0)
-        higher = tl.maximum(most, sink)
-        older = tl.where(most == NOTHING, 0.0, tl.exp(most - higher))
+        higher = tl.maximum(largest, sink)
+        older = tl.where(largest == NOTHING, 0.0, tl.exp(largest - higher))
         total = total * older + tl.exp(sink - higher)
         summed = summed * older[:, None]
-    made = tl.div_rn(summed, tl.where(total > 0, total, 1.0)[:, None])
-    tl.store(out + row * (HEADS * VALUE_DIM) + head[:, None] * VALUE_DIM + v[None, :], made, mask=inside)
+    result = tl.div_rn(summed, tl.where(total > 0, total, 1.0)[:, None])
+    tl.store(out + row * (HEADS * VALUE_DIM) + head[:, None] * VALUE_DIM + v[None, :], result, mask=inside)
+
+
+@triton.jit
+def keep_gated(values, gates, bias, positions, slots, pool, EVERY: tl.constexpr, WIDTH: tl.constexpr,
+               TILE: tl.constexpr):  # fmt: skip
+    """Write values and gates + bias[position % EVERY] of row r to its slot of pool [slots, 2 * WIDTH]."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    slot = tl.load(slots + row).to(tl.int64)
+    inside = (column < WIDTH) & (slot >= 0)
+    at = row.to(tl.int64) * WIDTH + column
+    tl.store(pool + slot * (2 * WIDTH) + column, tl.load(values + at, mask=inside, other=0.0), mask=inside)
+    place = tl.load(positions + row) % EVERY
+    gate = (tl.load(gates + at, mask=inside, other=0.0)
+            + tl.load(bias + place * WIDTH + column, mask=inside, other=0.0))  # fmt: skip
+    tl.store(pool + slot * (2 * WIDTH) + WIDTH + column, gate, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def compress(
+    pool, out, positions, visible_end, row_sequences, tables, path_starts, path_slots, first_position, table_width,
+    block_size, EVERY: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr, PATHS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """out [R, DIM] of rows that end a window: per feature, the sum of its positions' values weighted by the softmax of
+    their gates, oldest first; 0 in other rows."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < DIM
+    span: tl.constexpr = 2 * EVERY if OVERLAP else EVERY
+    width: tl.constexpr = 2 * DIM if OVERLAP else DIM
+    position, sequence = tl.load(positions + row), tl.load(row_sequences + row)
+    ends = ((position + 1) % EVERY == 0) & (tl.load(visible_end + row) >= 0)
+    largest = tl.full((TILE,), NOTHING, tl.float32)
+    total, summed = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    if ends:
+        for j in range(span):
+            p = position - span + 1 + j
+            if p >= first_position:
+                slot = slots_of(tables, sequence, table_width, p, p >= 0, block_size, row, positions, path_starts,
+                                path_slots, first_position, PATHS)  # fmt: skip
+                part = column
+                if OVERLAP:
+                    part += tl.where(j >= EVERY, DIM, 0)
+                kept = pool + slot * (2 * width) + part
+                gate = tl.load(kept + width, mask=inside, other=0.0).to(tl.float32)
+                value = tl.load(kept, mask=inside, other=0.0).to(tl.float32)
+                higher = tl.maximum(largest, gate)
+                older, newer = tl.exp(largest - higher), tl.exp(gate - higher)
+                total = total * older + newer
+                summed = summed * older + newer * value
+                largest = higher
+    result = tl.div_rn(summed, tl.where(total > 0, total, 1.0))
+    tl.store(out + row.to(tl.int64) * DIM + column, result, mask=inside)
+
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""NaN and everything lower count as this score: they come last."""
+
+
+@triton.jit(do_not_specialize=["table_width", "context"])
+def score(
+    q, weights, keys, out, positions, visible_end, row_sequences, tables, path_starts, path_slots, first_position,
+    table_width, block_size, context,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Indexer scores out [R, context]: sum over heads of weight * max(q . k, 0); only visible positions are written."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    _, last = visible_range(positions, visible_end, row, True, first_position, 0, 0, VISIBLE_END)
+    if block * BLOCK > last:
+        return
+    p = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (p <= last) & (p >= first_position)
+    slot = slots_of(tables, tl.load(row_sequences + row), table_width, p, inside, block_size, row, positions,
+                    path_starts, path_slots, first_position, PATHS)  # fmt: skip
+    total = tl.zeros((BLOCK,), tl.float32)
+    for h in range(0, HEADS, QUERIES):
+        head = h + tl.arange(0, QUERIES)
+        is_head = head < HEADS
+        result = tl.zeros((QUERIES, BLOCK), tl.float32)
+        for d0 in tl.static_range(0, DIM, STEP):
+            d = d0 + tl.arange(0, STEP)
+            is_d = d < DIM
+            left = tl.load(q + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + d[None, :],
+                           mask=is_head[:, None] & is_d[None, :], other=0.0)  # fmt: skip
+            right = tl.load(keys + slot[None, :] * DIM + d[:, None], mask=inside[None, :] & is_d[:, None], other=0.0)
+            if ROUND:
+                left = left.to(tl.bfloat16)
+            if WIDE:
+                result += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+            else:
+                result += tl.dot(left, right)
+        weight = tl.load(weights + row * HEADS + head, mask=is_head, other=0.0)
+        total += tl.sum(weight[:, None] * tl.where(result <= 0, 0.0, result), axis=0)  # NaN stays
+    tl.store(out + row.to(tl.int64) * context + p, total, mask=inside)
+
+
+@triton.jit
+def ranked(scores, row, begin, last, first_position, context, EVERY: tl.constexpr, TILE: tl.constexpr):
+    """(positions, ranks) of a tile: ranks 0 .. 2^32 - 1 ascend with scores; -1: cannot be selected."""
+    p = begin + tl.arange(0, TILE)
+    can = (p >= first_position) & (p <= last) & ((p + 1) % EVERY == 0)
+    values = tl.load(scores + row.to(tl.int64) * context + p, mask=can, other=0.0)
+    values = tl.where(values >= LOWEST, values, LOWEST)
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return p, tl.where(can, ordered, -1)
+
+
+@triton.jit(do_not_specialize=["context", "list_width", "top"])
+def choose(scores, chosen, counts, positions, visible_end, first_position, context, list_width, top,
+           EVERY: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+    """chosen [R, list_width], counts [R]: the `top` positions with the highest scores, ascending (ties: the lowest).
+    One program per row: finds the rank of the last one, four bits at a time, then collects."""
+    row = tl.program_id(0)
+    _, last = visible_range(positions, visible_end, row, True, first_position, 0, 0, VISIBLE_END)
+    rank, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
+    step, way = tl.full((), 268435456, tl.int64), tl.arange(0, 16)
+    for _ in range(8):
+        bounds = rank + way.to(tl.int64) * step
+        reached = tl.zeros((16,), tl.int32)
+        for begin in range(0, last + 1, TILE):
+            _p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
+            reached += tl.sum((ranks[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
+        largest = tl.max(tl.where(reached >= top, way, 0), axis=0)
+        above = tl.where(largest < 15, tl.sum(tl.where(way == largest + 1, reached, 0), axis=0), above)
+        rank = rank + largest.to(tl.int64) * step
+        step = step >> 4
+    num_tied = top - above
+    taken, equal = 0, 0
+    for begin in range(0, last + 1, TILE):
+        p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
+        ties = (ranks == rank).to(tl.int32)
+        takes = (ranks > rank) | ((ties > 0) & (equal + tl.cumsum(ties, axis=0) <= num_tied))
+        one = takes.to(tl.int32)
+        tl.store(chosen + row.to(tl.int64) * list_width + taken + tl.cumsum(one, axis=0) - 1, p, mask=takes)
+        taken += tl.sum(one, axis=0)
+        equal += tl.sum(ties, axis=0)
+    tl.store(counts + row, taken)

@@ -1,22 +1,23 @@
-"""Triton: rows times a matrix, for any number of rows with the bits of one. Shapes: R rows, N outputs, K inputs, U
-scales of a row of the matrix, P parts of K.
+"""Triton kernels for rows times a matrix; the bits of a row do not depend on the number of rows.
 
-A tile has sixteen rows whatever R is, K goes in steps of one size, and the P parts are joined in order. Masked rows of
-a tile are zeros, and nothing crosses rows.
+A tile always has 16 rows, K is walked in steps of one size, and the P parts of K are summed in order. Masked rows of a
+tile are zeros.
+
+Shapes: R rows, N outputs, K inputs, U scale groups of a matrix row, P parts of K.
 """
 
 import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(16)
-"""Rows of a tile: what a tensor core takes at least, and all that is ever used."""
+"""Rows of a tile: the minimum of tensor cores."""
 PLAIN, NIBBLES, FLOAT8, LEVELS = (tl.constexpr(i) for i in range(4))
-"""How numbers are kept (cuda/matrix.py): in their own type, two in a byte, as E4M3, as places in a list of sixteen."""
+"""Storage of codes (cuda/matrix.py): own dtype, two per byte, E4M3, or two per byte as indices into 16 levels."""
 
 
 @triton.jit
 def numbers(matrix, levels, rows, columns, inside, num_columns, KIND: tl.constexpr, ZERO: tl.constexpr):
-    """What is stored at (rows, columns), which broadcast, in float32, less ZERO where two lie in a byte; 0 outside."""
+    """Codes at (rows, columns), which broadcast, as float32; NIBBLES: minus ZERO; 0 outside."""
     if KIND == NIBBLES or KIND == LEVELS:
         pairs = tl.load(matrix + rows.to(tl.int64) * ((num_columns + 1) // 2) + columns // 2, mask=inside, other=0)
         codes = (pairs >> ((columns % 2) * 4).to(tl.uint8)) & 15
@@ -24,7 +25,7 @@ def numbers(matrix, levels, rows, columns, inside, num_columns, KIND: tl.constex
             return tl.load(levels + codes.to(tl.int32), mask=inside, other=0.0)
         return tl.where(inside, codes.to(tl.float32) - ZERO, 0.0)
     stored = tl.load(matrix + rows.to(tl.int64) * num_columns + columns, mask=inside, other=0)
-    if KIND == FLOAT8:  # E4M3 is a float16 of a smaller bias, and fewer bits
+    if KIND == FLOAT8:  # E4M3 is float16 with a smaller exponent bias and fewer bits
         bits = stored.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -32,14 +33,15 @@ def numbers(matrix, levels, rows, columns, inside, num_columns, KIND: tl.constex
 
 
 @triton.jit
-def walked(
+def tile_product(
     x, row, is_row, matrix, scales, offsets, sums, levels, column, is_column, start, length, num_in, num_units,
     KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, ROUND: tl.constexpr,
     WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS]: rows of x [., K] times columns of matrix [N, K], K from `start` on for `length`. Codes of a
-    GROUP share a scale, and an offset that is added to each of them (`sums` [., U]: the group's sum of x). ROUND: x to
-    bfloat16. WIDE: products in float32."""
+    """[ROWS, COLUMNS]: rows of x [., K] times rows `column` of matrix [N, K], over K = start .. start + length.
+
+    Codes of a GROUP share a scale and an offset, which multiplies the group's sum of x (`sums` [., U]). ROUND: x is
+    rounded to bfloat16. WIDE: products in float32."""
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, length, STEP):
         k = start + begin + tl.arange(0, STEP)
@@ -50,19 +52,19 @@ def walked(
         if ROUND:
             left = left.to(tl.bfloat16)
         if WIDE:
-            made = tl.dot(left.to(tl.float32), right, input_precision="ieee")
+            partial = tl.dot(left.to(tl.float32), right, input_precision="ieee")
         else:
-            made = tl.dot(left, right.to(tl.bfloat16))
+            partial = tl.dot(left, right.to(tl.bfloat16))
         if GROUP:
             unit = (start + begin) // GROUP
             known = is_column & (unit < num_units)
             scale = tl.load(scales + column.to(tl.int64) * num_units + unit, mask=known, other=0.0).to(tl.float32)
-            made = made * scale[None, :]
+            partial = partial * scale[None, :]
             if OFFSETS and begin % GROUP == 0:
                 offset = tl.load(offsets + column.to(tl.int64) * num_units + unit, mask=known, other=0.0)
                 summed = tl.load(sums + row * num_units + unit, mask=is_row & (unit < num_units), other=0.0)
-                made += summed[:, None] * offset[None, :]
-        total += made
+                partial += summed[:, None] * offset[None, :]
+        total += partial
     return total
 
 
@@ -72,12 +74,12 @@ def product(
     KIND: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
     ROUND: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [P, R, N] = x [R, K] times matrix [N, K], by parts of K."""
+    """out [P, R, N] = x [R, K] times matrix [N, K], per part of K."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(2)
     is_row, is_column = row < num_rows, column < num_out
-    total = walked(x, row, is_row, matrix, scales, offsets, sums, levels, column, is_column, part * part_length,
+    total = tile_product(x, row, is_row, matrix, scales, offsets, sums, levels, column, is_column, part * part_length,
                    part_length, num_in, num_units, KIND, ZERO, GROUP, OFFSETS, ROUND, WIDE, COLUMNS, STEP)  # fmt: skip
     if BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
@@ -87,7 +89,7 @@ def product(
 
 @triton.jit(do_not_specialize=["size"])
 def join_parts(parts, bias, out, size, num_out, num_parts, BIAS: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of parts [P, size], first to last, and bias [N]."""
+    """out [size]: the sum of parts [P, size] in order, plus bias [N]."""
     at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     inside = at < size
     total = tl.load(parts + at, mask=inside, other=0.0)
@@ -102,7 +104,7 @@ def join_parts(parts, bias, out, size, num_out, num_parts, BIAS: tl.constexpr, C
 @triton.jit
 def group_sums(x, sums, num_in, num_units, GROUP: tl.constexpr, WIDTH: tl.constexpr, UNITS: tl.constexpr,
                ROUND: tl.constexpr):  # fmt: skip
-    """sums [R, U] of x [R, K] by groups, a row at a time: where a row stands in a tile must not matter."""
+    """sums [R, U] of x [R, K] by groups. One program per row, so the position in a tile does not matter."""
     row = tl.program_id(0)
     unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     inner = tl.arange(0, WIDTH)
@@ -117,7 +119,7 @@ def group_sums(x, sums, num_in, num_units, GROUP: tl.constexpr, WIDTH: tl.conste
 @triton.jit
 def take(matrix, scales, offsets, levels, ids, out, num_in, num_units, KIND: tl.constexpr, ZERO: tl.constexpr,
          GROUP: tl.constexpr, OFFSETS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """out [R, K]: rows `ids` [R] of a matrix."""
+    """out [R, K]: rows `ids` [R] of a matrix, float32."""
     row = tl.program_id(0)
     at = tl.load(ids + row)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -1,8 +1,8 @@
-"""Triton: layers that keep a state of each sequence (see StateSteps of core.py). A sequence is walked row by row, kept
-rows first, by the same code in prefill and in decoding; where its state is read and written are indices, so that
-accepting a draft copies nothing.
+"""Triton kernels for recurrent layers (see StateSteps of core.py).
 
-Rows of the pass lie in `new` tensors, those that were kept in `kept` [owned, num_kept, W].
+A sequence is processed row by row, kept rows first, by the same code in prefill and decoding. States are read and
+written by slot, so accepting a draft copies nothing. Rows of the pass are in `new` tensors, kept rows in `kept`
+[owned, num_kept, W].
 """
 
 import triton
@@ -11,19 +11,19 @@ import triton.language as tl
 from headstart.kernels.cuda.kernels.rows import sigmoid
 
 EPSILON = tl.constexpr(1e-6)
-"""Of the lengths of q and k (Ops.gated_delta)."""
+"""Epsilon of the L2 norms of q and k (Ops.gated_delta)."""
 
 
 @triton.jit
 def either(new, new_at, kept, kept_at, is_new, inside):
-    """Elements of a row of the pass, or of a kept one."""
+    """Elements of a new row if is_new, else of a kept row."""
     ours = tl.load(new + new_at, mask=inside & is_new, other=0.0)
     return tl.where(is_new, ours, tl.load(kept + kept_at, mask=inside & (is_new == 0), other=0.0))
 
 
 @triton.jit
-def place_of(sequence, row_starts, positions, starts):
-    """(first row of a sequence, how many kept rows go before it)."""
+def sequence_start(sequence, row_starts, positions, starts):
+    """(first row of a sequence in the pass, number of kept rows replayed before it)."""
     first = tl.load(row_starts + sequence)
     return first, tl.load(positions + first) - tl.load(starts + sequence)
 
@@ -31,7 +31,7 @@ def place_of(sequence, row_starts, positions, starts):
 @triton.jit
 def input_of(at, x, states, kept, first, replayed, own, read, num_kept, channel, inside, CHANNELS: tl.constexpr,
              WIDTH: tl.constexpr):  # fmt: skip
-    """What a convolution was given `at` rows behind the state; before it, what the state holds."""
+    """Input of a convolution `at` rows after the state; at < 0: an input stored in the state."""
     row = (first + at - replayed).to(tl.int64)
     kept_row = own * num_kept + at
     value = either(x, row * CHANNELS + channel, kept, kept_row * CHANNELS + channel, at >= replayed,
@@ -45,12 +45,12 @@ def conv(
     x, weight, bias, states, kept, out, positions, sequences, row_starts, owns, reads, starts, num_kept,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out [R, C]: the sum of a row's last WIDTH inputs by taps [WIDTH, C], oldest first."""
+    """out [R, C]: the sum of a row's last WIDTH inputs times taps [WIDTH, C], oldest first, plus bias [C]."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = channel < CHANNELS
     sequence = tl.load(sequences + row)
-    first, replayed = place_of(sequence, row_starts, positions, starts)
+    first, replayed = sequence_start(sequence, row_starts, positions, starts)
     own, read = tl.load(owns + sequence).to(tl.int64), tl.load(reads + sequence).to(tl.int64)
     total = tl.zeros((TILE,), tl.float32)
     for j in tl.static_range(WIDTH):
@@ -68,13 +68,13 @@ def conv_states(
     x, states, kept, out, positions, row_starts, owns, reads, starts, store_sequences, store_positions, num_kept,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out [stores, WIDTH - 1, C]: the inputs before each store's position. Not in their slots yet: others still read
-    what is there."""
+    """out [stores, WIDTH - 1, C]: the inputs before each stored position. Copied to their slots later: other programs
+    still read the old states."""
     store, m = tl.program_id(0), tl.program_id(1)
     channel = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = channel < CHANNELS
     sequence = tl.load(store_sequences + store)
-    first, replayed = place_of(sequence, row_starts, positions, starts)
+    first, replayed = sequence_start(sequence, row_starts, positions, starts)
     own, read = tl.load(owns + sequence).to(tl.int64), tl.load(reads + sequence).to(tl.int64)
     at = tl.load(store_positions + store) - tl.load(starts + sequence) - (WIDTH - 1) + m
     value = input_of(at, x, states, kept, first, replayed, own, read, num_kept, channel, inside, CHANNELS, WIDTH)
@@ -83,7 +83,7 @@ def conv_states(
 
 @triton.jit(do_not_specialize=["num_kept"])
 def keep(x, owns, places, kept, num_kept, num_columns, offset, row_width, TILE: tl.constexpr):
-    """Columns offset .. of the rows that are kept: row r goes to places[r] of slot owns[r], or nowhere (-1)."""
+    """Write row r into kept row places[r] of slot owns[r] (-1: not kept), from column `offset` on."""
     row = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     own = tl.load(owns + row).to(tl.int64)
@@ -98,7 +98,7 @@ def delta_step(
     state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head, k, v, is_k, is_v,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The state [KEY_TILE, VALUE_TILE] behind row t; what a row of the pass reads goes to `out`."""
+    """The state [KEY_TILE, VALUE_TILE] after row t; writes the output of a new row to `out`."""
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     width: tl.constexpr = channels + 2 * HEADS
     is_new = t >= replayed
@@ -127,11 +127,11 @@ def gated_delta(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ops.gated_delta; states [slots, HEADS, KEY_DIM, VALUE_DIM]. A program per sequence, head and tile of values."""
+    """Ops.gated_delta; states [slots, HEADS, KEY_DIM, VALUE_DIM]. One program per sequence, head and tile of values."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     if tl.load(row_starts + sequence) == tl.load(row_starts + sequence + 1):
-        return  # fills up a bucket
-    first, replayed = place_of(sequence, row_starts, positions, starts)
+        return  # padding of the bucket
+    first, replayed = sequence_start(sequence, row_starts, positions, starts)
     k, v = tl.arange(0, KEY_TILE), tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
     is_k, is_v = k < KEY_DIM, v < VALUE_DIM
     inside = is_k[:, None] & is_v[None, :]
@@ -141,16 +141,16 @@ def gated_delta(
     size: tl.constexpr = KEY_DIM * VALUE_DIM
     state = tl.load(states + (read * HEADS + head) * size + at, mask=inside & (read >= 0), other=0.0)
     kept_first = tl.load(owns + sequence).to(tl.int64) * num_kept
-    walked, start = 0, tl.load(starts + sequence)
+    num_done, start = 0, tl.load(starts + sequence)
     for i in range(tl.load(store_starts + sequence), tl.load(store_starts + sequence + 1)):
         until = tl.load(store_positions + i) - start
-        for t in range(walked, until):
+        for t in range(num_done, until):
             state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head,
                                key_head, k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)  # fmt: skip
         slot = tl.load(store_slots + i).to(tl.int64)
         tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside)
-        walked = until
-    for t in range(walked, tl.load(row_starts + sequence + 1) - first + replayed):
+        num_done = until
+    for t in range(num_done, tl.load(row_starts + sequence + 1) - first + replayed):
         state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head,
                            k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)  # fmt: skip
 
@@ -160,7 +160,7 @@ def scan_step(
     state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n, p, is_n, is_p,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """As delta_step, for a state [STATE_TILE, TILE]."""
+    """delta_step for selective_scan; the state is [STATE_TILE, TILE]."""
     inner: tl.constexpr = HEADS * DIM
     channels: tl.constexpr = inner + 2 * GROUPS * STATE
     is_new = t >= replayed
@@ -184,11 +184,11 @@ def selective_scan(
     GROUPS: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr, STATE_TILE: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Ops.selective_scan; states [slots, HEADS, STATE, DIM]. A program per sequence, head and tile of columns."""
+    """Ops.selective_scan; states [slots, HEADS, STATE, DIM]. One program per sequence, head and tile of columns."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     if tl.load(row_starts + sequence) == tl.load(row_starts + sequence + 1):
         return
-    first, replayed = place_of(sequence, row_starts, positions, starts)
+    first, replayed = sequence_start(sequence, row_starts, positions, starts)
     n, p = tl.arange(0, STATE_TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
     is_n, is_p = n < STATE, p < DIM
     inside = is_n[:, None] & is_p[None, :]
@@ -198,15 +198,15 @@ def selective_scan(
     state = tl.load(states + (read * HEADS + head) * size + at, mask=inside & (read >= 0), other=0.0)
     kept_first = tl.load(owns + sequence).to(tl.int64) * num_kept
     rate, skip = tl.load(rates + head), tl.load(skips + head)
-    walked, start = 0, tl.load(starts + sequence)
+    num_done, start = 0, tl.load(starts + sequence)
     for i in range(tl.load(store_starts + sequence), tl.load(store_starts + sequence + 1)):
         until = tl.load(store_positions + i) - start
-        for t in range(walked, until):
+        for t in range(num_done, until):
             state = scan_step(state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n,
                               p, is_n, is_p, GROUPS, HEADS, STATE, DIM)  # fmt: skip
         slot = tl.load(store_slots + i).to(tl.int64)
         tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside)
-        walked = until
-    for t in range(walked, tl.load(row_starts + sequence + 1) - first + replayed):
+        num_done = until
+    for t in range(num_done, tl.load(row_starts + sequence + 1) - first + replayed):
         state = scan_step(state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n, p,
                           is_n, is_p, GROUPS, HEADS, STATE, DIM)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton: what is done to rows one by one. Shapes: R rows, W columns."""
+"""Triton kernels of row-wise and elementwise ops. Shapes: R rows, W columns."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,8 @@ def norm(
     x, residual, weight, out, total, num_columns, eps, num_parts,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """out [R, W] = x / rms(x) * weight by groups of WIDTH columns, of x + residual where there is one, whose sum goes
-    to `total`. weight [num_parts, WIDTH]: group g has part g % num_parts. A program per row."""
+    """out [R, W] = x / rms(x) * weight, by groups of WIDTH columns. weight [num_parts, WIDTH]: group g uses part
+    g % num_parts. RESIDUAL: of x + residual, which is written to `total`. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     group, column = tl.arange(0, GROUP_TILE), tl.arange(0, TILE)
     inside = (group[:, None] < GROUPS) & (column[None, :] < WIDTH)
@@ -28,7 +28,7 @@ def norm(
 
 @triton.jit
 def center(x, out, num_columns, TILE: tl.constexpr):
-    """out [R, W] = x less its row's mean."""
+    """out [R, W] = x - mean(x) of each row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < num_columns
@@ -39,43 +39,43 @@ def center(x, out, num_columns, TILE: tl.constexpr):
 
 @triton.jit
 def rope(
-    x, positions, cosines, sines, out, num_columns, behind,
+    x, positions, cosines, sines, out, num_columns, shift,
     HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr,
     TRAILING: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Turn the heads of a row (see RopeSpec) by the row of cosines and sines [positions, ROTARY / 2] that is its
-    position's. A program per row."""
+    """Rotate the heads of a row (see RopeSpec) by cosines and sines [positions, ROTARY / 2] of its position. One
+    program per row."""
     row = tl.program_id(0).to(tl.int64)
-    position = tl.maximum(tl.load(positions + row) - behind, 0)
+    position = tl.maximum(tl.load(positions + row) - shift, 0)
     head, d = tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
     inside = (head[:, None] < HEADS) & (d[None, :] < DIM)
     start = row * num_columns + head[:, None] * DIM
     own = tl.load(x + start + d[None, :], mask=inside, other=0.0)
     half = ROTARY // 2
-    if TRAILING:  # neighbours turn together, in the last columns
+    if TRAILING:  # neighbours rotate together, in the last columns
         place = d - (DIM - ROTARY)
-        turns = place >= 0
+        in_rotary = place >= 0
         angle, is_first = place // 2, place % 2 == 0
         other = tl.where(is_first, d + 1, d - 1)
     else:
-        turns = d < ROTARY
+        in_rotary = d < ROTARY
         angle, is_first = d % half, d < half
         other = tl.where(is_first, d + half, d - half)
-    turning = turns & (d < DIM)
-    pair = tl.load(x + start + other[None, :], mask=inside & turning[None, :], other=0.0)
+    rotates = in_rotary & (d < DIM)
+    pair = tl.load(x + start + other[None, :], mask=inside & rotates[None, :], other=0.0)
     table = position.to(tl.int64) * half + angle
-    cos = tl.load(cosines + table, mask=turning, other=1.0)
-    sin = tl.load(sines + table, mask=turning, other=0.0)
+    cos = tl.load(cosines + table, mask=rotates, other=1.0)
+    sin = tl.load(sines + table, mask=rotates, other=0.0)
     if INVERSE:
         sin = -sin
     signed = tl.where(is_first, -sin, sin)
-    turned = own * cos[None, :] + pair * signed[None, :]
-    tl.store(out + start + d[None, :], tl.where(turning[None, :], turned, own), mask=inside)
+    rotated = own * cos[None, :] + pair * signed[None, :]
+    tl.store(out + start + d[None, :], tl.where(rotates[None, :], rotated, own), mask=inside)
 
 
 @triton.jit
 def scatter(x, slots, pool, num_columns, stride, TILE: tl.constexpr):
-    """Row r of x [R, W] to row slots[r] of pool [slots, W], rows `stride` apart; a slot of -1 is nowhere."""
+    """Write row r of x [R, W] to row slots[r] of pool [slots, W] (rows `stride` apart); slot -1: not written."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -92,7 +92,7 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """By e^-2|x|: nothing overflows."""
+    """tanh by e^-2|x|, which cannot overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = tl.div_rn(1.0 - small, 1.0 + small)
     return tl.where(x < 0, -size, size)
@@ -100,7 +100,7 @@ def tanh(x):
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """An Activation of one factor."""
+    """An Activation of one input (see kernels/ops.py)."""
     if KIND == "silu":
         return x * sigmoid(x)
     elif KIND == "gelu":
@@ -124,13 +124,13 @@ def activate(x, out, size, KIND: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def limited(x, most):
-    return tl.minimum(tl.maximum(x, -most), most)
+def limited(x, largest):
+    return tl.minimum(tl.maximum(x, -largest), largest)
 
 
 @triton.jit
 def gated(g, u, KIND: tl.constexpr):
-    """An Activation of two factors (see kernels/ops.py)."""
+    """A gated product (see Activation in kernels/ops.py)."""
     if KIND == "clamped":
         g = tl.minimum(g, 7.0)
         return g * sigmoid(1.702 * g) * (limited(u, 7.0) + 1.0)
@@ -154,7 +154,7 @@ def activate_mul(gate, up, out, size, KIND: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def sigmoid_mul(gate, x, out, size, repeat, COUNT: tl.constexpr):
-    """sigmoid(gate) * x; each gate serves `repeat` features side by side."""
+    """sigmoid(gate) * x; each gate is repeated for `repeat` neighbouring features."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
     factor = sigmoid(tl.load(gate + at // repeat, mask=inside, other=0.0))
@@ -180,11 +180,77 @@ def softplus_of(value):
 
 @triton.jit(do_not_specialize=["size"])
 def softplus(x, rate, bias, out, size, num_columns, RATE: tl.constexpr, COUNT: tl.constexpr):
-    """rate * ln(1 + e^(x + bias)), by column."""
+    """rate * ln(1 + e^(x + bias)), per column."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = at < size
     column = at % num_columns
-    made = softplus_of(tl.load(x + at, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0))
+    result = softplus_of(tl.load(x + at, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0))
     if RATE:
-        made = made * tl.load(rate + column, mask=inside, other=0.0)
-    tl.store(out + at, made, mask=inside)
+        result = result * tl.load(rate + column, mask=inside, other=0.0)
+    tl.store(out + at, result, mask=inside)
+
+
+@triton.jit
+def stream_weights(
+    mixes, base, scale, out, eps, iterations, COUNT: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr
+):
+    """Ops.stream_weights of a row: COUNT input weights and, if ALL, COUNT output weights and the mixing matrix."""
+    row = tl.program_id(0)
+    width: tl.constexpr = (2 + COUNT) * COUNT if ALL else COUNT
+    i = tl.arange(0, TILE)
+    own, is_one = mixes + row * width, i < COUNT
+    input_weight = sigmoid(tl.load(own + i, mask=is_one, other=0.0) * tl.load(scale)
+                       + tl.load(base + i, mask=is_one, other=0.0)) + eps  # fmt: skip
+    tl.store(out + row * width + i, input_weight, mask=is_one)
+    if ALL:
+        output_weight = sigmoid(tl.load(own + COUNT + i, mask=is_one, other=0.0) * tl.load(scale + 1)
+                          + tl.load(base + COUNT + i, mask=is_one, other=0.0))  # fmt: skip
+        tl.store(out + row * width + COUNT + i, 2.0 * output_weight, mask=is_one)
+        inside = is_one[:, None] & is_one[None, :]
+        at = 2 * COUNT + i[:, None] * COUNT + i[None, :]
+        square = (tl.load(own + at, mask=inside, other=0.0) * tl.load(scale + 2)
+                  + tl.load(base + at, mask=inside, other=0.0))  # fmt: skip
+        largest = tl.max(tl.where(is_one[None, :], square, -3.0e38), axis=1)
+        small = tl.where(inside, tl.exp(tl.where(inside, square - largest[:, None], 0.0)), 0.0)
+        summed = tl.where(is_one, tl.sum(small, axis=1), 1.0)
+        square = tl.where(inside, tl.div_rn(small, summed[:, None]) + eps, 0.0)
+        square = tl.div_rn(square, tl.sum(square, axis=0)[None, :] + eps)
+        for _ in range(1, iterations):
+            square = tl.div_rn(square, tl.sum(square, axis=1)[:, None] + eps)
+            square = tl.div_rn(square, tl.sum(square, axis=0)[None, :] + eps)
+        tl.store(out + row * width + at, square, mask=inside)
+
+
+@triton.jit
+def sum_streams(streams, weights, out, num_columns, stride, COUNT: tl.constexpr, WEIGHTED: tl.constexpr,
+                TILE: tl.constexpr):  # fmt: skip
+    """out [R, H]: the sum of streams [R, COUNT * H] by the first COUNT weights [R, stride]; not WEIGHTED: their
+    mean."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < num_columns
+    total = tl.zeros((TILE,), tl.float32)
+    for i in tl.static_range(COUNT):
+        stream = tl.load(streams + (row * COUNT + i) * num_columns + column, mask=inside, other=0.0)
+        if WEIGHTED:
+            total += stream * tl.load(weights + row * stride + i)
+        else:
+            total += stream
+    if not WEIGHTED:
+        total = tl.div_rn(total, tl.zeros((TILE,), tl.float32) + COUNT)
+    tl.store(out + row * num_columns + column, total, mask=inside)
+
+
+@triton.jit
+def mix_streams(streams, x, weights, out, num_columns, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """out [R, COUNT * H]: stream k = weights[COUNT + k] * x + sum over j of weights[(2 + j) COUNT + k] * stream j."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(2)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < num_columns
+    own = weights + row * ((2 + COUNT) * COUNT) + k
+    total = tl.load(own + COUNT) * tl.load(x + row * num_columns + column, mask=inside, other=0.0)
+    for j in tl.static_range(COUNT):
+        stream = tl.load(streams + (row * COUNT + j) * num_columns + column, mask=inside, other=0.0)
+        total += tl.load(own + (2 + j) * COUNT) * stream
+    tl.store(out + (row * COUNT + k) * num_columns + column, total, mask=inside)

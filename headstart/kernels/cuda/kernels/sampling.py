@@ -1,7 +1,9 @@
-"""Triton: logits to tokens, with the bits of kernels/reference/sampling.py and of `native`. Scores are float64; masses
-are integers, whose sums have no order. Launched without fused multiply-adds (see cuda/sampling.py).
+"""Triton kernels for sampling and verification; bit-identical to kernels/reference/sampling.py and to `native`.
 
-Shapes: L rows, W logits of a row, T tiles of it. `reals` [6, L] and `ints` [4, L]: parameters of rows.
+Scores are float64. Probability mass is a fixed-point integer, so the order of its sums does not matter. Launched
+without fused multiply-adds (see cuda/sampling.py).
+
+Shapes: L rows, W logits of a row, T tiles of a row. `reals` [6, L] float64 and `ints` [4, L] int64: parameters of rows.
 """
 
 import triton
@@ -12,18 +14,18 @@ INFINITE = tl.constexpr(float("inf"))
 TEMPERATURE, FLOOR, TOP_P, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(6))
 SEED, POSITION, CHOICE, TOP_K = (tl.constexpr(i) for i in range(4))
 GREEDY_BELOW = tl.constexpr(9.999999747378752e-06)
-"""float32 of core.GREEDY_BELOW."""
+"""core.GREEDY_BELOW as float32."""
 GUMBEL_MIN, GUMBEL_MAX = tl.constexpr(-3.14), tl.constexpr(22.88)
 NOTHING_LEFT, NOT_FINITE = tl.constexpr(-1), tl.constexpr(-2)
 LN2_HIGH, LN2_LOW = tl.constexpr(0x2C5C85FDF47 * 2.0**-42), tl.constexpr(5.497923018708371e-14)
-LEAST = tl.constexpr(-9223372036854775808)
-"""Of the keys that order scores."""
+LOWEST = tl.constexpr(-9223372036854775808)
+"""The lowest sort key of a score."""
 NO_COLUMN = tl.constexpr(2147483647)
 
 
 @triton.jit
 def exact_log(x):
-    """philox.log: of positive normal float64 numbers."""
+    """philox.log of positive normal float64 numbers."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
     f = (bits - (exponent << 52)).to(tl.float64, bitcast=True) - 1.0
@@ -38,7 +40,7 @@ def exact_log(x):
 
 @triton.jit
 def gumbel(ids, seed, position, choice):
-    """Noise of tokens [N] (philox.gumbel), stream 0."""
+    """Gumbel noise of token ids [N], float64 (philox.gumbel, stream 0)."""
     zero = tl.zeros_like(ids).to(tl.uint32)
     group = (ids >> 2).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, group, zero + position.to(tl.uint32), zero + choice.to(tl.uint32), zero)
@@ -50,7 +52,7 @@ def gumbel(ids, seed, position, choice):
 
 @triton.jit
 def mass(below):
-    """e^x of float32 x <= 0 in units of 2^-40: reference.sampling.mass."""
+    """e^x of float32 x <= 0 in units of 2^-40, int64 (reference.sampling.mass)."""
     clamped = tl.maximum(below, -87.0)
     k = (clamped * 1.4426950216293335 + 12582912.0) - 12582912.0  # rounded to even
     r = (clamped - k * 0.693145751953125) - k * 1.428606765330187e-06
@@ -68,7 +70,7 @@ def mass(below):
 
 @triton.jit
 def columns_of(ids, token_ids, width, inside, MAPPED: tl.constexpr):
-    """Columns of target ids, -1 of those that are not there; token_ids [W] ascend."""
+    """Columns of target ids; -1 where the id is not in the ascending token_ids [W]."""
     if MAPPED:
         low = tl.zeros_like(ids)
         high = low + width
@@ -87,7 +89,7 @@ def columns_of(ids, token_ids, width, inside, MAPPED: tl.constexpr):
 @triton.jit
 def edit(logits, allowed, token_ids, scores, width, stride, mask_stride, MASKED: tl.constexpr, MAPPED: tl.constexpr,
          TILE: tl.constexpr):  # fmt: skip
-    """scores [L, W]: logits, -inf of what the mask forbids."""
+    """scores [L, W] float64: the logits; -inf where the mask forbids the token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
@@ -103,7 +105,7 @@ def edit(logits, allowed, token_ids, scores, width, stride, mask_stride, MASKED:
 
 @triton.jit
 def bias(scores, indptr, ids, values, token_ids, width, MAPPED: tl.constexpr, TILE: tl.constexpr):
-    """Add values to scores of ids, which are distinct within a row. A program per row."""
+    """Add values to the scores of ids, which are distinct within a row. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(indptr + row + 1)
     for begin in range(tl.load(indptr + row), end, TILE):
@@ -118,6 +120,7 @@ def bias(scores, indptr, ids, values, token_ids, width, MAPPED: tl.constexpr, TI
 
 @triton.jit
 def penalized(value, count, reals, row, num_rows):
+    """Scores of tokens that occurred `count` times."""
     repetition = tl.load(reals + REPETITION * num_rows + row)
     value = tl.where(value > 0, value / repetition, value * repetition)
     presence = tl.where(count > 0, tl.load(reals + PRESENCE * num_rows + row), 0.0)
@@ -129,8 +132,8 @@ def penalize(
     scores, indptr, ids, counts, reals, drafted, token_ids, width, num_rows, num_drafted, stride,
     MAPPED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Penalties of known tokens, of which those drafted since [L, stride] count as well, and then of drafted tokens
-    that are not known. A program per row."""
+    """Apply penalties to known tokens, then to drafted tokens [L, stride] that are not known. Drafted tokens count.
+    One program per row."""
     row = tl.program_id(0).to(tl.int64)
     first, end = tl.load(indptr + row), tl.load(indptr + row + 1)
     own = drafted + row * stride
@@ -165,7 +168,7 @@ def penalize(
 
 @triton.jit
 def peak(scores, peaks, width, stride, TILE: tl.constexpr):
-    """peaks [L, T]: maxima; infinite where a score is NaN."""
+    """peaks [L, T]: the maximum of each tile; infinity where a score is NaN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     values = tl.load(scores + row * stride + column, mask=column < width, other=NOTHING).to(tl.float64)
@@ -175,21 +178,21 @@ def peak(scores, peaks, width, stride, TILE: tl.constexpr):
 
 @triton.jit
 def highest(peaks, row, num_tiles, TILES: tl.constexpr):
-    """The maximum of a row."""
+    """The maximum score of a row."""
     tile = tl.arange(0, TILES)
     return tl.max(tl.load(peaks + row * num_tiles + tile, mask=tile < num_tiles, other=NOTHING), axis=0)
 
 
 @triton.jit
 def key_of(score):
-    """Keys ascend with scores; zeros are one."""
+    """int64 keys that sort like the scores; 0 and -0 have the same key."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int64, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
 
 
 @triton.jit
 def cooled(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
-    """(columns, which there are, score / T) of a tile."""
+    """(columns, which of them exist, score / temperature) of a tile."""
     column = begin + tl.arange(0, TILE)
     inside = column < width
     value = tl.load(scores + row * stride + column, mask=inside, other=0.0).to(tl.float64) / temperature
@@ -198,7 +201,7 @@ def cooled(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
 
 @triton.jit
 def survives(key, column, inside, least, cut, last):
-    """At least `least`; and above `cut`, or equal to it in a column up to `last`."""
+    """Which tokens remain: key >= least, and key > cut or (key == cut and column <= last)."""
     return inside & (key >= least) & ((key > cut) | ((key == cut) & (column <= last)))
 
 
@@ -207,7 +210,7 @@ def measured(
     scores, row, width, stride, temperature, best, least, cut, last, bounds, WAYS: tl.constexpr, WEIGHED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """[WAYS]: how many of the surviving scores have keys of each bound or more; WEIGHED: their mass."""
+    """[WAYS]: the number of remaining scores with keys >= each bound; WEIGHED: their mass."""
     total = tl.zeros((WAYS,), tl.int64)
     for begin in range(0, width, TILE):
         column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
@@ -224,9 +227,9 @@ def measured(
 def boundary(
     scores, row, width, stride, temperature, best, least, cut, last, goal, WEIGHED: tl.constexpr, TILE: tl.constexpr
 ):
-    """The highest key whose scores and those above come to `goal` (float64), LEAST where all do not; and what those
-    above it come to. Sixteen bounds at a time."""
-    found, above = tl.full((), LEAST, tl.int64), tl.full((), 0, tl.int64)
+    """(key, above): the highest key such that scores with at least that key reach `goal` in number or mass, LOWEST if
+    all of them do not; `above`: number or mass of the scores above it. Searches by 16 bounds at a time."""
+    found, above = tl.full((), LOWEST, tl.int64), tl.full((), 0, tl.int64)
     step, way = tl.full((), 1152921504606846976, tl.int64), tl.arange(0, 16)
     for _ in range(16):
         bounds = found + way.to(tl.int64) * step
@@ -257,8 +260,8 @@ def last_tie(
     WEIGHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The last column of scores with key `at` that still belong: what comes before them (`before`, and of these the
-    lower columns) is less than `goal`, or nothing."""
+    """The last column among scores with key `at` that is still kept: number or mass before it is less than `goal`, or
+    0. `before` counts the scores with higher keys."""
     found = tl.full((), -1, tl.int32)
     for begin in range(0, width, TILE):
         column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
@@ -277,12 +280,12 @@ def last_tie(
 @triton.jit(do_not_specialize=["num_rows"])
 def limit(scores, peaks, reals, ints, cuts, lasts, width, stride, num_rows, num_tiles, TILES: tl.constexpr,
           TILE: tl.constexpr):  # fmt: skip
-    """cuts [3, L] and lasts [2, L] of rows: min-p's least key; the cut of top-k and of top-p, and the last column that
-    ties there. A program per row."""
+    """cuts [3, L]: the least key of min-p, the cut keys of top-k and top-p; lasts [2, L]: the last column kept at each
+    cut. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(reals + TEMPERATURE * num_rows + row)
     best = highest(peaks, row, num_tiles, TILES)
-    least, cut = tl.full((), LEAST, tl.int64), tl.full((), LEAST, tl.int64)
+    least, cut = tl.full((), LOWEST, tl.int64), tl.full((), LOWEST, tl.int64)
     last, cut_p, last_p = tl.full((), NO_COLUMN, tl.int32), cut, tl.full((), NO_COLUMN, tl.int32)
     if (temperature >= GREEDY_BELOW) & (best > NOTHING) & (best < INFINITE):
         best = best / temperature
@@ -296,7 +299,7 @@ def limit(scores, peaks, reals, ints, cuts, lasts, width, stride, num_rows, num_
             cut = found
         share = tl.load(reals + TOP_P * num_rows + row)
         if share < 1:
-            all_of = tl.full((1,), LEAST, tl.int64)
+            all_of = tl.full((1,), LOWEST, tl.int64)
             whole = tl.sum(measured(scores, row, width, stride, temperature, best, least, cut, last, all_of, 1, True,
                                     TILE), axis=0)  # fmt: skip
             goal = share * whole.to(tl.float64)
@@ -315,8 +318,9 @@ def noisy(
     scores, peaks, reals, ints, cuts, lasts, token_ids, values, columns, width, stride, num_rows, num_tiles, before,
     LIMITED: tl.constexpr, MAPPED: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """values and columns [L, T]: the largest score with its noise in each tile; of greedy rows the largest score. The
-    token's position is the row's + `before`. Tiles that cannot win draw no noise."""
+    """values, columns [L, T]: the largest score + noise of each tile (greedy rows: without noise) and its column.
+
+    The token's position is the row's + `before`. Tiles that cannot win draw no noise."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(reals + TEMPERATURE * num_rows + row)
     is_greedy = temperature < GREEDY_BELOW
@@ -328,7 +332,7 @@ def noisy(
         cut, last = tl.load(cuts + num_rows + row), tl.load(lasts + row)
         alive = survives(key, column, alive, tl.load(cuts + row), cut, last)
         cut, last = tl.load(cuts + 2 * num_rows + row), tl.load(lasts + num_rows + row)
-        alive = survives(key, column, alive, LEAST, cut, last)
+        alive = survives(key, column, alive, LOWEST, cut, last)
     value = tl.where(alive, value, NOTHING)
     best = highest(peaks, row, num_tiles, TILES) / temperature
     if (is_greedy == 0) & (tl.max(value, axis=0) + GUMBEL_MAX >= best + GUMBEL_MIN):
@@ -347,7 +351,8 @@ def noisy(
 def pick(
     values, columns, peaks, token_ids, drawn, num_tiles, stride, number, MAPPED: tl.constexpr, TILES: tl.constexpr
 ):
-    """Column `number` of drawn [L, stride]: the lowest column with the largest value, or why there is none."""
+    """Write the token with the largest value (ties: the lowest column), or the error code, into column `number` of
+    drawn [L, stride]."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles
@@ -365,8 +370,8 @@ def pick(
 
 @triton.jit(do_not_specialize=["num_drawn", "number"])
 def logprob(logits, drawn, token_ids, out, width, stride, num_drawn, number, MAPPED: tl.constexpr, TILE: tl.constexpr):
-    """Column `number` of out [L, num_drawn]: the raw log-softmax of that column of `drawn`; 0 where there is no token.
-    A program per row."""
+    """Write the raw log-softmax of column `number` of `drawn` into that column of out [L, num_drawn]; 0 without a
+    token. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(drawn + row * num_drawn + number)
     lane = tl.arange(0, TILE)
@@ -387,3 +392,64 @@ def logprob(logits, drawn, token_ids, out, width, stride, num_drawn, number, MAP
     chosen = tl.load(logits + row * stride + column, mask=(lane == 0) & (column >= 0), other=0.0).to(tl.float64)
     value = tl.sum(tl.where(lane == 0, chosen, 0.0), axis=0) - best - exact_log(whole)
     tl.store(out + row * num_drawn + number, tl.where(token >= 0, value, 0.0).to(tl.float32))
+
+
+FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS = (
+    tl.constexpr(i) for i in range(7)
+)
+"""Rows of `controls` (see cuda/draft_loop.py)."""
+
+
+@triton.jit(do_not_specialize=["num"])
+def verify(
+    controls, drafted, draws, token_ids, slots, visible_end, logit_rows, ints, num_accepted, num,
+    MAX_VERIFIED: tl.constexpr,
+):  # fmt: skip
+    """Verify drafted tokens [S, MAX_VERIFIED] against samples. num_accepted [S]: length of the longest equal prefix, or
+    the fixed number in `controls`; 0 for sequences without drafts (-1).
+
+    Rows of accepted tokens and of the recovered or bonus token get their token ids; rows behind them store and see
+    nothing; logits come from the last valid row. One program per sequence."""
+    sequence = tl.program_id(0)
+    count = tl.load(controls + NUM_DRAFTED * num + sequence)
+    accepted = tl.full((), 0, tl.int32)
+    if count >= 0:
+        i = tl.arange(0, MAX_VERIFIED)
+        at = tl.load(controls + FIRST_SAMPLE * num + sequence)
+        draft = tl.load(drafted + sequence * MAX_VERIFIED + i, mask=i < count, other=-1)
+        drawn = tl.load(draws + at + i, mask=i <= count, other=-1).to(tl.int32)
+        accepted = tl.min(tl.where((i < count) & (draft != drawn), i, count), axis=0)
+        fixed = tl.load(controls + FIXED_ACCEPTED * num + sequence)
+        accepted = tl.where(fixed >= 0, fixed, accepted)
+        row = tl.load(controls + FIRST_ROW * num + sequence) + tl.load(controls + KNOWN_ROWS * num + sequence) + i
+        tl.store(token_ids + row, tl.maximum(tl.where(i < accepted, draft, drawn), 0), mask=i <= accepted)
+        nothing = tl.full((MAX_VERIFIED,), -1, tl.int32)
+        dropped = (i > accepted) & (i <= count)
+        tl.store(slots + row, nothing, mask=dropped)
+        tl.store(visible_end + row, nothing, mask=dropped)
+        tl.store(logit_rows + row * 0 + sequence, row, mask=i == accepted)
+    tl.store(num_accepted + sequence, accepted)
+    position = tl.load(controls + BASE_POSITION * num + sequence) + accepted
+    tl.store(ints + POSITION * num + sequence, position.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num", "stride", "number", "before", "table_width"])
+def advance(
+    controls, num_accepted, drawn, first_tokens, tables, token_ids, positions, slots, visible_end, num, stride, number,
+    before, table_width, block_size, first_position,
+):  # fmt: skip
+    """Prepare the rows of draft step `number`: the token of the step before (column number - 1 of drawn [S, stride];
+    for step 0 that of the first pass), its position (`before` rows behind the sequence's tokens) and slot. Finished
+    drafts store and see nothing. One program per sequence."""
+    sequence = tl.program_id(0)
+    going = number < tl.load(controls + DEPTH * num + sequence)
+    position = tl.load(controls + BASE_POSITION * num + sequence) + tl.load(num_accepted + sequence) + before
+    position = tl.where(going, position, first_position)
+    block = tl.load(tables + sequence.to(tl.int64) * table_width + position // block_size)
+    slot = block * block_size + position % block_size
+    own = tl.load(first_tokens + tl.load(controls + FIRST_ROW * num + sequence))
+    token = tl.load(drawn + sequence * stride + tl.maximum(number - 1, 0)).to(tl.int32)
+    tl.store(token_ids + sequence, tl.where(number > 0, tl.maximum(token, 0), own))
+    tl.store(positions + sequence, position)
+    tl.store(slots + sequence, tl.where(going, slot, -1))
+    tl.store(visible_end + sequence, tl.where(going, position, -1))

@@ -1,9 +1,9 @@
-"""A GGUF file with the head alone, as llama.cpp loads it beside a model (`--spec-type draft-mtp` or `draft-eagle3`).
+"""A GGUF file of the head alone for llama.cpp (`--spec-type draft-mtp` or `draft-eagle3`).
 
 An MTP head comes from a Hugging Face directory (`gguf_model`), or is cut out of a GGUF file that holds it: the blocks
-after the trunk's last, the embedding, the final norm and the LM head, with the whole of its metadata. The loader knows
-such a file by the first block that is not there. An EAGLE-3 head is an architecture of its own; its tokenizer is the
-trunk's. Source: llama.cpp b11434, `conversion/`, `src/models/`.
+after the trunk's last, the embedding, the final norm and the LM head, with all metadata. llama.cpp recognizes such a
+file by the missing first block. An EAGLE-3 head is an architecture of its own with the trunk's tokenizer. Source:
+llama.cpp b11434, `conversion/`, `src/models/`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import bfloat16
-from headstart.formats.symbols import text_config
+from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
-from headstart.tools.export.drafts import GGUF_ARCHITECTURES, GGUF_WITHOUT
+from headstart.models.families import find_mtp_family, mtp_families
 from headstart.tools.export.gguf_model import HeadModel, head_model
 from headstart.tools.export.plan import Plan
 from headstart.tools.export.source import Request, Source, open_directory
@@ -69,7 +69,8 @@ def plan(request: Request) -> Plan:
 def _converted(source: Checkpoint) -> Plan:
     """From a Hugging Face directory."""
     model_type = str(source.config.get("model_type"))
-    if why := GGUF_WITHOUT.get(model_type):
+    found = find_mtp_family(source.config)
+    if found and (why := found.layout.not_llama_cpp):
         raise ModelError(f"llama.cpp has no graph for the MTP head of {model_type}: {why}", "use another --to")
     model = head_model(source)
     if model is None:
@@ -78,7 +79,7 @@ def _converted(source: Checkpoint) -> Plan:
         if not (source.path / needed).is_file():
             raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
     made = f"mtp-{source.title}.gguf"
-    plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.name})
+    plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.architecture})
     plan.other_bytes = sum(math.prod(each.shape) * _ITEM[each.dtype] for each in model.tensors)
     plan.writers[made] = partial(_write_converted, source, model)
     return plan
@@ -87,7 +88,7 @@ def _converted(source: Checkpoint) -> Plan:
 def _write_converted(source: Checkpoint, model: HeadModel, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    writer = GGUFWriter(target, arch=model.architecture.name)
+    writer = GGUFWriter(target, arch=model.architecture.architecture)
     _introduce(writer, f"MTP head of {source.title}")
     for key, (value, kind) in model.metadata.items():
         getattr(writer, f"add_{kind}")(key, value)
@@ -120,7 +121,7 @@ def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     size = int(text_config(source.config)["vocab_size"])
     kinds = {number: _kind(each) for number, each in added.items()}
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(model.architecture.pre)
+    writer.add_tokenizer_pre(model.architecture.pre_tokenizer)
     writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
     writer.add_token_types(
         [int(kinds.get(n, TokenType.NORMAL) if n in vocabulary else TokenType.UNUSED) for n in range(size)]
@@ -146,8 +147,9 @@ def _cut(path: Path) -> Plan:
     if not heads:
         hint = "was it converted with --no-mtp, or from a checkpoint that had lost its head?"
         raise ModelError(f"{path} holds no MTP head: {architecture}.nextn_predict_layers is not set", hint)
-    if architecture not in GGUF_ARCHITECTURES:
-        hint = f"it has for {', '.join(GGUF_ARCHITECTURES)}"
+    known = [name for layout in mtp_families().values() for name in layout.llama_cpp]
+    if architecture not in known:
+        hint = f"it has for {', '.join(known)}"
         raise ModelError(f"llama.cpp has no MTP graph for {architecture}", hint)
     names = [name for name in file.tensors if name in BESIDE or _block(name) >= blocks - heads]
     if not any("nextn" in name for name in names):

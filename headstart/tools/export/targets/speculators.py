@@ -1,5 +1,4 @@
-"""The speculators container: EAGLE-3 heads and block drafters, which vLLM serves, and Qwen's MTP modules, which
-speculators fine-tunes.
+"""The speculators container, for EAGLE-3 heads, block drafters and Qwen's MTP modules.
 
 Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `models/eagle3/config.py`; vLLM 0.32
 `transformers_utils/configs/speculators` (it has no entry for "mtp").
@@ -17,14 +16,12 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import Planned
 from headstart.formats.safetensors_file import read_file
-from headstart.formats.symbols import text_config
-from headstart.heads.layouts.writing import as_speculators
+from headstart.formats.sizes import text_config
+from headstart.heads.layouts.writing import as_speculators, speculators_config
 from headstart.layers.decoder import tapped_layers
-from headstart.models.base import family_named
+from headstart.models.families import family_named, mtp_families
 from headstart.tools.export.blocks import block_plan
-from headstart.tools.export.detect import architectures
-from headstart.tools.export.drafts import SPECULATORS_TYPES, SUBTREE
-from headstart.tools.export.module import cut_module, rest_of
+from headstart.tools.export.module import ModulePlace, architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source
 from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE
@@ -55,12 +52,7 @@ def plan(request: Request) -> Plan:
 def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
     return {
         "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTH}],
-            "verifier": {"name_or_path": name, "architectures": architecture},
-        },
+        "speculators_config": speculators_config(kind, DEPTH, name, architecture),
         "tie_word_embeddings": False,
     }
 
@@ -102,11 +94,12 @@ def _eagle3(source: Source) -> Plan:
 def _mtp(source: Checkpoint) -> Plan:
     inner = text_config(source.config)
     model_type = str(inner.get("model_type"))
-    if model_type not in SPECULATORS_TYPES:
-        hint = f"it has for {', '.join(SPECULATORS_TYPES)}"
+    place = find_module(inner, model_type)
+    if place is None or model_type not in place.layout.speculators:
+        hint = f"it has for {', '.join(kind for layout in mtp_families().values() for kind in layout.speculators)}"
         raise ModelError(f"speculators has no MTP layer for {model_type!r}", hint)
-    cut = cut_module(source, replace(SUBTREE, embedding=(), lm_head=(), shared_needed=False))
-    planned = _fused([replace(each, name=_renamed(source, each.name)) for each in cut.planned])
+    cut = cut_module(source, place, modules=count_modules(place, several=True))
+    planned = _fused([replace(each, name=_renamed(place, each.name)) for each in cut.planned])
     shared = {key: value for key, value in inner.items() if key not in ("quantization_config", "text_config")}
     config = {
         "architectures": ["MTPDraftModel"],
@@ -120,13 +113,13 @@ def _mtp(source: Checkpoint) -> Plan:
     return plan
 
 
-def _renamed(source: Checkpoint, name: str) -> str:
-    rest = str(rest_of(name, source.config, SUBTREE))
+def _renamed(place: ModulePlace, name: str) -> str:
+    rest = str(place.inside(name))
     if rest.startswith(LAYER):
         return f"mtp_layers.0.{rest.removeprefix(LAYER)}"
-    ours = str(family_named(str(text_config(source.config).get("model_type"))).names.canonical(name))
+    ours = str(place.family.names.canonical(name))
     if not ours.startswith(MODULE):
-        raise ModelError(f"{source.name}: {name} belongs to a second MTP layer, but speculators has one")
+        raise ModelError(f"{name} belongs to a second MTP layer, but speculators has one")
     return family_named("mimo").names.theirs(ours).removeprefix("model.")
 
 

@@ -1,4 +1,4 @@
-"""A block drafter in DFlash's layout (z-lab's), which vLLM, SGLang and llama.cpp's converter load."""
+"""A block drafter in DFlash's layout, for vLLM, SGLang and llama.cpp's converter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block drafter with a Markov head in DSpark's layout (DeepSpec's keys, and SpecForge's), for vLLM and SGLang."""
+"""A block drafter with a Markov head in DSpark's layout, for vLLM and SGLang."""
 
 from __future__ import annotations
 

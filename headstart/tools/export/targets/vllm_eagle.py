@@ -1,20 +1,18 @@
-"""DeepSeek-V3's MTP module as an EAGLE drafter of vLLM, a directory of its own: {"method": "eagle", "model": DIR}.
+"""DeepSeek-V3's MTP module as an EAGLE drafter for vLLM: {"method": "eagle", "model": DIR}.
 
-vLLM 0.32 `model_executor/models/deepseek_eagle.py`: fc[enorm(e) ; hnorm(h)], the block, norm, and the normed vector
-both for logits and for the next step: the module's own formula. Embedding and LM head are the target's. Tensors keep
-their types: vLLM builds the drafter with the target's quantization.
+vLLM 0.32 `model_executor/models/deepseek_eagle.py` has the module's own formula: fc[enorm(e) ; hnorm(h)], the block,
+norm, and the normed vector for logits and next step. Embedding and LM head are the target's. Tensors keep their types:
+vLLM builds the drafter with the target's quantization.
 
-EAGLE drafters of other families (`llama_eagle.py` and its kin) feed embedding and hidden state into the projection as
-they are and have no norm after the block, so a module with norms is none of them.
+EAGLE drafters of other families (`llama_eagle.py` and its kin) have no norms before the projection or after the block,
+so they cannot hold an MTP module.
 """
 
 from __future__ import annotations
 
 from headstart.errors import ModelError
 from headstart.formats.safetensors import copied
-from headstart.tools.export.detect import architectures, count_modules, detect_model_type
-from headstart.tools.export.drafts import EAGLE_TYPES, draft_of
-from headstart.tools.export.module import cut_module, rest_of
+from headstart.tools.export.module import architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request
 
@@ -32,16 +30,16 @@ def plan(request: Request) -> Plan:
         hint = "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head"
         raise ModelError("an EAGLE drafter has no norms around its projection, but heads trained here have", hint)
     source = request.directory
-    model_type = detect_model_type(source.config)
-    if model_type not in EAGLE_TYPES:
+    place = find_module(source.config)
+    if place is None or not place.layout.vllm_eagle:
+        model_type = place.model_type if place else source.config.get("model_type")
         what = f"vLLM has no EAGLE drafter with the formula of {model_type}'s MTP module (norms, own block)"
         hint = """vLLM reads the module out of the model itself: --speculative-config '{"method": "mtp"}'"""
         raise ModelError(what, hint)
-    draft = draft_of(model_type)
-    count_modules(source.config, draft)
+    count_modules(place)
     planned = []
-    for name, stored in cut_module(source, draft).tensors.items():
-        rest = rest_of(name, source.config, draft)
+    for name, stored in cut_module(source, place).tensors.items():
+        rest = place.inside(name)
         if rest is None or rest.startswith(SHARED):
             continue
         part = next((part for part in NAMES if rest.startswith(f"{part}.")), None)

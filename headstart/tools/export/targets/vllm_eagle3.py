@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as vLLM, SGLang, llama.cpp's converter and OpenVINO load it: the layout it already has."""
+"""An EAGLE-3 head in its own layout, for vLLM, SGLang, llama.cpp's converter and OpenVINO."""
 
 from __future__ import annotations
 

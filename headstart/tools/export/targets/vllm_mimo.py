@@ -1,9 +1,9 @@
-"""Trunk and MTP head as one MiMo checkpoint, which vLLM runs with {"method": "mtp"}.
+"""Trunk and MTP head as one MiMo checkpoint for vLLM: {"method": "mtp"}.
 
 MiMo is a trunk with q, k and v biases, an LM head of its own, and `model.mtp_layers.0`: input_proj reads [hidden ;
 embedding], hidden being the stream before the trunk's final norm, later the head's own normed output (vLLM 0.32,
-`model_executor/models/mimo.py` and `mimo_mtp.py`). A trunk without biases gets zeros; a tied embedding is
-written twice. transformers does not know the type, so the directory brings the few lines that declare it.
+`model_executor/models/mimo.py` and `mimo_mtp.py`). A trunk without biases gets zeros; a tied embedding is written
+twice. The directory brings the code that declares the type to transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.models.base import family_named
+from headstart.models.families import family_named
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source, text_side
 

@@ -1,22 +1,23 @@
-"""A draft checkpoint in the layout of xLLM's `tools/export_mtp.py`: the MTP module of a checkpoint on its own.
+"""A draft checkpoint in the layout of xLLM's `tools/export_mtp.py`.
 
-Names, config keys, files and bytes are those of that tool. Where it writes wrong data without a word, this says so and
-writes right data, or refuses: quantized tensors it does not turn back, parts that are missing, shards that are not
-there, files that would be read by mistake.
+Names, config keys, files and bytes are those of that tool. Where the tool silently writes wrong data (quantized
+tensors, missing parts or shards, stray files), this export writes right data or refuses.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from headstart.errors import ModelError
-from headstart.formats.base import Checkpoint, Tensor
+from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors_file import INDEX
-from headstart.tools.export.detect import count_modules, detect_model_type, draft_config
-from headstart.tools.export.drafts import DraftCheckpoint, draft_of
-from headstart.tools.export.module import DESCRIPTION, cut_module, prefixes_of, rename, rest_of
+from headstart.formats.sizes import Sizes, as_size
+from headstart.models.families import find_mtp_family, mtp_families
+from headstart.models.mtp import INDEXER_KEYS, XllmDraft
+from headstart.tools.export.module import DESCRIPTION, ModulePlace, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, as_json, index_text
 from headstart.tools.export.source import Request, other_weights, side_files
 
@@ -24,26 +25,35 @@ SHARD = "mtp_layer_parameters.safetensors"
 USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens 1"
 
 
+ROTATION = {"rot.weight": "model.rot.weight"}
+NESTED = "text_config"
+BESIDE_BLOCK = ("embed_tokens", "shared_head", "eh_proj", "enorm", "hnorm")
+"""First parts of names inside a trailing module that are not its block's."""
+
+
 def plan(request: Request) -> Plan:
     """What to write. Raises ModelError for a checkpoint that has no module, not all of it, or not in this layout."""
     source = request.directory
-    model_type = (request.model_type or detect_model_type(source.config)).lower()
-    draft = draft_of(model_type)
-    count = count_modules(source.config, draft)
-    if "dspark_block_size" in source.config:
-        raise ModelError(f"{source.name}: its mtp tensors are a DSpark drafter", "xLLM loads it from the model itself")
-    cut = cut_module(source, draft)
-    made = Plan(notes=[*cut.notes, *_notes(source, draft, cut.tensors)], use=USE, marks=(SHARD,))
-    made.data = {"model_type": model_type}
-    made.tensors = {SHARD: cut.planned}
+    place, draft = _find_draft(source, request.model_type)
+    count = count_modules(place, several=draft.several)
+    if draft.shared:
+        _check_shared(source, place)
+
+    def rename(name: str) -> str | None:
+        return _renamed(name, place, draft)
+
+    module = cut_module(source, place, rename, modules=count if draft.several else 1)
+    made = Plan(notes=[*module.notes, *_notes(source, place, draft, module.tensors)], use=USE, marks=(SHARD,))
+    made.data = {"model_type": place.model_type}
+    made.tensors = {SHARD: module.planned}
     made.copies = side_files(source.path)
     made.texts = {
-        "config.json": as_json(draft_config(source.config, model_type, draft, count), sort=True),
-        INDEX: index_text({each.name: SHARD for each in cut.planned}, indent=4),
+        "config.json": as_json(_draft_config(place, draft, count), sort=True),
+        INDEX: index_text({each.name: SHARD for each in module.planned}, indent=4),
     }
     if DESCRIPTION in made.copies and not draft.several:
         description = read_object(source.path / DESCRIPTION)
-        described = {rename(key, source.config, draft): value for key, value in description.items()}
+        described = {rename(key): value for key, value in description.items()}
         described.pop(None, None)
         made.texts[DESCRIPTION] = as_json(described, sort=True)
     for name in made.texts:
@@ -51,26 +61,116 @@ def plan(request: Request) -> Plan:
     return made
 
 
-def _notes(source: Checkpoint, draft: DraftCheckpoint, tensors: Mapping[str, Tensor]) -> list[str]:
+def _find_draft(source: Checkpoint, model_type: str | None) -> tuple[ModulePlace, XllmDraft]:
+    """Raises ModelError for a family of which xLLM has no draft."""
+    found = find_mtp_family(source.config)
+    if found and found.layout.not_xllm and (not model_type or found.layout.requires):
+        raise ModelError(f"model type {found.key} cannot be written as a draft of xLLM", found.layout.not_xllm)
+    place = find_module(source.config, model_type)
+    if place is None or place.layout.xllm is None:
+        known = ", ".join(key for key, layout in mtp_families().items() if layout.xllm)
+        kind = model_type or source.config.get("model_type")
+        raise ModelError(f"model type {kind!r} has no draft layout in xLLM", f"known are {known}")
+    if model_type and found and found.layout.xllm:
+        _check_variant(source, place, found.layout.xllm)
+    return place, place.layout.xllm
+
+
+def _check_variant(source: Checkpoint, place: ModulePlace, draft: XllmDraft) -> None:
+    """Raises ModelError for a forced model type that is the checkpoint's own but for having experts or none."""
+    own, forced = find_module(source.config), find_mtp_family({"model_type": place.model_type})
+    is_variant = forced and forced.layout.xllm and draft.variants and forced.layout.xllm.variants == draft.variants
+    if own and forced and is_variant and own.model_type != forced.key:
+        what = f"--model-type {place.model_type}, but the tensors of {source.name} are those of {own.model_type}"
+        raise ModelError(what, "leave --model-type out")
+
+
+def _renamed(name: str, place: ModulePlace, draft: XllmDraft) -> str | None:
+    """The name in the draft; None for what is left behind."""
+    if draft.shared and place.family.names.canonical(name) in ("embed_tokens.weight", "lm_head.weight"):
+        return name
+    if not draft.several and name in ROTATION:
+        return ROTATION[name]
+    inside = place.inside(name)
+    if inside is None or not (place.trailing or draft.as_layer):
+        return None if inside is None else name
+    beside = place.trailing and inside.split(".")[0] in BESIDE_BLOCK
+    return f"model.{inside}" if beside else f"model.layers.0.{inside}"
+
+
+def _check_shared(source: Checkpoint, place: ModulePlace) -> None:
+    """Raises ModelError where the trunk's embedding or LM head, which go along, are not there."""
+    there = {place.family.names.canonical(name) for name in source.tensors}
+    if "embed_tokens.weight" not in there:
+        raise ModelError(f"{source.name} has no embedding", "is a shard missing? download it again")
+    tied = source.config.get("tie_word_embeddings") or Sizes(source.config).config.get("tie_word_embeddings")
+    if not tied and "lm_head.weight" not in there:
+        raise ModelError(f"{source.name} has no lm_head, and its embedding is not tied", "download it again")
+
+
+def _draft_config(place: ModulePlace, draft: XllmDraft, count: int) -> dict[str, Any]:
+    """config.json of the draft: the model's own with what describes the one module."""
+    config = place.config
+    changes = {
+        "num_hidden_layers": count,
+        "num_nextn_predict_layers": count,
+        "architectures": [draft.architecture],
+        "model_type": f"{place.model_type.removesuffix('_text')}_mtp",
+        "quantization_config": "",
+        "first_k_dense_replace": 0,
+        **_filled(draft.config, count),
+        **(_sparse_indexer(config) if draft.sparse_indexer else {}),
+    }
+    written = {**config, **changes}
+    if isinstance(nested := config.get(NESTED), dict) and nested:
+        written[NESTED] = {**nested, **_filled(draft.nested_config, count)}
+        if "quantization_config" in nested:
+            written[NESTED]["quantization_config"] = ""
+    return written
+
+
+def _filled(declared: Mapping[str, object], count: int) -> dict[str, Any]:
+    """Declared keys for so many modules (see XllmDraft)."""
+    values = {key: count if value == "count" else value for key, value in declared.items()}
+    return {key: value * count if isinstance(value, list) else value for key, value in values.items()}
+
+
+def _sparse_indexer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The draft computes its own top-k rows once and shares them between its steps."""
+    if not all(as_size(config.get(key)) for key in INDEXER_KEYS) or not config.get("index_share_for_mtp_iteration"):
+        return {}
+    every = config.get("index_topk_freq") or 1
+    if not isinstance(every, int):
+        raise ModelError(f"config.json: index_topk_freq is {every!r}, not a number of layers")
+    changes = {
+        "index_share_for_mtp_iteration": True,
+        "index_topk_freq": max(every, 2),
+        "index_skip_topk_offset": 0,
+        "index_topk_pattern": "S",
+        "indexer_types": ["full"],
+    }
+    return {key: value for key, value in changes.items() if key in config}
+
+
+def _notes(source: Checkpoint, place: ModulePlace, draft: XllmDraft, tensors: Mapping[str, Tensor]) -> list[str]:
     notes = []
-    rests = {rest_of(name, source.config, draft) for name in tensors}
-    if "embed_tokens" in draft.parts:
-        absent = [each for each in ("embed_tokens.weight", "shared_head.head.weight") if each not in rests]
-        if absent and not draft.embedding:
+    inside = {place.inside(name) for name in tensors}
+    if place.trailing and not draft.shared:
+        absent = [each for each in ("embed_tokens.weight", "shared_head.head.weight") if each not in inside]
+        if absent:
             notes.append(f"the module has no {' and no '.join(absent)} of its own: the engine must share the model's")
-    if later := _later_modules(source, draft):
+    if later := _later_modules(source, place):
         notes.append(f"only the first module is exported; {later[0]} belongs to another one")
     if other := other_weights(source.path):
         notes.append(f"weights in other formats were left out: {', '.join(other)}")
     return notes
 
 
-def _later_modules(source: Checkpoint, draft: DraftCheckpoint) -> list[str]:
+def _later_modules(source: Checkpoint, place: ModulePlace) -> list[str]:
     """Tensors of a second module, which the draft has no room for."""
-    for prefix in prefixes_of(source.config, draft):
-        if match := re.fullmatch(r"(.*?)(\d+)\.", prefix):
-            following = f"{match[1]}{int(match[2]) + 1}."
-            return [name for name in source.tensors if name.startswith(following)]
+    if match := re.fullmatch(r"(.*?)(\d+)\.", place.prefix):
+        following = f"{match[1]}{int(match[2]) + 1}."
+        return [name for name in source.tensors if strip_wrapper(name).startswith(following)]
     return []
 
 

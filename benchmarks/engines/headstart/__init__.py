@@ -1,1 +1,0 @@
-"""headstart as one engine among others."""

@@ -1,1 +1,0 @@
-"""llama.cpp: its server and its tools, and GGUF files for it."""

@@ -1,1 +1,0 @@
-"""mistral.rs, by its Python package."""

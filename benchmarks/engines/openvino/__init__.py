@@ -1,1 +1,0 @@
-"""OpenVINO GenAI: a server for it, since it has none."""

@@ -1,1 +1,0 @@
-"""vLLM on a CPU: a worker in its interpreter, its drafts, and weights as it reads them."""

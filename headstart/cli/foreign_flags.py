@@ -1,0 +1,112 @@
+"""Commands and flags of other programs (llama.cpp, vLLM, SGLang, Ollama, mlx-lm), with what to type here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+from headstart.cli.parser import Command, ParseError
+
+COMMANDS: Mapping[str, str] = {
+    "run": "headstart chat MODEL, or headstart generate MODEL --prompt TEXT",
+    **dict.fromkeys(("complete", "cli", "ask"), "headstart generate MODEL --prompt TEXT"),
+    **dict.fromkeys(("list", "ls", "manage"), "headstart models"),
+    **dict.fromkeys(("rm", "remove", "delete"), "headstart models remove MODEL"),
+    **dict.fromkeys(("show", "info"), "headstart inspect MODEL"),
+    **dict.fromkeys(("start", "up", "server", "api", "launch_server"), "headstart serve MODEL"),
+    **dict.fromkeys(("download", "get", "fetch", "install"), "headstart pull MODEL"),
+    **dict.fromkeys(("create", "cp", "push", "upload"), "models are files: headstart serve PATH"),
+    **dict.fromkeys(("convert", "quantize"), "models are read as they are: headstart serve MODEL --quantization int8"),
+    **dict.fromkeys(("lora", "fuse", "finetune"), "headstart trains heads, not models: headstart train --help"),
+    **dict.fromkeys(("check", "test", "env", "collect-env"), "headstart doctor; headstart verify compares texts"),
+    "benchmark": "headstart bench MODEL",
+    "version": "headstart --version",
+    "help": "headstart --help, or headstart COMMAND --help",
+}
+MIN_SIMILARITY = 0.75
+"""Smallest similarity (0 to 1) of an unknown flag and a flag to suggest."""
+MODEL = "MODEL"
+"""Key of OPTIONS for the positional argument."""
+OPTIONS: Mapping[str, str] = {
+    MODEL: "-m --model --model-path --model-id -hf -hfr --hf-repo",
+    "--prompt": "-p",
+    "--prompt-file": "-f --file",
+    "--system": "-sys --system-prompt",
+    "--raw": "-no-cnv --no-conversation --ignore-chat-template",
+    "--max-tokens": "-n --n-predict --predict --num-predict --max-new-tokens --max-length --output-len",
+    "--n": "-n",
+    "--requests": "-n --num-prompts",
+    "--threads": "-t --n-threads --num-threads",
+    "--temperature": "-t --temp",
+    "--repetition-penalty": "--repeat-penalty",
+    "--stop": "-r --reverse-prompt --stop-sequence",
+    "--max-model-len": "-c --ctx-size --num-ctx --context-length --max-seq-len --max-kv-size",
+    "--context": "-c --ctx-size --max-model-len --context-length",
+    "--max-num-seqs": "-np --parallel --num-parallel --max-running-requests",
+    "--max-num-batched-tokens": "-b --batch-size -ub --ubatch-size --chunked-prefill-size --prefill-step-size",
+    "--kv-cache-dtype": "-ctk -ctv --cache-type-k --cache-type-v --kv-bits",
+    "--quantization": "-q --quantize",
+    "--head": "-md --model-draft --draft-model --speculative-model --speculative-draft-model-path --spec-draft-model",
+    "--depth": "--draft --draft-n --draft-max --spec-draft-n-max --num-draft-tokens --num-speculative-tokens "
+    "--speculative-num-steps --speculative-num-draft-tokens",
+    "--drafter": "--spec-type --speculative-algorithm --speculative-algo --spec-method",
+    "--served-model-name": "-a --alias",
+    "--chat-template": "--chat-template-file",
+    "--gpu-memory-utilization": "--mem-fraction-static --gpu-memory-fraction",
+    "--tp": "--tensor-parallel-size -tp --tp-size",
+}
+"""Our options -> spellings of other programs."""
+NOT_NEEDED: Mapping[str, str] = {
+    **dict.fromkeys(("--stream", "--verbose", "-v", "--color", "--jinja", "-e", "--no-display-prompt", "--mlock"),
+                    "leave it out"),
+    **dict.fromkeys(("-i", "-cnv", "--interactive", "--conversation"), "headstart chat MODEL is a conversation"),
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-fa", "--flash-attn"),
+                    "leave it out: headstart doctor shows the backend that is used"),
+    **dict.fromkeys(("-tp", "--tp", "--tp-size", "-dp", "--dp", "--dp-size"), "headstart runs one copy of a model on "
+                    "one machine: leave it out; headstart launch starts engines that run on several"),
+}  # fmt: skip
+"""Options without a counterpart -> what to do instead."""
+EXTRA_ARGUMENT: Mapping[str, str] = {
+    "models list": "headstart models lists all; headstart models remove MODEL removes one",
+    **dict.fromkeys(("generate", "chat"), "for a prompt: headstart generate MODEL --prompt TEXT"),
+}
+"""Command -> what to do about an extra argument."""
+
+
+def command_hint(word: str, commands: Iterable[str]) -> str:
+    """What to type instead of an unknown first word; empty if nothing is known."""
+    if word in ("-v", "-V"):
+        return "headstart --version"
+    if word.startswith("-"):
+        return "a command comes first: headstart generate MODEL --prompt TEXT, headstart serve MODEL"
+    near = get_close_matches(word, commands, n=1)
+    return COMMANDS.get(word) or (f"did you mean headstart {near[0]}?" if near else "")
+
+
+def option_hint(error: ParseError, name: str, command: Command) -> str:
+    """What to type instead of words that a command refused; empty if nothing is known."""
+    if not error.flag:
+        return error.hint or (EXTRA_ARGUMENT.get(name, "") if error.is_extra else "")
+    own = {flag for flag, item in command.flags.items() if not item.is_hidden}
+    names = {*own, MODEL} if any(item.name == "model" for item in command.options) else own
+    flag = error.flag.replace("_", "-")
+    if flag in own:
+        return f"write {flag}"
+    meant = [ours for ours, theirs in OPTIONS.items() if flag in theirs.split() and ours in names]
+    if MODEL in meant:
+        return f"the model has no flag: headstart {name} MODEL"
+    if meant:
+        return f"write {' or '.join(meant)}"
+    if flag in ("-p", "--prompt"):
+        return "headstart generate MODEL --prompt TEXT"
+    if hint := NOT_NEEDED.get(flag) or _vllm_hint(flag):
+        return hint
+    near = get_close_matches(flag, own, n=1, cutoff=MIN_SIMILARITY)
+    return f"did you mean {near[0]}? See headstart {name} --help" if near else ""
+
+
+def _vllm_hint(flag: str) -> str:
+    from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name
+
+    name = vllm_name(flag)
+    return (FLAGS[name].hint or "leave it out") if name in FLAGS else hint_of(name) if name else ""

@@ -1,0 +1,344 @@
+"""Command-line parser: a command is a function whose parameters are dataclasses of options.
+
+Not argparse: options may stand between arguments, values may begin with a dash, settings supply defaults, and a start
+does not wait for its import.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from headstart.config import flag_of
+from headstart.errors import UsageError
+
+HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
+CONFIG = "--config"
+REQUIRED: Any = MISSING
+KINDS: Mapping[Any, tuple[str, str]] = {
+    int: ("N", "a whole number"),
+    float: ("X", "a number"),
+    Path: ("PATH", "a path"),
+}
+"""Type of a value -> its name in --help, and in errors. Other types are texts."""
+Rewrite = Callable[[list[str], Mapping[str, "Option"]], list[str]]
+"""Translates other spellings: (words of the command line, options by flag) -> words."""
+
+
+class ParseError(UsageError):
+    """A command line that does not fit its command."""
+
+    def __init__(self, message: str, hint: str = "", *, flag: str = "", is_extra: bool = False) -> None:
+        super().__init__(message, hint)
+        self.flag = flag  # the unknown option; empty: another error
+        self.is_extra = is_extra  # too many arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a command. An option without flags is a positional argument."""
+
+    name: str  # field of the OptionGroup that takes the value
+    help: str
+    kind: Any = str  # str, int, float, Path, or bool: a switch
+    flags: tuple[str, ...] = ()
+    default: Any = None  # REQUIRED: the command line or a setting must give a value
+    panel: str = "Options"  # heading in --help
+    is_rare: bool = False  # its panel is shown with --help-all only
+    metavar: str = ""
+    is_list: bool = False  # the option may be repeated; an argument takes all remaining words
+    is_comma_list: bool = False  # comma-separated values
+    num_values: int = 1
+    choices: tuple[str, ...] = ()  # the only values
+    min: float | None = None
+    above: float | None = None  # exclusive minimum
+    max: float | None = None
+    parse: Callable[[str], Any] | None = None  # replaces the conversion by `kind`
+    complete: Callable[[], Iterable[str]] | None = None  # values that a shell may offer
+    is_hidden: bool = False
+    may_be_empty: bool = False
+    must_exist: bool = False  # a path that is read
+    is_output: bool = False  # a path that is written, whose folder is made
+
+    @classmethod
+    def of_type(cls, hint: Any, **more: Any) -> Self:
+        """An option for an annotated type: X, X | None, Literal (the choices), list[X] (repeated), tuple[X, ...]
+        (commas) or tuple[X, X]."""
+        if type(None) in get_args(hint):
+            hint = next(each for each in get_args(hint) if each is not type(None))
+        if get_origin(hint) is Literal:
+            return cls(choices=get_args(hint), **{"metavar": "|".join(get_args(hint)), **more})
+        if get_origin(hint) is list:
+            return cls(kind=get_args(hint)[0], is_list=True, **more)
+        if get_origin(hint) is tuple:
+            kinds = get_args(hint)
+            more |= {"is_comma_list": True} if ... in kinds else {"num_values": len(kinds)}
+            return cls(kind=kinds[0], **more)
+        return cls(kind=hint, **more)
+
+    @property
+    def is_argument(self) -> bool:
+        return not self.flags
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool and not self.is_comma_list
+
+    @property
+    def label(self) -> str:
+        """The longest flag; of an argument its name in capitals."""
+        return max(self.flags, key=len, default=(self.metavar or self.name).upper())
+
+    @property
+    def value_name(self) -> str:
+        """The name of the value in --help."""
+        word = KINDS[self.kind][0] if self.kind in KINDS and not self.is_comma_list else "TEXT"
+        return self.metavar or " ".join([word] * self.num_values)
+
+    @property
+    def default_value(self) -> Any:
+        """The default as the value of the option; of a comma-separated option as a tuple."""
+        if self.is_comma_list:
+            return () if self.default is None else self.read(self.default)
+        return self.default
+
+    def read(self, given: Any) -> Any:
+        """The value of a text, of a list of texts, or of a switch. Raises ParseError, naming the option."""
+        if self.is_switch:
+            return given
+        if self.is_comma_list:
+            return self._read_comma_list(given)
+        if self.num_values > 1 and len(given) != self.num_values:
+            raise ParseError(f"{self.label} needs {self.num_values} values")
+        if self.is_list or self.num_values > 1:
+            return (list if self.is_list else tuple)(self._read_one(text) for text in given)
+        return self._read_one(given)
+
+    def _read_one(self, text: str) -> Any:
+        try:
+            value = self._convert(text)
+        except (ValueError, OverflowError):
+            raise ParseError(f"{self.label} is {text!r}, but must be {KINDS[self.kind][1]}") from None
+        return self._checked(value, text)
+
+    def _read_comma_list(self, text: str) -> tuple[Any, ...]:
+        """Each value once."""
+        try:
+            values = tuple(dict.fromkeys(self._convert(each.strip()) for each in text.split(",")))
+        except (ValueError, KeyError):
+            wrong = f"{self.label} is {text!r}, which is not a list of such values"
+            raise ParseError(wrong, f"see {self.label} in --help") from None
+        return tuple(self._checked(value, text) for value in values)
+
+    def _checked(self, value: Any, text: str) -> Any:
+        if self.must_exist and not value.exists():
+            raise ParseError(f"{self.label}: {text} does not exist", "is the path right?")
+        if self.is_output and not _can_write(value):
+            raise ParseError(f"{self.label}: {text} cannot be written", "name a place that you may write to")
+        hint = ""
+        if self.choices and value not in self.choices:
+            wanted, hint = f"one of {', '.join(self.choices)}", f"leave {self.label} out for the default"
+        elif self.min is not None and not value >= self.min:
+            wanted = f"at least {self.min}"
+        elif self.above is not None and not value > self.above:
+            wanted = f"above {self.above}"
+        elif self.max is not None and not value <= self.max:
+            wanted = f"at most {self.max:,}"
+        else:
+            return value
+        raise ParseError(f"{self.label} is {text!r}, but must be {wanted}", hint)
+
+    def _convert(self, text: str) -> Any:
+        if self.parse:
+            return self.parse(text)
+        if self.kind is int and "." in text:
+            number = float(text)
+            if int(number) != number:
+                raise ValueError
+            return int(number)
+        return self.kind(text) if self.kind in KINDS else text
+
+
+def _can_write(path: Path) -> bool:
+    folder = next((each for each in path.absolute().parents if each.exists()), path.absolute())
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
+def option(help: str, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field of an OptionGroup; without `flags` its flag is the field's name. `more`: fields of Option."""
+    return field(default=default, metadata={"help": help, **({"flags": flags} if flags else {}), **more})
+
+
+def argument(help: str, *, default: Any = None, **more: Any) -> Any:
+    """A field of an OptionGroup that a positional argument sets."""
+    return field(default=default, metadata={"help": help, "flags": (), **more})
+
+
+class OptionGroup:
+    """Base of frozen dataclasses whose fields are `option(...)` and `argument(...)`."""
+
+    panel: ClassVar[str] = "Options"
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """The options of the fields of this group."""
+        hints = get_type_hints(cls)
+        return [
+            Option.of_type(
+                hints[item.name],
+                name=item.name,
+                default=item.default,
+                **{"panel": cls.panel, "flags": (flag_of(item.name),), **item.metadata},
+            )
+            for item in fields(cls)  # type: ignore[arg-type]
+        ]
+
+    @classmethod
+    def collect(cls, values: Mapping[str, Any]) -> Self:
+        """The group with these values by option name. Raises UsageError for values that contradict each other."""
+        return cls(**values)
+
+    def chosen(self) -> dict[str, Any]:
+        """Values by name, without those that are None; those of repeated options as tuples."""
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+CONFIG_OPTION = Option(
+    name="config_file",
+    help="TOML file with settings. Default: headstart.toml here, else in the user's folder for settings.",
+    kind=Path,
+    flags=(CONFIG,),
+    panel="Settings",
+    is_rare=True,
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command. A parameter of `run` that is no OptionGroup takes the settings of this run."""
+
+    run: Callable[..., int]
+    examples: tuple[str, ...]
+    rewrite: Rewrite | None = None
+
+    @property
+    def help(self) -> str:
+        return self.run.__doc__ or ""
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[type[OptionGroup], list[Option]] | None]:
+        """By parameter of `run`: its OptionGroup with the options; None for the settings."""
+        hints = get_type_hints(self.run)
+        hints.pop("return")
+        return {name: (kind, kind.options()) if issubclass(kind, OptionGroup) else None for name, kind in hints.items()}
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """The options of all groups, and --config."""
+        return [item for group in self._groups.values() if group for item in group[1]] + [CONFIG_OPTION]
+
+    @cached_property
+    def flags(self) -> dict[str, Option]:
+        return {flag: item for item in self.options for flag in item.flags}
+
+    def split(self, words: Sequence[str]) -> tuple[dict[str, Any], str]:
+        """Values of a command line as texts, by option name, and the flag for help if it has one. Raises ParseError."""
+        rest, given, arguments = list(words), dict[str, Any](), list[str]()
+        if self.rewrite:
+            rest = self.rewrite(rest, self.flags)
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                arguments += rest
+                break
+            if word in (*HELP, HELP_ALL):
+                return {}, word
+            if word[:1] == "-" and word != "-":
+                self._take_option(word, rest, given)
+            elif word:
+                arguments.append(word)
+            else:
+                raise _empty("an argument")
+        for item in self.options:
+            if item.is_argument and arguments:
+                given[item.name], arguments = (arguments, []) if item.is_list else (arguments[0], arguments[1:])
+        if arguments:
+            raise ParseError(f"Got unexpected extra argument(s) ({' '.join(arguments)})", is_extra=True)
+        return given, ""
+
+    def _take_option(self, word: str, rest: list[str], given: dict[str, Any]) -> None:
+        """Add an option to `given`, with its values from the front of `rest`."""
+        flag, equals, text = word.partition("=")
+        if flag not in self.flags and word[:2] in self.flags:  # -pTEXT
+            flag, equals, text = word[:2], "=", word[2:]
+        if flag not in self.flags:
+            raise ParseError(f"No such option: {flag}", flag=flag)
+        item = self.flags[flag]
+        if item.is_switch:
+            if equals:
+                raise ParseError(f"{flag} takes no value")
+            given[item.name] = True
+            return
+        texts = [text] if equals else []
+        missing = item.num_values - len(texts)
+        texts += rest[:missing]
+        del rest[:missing]
+        if len(texts) < item.num_values:
+            raise ParseError(f"{flag} needs {'a value' if item.num_values == 1 else f'{item.num_values} values'}")
+        if "" in texts and not item.may_be_empty:
+            raise _empty(flag)
+        if item.is_list:
+            given.setdefault(item.name, []).extend(texts)
+        else:
+            given[item.name] = texts if item.num_values > 1 else texts[0]
+
+    def read(self, given: Mapping[str, Any], settings: Any = None) -> dict[str, Any]:
+        """The arguments of `run`: values that are given as texts, else defaults. Raises UsageError."""
+        values = {}
+        for item in self.options:
+            if item.name in given:
+                values[item.name] = item.read(given[item.name])
+            elif item.default is REQUIRED:
+                raise ParseError(f"{item.label} is missing", f"for example: {self.examples[0]}")
+            else:
+                values[item.name] = item.default_value
+        return {
+            name: group[0].collect({item.name: values[item.name] for item in group[1]}) if group else settings
+            for name, group in self._groups.items()
+        }
+
+
+def command(*examples: str, rewrite: Rewrite | None = None) -> Callable[[Callable[..., int]], Command]:
+    """Makes a function a command with these example lines."""
+    return lambda run: Command(run, examples, rewrite)
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """A command of commands."""
+
+    commands: Mapping[str, Command | CommandGroup]
+    help: str
+    examples: tuple[str, ...]
+    default: str = ""  # the command that runs when none is named
+    options: tuple[Option, ...] = ()
+    sections: Mapping[str, Iterable[str]] = field(default_factory=dict)  # of --help -> commands; empty: one section
+
+
+def all_commands(group: CommandGroup, prefix: str = "") -> dict[str, Command]:
+    """All commands by their full name."""
+    found: dict[str, Command] = {}
+    for name, each in group.commands.items():
+        found |= all_commands(each, f"{prefix}{name} ") if isinstance(each, CommandGroup) else {prefix + name: each}
+    return found
+
+
+def _empty(label: str) -> ParseError:
+    """`--api-key "$KEY"` with no such variable must not mean "no key"."""
+    return ParseError(f"{label} is empty", "is a variable not set? Give a value, or leave it out")

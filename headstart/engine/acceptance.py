@@ -1,0 +1,203 @@
+"""Estimates the probability that drafted tokens are accepted, from the outcomes of earlier drafts.
+
+A drafter scores each token in 0..1 (a head: the token's own probability). Scores are calibrated by counting outcomes
+per bin of scores. Drafts are compared with the tokens that were committed, whether they were verified or not: at depth
+0 too, drafts that were made tell how good the drafter is.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from headstart.core import GREEDY_BELOW, Draft, Sequence
+
+EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+"""Upper edges of all bins of scores but the last."""
+MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+NO_SCORE = 0.5
+"""Score of a token whose drafter gives none."""
+PRIOR = 2.0
+"""Observations that each bin starts with, as if its mean score were right."""
+MEMORY = 2000.0
+"""Number of observations of a table after which older ones are halved."""
+OWN_PRIOR = 6.0
+"""Expected hits of a sequence at which its own record weighs as much as the tables."""
+OWN_MEMORY = 24.0
+"""Expected hits of a sequence after which older ones are halved."""
+WARM = 0.85
+"""Temperatures from here on form one class, lower ones above greedy another, greedy a third."""
+UNUSUAL = 3
+"""Class of sequences with unusual sampling (Sequence.is_ordinary), kept apart so that they do not distort the
+others."""
+
+
+@dataclass
+class CalibrationTable:
+    """Outcomes of one drafter at one draft position, by bins of scores."""
+
+    # [bins] tokens, with the prior
+    tries: array[float] = field(default_factory=lambda: array("d", [PRIOR] * len(MIDDLES)))
+    # [bins] accepted tokens, with the prior
+    hits: array[float] = field(default_factory=lambda: array("d", [PRIOR * middle for middle in MIDDLES]))
+    num_tries: float = 0.0  # without the prior
+    num_hits: float = 0.0  # without the prior
+    _bins: list[tuple[float, float]] = field(default_factory=list)  # cache of `bins`
+
+    def learn(self, score: float, hit: bool) -> None:
+        place = bisect_right(EDGES, score)
+        self.tries[place] += 1
+        self.hits[place] += hit
+        self.num_tries += 1
+        self.num_hits += hit
+        self._bins = []
+        if self.num_tries > MEMORY:
+            self.tries, self.hits = (array("d", [n / 2 for n in counts]) for counts in (self.tries, self.hits))
+            self.num_tries, self.num_hits = self.num_tries / 2, self.num_hits / 2
+
+    def probability(self, score: float) -> float:
+        """Acceptance probability of a token with this score."""
+        place = bisect_right(EDGES, score)
+        return self.hits[place] / self.tries[place]
+
+    @property
+    def mean(self) -> float:
+        """Acceptance probability over all scores."""
+        return sum(self.hits) / sum(self.tries)
+
+    def bins(self) -> list[tuple[float, float]]:
+        """(share of all tokens, acceptance probability) of each bin."""
+        if not self._bins:
+            whole = sum(self.tries)
+            self._bins = [(tries / whole, hits / tries) for tries, hits in zip(self.tries, self.hits, strict=True)]
+        return self._bins
+
+
+PLACES = 6
+"""Draft positions from this one on share a table: the longer a draft has been right, the likelier it stays right."""
+Key = tuple[str, int, int]
+"""Drafter, temperature class, draft position."""
+
+
+@dataclass
+class _PendingDraft:
+    """A draft to be compared with committed tokens."""
+
+    draft: Draft
+    start: int  # position of its first token in the sequence
+    place: int = 0  # tokens compared so far; all were right
+
+
+@dataclass
+class _SequenceRecord:
+    """Outcomes of one drafter in one sequence."""
+
+    hits: float = OWN_PRIOR  # accepted tokens
+    expected: float = OWN_PRIOR  # acceptances that the tables expected
+
+    @property
+    def factor(self) -> float:
+        return self.hits / self.expected
+
+    def learn(self, expected: float, hit: bool) -> None:
+        self.hits += hit
+        self.expected += expected
+        if self.expected > OWN_MEMORY:
+            self.hits, self.expected = self.hits / 2, self.expected / 2
+
+
+class AcceptanceEstimator:
+    """Acceptance probabilities of drafted tokens, given that all tokens before them are accepted."""
+
+    def __init__(self) -> None:
+        self.tables: dict[Key, CalibrationTable] = {}
+        self._records: dict[Sequence, dict[str, _SequenceRecord]] = {}
+        self._pending: dict[Sequence, dict[str, _PendingDraft]] = {}  # by drafter
+
+    def table(self, sequence: Sequence, method: str, place: int) -> CalibrationTable:
+        """Table of a drafter at a draft position, counted from 0."""
+        key = (method, _temperature_class(sequence), min(place, PLACES))
+        table = self.tables.get(key)
+        if table is None:
+            table = self.tables[key] = CalibrationTable()
+        return table
+
+    def list_tables(self, sequence: Sequence, method: str, depth: int) -> list[CalibrationTable]:
+        """Tables of the positions of a draft; the last one also serves positions from PLACES on."""
+        return [self.table(sequence, method, place) for place in range(min(depth, PLACES + 1))]
+
+    def factor(self, sequence: Sequence, method: str) -> float:
+        """How much more often than expected this drafter is right in this sequence."""
+        records = self._records.get(sequence)
+        record = records.get(method) if records else None
+        return record.factor if record else 1.0
+
+    def probability(self, sequence: Sequence, draft: Draft, place: int) -> float:
+        """Acceptance probability of the draft's token at `place`."""
+        table = self.table(sequence, draft.method, place)
+        return min(1.0, self.factor(sequence, draft.method) * table.probability(_score(draft, place)))
+
+    def record_draft(self, sequence: Sequence, draft: Draft) -> None:
+        """Remembers a draft before it is cut, unless the drafter's last draft is still being compared."""
+        self._pending.setdefault(sequence, {}).setdefault(draft.method, _PendingDraft(draft, len(sequence.tokens)))
+
+    def record_outcomes(self, sequence: Sequence) -> None:
+        """Compares pending drafts with the committed tokens, each up to its first miss.
+
+        Tokens that were cut from a draft are compared too when the text gets there.
+        """
+        pending_drafts = self._pending.get(sequence)
+        if not pending_drafts:
+            return
+        tokens, records = sequence.tokens, self._records.setdefault(sequence, {})
+        for method, pending in list(pending_drafts.items()):
+            record = records.get(method)
+            if record is None:
+                record = records[method] = _SequenceRecord()
+            guesses = pending.draft.tokens
+            hit = True
+            while hit and pending.place < len(guesses) and pending.start + pending.place < len(tokens):
+                place = pending.place
+                table, score = self.table(sequence, method, place), _score(pending.draft, place)
+                hit = guesses[place] == tokens[pending.start + place]
+                if place <= PLACES:  # a single long copy must not dominate the table
+                    record.learn(table.probability(score), hit)
+                    table.learn(score, hit)
+                pending.place += 1
+            if not hit or pending.place == len(guesses):
+                del pending_drafts[method]
+
+    def release(self, sequence: Sequence) -> None:
+        self._pending.pop(sequence, None)
+        self._records.pop(sequence, None)
+
+    def first_token_rate(self, method: str) -> tuple[float, float]:
+        """(number of drafts, acceptance rate) of a drafter's first tokens in ordinary sequences, recent drafts only."""
+        firsts = [(key, table) for key, table in self.tables.items() if key[0] == method and key[2] == 0]
+        tables = [table for (_, temperature_class, _), table in firsts if temperature_class != UNUSUAL]
+        tries = sum(table.num_tries for table in tables)
+        return tries, sum(table.num_hits for table in tables) / max(tries, 1.0)
+
+
+def prefix_probabilities(acceptance: AcceptanceEstimator, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
+    """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
+    probabilities, product = [], 1.0
+    for place in range(len(draft.tokens)):
+        product *= acceptance.probability(sequence, draft, place)
+        if product <= least:
+            break
+        probabilities.append(product)
+    return probabilities
+
+
+def _score(draft: Draft, place: int) -> float:
+    return draft.scores[place] if place < len(draft.scores) else NO_SCORE
+
+
+def _temperature_class(sequence: Sequence) -> int:
+    if not sequence.is_ordinary:
+        return UNUSUAL
+    temperature = sequence.row_constants.temperature
+    return 0 if temperature < GREEDY_BELOW else 1 if temperature < WARM else 2

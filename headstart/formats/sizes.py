@@ -1,0 +1,126 @@
+"""Reads sizes from a config.json: one name for each size, whatever key a family writes it under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
+"""Keys under which a config keeps that of its language model, or of its drafter's layers."""
+MAX_SIZE = 2**40
+"""No size is larger; a config may say anything."""
+SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "hidden": ("hidden_size", "n_embd"),
+    "vocabulary": ("target_vocab_size", "vocab_size"),
+    "layers": ("num_hidden_layers", "num_layers", "n_layers"),
+    "inner": ("intermediate_size", "ffn_hidden_size"),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads", "num_attention_groups"),
+    "head_dim": ("head_dim",),
+    "query_rank": ("q_lora_rank",),
+    "latent": ("kv_lora_rank",),
+    "nope": ("qk_nope_head_dim",),
+    "rotary": ("qk_rope_head_dim",),
+    "value_dim": ("v_head_dim",),
+    "experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
+    "expert_inner": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "shared_inner": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "index_heads": ("index_n_heads",),
+    "index_dim": ("index_head_dim",),
+    "streams": ("hc_mult", "hc_count", "hc_num_streams"),
+    # of drafters
+    "target_hidden": ("target_hidden_size", "backbone_hidden_size"),
+    "draft_vocabulary": ("draft_vocab_size", "truncated_vocab_size"),
+    "markov_rank": ("markov_rank", "dspark_markov_rank", "dspark_config.markov_rank"),
+    "taps": (
+        "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids",
+        "eagle_config.eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids", "target_layer_ids",
+        "dspark_target_layer_ids",
+    ),
+}  # fmt: skip
+"""Name of a size -> its keys in config.json, dots stepping into objects. A list counts its items."""
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's own settings; a multimodal config nests them. Outer values stand where none are inside."""
+    text = dict(config)
+    for key in NESTED:
+        if isinstance(inner := config.get(key), dict):
+            text |= text_config(inner) if key == "thinker_config" else inner
+    return text
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, dots stepping into objects; None where there is none."""
+    value: Any = config
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def as_size(value: object) -> int | None:
+    """A whole number that can be a size; a list counts its items. None for anything else."""
+    if isinstance(value, list):
+        return len(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SIZE else None
+
+
+class Unknown(str):
+    """A size that no key says: any number, but the same number wherever the same Unknown stands in a module."""
+
+    def __mul__(self, other: object) -> Unknown:
+        return Unknown(f"{other} * {self}")
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: object) -> Unknown:
+        return Unknown(f"{self} + {other}")
+
+    __radd__ = __add__
+
+    def __floordiv__(self, other: object) -> Unknown:
+        return Unknown(f"{self} / {other}")
+
+    def __rfloordiv__(self, other: object) -> Unknown:
+        return Unknown(f"{other} / {self}")
+
+
+class Sizes:
+    """The sizes of one config, by the names of SIZE_KEYS; `config` is its text part."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = text_config(config)
+
+    def replaced(self, values: Mapping[str, Any]) -> Sizes:
+        """With other values of some config keys."""
+        sizes = Sizes({})
+        sizes.config = {**self.config, **values}
+        return sizes
+
+    def get(self, name: str) -> int | None:
+        """The number that the config says, or that follows from others; None for one that it does not say."""
+        size = self[name]
+        return size if isinstance(size, int) else None
+
+    def __getitem__(self, name: str) -> Any:
+        """As `get`, but Unknown in place of None."""
+        found = (as_size(lookup(self.config, key)) for key in SIZE_KEYS[name])
+        size = next((each for each in found if each is not None), None)
+        return self._implied(name) if size is None else size
+
+    def _implied(self, name: str) -> Any:
+        """What a size is where no key says it."""
+        if name in (same := {"kv_heads": "heads", "value_dim": "head_dim", "target_hidden": "hidden",
+                             "draft_vocabulary": "vocabulary"}):  # fmt: skip
+            return self[same[name]]
+        if name == "head_dim" and self["heads"] != 0:
+            return self["hidden"] // self["heads"]
+        if name == "shared_inner":
+            return self["expert_inner"] * self["shared_experts"]
+        return 3 if name == "taps" else Unknown(name)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Experts of a layer that has them, by any spelling of the key; 0 without one."""
+    return Sizes(config).get("experts") or 0

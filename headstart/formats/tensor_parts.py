@@ -1,0 +1,30 @@
+"""Part of a model that a tensor belongs to, by its name."""
+
+from __future__ import annotations
+
+import re
+
+from headstart.formats.base import WRAPPER
+
+LAYERS, EXPERTS, MTP = "layers", "experts", "mtp"
+PARTS = ("embedding", LAYERS, EXPERTS, "norms and rest", "lm_head", MTP, "other modalities")
+_MTP = re.compile(r"(?:^|\.)(?:mtp(?:_\w+)?|nextn)\.")
+_LAYER = re.compile(WRAPPER + r"(?:layers|blk|h)\.(\d+)\.")
+_OTHER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|aligner)\.")
+
+
+def part_of(name: str, num_layers: int) -> str:
+    """Which of PARTS a tensor of any family belongs to, by its name; `num_layers` of the trunk, 0: not known."""
+    if ("mtp" in name or "nextn" in name) and _MTP.search(name):  # the first test is quick, and mostly enough
+        return MTP
+    if match := _LAYER.match(name):
+        if num_layers and int(match[1]) >= num_layers:
+            return MTP
+        return EXPERTS if ".experts." in name or "_exps." in name else LAYERS
+    if _OTHER.search(name):
+        return "other modalities"
+    if "lm_head" in name or name in ("output.weight", "head.weight"):
+        return "lm_head"
+    if "embed" in name or "wte" in name:
+        return "embedding"
+    return "norms and rest"

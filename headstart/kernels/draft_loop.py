@@ -1,0 +1,131 @@
+"""Drafting several tokens in one call, for backends that support it (Backend.prepare_draft_loop)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.core import Sampled, SamplingRows, StepPlan
+
+
+class BinCounts(Protocol):
+    """Counts of drafted tokens per bin of their score, float64 [bins]."""
+
+    @property
+    def tries(self) -> Any:
+        """Tokens drafted."""
+
+    @property
+    def hits(self) -> Any:
+        """Tokens accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateRule:
+    """When drafting of one sequence stops: drafters.base.Gate.should_continue as data.
+
+    A drafted token whose score lies in bin b is accepted, given that the tokens before it are, with the probability
+    min(1, factor * hits[b] / tries[b]) of its depth's table. Drafting continues while the probability c that all tokens
+    so far are accepted satisfies c * token_s >= row_s, and one more token promises more than draft_s: the sum over bins
+    of the next depth, by their share of tries, of max(0, c * factor * hits / tries * token_s - row_s).
+    """
+
+    token_s: float  # seconds saved by an accepted token
+    row_s: float  # seconds of one more verified row
+    draft_s: float  # seconds of one more draft step
+    factor: float  # correction of the tables' acceptance probabilities
+    tables: Sequence[BinCounts]  # by depth; the last one serves all further depths
+    edges: NDArray[np.float64]  # bounds between bins of scores, ascending
+
+
+class PendingSample(Protocol):
+    """Tokens being sampled; later work can be launched without waiting for them."""
+
+    @property
+    def tokens(self) -> Any:
+        """Device buffer [L, 1] that will hold the tokens."""
+
+    def wait(self) -> Sampled:
+        """Block the host until the tokens are there."""
+
+
+@runtime_checkable
+class AsyncSampler(Protocol):
+    """A backend whose draft loops can start from tokens that are still being sampled (EarlyDraftLoop)."""
+
+    def start_sample(self, logits: Any, rows: SamplingRows, *, vocab_size: int) -> PendingSample | None:
+        """Start `Backend.sample`; None if that is not possible now."""
+
+
+@dataclass(frozen=True)
+class VerifyInputs:
+    """Pending samples that decide how many drafted tokens of each of S sequences are accepted.
+
+    Accepted is the longest prefix of `drafted` that equals the samples from `starts` on."""
+
+    sample: PendingSample
+    starts: Sequence[int]  # [S] index of each sequence's first sample
+    drafted: Sequence[Sequence[int]]  # [S] drafted tokens
+    known: Sequence[int]  # [S] rows before the row of the first sampled token
+    accepted: Sequence[int | None]  # [S] a fixed number of accepted tokens (synthetic acceptance), or None
+
+
+class PendingDrafts(Protocol):
+    """Drafts being made."""
+
+    def accepted(self) -> Sequence[int]:
+        """Accepted tokens [S] of the drafts before."""
+
+    def drafts(self, gates: Sequence[GateRule | None]) -> Sequence[tuple[list[int], list[float]]]:
+        """The new drafts, as `DraftLoop.draft` returns them."""
+
+
+class DraftLoop(Protocol):
+    """Prepared draft programs with their pools and vocabulary."""
+
+    def draft(
+        self,
+        first: Any,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        gates: Sequence[GateRule | None],
+        *,
+        hidden_pool: Any = None,
+    ) -> Sequence[tuple[list[int], list[float]]]:
+        """Draft up to depths[s] tokens for each of S sequences; returns tokens and scores per sequence.
+
+        `first` runs as in `Backend.run` with one row of logits per sequence, from which the first tokens are sampled;
+        each step reads the token and the `hidden` result of the step before. A draft ends early when no token can be
+        sampled or its gate stops it. Tokens equal those of `Backend.sample` bit for bit. Scores are probabilities in
+        the raw softmax; a sequence without a gate has none. rows [S]: sampling state after each sequence's tokens;
+        drafted tokens advance positions and penalties only.
+
+        With is_block, `first` gives depths[s] rows of logits per sequence, whose first row in the plan is its last
+        token. The result `confidence` [L, 1] of `first` plus that of the step program is the logit of a score."""
+
+
+@runtime_checkable
+class EarlyDraftLoop(DraftLoop, Protocol):
+    """A draft loop that starts before the host knows the tokens of the last pass."""
+
+    def draft_early(
+        self,
+        first: Any,
+        plan: StepPlan,
+        rows: SamplingRows,
+        depths: Sequence[int],
+        verify_inputs: VerifyInputs,
+        *,
+        scored: bool,
+        hidden_pool: Any = None,
+    ) -> PendingDrafts:
+        """`draft` for programs without is_block, started from pending samples.
+
+        `plan` and `rows` describe the case that nothing is accepted, but `plan` has one more row per drafted token: row
+        known + i belongs to sample i, or to drafted token i if accepted. Rows behind the accepted ones store and see
+        nothing. scored: gates will need scores."""

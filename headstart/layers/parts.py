@@ -1,0 +1,180 @@
+"""Interfaces of a layer's parts (mixer, feed-forward part, post block) and of the configs that build them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool
+from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, StateSpec
+from headstart.layers.costs import NO_EXPERTS, MixerCost, RoutedExperts
+from headstart.layers.weights import Shapes, Weights
+
+
+class MixerConfig:
+    """Describes a mixer: what it caches and reads, its tensors, its cost."""
+
+    @property
+    def num_kernels(self) -> int:
+        """Launches per layer, fused where engines usually fuse."""
+        raise NotImplementedError
+
+    @property
+    def source_layer(self) -> int | None:
+        """Index of the earlier layer whose keys and values, or whose selected positions, this layer reads."""
+        return None
+
+    @property
+    def attention_spec(self) -> AttentionSpec | None:
+        """How rows read keys and values; None for a recurrence."""
+        return None
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """One KV pool each; empty where it reads those of `source_layer`."""
+        return ()
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """One state pool each."""
+        return ()
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
+        """Builds the mixer of the layer `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of its
+        norms."""
+        raise NotImplementedError
+
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        raise NotImplementedError
+
+    def cost(self, weights: int, source: MixerConfig | None = None) -> MixerCost:
+        """Cost of a mixer with so many weights. `source`: the mixer of `source_layer`."""
+        spec, specs = self.attention_spec, self.kv_specs
+        indexes = [each for each in (*specs, *(source.kv_specs if source else ())) if isinstance(each, IndexSpec)]
+        own = next((each for each in specs if isinstance(each, IndexSpec)), None)
+        compress = next((each for each in specs if isinstance(each, CompressSpec)), None)
+        window = (spec.window or spec.chunk) if spec else 0
+        return MixerCost(
+            weights=weights,
+            num_kernels=self.num_kernels,
+            kv_width=_pool_width(spec) if spec else 0,
+            entry_work=spec.num_heads * (spec.head_dim + spec.value_width) if spec else 0,
+            window=window,
+            stride=compress.every if compress else 0 if window or spec is None else 1,
+            top_k=indexes[0].top_k if indexes else None,
+            index_width=own.head_dim if own else 0,
+            index_work=own.num_heads * own.head_dim if own else 0,
+            state=sum(math.prod(each.state_shape) for each in self.state_specs),
+            stored=bool(specs) or spec is None,
+            splits=spec.num_kv_heads if spec else max(map(_num_groups, self.state_specs), default=1),
+            pool_width=sum(map(_pool_width, specs)),
+        )
+
+
+def _pool_width(spec: KVSpec) -> int:
+    """Elements per position."""
+    return spec.num_kv_heads * (spec.head_dim + (0 if spec.latent else spec.value_width))
+
+
+def _num_groups(spec: StateSpec) -> int:
+    """Parts of a state that tensor-parallel devices can hold separately."""
+    if isinstance(spec, ConvSpec):
+        return 1
+    return spec.num_key_heads if isinstance(spec, DeltaSpec) else spec.num_groups
+
+
+class Mixer:
+    """The part of a layer that mixes positions: attention or a recurrence."""
+
+    config: MixerConfig
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        return self.config.kv_specs
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return self.config.state_specs
+
+    def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
+        """[R, in] -> [R, H]. `pool`: its only pool, or a tuple of KV pools, state pools, pool of `source_layer`."""
+        raise NotImplementedError
+
+
+class FeedForward(Protocol):
+    """The part of a layer that computes each row by itself: an MLP or a mixture of experts."""
+
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
+        """[R, H] -> [R, H]. Experts that token ids name need `token_ids` [R]."""
+
+
+class FeedForwardConfig(Protocol):
+    """Describes a feed-forward part."""
+
+    @property
+    def num_kernels(self) -> int:
+        """As MixerConfig.num_kernels."""
+
+    def routed_experts(self, hidden: int) -> RoutedExperts:
+        """Sizes of its experts."""
+
+    def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
+        """Builds it from the tensors under `prefix` (no trailing dot)."""
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+
+
+class PostBlock(Protocol):
+    """A part after the feed-forward part that reads the token id (per-layer embeddings)."""
+
+    def __call__(self, ops: Ops, stream: Buffer, token_ids: Buffer, embedded: Buffer) -> Buffer:
+        """The addition to the stream [R, H]; `embedded` [R, H]: input of the first layer."""
+
+
+class PostBlockConfig(Protocol):
+    """Describes a PostBlock."""
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PostBlock:
+        """Builds it from the tensors under `prefix` (no trailing dot) and tensors that layers share."""
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+
+
+@dataclass(frozen=True)
+class EmptyMixer(MixerConfig, Mixer):
+    """Of a layer with a feed-forward part only, which reads the first norm."""
+
+    num_kernels: ClassVar[int] = 0
+
+    @property
+    def config(self) -> MixerConfig:  # type: ignore[override]
+        return self
+
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
+        return self
+
+    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
+        return {}
+
+
+@dataclass(frozen=True)
+class EmptyFeedForward:
+    """Of a layer with a mixer only."""
+
+    num_kernels: ClassVar[int] = 0
+
+    def routed_experts(self, hidden: int) -> RoutedExperts:
+        return NO_EXPERTS
+
+    def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
+        return self
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        return {}
+
+    def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
+        raise NotImplementedError

@@ -1,0 +1,160 @@
+"""What a checkpoint is as a drafter: a drafter's own format, a model with native MTP modules, or a whole draft model.
+
+inspect, launch, export, plan and train all ask here: `classify` of a config.json, `classify_path` of a directory, a
+.gguf file or a Hub repo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.formats import find_checkpoint, gguf
+from headstart.formats.gguf_file import GgufFile, read as read_gguf
+from headstart.formats.json_object import read_object
+from headstart.formats.sizes import Sizes, as_size
+from headstart.heads.published import DrafterFormat, identify, identify_bare, published_formats
+from headstart.models.families import find_mtp_family
+from headstart.models.mtp import declared
+
+MTP, MODEL, UNKNOWN = "mtp", "draft_model", "unknown"
+OTHERS = {
+    MTP: "a model with native MTP modules",
+    MODEL: "a whole model without MTP modules",
+    UNKNOWN: "a speculators file of an algorithm that is not known",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterKind:
+    """A kind of drafter, and what its config says."""
+
+    kind: str
+    """`DrafterFormat.key`, or one of OTHERS."""
+    method: str
+    """vLLM's word, which launchers map to their own; `headstart`: must be exported first; empty for `unknown`."""
+    title: str
+    format: DrafterFormat | None = None
+    container: str = "safetensors"
+    """safetensors, gguf, or speculators, which nests the drafter's config."""
+    num_modules: int = 1
+    """Native MTP modules, Medusa heads, or layers."""
+    block: int | None = None
+    """Rows that one pass of a block drafter computes; None for drafters that go token by token."""
+    max_drafts: int | None = None
+    """Tokens that such a pass drafts."""
+    hidden_size: int | None = None
+    """The target's, as `vocab_size`; None where nothing says it."""
+    vocab_size: int | None = None
+    draft_vocab_size: int | None = None
+
+    @property
+    def separate(self) -> bool:
+        """Is it a checkpoint of its own, which no engine serves by itself?"""
+        return self.format is not None
+
+    @property
+    def reduced_vocabulary(self) -> bool:
+        """Does it draft from a part of the target's tokens only?"""
+        return bool(self.draft_vocab_size and self.vocab_size and self.draft_vocab_size < self.vocab_size)
+
+
+def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> DrafterKind:
+    """The kind of a config.json; `names`: of tensors, which decide where the config does not (None: not known). Raises
+    ModelError for an absurd number of modules."""
+    if (found := identify(config, names)) is not None:
+        return _described(found, config)
+    algorithm = config.get("speculators_model_type")
+    if algorithm is not None:
+        return DrafterKind(kind=UNKNOWN, method="", title=f"speculators' {algorithm}", container="speculators")
+    family = find_mtp_family(config)
+    promised = (family.layout.declared(config) if family else declared(config)).modules
+    if promised:
+        method = family.layout.method if family else "mtp"
+        title = f"{family.layout.title if family else 'native'} MTP"
+        return _whole(config, MTP, method, title, promised)
+    if names is None and (bare := identify_bare(config)) is not None:
+        return _described(bare, config)
+    return _whole(config, MODEL, "draft_model", "draft model", 1)
+
+
+def _described(found: DrafterFormat, config: Mapping[str, Any]) -> DrafterKind:
+    sizes = Sizes(config)
+    return DrafterKind(
+        kind=found.key,
+        method=found.method,
+        title=found.title,
+        format=found,
+        container="speculators" if config.get("speculators_model_type") is not None else "safetensors",
+        num_modules=found.num_parts(sizes),
+        block=found.rows(sizes),
+        max_drafts=found.drafts(sizes),
+        hidden_size=sizes.get("target_hidden"),
+        vocab_size=sizes.get("vocabulary"),
+        draft_vocab_size=sizes.get("draft_vocabulary"),
+    )
+
+
+def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, modules: int) -> DrafterKind:
+    """A model that is no drafter alone."""
+    sizes = Sizes(config)
+    hidden, vocabulary = sizes.get("hidden"), sizes.get("vocabulary")
+    return DrafterKind(
+        kind=kind, method=method, title=title, num_modules=modules, hidden_size=hidden, vocab_size=vocabulary
+    )
+
+
+def classify_path(name: str | Path) -> DrafterKind:
+    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError where nothing is there, ModelError for
+    damaged files."""
+    path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
+    if gguf.detect(path):
+        return _of_gguf(read_gguf(path))
+    if path.is_dir() and (path / "config.json").exists():
+        config = read_object(path / "config.json")
+        return classify(config, _names(path) if any(path.glob("*.safetensors")) else None)
+    if not path.exists() and hub.is_repo(str(name)):
+        kind = classify(read_object(hub.config_file(str(name))))
+        with suppress(HeadstartError):  # a repo of pickles has no headers
+            if kind.kind == MODEL:
+                found = find_checkpoint(str(name))
+                return classify(found.config, found.tensors)
+        return kind
+    raise UsageError(f"there is no drafter at {name}", "give a directory with config.json, a .gguf file or a repo id")
+
+
+def _names(path: Path) -> Container[str] | None:
+    """Names of its tensors; None where they cannot be read, which is for others to say."""
+    try:
+        return find_checkpoint(path).tensors
+    except ModelError:
+        return None
+
+
+def _of_gguf(file: GgufFile) -> DrafterKind:
+    """The kind of a GGUF file, by its architecture and the keys that all of them share."""
+    architecture = str(file.metadata.get("general.architecture", ""))
+
+    def number(key: str) -> int | None:
+        return as_size(file.metadata.get(f"{architecture}.{key}"))
+
+    found = next((each for each in published_formats() if architecture in each.gguf), None)
+    modules, block = number("nextn_predict_layers"), number("block_size")
+    kind, method = (MTP, "mtp") if modules else (MODEL, "draft_model")
+    return DrafterKind(
+        kind=found.key if found else kind,
+        method=found.method if found else method,
+        title=found.title if found else OTHERS[kind],
+        format=found,
+        container="gguf",
+        num_modules=(number("block_count") if found else modules) or 1,
+        block=block,
+        max_drafts=max(1, block - int(found is not None and found.anchored)) if block else None,
+        hidden_size=number("embedding_length"),
+        vocab_size=number("vocab_size"),
+    )

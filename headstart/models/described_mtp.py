@@ -1,0 +1,251 @@
+"""MTP modules of families that the engine does not run: the tensors that other engines load, as far as they are known.
+
+Sources: vLLM 0.32 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transformers 5.23, SGLang 0.5.23, llama.cpp
+b11434 (src/models, conversion/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+
+from headstart.formats.sizes import Sizes
+from headstart.heads.published import attention_shapes, latent_shapes
+from headstart.models.mtp import DeclaredShapes, MTPLayout
+
+MAX_EXPERTS = 4096
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
+LAYER = "layers.{layer}."
+Present = Container[str]
+Part = Callable[[str, Sizes, Present], DeclaredShapes]
+"""(prefix of the names, sizes, names that are there) -> some tensors of a module."""
+
+
+def _module(at: str, *parts: Part, first: Part | None = None) -> Callable[[Sizes, int, int, Present], DeclaredShapes]:
+    """MTPLayout.tensors of modules under the prefix `at`: {i} is a module's number, {layer} that after the trunk's
+    layers. `first`: what all modules share, under names of its own."""
+
+    def tensors(s: Sizes, i: int, layer: int, present: Present) -> DeclaredShapes:
+        shapes = first("", s, present) if first and not i else {}
+        for part in parts:
+            shapes |= part(at.format(i=i, layer=layer), s, present)
+        return shapes
+
+    return tensors
+
+
+def _vectors(*names: str) -> Part:
+    return lambda at, s, present: {f"{at}{name}.weight": (s["hidden"],) for name in names}
+
+
+_norms = _vectors("input_layernorm", "post_attention_layernorm")
+_final_norm = _vectors("final_layernorm")
+
+
+def _fusion(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    return {f"{at}eh_proj.weight": (s["hidden"], 2 * s["hidden"]), **_vectors("enorm", "hnorm")(at, s, present)}
+
+
+def _deepseek(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    """Projection, norms and copies of DeepSeek-V3's module."""
+    hidden, vocabulary = s["hidden"], s["vocabulary"]
+    return {
+        **_fusion(at, s, present),
+        f"{at}shared_head.norm.weight": (hidden,),
+        f"?{at}embed_tokens.weight": (vocabulary, hidden),
+        f"?{at}shared_head.head.weight": (vocabulary, hidden),
+    }
+
+
+def _latent(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    """Latent attention, with a gate and sinks or without."""
+    at = f"{at}self_attn."
+    return {
+        **latent_shapes(at, s, compressed=bool(s.config.get("q_lora_rank"))),
+        f"?{at}g_proj.weight": (None, s["hidden"]),
+        f"?{at}gate_proj.weight": (None, s["hidden"]),
+        f"?{at}sinks": (s["heads"],),
+        f"?{at}learnable_sink_param": (None,),
+    }
+
+
+def _indexer(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    at, hidden, heads, dim = f"{at}self_attn.indexer.", s["hidden"], s["index_heads"], s["index_dim"]
+    return {
+        f"{at}wq_b.weight": (heads * dim, s["query_rank"]),
+        f"{at}wk.weight": (dim, hidden),
+        f"{at}k_norm.weight": (dim,),
+        f"{at}k_norm.bias": (dim,),
+        f"{at}weights_proj.weight": (heads, hidden),
+        f"?{at}index_kpool_compress_ape": (None, dim),
+        f"?{at}index_kpool_compress_gate": (dim, hidden),
+    }
+
+
+def _attention(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    return attention_shapes(f"{at}self_attn.", s, present)
+
+
+def _windowed(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    """MiMo-V2's attention with a window, whose heads have sizes of their own, and its sinks."""
+    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+    own = {"num_key_value_heads": 2 * s["kv_heads"]}
+    own |= {key: s.config[f"swa_{key}"] for key in keys if s.config.get(f"swa_{key}") is not None}
+    sizes = s.replaced(own)
+    names = [name for name in ("attention_sink_bias", "sinks") if f"{at}self_attn.{name}" in present]
+    optional = "" if s.config.get("add_swa_attention_sink_bias") else "?"
+    sinks = {f"{optional}{at}self_attn.{(names or ['attention_sink_bias'])[0]}": (sizes["heads"],)}
+    return _attention(at, sizes, present) | sinks
+
+
+def _mlp(at: str, hidden: object, inner: object) -> DeclaredShapes:
+    up, down = (inner, hidden), (hidden, inner)
+    return {f"{at}gate_proj.weight": up, f"{at}up_proj.weight": up, f"{at}down_proj.weight": down}
+
+
+def _dense(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    return _mlp(f"{at}mlp.", s["hidden"], s["inner"])
+
+
+def _experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    """Router and experts, one by one or in stacks of either order."""
+    hidden, inner, count = s["hidden"], s["expert_inner"], s["experts"]
+    found: DeclaredShapes = {f"{at}mlp.gate.weight": (count, hidden)}
+    if f"{at}mlp.experts.gate_up_proj" in present:
+        return found | {f"{at}mlp.experts.{name}": (count, None, None) for name in ("gate_up_proj", "down_proj")}
+    for expert in range(min(count, MAX_EXPERTS) if isinstance(count, int) else 0):
+        found |= _mlp(f"{at}mlp.experts.{expert}.", hidden, inner)
+    return found
+
+
+def _deepseek_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    found = _experts(at, s, present) | {f"{at}mlp.gate.e_score_correction_bias": (s["experts"],)}
+    shared = any(s.config.get(key) for key in SHARED_COUNTS)
+    return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
+
+
+def _bailing_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    names = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias", "gate.expert_bias")
+    found = _experts(at, s, present) | {f"?{at}mlp.{name}": (s["experts"],) for name in names}
+    shared = s.config.get("num_shared_experts")
+    return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
+
+
+def _qwen4_shared(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    hidden = s["hidden"]
+    return {
+        "mtp.fc_embedding.weight": (hidden, hidden),
+        "mtp.fc_hidden.weight": (hidden, hidden),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (s["streams"] * hidden,),
+        "mtp.norm.weight": (hidden,),
+    }
+
+
+def _qwen4_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    shared = _mlp(f"{at}mlp.shared_expert.", s["hidden"], s["shared_inner"])
+    return {**_experts(at, s, present), **shared, f"{at}mlp.shared_expert_gate.weight": (1, s["hidden"])}
+
+
+def _inkling(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    projection = {f"{at}input_proj.weight": (s["hidden"], 2 * s["hidden"])}
+    return projection | _vectors("hidden_norm", "embed_norm")(at, s, present)
+
+
+def _minimax_block(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    at = f"{at}transformer_layer."
+    return _norms(at, s, present) | _attention(at, s, present)
+
+
+def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
+    return {"mtp.embed_tokens.weight": (s["vocabulary"], s["hidden"])}
+
+
+LAYOUTS: Mapping[str, MTPLayout] = {
+    "deepseek_v41": MTPLayout(
+        title="DeepSeek-V4 with DSpark, V4.1",
+        key="deepseek_v4_dspark",
+        variant_of="deepseek_v4",
+        requires="dspark_block_size",
+        method="dspark",
+        note="the mtp.* tensors are a DSpark drafter, not a classic MTP module: engines need the method dspark",
+        count_key="n_mtp_layers",
+        not_xllm="its mtp tensors are a DSpark drafter",
+        trailing=False,
+        concat="",
+        tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
+    ),
+    "glm5_next": MTPLayout(
+        title="GLM-5.3-Flash",
+        not_xllm="xLLM has no draft of this type",
+        not_llama_cpp="its graph is not written yet",
+        tensors=_module(LAYER, _deepseek, _norms, _latent, _indexer, _deepseek_experts),
+        closed=True,
+    ),
+    "glm_ocr": MTPLayout(title="GLM-OCR", tensors=_module(LAYER, _deepseek, _norms, _attention)),
+    "qwen4_exp": MTPLayout(
+        title="Qwen3.8-Flash-Next",
+        norm="1+w",
+        count_key="mtp_num_hidden_layers",
+        llama_cpp=("qwen4exp",),
+        trailing=False,
+        concat="sum",
+        tensors=_module("mtp.layers.{i}.", _qwen4_experts, first=_qwen4_shared),
+    ),
+    "mimo_v2": MTPLayout(
+        title="MiMo-V2 (Flash, Pro, Omni)",
+        architectures=("mimov2",),
+        released=3,
+        rope="sliding",
+        not_xllm="its modules stand under model.mtp.layers and are of another formula",
+        trailing=False,
+        tensors=_module(
+            "mtp.layers.{i}.", _fusion, _final_norm, _vectors("input_layernorm", "pre_mlp_layernorm"), _windowed, _dense
+        ),
+        closed=True,
+    ),
+    "hy_v4": MTPLayout(
+        title="Hunyuan hy_v4",
+        max_modules=1,
+        spare=1,
+        trailing=False,
+        tensors=_module("mtp_layers.{i}.", _fusion, _final_norm, _norms, _latent),
+    ),
+    "bailing_hybrid": MTPLayout(
+        title="Ling 2.5, 3 (Bailing)",
+        architectures=("bailingmoev3", "bailingmoev2_5"),
+        llama_cpp=("bailingmoe3",),
+        tensors=_module(LAYER, _fusion, _final_norm, _norms, _latent, _bailing_experts),
+        parts={".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn."},
+    ),
+    "pangu_ultra_moe": MTPLayout(
+        title="openPangu", tensors=_module(LAYER, _deepseek, _norms, _latent, _deepseek_experts)
+    ),
+    "minimax_m3": MTPLayout(
+        title="MiniMax-M3",
+        norm="1+w",
+        own=("embedding",),
+        count_key="num_mtp_modules",
+        trailing=False,
+        tensors=_module("mtp.layers.{i}.", _fusion, _final_norm, _minimax_block),
+    ),
+    "inkling": MTPLayout(
+        title="Inkling",
+        count_key="mtp_config.num_nextn_predict_layers",
+        trailing=False,
+        concat="h;e",
+        tensors=_module(
+            "mtp.layers.{i}.", _inkling, first=lambda at, s, present: {"?mtp.chain_norm.weight": (s["hidden"],)}
+        ),
+    ),
+    "kimi_k3": MTPLayout(
+        title="Kimi-K3", architectures=("kimik3",), tensors=_module(LAYER, _deepseek, _norms, _latent)
+    ),
+    "dots3_note": MTPLayout(
+        title="dots3_note",
+        own=("embedding",),
+        default=1,
+        per_module=("mtp_layer_types",),
+        tensors=_module(LAYER, _fusion, _vectors("shared_head.norm"), first=_dots3_embedding),
+    ),
+}
+"""By the family's name in described.py."""

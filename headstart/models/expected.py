@@ -1,0 +1,210 @@
+"""Compares the tensors that a head should have with those that a checkpoint has, by headers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.formats.quantization import WeightHeader
+
+Dims = tuple[int | str | None, ...]
+"""A shape: numbers, names of sizes that no config says (equal where the name is), and None for any size."""
+TABLES = ("d2t", "t2d", "token_map", "token_ordering", "draft_token_ids")
+"""Last words of tensors that hold token ids or masks."""
+ID_TYPES = ("I64", "I32", "I16", "U16", "U32", "I8", "U8", "BOOL")
+
+
+class Slot(NamedTuple):
+    """A tensor that a module should have. `shape` None: not known."""
+
+    name: str
+    shape: Dims | None
+    optional: bool = False
+
+    @property
+    def template(self) -> str:
+        """The name without the module's number."""
+        return re.sub(r"\d+", "{}", self.name, count=1)
+
+
+@dataclass(frozen=True)
+class WrongShape:
+    """A tensor of another shape than the config asks for; None is any size."""
+
+    name: str
+    shape: tuple[int, ...]
+    expected: Dims
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """One module: which of its tensors are there, and what is wrong with them."""
+
+    index: int
+    layer: int | None
+    """In the trunk's numbering, where the module continues it."""
+    found: int
+    required: int
+    missing: list[str]
+    wrong_shape: list[WrongShape]
+    unusable: list[str] = field(default_factory=list)
+    """Tensors that are there and that engines cannot take, with the reason."""
+
+
+def slots_of(shapes: Mapping[str, tuple[Any, ...]]) -> Iterator[Slot]:
+    """Declared shapes, whose optional names begin with `?`, as slots."""
+    for name, shape in shapes.items():
+        yield Slot(name.removeprefix("?"), shape, name.startswith("?"))
+
+
+def require_alike(modules: list[list[Slot]], present: Mapping[str, WeightHeader]) -> None:
+    """Makes optional tensors required, in place, in all modules when one module has them."""
+    there = {slot.template for slots in modules for slot in slots if slot.optional and slot.name in present}
+    for slots in modules:
+        slots[:] = [slot._replace(optional=slot.optional and slot.template not in there) for slot in slots]
+
+
+def compare(
+    index: int, layer: int | None, slots: list[Slot], present: Mapping[str, WeightHeader], wrapper: str = ""
+) -> ModuleCheck:
+    """One module's slots against the tensors that are there. `wrapper` goes before reported names."""
+    there = [(slot, present[slot.name]) for slot in slots if slot.name in present]
+    sizes = _free_sizes(there)
+    expected = {slot.name: tuple(sizes.get(each, each) for each in slot.shape) for slot, _ in there if slot.shape}
+    wrong = [
+        WrongShape(wrapper + slot.name, weight.shape, expected[slot.name])
+        for slot, weight in there
+        if slot.name in expected and weight.shape is not None and not fits(weight.shape, expected[slot.name])
+    ]
+    return ModuleCheck(
+        index=index,
+        layer=layer,
+        found=len(there),
+        required=sum(not slot.optional for slot in slots),
+        missing=[wrapper + slot.name for slot in slots if not slot.optional and slot.name not in present],
+        wrong_shape=wrong,
+        unusable=[f"{wrapper}{slot.name} {why}" for slot, weight in there if (why := why_unusable(slot.name, weight))],
+    )
+
+
+def _free_sizes(there: list[tuple[Slot, WeightHeader]]) -> dict[object, int]:
+    """Sizes that the config does not say, as most tensors that have them say."""
+    seen: dict[str, Counter[int]] = {}
+    for slot, weight in there:
+        if slot.shape and weight.shape is not None and len(slot.shape) == len(weight.shape):
+            for name, size in zip(slot.shape, weight.shape, strict=True):
+                if isinstance(name, str):
+                    seen.setdefault(name, Counter())[size] += 1
+    return {name: sizes.most_common(1)[0][0] for name, sizes in seen.items()}
+
+
+def why_unusable(name: str, weight: WeightHeader) -> str:
+    """Why engines cannot take a tensor; empty for one that they can."""
+    table = name.rpartition(".")[2] in TABLES
+    if table != (weight.kind in ID_TYPES):
+        return f"is {weight.kind}, but {'whole numbers are' if table else 'a weight is'} wanted"
+    return weight.problem
+
+
+def fits(shape: tuple[int, ...], expected: Dims) -> bool:
+    """Scalars may be written with or without a dimension."""
+    if expected in ((1,), (None,)) and shape == ():
+        return True
+    return (
+        len(shape) == len(expected)
+        and 0 not in shape
+        and all(b in (None, a) for a, b in zip(shape, expected, strict=True))
+    )
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class HeaderTensor:
+    """A RawTensor of which only the header was read. `files`: the checkpoint's tensors that it is made of."""
+
+    name: str
+    shape: Shape
+    files: tuple[str, ...]
+    dtype: str = "F32"
+
+    def take_rows(self, rows: NDArray[np.int64]) -> HeaderTensor:
+        return replace(self, shape=(len(rows), *self.shape[1:]))
+
+    def part(self, index: int) -> HeaderTensor:
+        return replace(self, shape=self.shape[1:])
+
+    def shaped(self, *shape: int) -> HeaderTensor:
+        return replace(self, shape=shape)
+
+    def transposed(self) -> HeaderTensor:
+        return replace(self, shape=self.shape[::-1])
+
+    def plain(self) -> HeaderTensor:
+        return self
+
+    def exp(self) -> HeaderTensor:
+        return self
+
+    def affine(self, factor: float, offset: float) -> HeaderTensor:
+        return self
+
+    def float32(self) -> NDArray[np.float32]:
+        return np.broadcast_to(np.float32(0), self.shape)
+
+    def fingerprint(self) -> int:
+        return 0
+
+
+def files_of(tensor: Any) -> tuple[str, ...]:
+    """The checkpoint's tensors that a HeaderTensor, or what formats/rows.py makes of some, is made of."""
+    if isinstance(tensor, HeaderTensor):
+        return tensor.files
+    parts = getattr(tensor, "parts", None) or (tensor.source,)
+    return tuple(dict.fromkeys(file for part in parts for file in files_of(part)))
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """A numpy array of which only the shape is known: enough for what `Family.restore` does to heads."""
+
+    shape: Shape
+
+    def reshape(self, *shape: int) -> Outline:
+        known = math.prod(size for size in shape if size != -1)
+        free = math.prod(self.shape) // known if known else 0
+        return Outline(tuple(free if size == -1 else size for size in shape))
+
+    def __sub__(self, other: float) -> Outline:
+        return self
+
+    def __getitem__(self, index: None) -> Outline:
+        return Outline((1, *self.shape))
+
+    def __array_function__(self, function: Any, types: object, args: Any, kwargs: Any) -> Any:
+        return _FUNCTIONS[function](*args, **kwargs)
+
+
+def _concatenate(parts: Iterable[Outline], axis: int = 0) -> Outline:
+    first, *others = (list(each.shape) for each in parts)
+    first[axis] += sum(each[axis] for each in others)
+    return Outline(tuple(first))
+
+
+def _stack(parts: list[Outline]) -> Outline:
+    return Outline((len(parts), *parts[0].shape))
+
+
+def _hsplit(array: Outline, count: int) -> list[Outline]:
+    return [Outline((array.shape[0], array.shape[1] // count, *array.shape[2:]))] * count
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {np.concatenate: _concatenate, np.stack: _stack, np.hsplit: _hsplit}

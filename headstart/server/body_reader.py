@@ -1,0 +1,326 @@
+"""Receives request bodies within budgets of bytes and time, and parses them in worker threads.
+
+The cost of every body is bounded before it is parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+from anyio.to_thread import run_sync
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+
+from headstart.errors import BusyError
+from headstart.server import limits
+from headstart.server.errors import BodyError
+
+Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
+CLOSE = {"Connection": "close"}
+BROWSER_HEADERS = ("origin", "sec-fetch-site", "referer")
+"""A cross-origin request of a web page has at least one of these headers."""
+_MARK = re.compile(rb'[",:\[{]')
+_OBJECT_ERRORS = ("model_type", "model_attributes_type", "dict_type")
+"""Pydantic's errors whose messages name dictionaries or our classes."""
+_STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
+"""A part of a string; other threads run between two parts."""
+_COUNTED = (
+    ((b",",), limits.VALUES, "values"),
+    ((b":",), limits.MEMBERS, "members of objects"),
+    ((b"[", b"{"), limits.CONTAINERS, "lists and objects"),
+)
+
+
+class ClientGone(Exception):
+    """The client hung up."""
+
+
+@dataclass
+class ByteBudget:
+    """Bytes that all requests together may hold."""
+
+    limit: int
+    used: int = 0
+
+
+@dataclass
+class IncomingBody:
+    """A body while it is received and prepared."""
+
+    reader: BodyReader
+    arrived: float  # by the event loop's clock
+    size: int = 0  # bytes that count against the budgets
+
+    def hold(self, count: int) -> None:
+        """Count more bytes. Raises BusyError where a budget is exceeded."""
+        self._charge(self.size + count)
+        if any(budget.used > budget.limit for budget in self.reader.budgets):
+            raise BusyError("too many bytes of other requests are being read", "try again later")
+
+    def release(self) -> None:
+        """Give the bytes back: the request is prepared, or has failed. May be called again."""
+        self._charge(0)
+
+    def _charge(self, size: int) -> None:
+        """The first bytes count against the budget of small bodies, the rest against that of large ones."""
+        small, large = self.reader.budgets
+        small.used += min(size, limits.LARGE_BODY) - min(self.size, limits.LARGE_BODY)
+        large.used += max(size - limits.LARGE_BODY, 0) - max(self.size - limits.LARGE_BODY, 0)
+        self.size = size
+
+
+def trim_function() -> Callable[[int], int] | None:
+    """glibc's function that returns memory which threads have freed to the system."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+class WorkerPools:
+    """Pools of worker threads by size of work, so that large requests wait for large requests only."""
+
+    def __init__(self) -> None:
+        self._limiters = {
+            "small": anyio.CapacityLimiter(limits.SMALL_THREADS),
+            "large": anyio.CapacityLimiter(limits.LARGE_THREADS),
+            "grammar": anyio.CapacityLimiter(limits.GRAMMAR_THREADS),
+            "answer": anyio.CapacityLimiter(limits.ANSWER_THREADS),
+        }
+        self._trim, self._trimmed = trim_function(), 0.0
+
+    def trim(self) -> None:
+        """Return freed memory after a large request, at most every TRIM_SECONDS."""
+        loop = asyncio.get_running_loop()
+        if self._trim is not None and loop.time() - self._trimmed > limits.TRIM_SECONDS:
+            self._trimmed = loop.time() + 1
+            loop.call_later(1, loop.run_in_executor, None, self._trim, 0)
+
+    async def run(self, pool: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function in a thread of a pool. A cancelled caller leaves the thread running."""
+        return await run_sync(function, *arguments, abandon_on_cancel=True, limiter=self._limiters[pool])
+
+
+@dataclass
+class BodyReader:
+    """Reads the bodies of all connections."""
+
+    pools: WorkerPools = field(default_factory=WorkerPools)
+    budgets: tuple[ByteBudget, ByteBudget] = field(
+        default_factory=lambda: (ByteBudget(limits.SMALL_BUDGET), ByteBudget(limits.LARGE_BUDGET))
+    )
+
+    @contextmanager
+    def incoming(self) -> Iterator[IncomingBody]:
+        """One body; its bytes are given back at the end at the latest."""
+        found = IncomingBody(self, asyncio.get_running_loop().time())
+        try:
+            yield found
+        finally:
+            found.release()
+
+    async def body(self, request: Request, incoming: IncomingBody) -> bytes:
+        """The whole body. Raises HTTPException (413, 408), BusyError, ClientGone."""
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and len(declared) < 20 and int(declared) > limits.BODY_BYTES:
+            raise _too_large()
+        pieces: list[bytes] = []
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limits.BODY_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout_at(min(end, loop.time() + limits.BODY_PAUSE_SECONDS)):
+                    message = await request.receive()
+            except TimeoutError:
+                raise HTTPException(408, "the body did not come in time", CLOSE) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            piece = message.get("body", b"")
+            if incoming.size + len(piece) > limits.BODY_BYTES:
+                raise _too_large()
+            incoming.hold(len(piece))
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+
+
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the body is larger than {limits.BODY_BYTES} bytes", CLOSE)
+
+
+class CheckedRoute(APIRoute):
+    """Reads bodies with BodyReader and calls the endpoint. FastAPI describes the endpoint in OpenAPI."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler that reads and validates a body before it calls the endpoint."""
+        if not self.dependant.body_params:
+            return super().get_route_handler()
+        model: type[BaseModel] = self.dependant.body_params[0].field_info.annotation  # type: ignore[assignment]
+        endpoint: Callable[..., Coroutine[Any, Any, Response]] = self.endpoint
+
+        async def handler(request: Request) -> Response:
+            state = request.app.state.headstart  # pipeline.ServerState
+            reader: BodyReader = state.body_reader
+            _check_type(request)
+            with reader.incoming() as incoming:
+                try:
+                    data = await reader.body(request, incoming)
+                except ClientGone:
+                    return Response(status_code=499)
+                request.state.incoming = incoming
+                async with state.deadline(incoming):
+                    body = await reader.pools.run(pool_of(incoming), parse_body, data, model)
+                del data
+                try:
+                    return await endpoint(body=body, request=request)
+                finally:
+                    reader.pools.trim()
+
+        return handler
+
+
+def pool_of(incoming: IncomingBody) -> str:
+    """The worker pool for a body of this size."""
+    return "large" if incoming.size > limits.LARGE_BODY else "small"
+
+
+def _check_type(request: Request) -> None:
+    """A web page may send any other type than JSON to any server without a preflight. Ollama's clients often send none,
+    or curl's: there it is enough that no browser sends the request."""
+    if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise HTTPException(
+            415, f"the body is {limits.shortened(packed)}, which is not read here: send it plain", CLOSE
+        )
+    if request.url.path.startswith("/api/") and not any(name in request.headers for name in BROWSER_HEADERS):
+        return
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
+        raise HTTPException(415, "the body must be JSON: send the header Content-Type: application/json", CLOSE)
+
+
+def parse_body(data: bytes, model: type[Model]) -> Model:
+    """The body as its model. Raises BodyError with the first fault."""
+    return validate(read_json(data), model)
+
+
+def validate(document: Any, model: type[Model]) -> Model:
+    """The JSON document as a model. Raises BodyError with the first fault."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        # unions have an error for every member: the deepest is the most specific, and one that is not about the type
+        found = [(_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
+        deepest, worst = max(found, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type")))
+        place = limits.shortened(".".join(deepest), 200)
+        said = (
+            "Input should be an object"
+            if worst["type"] in _OBJECT_ERRORS
+            else worst["msg"].removeprefix("Value error, ")
+        )
+        raise BodyError(f"{place or 'the body'}: {limits.shortened(said, 300)}", place or None) from None
+
+
+def _place(error: ErrorDetails, document: Any) -> list[str]:
+    """The path in the document. Pydantic's path also names members of unions."""
+    place, location = [], error["loc"]
+    for number, part in enumerate(location, 1):
+        inside = (isinstance(document, dict) and part in document) or (
+            isinstance(document, list) and isinstance(part, int) and part < len(document)
+        )
+        if inside:
+            document = document[part]
+        if inside or (number == len(location) and error["type"] == "missing"):
+            place.append(str(part))
+    return place
+
+
+def read_json(data: bytes) -> Any:
+    """The JSON document of a body. Raises BodyError for invalid JSON, and for documents beyond the limits."""
+    _check_size(data)
+    try:
+        document = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
+    except RecursionError:
+        raise BodyError(f"the body is nested deeper than {limits.DEPTH}") from None
+    except ValueError as error:
+        raise BodyError(f"the body is not valid JSON: {limits.shortened(str(error), 200)}") from None
+    check_values(document)
+    return document
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _check_size(data: bytes) -> None:
+    """Counts values and containers without parsing. Strings are skipped only where there are many marks."""
+    if all(sum(map(data.count, marks)) <= most for marks, most, _ in _COUNTED):
+        return
+    counts, place, num_found = Counter[bytes](), 0, 0
+    while found := _MARK.search(data, place):
+        counts[found[0]] += 1
+        place, num_found = found.end(), num_found + 1
+        if found[0] == b'"':
+            while part := _STRING.match(data, place):
+                place = part.end()
+            place += 1
+        if num_found % 4096 == 0:
+            _check_counts(counts)
+    _check_counts(counts)
+
+
+def _check_counts(counts: Mapping[bytes, int]) -> None:
+    for marks, most, what in _COUNTED:
+        if sum(counts.get(mark, 0) for mark in marks) > most:
+            raise BodyError(f"the body has more than {most} {what}")
+
+
+def check_values(document: Any, what: str = "the body") -> None:
+    """Raise BodyError for deep nesting, lone surrogates, and numbers that are not finite."""
+    level, depth = [document], 0
+    while level:
+        if depth > limits.DEPTH:
+            raise BodyError(f"{what} is nested deeper than {limits.DEPTH}")
+        below: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is dict:
+                below += value
+                below += value.values()
+            elif kind is list:
+                below += value
+            elif kind is str and not value.isascii():
+                _check_text(value, what)
+            elif kind is float and not math.isfinite(value):
+                raise BodyError(f"{what} holds a number that is too large")
+        level, depth = below, depth + 1
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BodyError(f"{what} holds half of a surrogate pair, which is no text") from None
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a tool call, written as JSON; a text that is no JSON object, such as one that broke off, stands
+    under `INVALID_JSON`."""
+    try:
+        document = json.loads(text.strip() or "{}")
+        check_values(document)
+    except (ValueError, RecursionError, BodyError):
+        document = text
+    return document if isinstance(document, dict) else {} if document is None else {"INVALID_JSON": text}

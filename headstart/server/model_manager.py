@@ -1,0 +1,460 @@
+"""`ModelManager` loads a server's models when requests name them and unloads idle ones; `ServedModel` is one in memory.
+
+A model is loaded beside those that run; its requests wait for it, and fail with the reason where it cannot be loaded. A
+model is unloaded when its keep-alive is over, or, the longest idle first, when another model needs the memory; never
+while it has requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from headstart import hub, machine
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import Request
+from headstart.engine.async_engine import AsyncEngine, RequestStream
+from headstart.engine.build import pool_bytes
+from headstart.engine.load import load_model
+from headstart.errors import BusyError, GenerationError, HeadstartError, ModelError
+from headstart.formats import is_checkpoint, open_checkpoint
+from headstart.formats.base import Checkpoint
+from headstart.heads.files import is_head
+from headstart.layers.build import DecoderConfig
+from headstart.models.tensors import find_family, read_config
+from headstart.server import limits
+from headstart.server.accounts import Accounts
+from headstart.server.admission import Admission
+from headstart.server.body_reader import trim_function
+from headstart.server.metrics import ServerMetrics, account_metrics
+from headstart.server.options import KeepAlive
+from headstart.server.prefill_client import PrefillClient
+from headstart.server.prepare import OutputFormats
+
+log = logging.getLogger("headstart.server")
+LATEST_TAG = ":latest"
+SWEEP_INTERVAL_S = 0.5
+MIN_KEEP_ALIVE_S = 1.0
+"""A model that was just loaded has requests that waited for it."""
+CACHE_DIVISOR = 4
+"""A model's caches take this part of the memory that its weights leave."""
+_OF_PARTS = re.compile(r"-00001-of-\d{5}$")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """A model in memory behind its engine thread, with its admission, metrics and output formats."""
+
+    llm: LLM
+    names: tuple[str, ...]  # by which requests call the model; responses carry the first
+    formats: OutputFormats
+    engine: AsyncEngine
+    admission: Admission
+    metrics: ServerMetrics
+    prefill: PrefillClient | None = None  # computes prompts on another server
+
+    def start(self) -> None:
+        """Start the engine thread and the recorder."""
+        self.engine.start()
+        if self.metrics.recorder:
+            self.metrics.recorder.start()
+
+    def stop(self) -> None:
+        """End the engine thread; requests that still run get nothing more. May be called again."""
+        self.engine.stop()
+        if self.metrics.recorder:
+            self.metrics.recorder.stop()
+
+    async def open(self, requests: Seq[Request]) -> RequestStream:
+        """Hand requests to the engine. Raises what `Admission.begin` and `Engine.submit` raise."""
+        self.admission.begin(requests)
+        try:
+            if self.prefill is not None:
+                await self.prefill.prefetch(requests)
+        except BaseException:
+            self.admission.end(requests, None)
+            raise
+        return await self.engine.open(requests, partial(self.admission.end, requests))
+
+    def expire(self) -> None:
+        """End running requests when the time for the shutdown is over."""
+        what = "the server has shut down before the text was complete"
+        self.engine.end_all(BusyError(what, "send the request to another one"))
+
+    def change_head(self, path: str | None) -> None:
+        """Change the head before the next step (see LLM.change_head); logs the result."""
+        self.engine.call(partial(self._change_head, path))
+
+    def _change_head(self, path: str | None) -> None:
+        begun = time.perf_counter()
+        try:
+            self.llm.change_head(path)
+        except HeadstartError as error:
+            log.error("the head stays as it is: %s", error)
+            return
+        log.info("drafting with %s (changed in %.2f s)", self.llm.info["head"], time.perf_counter() - begun)
+
+    @property
+    def fault(self) -> str:
+        """Why the engine does not work; empty while it does."""
+        if not self.engine.is_alive:
+            return "the engine's thread has ended; see the server's log"
+        if self.engine.num_failed_steps > 1:
+            return f"{self.engine.num_failed_steps} steps in a row have failed; see the server's log"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model that requests may name."""
+
+    names: tuple[str, ...]
+    path: str | None  # as LLM takes it
+    config: EngineConfig
+    # completes the config when the model is loaded, with what tuning and adapting have found
+    prepare: Callable[[str | None, EngineConfig], EngineConfig] = lambda path, config: config
+
+
+@dataclass(eq=False)
+class ModelSlot:
+    """A model spec and its state."""
+
+    spec: ModelSpec
+    keep_alive: KeepAlive
+    served: ServedModel | None = None  # None: not in memory
+    size_bytes: int = 0  # of weights and caches, known once the model has been loaded
+    last_used: float = 0.0  # time of the last request or work, by the event loop's clock
+    num_loads: int = 0
+    checkpoint: Checkpoint | None = None  # headers, once they have been read
+    loading: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.spec.names[0]
+
+    @property
+    def root(self) -> str:
+        """Path or name of the checkpoint."""
+        return self.spec.path or hub.DEFAULT_MODEL
+
+    @property
+    def expires(self) -> float | None:
+        """Seconds until the model leaves the memory; None: it stays, or is not in memory."""
+        if self.served is None or self.keep_alive.seconds is None:
+            return None
+        now = asyncio.get_running_loop().time()
+        return max((self.last_used if self.served.admission.is_idle else now) + self.keep_alive.seconds - now, 0.0)
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """Model directories and .gguf files of a folder, by name; heads and further parts of files are none."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        whole = _LATER_PART.search(path.name) is None and not _is_surely_head(path)
+        if whole and is_checkpoint(path):
+            found[_OF_PARTS.sub("", path.stem) if path.is_file() else path.name] = path
+    return found
+
+
+def default_names(name: str) -> tuple[str, ...]:
+    """Names of a model in requests: its name, and before it the stem of a local file."""
+    path = Path(name).expanduser()
+    return (_OF_PARTS.sub("", path.stem), name) if path.is_file() else (name,)
+
+
+def _is_surely_head(path: Path) -> bool:
+    """Is a folder a head? A damaged folder counts as a model: requests for it get the reason."""
+    with suppress(HeadstartError, OSError):
+        return path.is_dir() and is_head(path)
+    return False
+
+
+def read_headers(slot: ModelSlot) -> Checkpoint | None:
+    """A model's headers, read once; None where they are not on this machine, or cannot be read. Reads files."""
+    try:
+        if slot.checkpoint is None and (path := _on_this_machine(slot.spec.path)) is not None:
+            slot.checkpoint = open_checkpoint(path)
+    except (HeadstartError, OSError) as error:
+        log.debug("%s: %s", slot.name, error)  # loading the model reports more
+    return slot.checkpoint
+
+
+def read_sizes(slot: ModelSlot) -> DecoderConfig | None:
+    """The sizes of a model in memory, or by its headers; None where these are missing or damaged. Reads files."""
+    if slot.served is not None:
+        return slot.served.llm.model.config
+    if (checkpoint := read_headers(slot)) is None:
+        return None
+    try:
+        return read_config(checkpoint, find_family(checkpoint), slot.spec.config.max_model_len)
+    except HeadstartError:
+        return None
+
+
+def context_length(slot: ModelSlot) -> int:
+    """Maximum tokens of prompt plus output; 0 if unknown. Reads files."""
+    if slot.served is not None:
+        return slot.served.llm.engine.max_length
+    config = read_sizes(slot)
+    return 0 if config is None else slot.spec.config.max_model_len or config.max_length
+
+
+def _on_this_machine(name: str | None) -> Path | None:
+    """The path of a model whose files are on this machine; else None. Downloads nothing."""
+    if name is None or name in hub.BUILTIN:
+        return hub.cached_trunk(name or hub.DEFAULT_MODEL)
+    return hub.resolve(name) if hub.is_builtin(name) or Path(name).expanduser().exists() else None
+
+
+MakeServed = Callable[[LLM, tuple[str, ...]], ServedModel]
+
+
+class ModelManager:
+    """All models of a server. Used on the event loop, except for `_read`.
+
+    make_served: puts a loaded model behind an engine thread.
+    memory: maximum bytes of weights and caches of all models; None: the memory that is free now.
+    is_fixed: the one model stays in memory.
+    """
+
+    def __init__(
+        self,
+        specs: Seq[ModelSpec],
+        make_served: MakeServed,
+        accounts: Accounts,
+        keep_alive: KeepAlive | None = None,
+        memory: int | None = None,
+        *,
+        is_fixed: bool = False,
+    ) -> None:
+        self._keep_alive = keep_alive or KeepAlive()
+        self.is_fixed, self.accounts = is_fixed, accounts
+        self.slots = [ModelSlot(spec, KeepAlive(None) if is_fixed else self._keep_alive) for spec in specs]
+        self.memory = machine.memory().available if memory is None else memory
+        self.draining = False
+        self._make_served = make_served
+        self._by_name = {name: slot for slot in self.slots for name in slot.spec.names}
+        self._moving = asyncio.Lock()  # one model is loaded or unloaded at a time
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """The models in memory."""
+        return [slot.served for slot in self.slots if slot.served is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """All names of all models."""
+        return list(self._by_name)
+
+    def find(self, name: str | None) -> ModelSlot:
+        """None: the first. Raises ModelError for an unknown name. Ollama's clients append a tag."""
+        if name is None:
+            return self.slots[0]
+        found = self._by_name.get(name) or self._by_name.get(name.removesuffix(LATEST_TAG))
+        if found is None:
+            what = f"the model {limits.shortened(name)!r} does not exist"
+            raise ModelError(what, f"this server has {', '.join(self.names)}")
+        return found
+
+    def add_loaded(self, llm: LLM) -> ServedModel:
+        """Take the first model from the caller, before the server runs."""
+        slot = self.slots[0]
+        slot.served = self._make_served(llm, slot.spec.names)
+        self._note_loaded(slot, llm)
+        return slot.served
+
+    def load_first(self) -> None:
+        """Load the first model, before the server runs. Raises what loading raises."""
+        self.add_loaded(self._read(self.slots[0]))
+
+    def start(self) -> None:
+        """Bind to the running event loop. Grammars get their vocabulary while the first requests run."""
+        for each in self.loaded:
+            each.start()
+            threading.Thread(target=each.llm.grammars.prepare, name="grammar", daemon=True).start()
+        now = asyncio.get_running_loop().time()
+        for slot in self.slots:
+            slot.last_used = now
+        if not self.is_fixed:
+            self._sweeper = asyncio.create_task(self._sweep())
+
+    def stop(self) -> None:
+        """End all threads; requests that still run get nothing more."""
+        if self._sweeper:
+            self._sweeper.cancel()
+        for each in self.loaded:
+            each.stop()
+
+    def drain(self) -> None:
+        """Admit no new requests."""
+        self.draining = True
+        for each in self.loaded:
+            each.admission.draining = True
+
+    def expire(self) -> None:
+        """End requests that still run when the time for the shutdown is over."""
+        for each in self.loaded:
+            each.expire()
+
+    def get_loaded(self, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel | None:
+        """The model of that name if it is in memory; counts as a use. Raises what `find` raises."""
+        slot = self.find(name)
+        if not self.is_fixed:
+            slot.last_used = asyncio.get_running_loop().time()
+            slot.keep_alive = keep_alive or self._keep_alive
+        return slot.served
+
+    async def get(self, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel:
+        """The model of that name, loaded if it is not in memory. Raises GenerationError if it cannot be loaded,
+        BusyError if there is no memory for it."""
+        while (found := self.get_loaded(name, keep_alive)) is None:
+            slot = self.find(name)
+            if slot.loading is None:
+                slot.loading = asyncio.create_task(self._load(slot))
+                slot.loading.add_done_callback(_retrieve_exception)
+            await asyncio.shield(slot.loading)
+        return found
+
+    async def release(self, name: str) -> bool:
+        """Unload a model: now where it is idle (True), else when its requests have ended. A fixed model stays."""
+        slot = self.find(name)
+        if self.is_fixed:
+            return False
+        slot.keep_alive = KeepAlive(0.0)
+        async with self._moving:
+            return await self._unload(slot)
+
+    async def _load(self, slot: ModelSlot) -> None:
+        try:
+            async with self._moving:
+                if self.draining:
+                    raise BusyError("the server is shutting down", "send the request to another one")
+                size_bytes = slot.size_bytes or await asyncio.to_thread(_weight_bytes, slot)
+                await self._make_room(slot, size_bytes)
+                llm = await asyncio.to_thread(self._try_to_read, slot)
+                self._note_loaded(slot, llm)
+                await self._make_room(slot, slot.size_bytes)
+                served = self._make_served(llm, slot.spec.names)
+                served.start()
+                served.admission.draining = self.draining
+                slot.served, slot.last_used = served, asyncio.get_running_loop().time()
+                log.info("loaded %s: %.2f GB, %.1f s", slot.name, slot.size_bytes / 1e9, llm.load_s)
+        finally:
+            slot.loading = None
+
+    def metrics(self) -> list[Metric]:
+        """Metrics of loading; none where the model is fixed."""
+        loaded = GaugeMetricFamily("headstart:model_loaded", "1: in memory.", labels=("model_name",))
+        loads = CounterMetricFamily("headstart:model_loads", "Times it was loaded.", labels=("model_name",))
+        size = GaugeMetricFamily("headstart:model_bytes", "Weights and caches in memory.", labels=("model_name",))
+        for slot in () if self.is_fixed else self.slots:
+            loaded.add_metric([slot.name], int(slot.served is not None))
+            loads.add_metric([slot.name], slot.num_loads)
+            size.add_metric([slot.name], slot.size_bytes if slot.served is not None else 0)
+        return [] if self.is_fixed else [loaded, loads, size, *account_metrics(self.accounts, "")]
+
+    def _try_to_read(self, slot: ModelSlot) -> LLM:
+        """Raises GenerationError for a model that cannot be loaded."""
+        try:
+            return self._read(slot)
+        except (HeadstartError, OSError, MemoryError) as error:
+            log.error("cannot load %s: %s", slot.name, error)
+            why = error.message if isinstance(error, HeadstartError) else str(error) or "the memory is full"
+            hint = error.hint if isinstance(error, HeadstartError) else "see the server's log"
+            raise GenerationError(f"the model {slot.name} cannot be loaded: {why}", hint) from error
+
+    def _read(self, slot: ModelSlot) -> LLM:
+        spec, used_bytes = slot.spec, self._used_bytes()
+        config = spec.prepare(spec.path, spec.config)
+        beside = next((each.llm.model.backend for each in self.loaded), None)
+        model = load_model(spec.path, config, beside=beside)
+        left = max(self.memory - used_bytes - _num_bytes(model.checkpoint), 0)
+        return LLM(model, config, room=left // CACHE_DIVISOR)
+
+    def _note_loaded(self, slot: ModelSlot, llm: LLM) -> None:
+        slot.checkpoint, slot.num_loads = llm.model.checkpoint, slot.num_loads + 1
+        slot.size_bytes = _num_bytes(llm.model.checkpoint) + pool_bytes(llm.engine)
+
+    def _used_bytes(self) -> int:
+        return sum(slot.size_bytes for slot in self.slots if slot.served is not None)
+
+    async def _make_room(self, wanted: ModelSlot, size: int) -> None:
+        """Unload the longest idle models until `size` bytes are free. Raises BusyError where that is not enough."""
+        if size > self.memory:
+            needs, has = f"{size / 1e9:.2f} GB", f"{self.memory / 1e9:.2f} GB"
+            raise BusyError(f"the model {wanted.name} needs {needs}, but all models may take {has}", "--memory sets it")
+        while self._used_bytes() + size > self.memory:
+            idle = [each for each in self.slots if each.served is not None and each.served.admission.is_idle]
+            if not idle:
+                free = max(self.memory - self._used_bytes(), 0) / 1e9
+                what = f"the model {wanted.name} needs {size / 1e9:.2f} GB, but models that run leave {free:.2f} GB"
+                raise BusyError(what, "try again later")
+            await self._unload(min(idle, key=lambda each: each.last_used))
+
+    async def _unload(self, slot: ModelSlot) -> bool:
+        """End the thread of an idle model and free its memory. True: the model is not in memory."""
+        served = slot.served
+        if served is None or not served.admission.is_idle:
+            return served is None
+        slot.served = None
+        await asyncio.to_thread(served.stop)
+        del served
+        await asyncio.to_thread(_free_memory)
+        log.info("unloaded %s", slot.name)
+        return True
+
+    async def _sweep(self) -> None:
+        """Unload models whose keep-alive is over."""
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            async with self._moving:
+                for slot in self._expired():
+                    await self._unload(slot)
+
+    def _expired(self) -> Iterator[ModelSlot]:
+        now = asyncio.get_running_loop().time()
+        for slot in self.slots:
+            if slot.served is not None and not slot.served.admission.is_idle:
+                slot.last_used = now
+                continue
+            seconds = slot.keep_alive.seconds
+            is_over = seconds is not None and now - slot.last_used >= max(seconds, MIN_KEEP_ALIVE_S)
+            if slot.served is not None and is_over:
+                yield slot
+
+
+def _num_bytes(checkpoint: Checkpoint) -> int:
+    return sum(each.nbytes for each in checkpoint.tensors.values())
+
+
+def _weight_bytes(slot: ModelSlot) -> int:
+    """Bytes of the weights by the checkpoint's headers; 0 where these are not on this machine."""
+    checkpoint = read_headers(slot)
+    return _num_bytes(checkpoint) if checkpoint else 0
+
+
+def _free_memory() -> None:
+    """Networks and their runners refer to each other, and glibc keeps what threads have freed."""
+    gc.collect()
+    if trim := trim_function():
+        trim(0)
+
+
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
+    """Reads the exception of a failed load: asyncio logs exceptions that are never read."""
+    if not task.cancelled():
+        task.exception()

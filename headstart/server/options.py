@@ -1,0 +1,86 @@
+"""`ServerOptions`: the declaration of a server's options, for `headstart serve` and `ServerConfig`.
+
+Imports nothing heavy, since every start of the command line reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.errors import UsageError
+from headstart.server import limits
+
+CHAT_TEMPLATE_HELP = "Chat template: chatml, gemma, llama3, vicuna, or a Jinja file."
+DEFAULT_KEEP_ALIVE_S = 300.0
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+RARE = {"panel": "Server, more", "is_rare": True}
+
+
+def option(help: str, *, default: Any = None, **more: Any) -> Any:
+    """A field of ServerOptions. `more`: fields of cli.parser.Option."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of `serve` for one server."""
+
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    port: int = option("Port; 0 chooses a free one.", default=8000, min=0, max=65535)
+    served_model_name: list[str] | None = option("Name of the model in requests; may be repeated.")
+    max_queue: int = option("Maximum number of waiting sequences; further requests get status 503.", default=256, min=0)
+    request_timeout: float | None = option("Maximum seconds of a request. Default: no limit.", above=0)
+    shutdown_timeout: int = option("Seconds for running requests to finish after SIGTERM.", default=30, min=0)
+    api_key: list[str] | None = option("Bearer token of requests; may be repeated. Or $HEADSTART_API_KEY.")
+    api_key_file: Path | None = option("TOML file of keys with their quotas (docs/server.md).")
+    allowed_origins: list[str] | None = option("Origin of web pages with access (CORS), or *; may be repeated.")
+    parse_special_tokens: bool = option(
+        "Parse names of special tokens in messages as special tokens.", default=False, **RARE
+    )
+    ssl_certfile: Path | None = option("TLS certificate (PEM).")
+    ssl_keyfile: Path | None = option("TLS key (PEM).")
+    chat_template: str | None = option(CHAT_TEMPLATE_HELP, metavar="NAME|FILE")
+    tool_call_parser: str | None = option("Format of tool calls. Default: by the chat template.")
+    reasoning_parser: str | None = option("Format of reasoning. Default: by the chat template.")
+    price_per_hour: float | None = option("Dollars for this machine; adds the cost to /metrics.", min=0)
+    log_format: str = option("text or json.", default="text", choices=("text", "json"), **RARE)
+    access_log: bool = option("Log a line per request: id, path, status, seconds.", default=False)
+    no_web: bool = option("Do not serve the web pages / and /dashboard.", default=False)
+    role: str | None = option(
+        "prefill: compute prompts for decode servers; decode: take prompts computed by --prefill.",
+        choices=("prefill", "decode"),
+        **RARE,
+    )
+    prefill: str | None = option("URL of the prefill server of this server.", metavar="URL", **RARE)
+    record: Path | None = option(
+        "Folder that records token ids of prompts and answers for headstart adapt.", is_output=True
+    )
+    record_limit: int = option(
+        "Maximum megabytes of records; the oldest are removed first.", default=256, min=1, **RARE
+    )
+
+
+@dataclass(frozen=True)
+class KeepAlive:
+    """How long a model stays in memory without requests."""
+
+    seconds: float | None = DEFAULT_KEEP_ALIVE_S  # None: as long as the server runs
+
+    @classmethod
+    def of(cls, given: float | str) -> KeepAlive:
+        """Seconds, or a text such as 5m or 1h30m, as Ollama writes it; below zero: None. Raises UsageError."""
+        text = str(given).strip()
+        parts = _PART.findall(text.removeprefix("-"))
+        if parts and "".join(number + unit for number, unit in parts) == text.removeprefix("-"):
+            seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+            return cls(None if text.startswith("-") else seconds)
+        with suppress(ValueError):
+            if (seconds := float(text)) == seconds:
+                return cls(None if seconds < 0 or seconds == float("inf") else seconds)
+        shown = limits.shortened(text)
+        raise UsageError(f"keep-alive is {shown!r}, which is no time", "for example 10m, 90 (seconds), or -1")

@@ -1,0 +1,241 @@
+"""Request pipeline of all APIs: body -> prepared request -> engine -> renderer; the response is JSON or a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from headstart.errors import GenerationError, HeadstartError, TimeLimitError, UsageError
+from headstart.server.accounts import Account
+from headstart.server.body_reader import BodyReader, IncomingBody, pool_of
+from headstart.server.errors import BodyError
+from headstart.server.generation import Generation, ResponseOptions
+from headstart.server.guards import OWNER
+from headstart.server.model_manager import ModelManager, ServedModel
+from headstart.server.options import KeepAlive
+from headstart.server.prepare import is_constrained, num_choices, prepare
+from headstart.server.renderer import MakeRenderer, ResponseRenderer
+from headstart.server.replicas.group import ReplicaId
+from headstart.server.schema import Common, ResponseModel, ignored_fields_header
+
+Result = TypeVar("Result")
+log = logging.getLogger("headstart.server")
+CLIENT_GONE = 499
+"""nginx's status for a closed connection; clients never see it."""
+
+
+def error_responses(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The errors of an endpoint, for OpenAPI."""
+    return {
+        code: {"description": text, "model": shape}
+        for code, text in {
+            400: "The request is wrong.",
+            401: "The API key is missing or wrong.",
+            404: "There is no such model.",
+            408: "The body did not come in time.",
+            413: "The body is too large.",
+            415: "The body is not JSON.",
+            429: "The API key has no requests or tokens left for now.",
+            500: "The engine failed.",
+            503: "Too much waits, or the server is shutting down.",
+            504: "The request took longer than --request-timeout.",
+        }.items()
+    }
+
+
+class Error(ResponseModel):
+    """What was wrong. `code`: the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(ResponseModel):
+    """OpenAI's shape of every error."""
+
+    error: Error
+
+
+ERRORS = error_responses(ErrorBody)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """What the endpoints of one server share."""
+
+    models: ModelManager
+    started: int  # Unix time
+    request_timeout: float | None  # seconds
+    replica: ReplicaId | None = None  # of several behind one router
+    body_reader: BodyReader = field(default_factory=BodyReader)
+
+    @asynccontextmanager
+    async def deadline(self, incoming: IncomingBody) -> AsyncIterator[None]:
+        """Ends work for a request --request-timeout after its arrival. Raises TimeLimitError."""
+        seconds = self.request_timeout
+        try:
+            async with asyncio.timeout_at(None if seconds is None else incoming.arrived + seconds):
+                yield
+        except TimeoutError:
+            raise TimeLimitError(f"the request took longer than {seconds:g} s", "ask for fewer tokens") from None
+
+
+def state_of(request: Request) -> ServerState:
+    """The server state of a request."""
+    state: ServerState = request.app.state.headstart
+    return state
+
+
+def body_of(request: Request) -> IncomingBody:
+    """The received body of a request."""
+    incoming: IncomingBody = request.state.incoming
+    return incoming
+
+
+def account_of(request: Request) -> Account:
+    """The account of the request's API key."""
+    return state_of(request).models.accounts.named(request.scope.get(OWNER, ""))
+
+
+async def respond_translated(
+    request: Request, translate: Callable[[], Common], make_renderer: MakeRenderer, keep_alive: KeepAlive | None = None
+) -> Response:
+    """The response to a body of another API. `translate` makes a chat or completion request of it, in a thread."""
+    state, incoming = state_of(request), body_of(request)
+    async with state.deadline(incoming):
+        body = await state.body_reader.pools.run(pool_of(incoming), translate)
+    if body.n not in (None, 1) or (body.speculation is not None and body.speculation.events):
+        what = "speculation.events" if body.n in (None, 1) else "n"
+        raise BodyError(f"{what} is not supported here", what, "use /v1/chat/completions")
+    return await respond(request, body, make_renderer, keep_alive)
+
+
+async def respond(
+    request: Request, body: Common, make_renderer: MakeRenderer, keep_alive: KeepAlive | None = None
+) -> Response:
+    """The response to a chat or completion request of any API: JSON, or a stream. Raises HeadstartError."""
+    state, incoming, account = state_of(request), body_of(request), account_of(request)
+    headers = ignored_fields_header(body)
+    state.models.find(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise UsageError("stream_options is given, but stream is not true", "leave it out")
+    if body.speculation is not None and body.speculation.events and not body.stream:
+        raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
+    served = await find_model(request, body.model, keep_alive)
+    if served is None:
+        return Response(status_code=CLIENT_GONE)
+    options, model, is_streamed = ResponseOptions.of(body), body.model or served.names[0], bool(body.stream)
+    pools = state.body_reader.pools
+    pool = "grammar" if is_constrained(body) else pool_of(incoming)
+
+    async def begin() -> Generation:
+        prepared = await pools.run(pool, prepare, served.llm, served.formats, account, body)
+        generation = Generation(served, pools, prepared, options, model)
+        await generation.begin()
+        return generation
+
+    async def render_whole(renderer: ResponseRenderer) -> bytes:
+        async with state.deadline(incoming):
+            return await renderer.whole()
+
+    with served.admission.reserve(num_choices(body), account.name):
+        async with state.deadline(incoming):
+            generation = await cancel_on_disconnect(request, begin())
+    incoming.release()
+    if generation is None:
+        return Response(status_code=CLIENT_GONE)
+    renderer, headers = make_renderer(generation), headers | account.headers()
+    if is_streamed:
+        return _StreamResponse(state, incoming, renderer, headers)
+    whole = await cancel_on_disconnect(request, render_whole(renderer))
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    return Response(whole, media_type="application/json", headers=headers)
+
+
+class _StreamResponse(Response):
+    """Sends the pieces of a renderer. At the end nothing of the generation is left in the engine."""
+
+    def __init__(
+        self, state: ServerState, incoming: IncomingBody, renderer: ResponseRenderer, headers: dict[str, str]
+    ) -> None:
+        self._state, self._incoming, self._renderer = state, incoming, renderer
+        super().__init__(media_type=renderer.media_type, headers={"Cache-Control": "no-cache", **headers})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await cancel_on_disconnect(Request(scope, receive), self._send_all(send))
+        finally:
+            self._renderer.generation.close()
+
+    async def _send_all(self, send: Send) -> None:
+        """After the first byte an error becomes an event of the stream. Waits for slow readers."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def send_piece(text: str, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        error: HeadstartError | None = None
+        try:
+            async with self._state.deadline(self._incoming):
+                async for event in self._renderer.stream():
+                    await send_piece(event)
+        except HeadstartError as found:
+            error = found
+        except Exception:
+            log.exception("a stream failed")
+            error = GenerationError("the server failed on this request")
+        self._renderer.generation.close()
+        if error is not None:
+            await send_piece(self._renderer.error_event(error))
+        await send_piece(self._renderer.end, more=False)
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`; None where the client hung up first, which cancels it."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def respond_from_thread(
+    request: Request, name: str | None, work: Callable[[ServedModel], bytes], headers: dict[str, str]
+) -> Response:
+    """The JSON that `work` makes with a model in a thread, within the request's time."""
+    state, incoming = state_of(request), body_of(request)
+    if (served := await find_model(request, name)) is None:
+        return Response(status_code=CLIENT_GONE)
+    async with state.deadline(incoming):
+        data = await state.body_reader.pools.run(pool_of(incoming), work, served)
+    return Response(data, media_type="application/json", headers=headers)
+
+
+async def find_model(request: Request, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel | None:
+    """The model of that name (None: the first), loaded if it is not in memory; None where the client has gone. Raises
+    ModelError for an unknown name, and what loading raises."""
+    state = state_of(request)
+    if (found := state.models.get_loaded(name, keep_alive)) is not None:
+        return found
+    async with state.deadline(body_of(request)):
+        return await cancel_on_disconnect(request, state.models.get(name, keep_alive))

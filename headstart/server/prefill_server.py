@@ -1,0 +1,74 @@
+"""`serve --role prefill`: computes prompts for decode servers and hands over their KV blocks as files.
+
+A decode server that shares the directory of --kv-spill finds the files there; others fetch them over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from headstart.api import LLM
+from headstart.cache.blocks import prefix_keys
+from headstart.core import Request as EngineRequest, SamplingParams
+from headstart.errors import ModelError, UsageError
+from headstart.server.body_reader import CheckedRoute
+from headstart.server.model_manager import ServedModel
+from headstart.server.pipeline import CLIENT_GONE, ERRORS, account_of, cancel_on_disconnect, find_model
+from headstart.server.prefill_client import BLOCKS_PATH, PREFILL_PATH, PrefillBody, PrefillResult
+from headstart.server.prepare import with_owner
+
+router = APIRouter(route_class=CheckedRoute)
+FLUSH_TIMEOUT_S = 60.0
+"""Time in which the last blocks of a prompt are written."""
+
+
+@router.post(PREFILL_PATH, responses=ERRORS, response_model=PrefillResult)
+async def prefill(body: PrefillBody, request: Request) -> Response:
+    """Compute a prompt; tells which blocks of it are stored."""
+    if (served := await find_model(request, body.model)) is None:
+        return Response(status_code=CLIENT_GONE)
+    params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+    prompt = replace(served.llm.request(body.prompt, params, depth=0), cache_salt=body.cache_salt)
+    found = await cancel_on_disconnect(request, _compute(served, with_owner(prompt, account_of(request))))
+    return Response(status_code=CLIENT_GONE) if found is None else JSONResponse(found)
+
+
+async def _compute(served: ServedModel, prompt: EngineRequest) -> dict[str, Any]:
+    stream = await served.open([prompt])
+    try:
+        async for _ in stream:
+            served.metrics.prompt_tokens += len(prompt.prompt_ids)
+    finally:
+        stream.close()
+    return await asyncio.to_thread(_stored_blocks, served.llm, prompt)
+
+
+def _stored_blocks(llm: LLM, prompt: EngineRequest) -> dict[str, Any]:
+    memory = llm.engine.memory
+    assert memory.spill is not None, "--role prefill needs --kv-spill"
+    memory.spill.flush(FLUSH_TIMEOUT_S)
+    keys = list(prefix_keys(prompt.prompt_ids, prompt.cache_salt, memory.block_size))
+    store, names = memory.spill.store, memory.spill.names
+    files = {name: [i for i, key in enumerate(keys) if store.has(name, key)] for name in names.values()}
+    return {"trunk": memory.spill.trunk_name, "files": files}
+
+
+@router.get(f"{BLOCKS_PATH}/{{part}}/{{key}}", responses={404: ERRORS[404]})
+async def block(part: str, key: str, request: Request) -> Response:
+    """One stored block, as its file has it."""
+    if (served := await find_model(request, None)) is None:
+        return Response(status_code=CLIENT_GONE)
+    spill = served.llm.engine.memory.spill
+    assert spill is not None, "--role prefill needs --kv-spill"
+    if part not in spill.names.values() or len(key) != 32 or not all(digit in "0123456789abcdef" for digit in key):
+        raise UsageError("there are no such blocks", "ask as --role decode does")
+    data = await run_sync(spill.store.read_file, part, bytes.fromhex(key))
+    if data is None:
+        raise ModelError("this block is not stored (any more)", "compute it")
+    return Response(data, media_type="application/octet-stream")

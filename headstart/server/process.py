@@ -1,0 +1,84 @@
+"""What every server process needs before its models: the log, and the sockets that it listens on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headstart.errors import UsageError
+
+
+def set_up_logs(log_format: str, access_log: bool = False, process: str = "") -> None:
+    """Log to stderr, as text or as a JSON object per line, never prompts. `process`: name of one of several."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter(f"%(asctime)s %(levelname)s {f'{process}: ' if process else ''}%(message)s")
+    handler.setFormatter(_JsonFormatter(process) if log_format == "json" else text)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    for name in ["headstart.server", "headstart.engine", "uvicorn.error"] + ["headstart.access"] * access_log:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        document = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if self._process:
+            document["process"] = self._process
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, ensure_ascii=False)
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound to all addresses of the host (localhost has two) before a model is loaded in vain; they do not
+    accept connections yet. Raises UsageError."""
+    sockets = list[socket.socket]()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"cannot listen on {host}: {error}", "is --host right?") from error
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                sockets.append(_bind(socket.socket(family, kind, protocol), (address[0], port, *address[2:])))
+            except OSError as error:
+                if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
+                    continue  # a machine without IPv6 may still have an IPv6 name
+                raise UsageError(
+                    f"cannot listen on {host}:{port}: {error.strerror}", "is the port taken? --port 0 takes a free one"
+                ) from error
+            port = sockets[0].getsockname()[1]
+        if not sockets:
+            raise UsageError(f"cannot listen on {host}: no such address here", "is --host right?")
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _bind(unbound: socket.socket, address: tuple[str | int, ...]) -> socket.socket:
+    try:
+        unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if unbound.family == socket.AF_INET6:
+            unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        unbound.bind(address)
+    except OSError:
+        unbound.close()
+        raise
+    return unbound

@@ -1,0 +1,99 @@
+"""The process of `grammar_sandbox.CompileSandbox`: holds a vocabulary and forks for each constraint.
+
+The fork has limits of time, memory and stack. Its reply fits one write to the pipe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from headstart import system
+from headstart.errors import UsageError
+from headstart.text.grammar import GrammarCompiler
+from headstart.text.grammar_sandbox import run_with_stack
+from headstart.text.grammar_spec import GrammarSpec
+from headstart.text.grammar_state import GrammarState
+
+PATHS, STEPS = 4, 12
+"""Number and length of random texts that are tried: a constraint that fails on all of them is refused."""
+MAX_MESSAGE = 2000
+"""Characters of a message: a write of up to 4096 bytes to a pipe is atomic."""
+
+
+def main() -> None:
+    """Answer requests until the pipe is closed."""
+    requests, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    os.dup2(2, 1)  # nothing else may write to the pipe
+    system.lower_priority(5)
+    compiler = GrammarCompiler(*requests.recv())
+    compiler.prepare()
+    while True:
+        try:
+            kind, key = requests.recv()
+        except EOFError:
+            return
+        if ended := system.run_in_fork(partial(_reply, replies, compiler, kind, key)):
+            replies.send_bytes(json.dumps({"signal": ended}).encode())
+
+
+def _reply(replies: Connection, compiler: GrammarCompiler, kind: Any, key: str) -> None:
+    limits = compiler.limits
+    system.limit_resources(limits.seconds, limits.wall_seconds, limits.address_space + limits.stack)
+    replies.send_bytes(json.dumps(_compile(compiler, kind, key)).encode())
+
+
+def _compile(compiler: GrammarCompiler, kind: Any, key: str) -> dict[str, Any]:
+    try:
+        before = _in_use()
+        state = run_with_stack(compiler.limits.stack, lambda: compiler.start(GrammarSpec.of_key(kind, key)))
+        num_bytes = _in_use() - before
+        reason = run_with_stack(compiler.limits.walk_stack, lambda: _walk(state))
+        if reason:
+            raise UsageError(f"the {kind} constraint cannot be used: {reason}")
+    except UsageError as error:
+        return {"message": error.message[:MAX_MESSAGE], "hint": error.hint[:MAX_MESSAGE]}
+    except (MemoryError, RecursionError):
+        return {"signal": int(signal.SIGSEGV)}
+    return {"bytes": max(num_bytes, 0)}
+
+
+def _walk(start: GrammarState) -> str:
+    """The reason why no random text from `start` can be continued; empty if one can."""
+    draw, reasons = random.Random(0), set[str]()
+    for _ in range(PATHS):
+        state = start.copy()
+        for _ in range(STEPS):
+            allowed = np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little"))
+            if state.done or not state.advance(int(draw.choice(allowed))):
+                break
+        state.masks(())
+        if not state.error:
+            return ""
+        reasons.add(state.error)
+    return reasons.pop()
+
+
+def _in_use() -> int:
+    """Bytes that the C library has allocated; 0 if it does not report them."""
+    try:
+        counts = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    counts.restype = _Counts
+    found = counts()
+    return int(found.uordblks + found.hblkhd)
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip

@@ -1,0 +1,347 @@
+"""Sentencepiece tokenizers (U+2581 for a space, `<0xAB>` for a byte): from a model file (`tokenizer.model`) or tables.
+
+Formulas: sentencepiece's `bpe_model.cc` (join the neighbours whose join has the best score) and `unigram_model.cc` (the
+segmentation with the best sum of scores), run by the `tokenizers` library.
+The file is one protocol buffer message, `sentencepiece_model.proto`'s ModelProto: 1 pieces (1 text, 2 score, 3 type),
+2 trainer_spec (3 model_type, 40 unk_id, 41 bos_id, 42 eos_id), 3 normalizer_spec (2 charsmap, 3 add_dummy_prefix,
+4 remove_extra_whitespaces). Only these fields are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from headstart import hub
+from headstart.errors import ModelError
+from headstart.files import write_atomic
+from headstart.text.token_bytes import SPACE
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens, as in sentencepiece's and llama.cpp's files."""
+_NEVER_SCORE = -10_000.0
+"""Score of tokens that no text becomes."""
+UNIGRAM, BPE = 1, 2
+MERGES = "tokenizers"
+"""Folder of the user cache with merges of large vocabularies, which take a second to compute."""
+_CACHED_SIZE = 10_000
+"""Tokens of a vocabulary whose merges are worth a file."""
+_BASE, _INVERSE = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)
+"""Base of the hashes of tokens, and its inverse modulo 2^64."""
+_HINT = "download the tokenizer again"
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types of protocol buffers."""
+
+
+@dataclass(frozen=True)
+class NormalizerSpec:
+    """Changes of a text before it is tokenized."""
+
+    space_prefix: Literal["always", "first", "never"] = "always"  # first: not after special tokens
+    charsmap: bytes = b""  # sentencepiece's compiled table of characters
+    squeeze_spaces: bool = False  # drop spaces at both ends, and all but one between words
+
+
+def token_ids(tokens: Sequence[str]) -> dict[str, int]:
+    """Ids by token; of equal tokens the first id."""
+    return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
+
+
+def build_bpe(
+    tokens: Sequence[str], pairs: list[tuple[str, str]], unknown: str | None, spec: NormalizerSpec, where: str
+) -> tokenizers.Tokenizer:
+    """A BPE tokenizer with these merges in order. Raises ModelError for a pair that is not in the vocabulary."""
+    options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    return _add_normalizer(tokenizers.Tokenizer(bpe_model(token_ids(tokens), pairs, where, **options)), spec, where)
+
+
+def build_unigram(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], unknown: int, spec: NormalizerSpec, where: str
+) -> tokenizers.Tokenizer:
+    """A unigram tokenizer. Text never becomes a control token or a byte. Raises ModelError for broken tables."""
+    text_types = (NORMAL, USER_DEFINED)
+    rows = [
+        (token, score if kind in text_types else _NEVER_SCORE)
+        for token, score, kind in zip(tokens, scores, types, strict=True)
+    ]
+    try:
+        model = models.Unigram(rows, unknown, BYTE in types)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{where}: the table of pieces is broken: {error}", "download it again") from error
+    return _add_normalizer(tokenizers.Tokenizer(model), spec, where)
+
+
+def merges_by_score(
+    tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Merges of a sentencepiece BPE model: pairs, the best score first. No merge makes a control token or a byte.
+
+    Those of a large vocabulary are kept in the user cache. Raises what `find_merges` raises."""
+    path = None
+    if len(tokens) >= _CACHED_SIZE:
+        numbers = np.asarray(scores, np.float64).tobytes() + np.asarray(types, np.int64).tobytes()
+        digest = hashlib.blake2b("\0".join(tokens).encode() + numbers, digest_size=16).hexdigest()
+        path = hub.cache_dir() / MERGES / f"{digest}.merges"
+    merges = _read_merges(path) if path else None
+    if merges is None:
+        merges = find_merges(tokens, scores, types)
+        if path:
+            data = merges.tobytes()
+            with suppress(OSError):  # works without a writable cache, too
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, zlib.crc32(data).to_bytes(4, "little") + data)
+    wholes = map(tokens.__getitem__, merges[:, 0].tolist())
+    return [(token[:cut], token[cut:]) for token, cut in zip(wholes, merges[:, 1].tolist(), strict=True)]
+
+
+def _read_merges(path: Path) -> NDArray[np.int32] | None:
+    """The merges in a file; None if there is none or it is damaged."""
+    with suppress(OSError):
+        data = path.read_bytes()
+        if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little"):
+            return np.frombuffer(data, np.int32, offset=4).reshape(-1, 2)
+    return None
+
+
+def find_merges(
+    tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
+) -> NDArray[np.int32]:
+    """int32 [merges, 2], the best first: the id of the merged token, and the characters of its left part. Half of the
+    pairs are no merges, since no text reaches them.
+
+    Raises ModelError if two tokens have the same hash: parts are found by polynomial hashes modulo 2^64, since a large
+    vocabulary has more than a million places to cut."""
+    vocabulary = token_ids(tokens)
+    ids = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
+    letters = np.frombuffer("".join(vocabulary).encode("utf-32-le"), np.uint32).astype(np.uint64)
+    ends = np.cumsum(np.fromiter(map(len, vocabulary), np.int64, len(vocabulary)))
+    begins = np.concatenate([[0], ends[:-1]])
+    powers, inverses = (np.cumprod(np.full(len(letters) + 1, base, np.uint64)) for base in (_BASE, _INVERSE))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(letters * powers[:-1])])
+
+    def hashes(begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.uint64]:
+        found: NDArray[np.uint64] = (sums[end] - sums[begin]) * inverses[begin]
+        return found
+
+    known = hashes(begins, ends)
+    order = np.argsort(known)
+    known = known[order]
+    if (known[1:] == known[:-1]).any():
+        raise ModelError("two tokens of the vocabulary have the same hash", "please report this model")
+
+    def find(begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+        wanted = hashes(begin, end)
+        places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        return np.where(known[places] == wanted, order[places], -1)
+
+    is_reserved = np.isin(types[: len(tokens)], (UNKNOWN, CONTROL, BYTE))
+    reserved = [vocabulary[tokens[number]] for number in np.flatnonzero(is_reserved).tolist()]
+    wholes = np.flatnonzero(~np.isin(ids, reserved))
+    counts = np.maximum(ends - begins - 1, 0)[wholes]
+    wholes = np.repeat(wholes, counts)
+    cuts = np.arange(len(wholes)) - np.repeat(np.cumsum(counts) - counts, counts) + 1 + begins[wholes]
+    lefts = find(begins[wholes], cuts)
+    wholes, cuts, lefts = (each[lefts >= 0] for each in (wholes, cuts, lefts))
+    rights = find(cuts, ends[wholes])
+    wholes, cuts, lefts, rights = (each[rights >= 0] for each in (wholes, cuts, lefts, rights))
+    ranks = np.argsort(np.lexsort((ids, -np.asarray(scores)[ids])))
+    best = np.argsort(ranks[wholes] * len(tokens) + ids[lefts])
+    wholes, cuts, lefts, rights = (each[best] for each in (wholes, cuts, lefts, rights))
+    places = np.arange(len(letters))
+    used = _reached(find(places, places + 1), begins, ends, wholes, lefts, rights)
+    used |= np.isin(ids[lefts], reserved) | np.isin(ids[rights], reserved)  # bytes of unknown characters, too
+    return np.stack([ids[wholes], cuts - begins[wholes]], axis=1)[used].astype(np.int32)
+
+
+def _reached(
+    letters: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    wholes: NDArray[np.int64],
+    lefts: NDArray[np.int64],
+    rights: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Which merges (the best first) happen while the tokens' own texts are merged, all tokens at once. A text reaches
+    both parts of a token only as the token's own text does, so no other merge ever happens.
+
+    letters: the token of each character of all tokens, -1 for none. begins, ends: of each token in it."""
+    size, none = len(begins), len(wholes)
+    keys = lefts * size + rights
+    order = np.argsort(keys)
+    keys = np.append(keys[order], -1)  # -1 is the key of no pair
+    order = np.append(order, none)
+
+    def find(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        wanted = np.where((left < 0) | (right < 0), -2, left * size + right)
+        places = np.searchsorted(keys[:-1], wanted)
+        return np.where(keys[places] == wanted, order[places], none)
+
+    used = np.zeros(none, np.bool_)
+    owners = np.repeat(np.arange(size), ends - begins)
+    merges = np.append(find(letters[:-1], letters[1:]), none)  # of each symbol with the next
+    merges[:-1][owners[1:] != owners[:-1]] = none
+    while len(owners):
+        first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
+        lengths = np.diff(np.append(first, len(owners)))
+        best = np.minimum.reduceat(merges, first)
+        at = np.flatnonzero((merges == np.repeat(best, lengths)) & (merges < none))
+        at = at[np.append(True, owners[at][1:] != owners[at][:-1])] if len(at) else at  # the leftmost of each token
+        used[merges[at]] = True
+        letters[at] = wholes[merges[at]]
+        stays = np.repeat(best < none, lengths)
+        stays[at + 1] = False
+        ends_token = np.append(owners[1:] != owners[:-1], True)
+        ends_token[at] = ends_token[at + 1]
+        changed = np.zeros(len(owners), np.bool_)
+        changed[at] = True
+        letters, owners, merges = letters[stays], owners[stays], merges[stays]
+        changed, ends_token = changed[stays], ends_token[stays]
+        changed[:-1] |= changed[1:]  # the symbol before a merged one has a new neighbour
+        again = np.flatnonzero(changed & ~ends_token)
+        merges[again] = find(letters[again], letters[again + 1])
+        merges[ends_token] = none
+    return used
+
+
+def bpe_model(vocabulary: dict[str, int], pairs: list[tuple[str, str]], where: str, **options: Any) -> models.BPE:
+    """The library's BPE model. Raises ModelError for a pair that is not in the vocabulary."""
+    try:
+        return models.BPE(vocab=vocabulary, merges=pairs, **options)
+    except Exception as error:  # the library raises bare Exception
+        missing = [pair for pair in pairs if not {*pair, "".join(pair)} <= vocabulary.keys()]
+        what = f"the merge {missing[0][0]!r} {missing[0][1]!r} is not in the vocabulary" if missing else str(error)
+        raise ModelError(f"{where}: {what}", "convert it again") from error
+
+
+def _add_normalizer(tokenizer: tokenizers.Tokenizer, spec: NormalizerSpec, where: str) -> tokenizers.Tokenizer:
+    """Set normalizer, pre-tokenizer and decoder; returns the tokenizer."""
+    steps: list[Any] = []
+    if spec.charsmap:
+        try:
+            steps.append(normalizers.Precompiled(spec.charsmap))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{where}: the table of characters is broken: {error}", "download it again") from error
+    if spec.squeeze_spaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.space_prefix == "always":
+        steps.append(normalizers.Prepend(SPACE))
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if spec.space_prefix == "first":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    ends: list[Any] = [] if spec.space_prefix == "never" else [decoders.Strip(" ", 1, 0)]
+    replace = decoders.Replace(SPACE, " ")
+    tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return tokenizer
+
+
+@dataclass
+class SentencePieceModel:
+    """The fields of a file, with the defaults of its format."""
+
+    tokens: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    model_type: int = UNIGRAM
+    unknown: int = 0  # id
+    bos: int = 1  # id
+    eos: int = 2  # id
+    space_prefix: bool = True
+    squeeze_spaces: bool = True
+    charsmap: bytes = b""
+
+    def token(self, number: int) -> str | None:
+        return self.tokens[number] if 0 <= number < len(self.tokens) else None
+
+
+def read(file: Path) -> SentencePieceModel:
+    """Read a file. Raises ModelError for a broken file or an unknown type of model."""
+    model = SentencePieceModel()
+    try:
+        for number, value in _fields(file.read_bytes()):
+            if number == 1:
+                _add_piece(value, model)
+            elif number == 2:
+                spec = dict(_fields(value))
+                model.model_type = spec.get(3, UNIGRAM)
+                model.unknown, model.bos, model.eos = (spec.get(40 + i, i) for i in range(3))
+            elif number == 3:
+                rules = dict(_fields(value))
+                model.charsmap = bytes(rules.get(2, b""))
+                model.space_prefix, model.squeeze_spaces = bool(rules.get(3, 1)), bool(rules.get(4, 1))
+    except (IndexError, ValueError, TypeError, struct.error) as error:
+        raise ModelError(f"{file} is not a sentencepiece model: {error}", _HINT) from error
+    if not model.tokens:
+        raise ModelError(f"{file} has no pieces", _HINT)
+    if model.model_type not in (UNIGRAM, BPE):
+        what = f"{file}: sentencepiece models of type {model.model_type} (words, characters) are not read"
+        raise ModelError(what, "save the tokenizer once with transformers")
+    return model
+
+
+def _add_piece(value: Any, model: SentencePieceModel) -> None:
+    fields = dict(_fields(value))
+    model.tokens.append(bytes(fields[1]).decode("utf-8"))
+    model.scores.append(struct.unpack("<f", fields[2])[0] if 2 in fields else 0.0)
+    model.types.append(fields.get(3, NORMAL))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and raw values of a message's fields: integers or bytes."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire_type = key & 7
+        if wire_type == _VARINT:
+            value: Any
+            value, at = _varint(data, at)
+        else:
+            length = 8 if wire_type == _FIXED64 else 4
+            if wire_type == _BYTES:
+                length, at = _varint(data, at)
+            elif wire_type not in (_FIXED64, _FIXED32):
+                raise ValueError(f"a field of type {wire_type} at byte {at}")
+            if length > len(data) - at:
+                raise ValueError(f"it ends at byte {len(data)}, but {length} bytes are wanted at byte {at}")
+            value, at = data[at : at + length], at + length
+        yield key >> 3, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise ValueError(f"a number of more than ten bytes at byte {at}")
+
+
+def build(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
+    """The tokenizer of a file, its bos and its eos. `config`: tokenizer_config.json; with `legacy` false a space is
+    added at the start of a text only, as in transformers, else after special tokens too."""
+    model = read(file)
+    prefix = model.space_prefix and config.get("add_prefix_space") is not False
+    scheme: Any = "never" if not prefix else "first" if config.get("legacy") is False else "always"
+    squeeze_spaces = model.squeeze_spaces and model.model_type == UNIGRAM
+    spec = NormalizerSpec(scheme, model.charsmap, squeeze_spaces)
+    if model.model_type == BPE:
+        pairs = merges_by_score(model.tokens, model.scores, model.types)
+        inner = build_bpe(model.tokens, pairs, model.token(model.unknown), spec, str(file))
+    else:
+        inner = build_unigram(model.tokens, model.scores, model.types, model.unknown, spec, str(file))
+    for special, types in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
+        named = [token for token, kind in zip(model.tokens, model.types, strict=True) if kind in types and token]
+        inner.add_tokens([AddedToken(token, special=special, normalized=False) for token in named])
+    return inner, model.token(model.bos), model.token(model.eos)

@@ -1,0 +1,142 @@
+"""Compiles a constraint in a separate process first, which may run out of stack, memory or time.
+
+The library cannot move a compiled grammar between processes, so the process (`_sandbox_process.py`) only reports
+whether the limits suffice; then the constraint is compiled again here, with twice the stack. The process is started
+with the first constraint, holds the vocabulary, forks for each constraint, and ends when its pipe is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from headstart import system
+from headstart.errors import BusyError, CapacityError, UsageError
+from headstart.text.grammar_limits import GrammarLimits
+from headstart.text.grammar_spec import GrammarSpec
+from headstart.text.grammar_vocabulary import TokenTable
+
+T = TypeVar("T")
+
+_COMMAND = "from headstart.text._sandbox_process import main; main()"
+_stack_size = threading.Lock()
+
+
+class TooSlowError(UsageError):
+    """Compiling exceeds the time limit."""
+
+
+class CompileSandbox:
+    """Compiles constraints over one vocabulary in a process with limits, one at a time."""
+
+    def __init__(self, table: Callable[[], TokenTable], vocab_size: int, limits: GrammarLimits) -> None:
+        self._table, self._vocab_size, self._limits = table, vocab_size, limits
+        self._busy, self._count = threading.Lock(), threading.Lock()
+        self._num_waiting = 0
+        self._process: _Process | None = None
+
+    @contextmanager
+    def reserve(self) -> Iterator[None]:
+        """Wait until no other constraint is compiled. Raises BusyError if too many wait already."""
+        with self._count:
+            if self._num_waiting > self._limits.waiting:
+                raise BusyError(f"{self._limits.waiting} constraints wait to be compiled", "try again later")
+            self._num_waiting += 1
+        try:
+            with self._busy:
+                yield
+        finally:
+            with self._count:
+                self._num_waiting -= 1
+
+    def run(self, spec: GrammarSpec) -> int:
+        """Memory of the compiled constraint in bytes. Raises UsageError for an invalid or too expensive one,
+        TooSlowError if it exceeds the time limit."""
+        if not system.CAN_FORK:
+            raise UsageError(
+                f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation",
+                "make it simpler",
+            )
+        for _ in range(2):  # an ended process is started again
+            if self._process is None or self._process.owner != os.getpid():
+                self._process = _Process((self._table(), self._vocab_size, self._limits))
+            with suppress(EOFError, OSError):
+                return _read_reply(spec, self._process.request([spec.kind, spec.key]), self._limits)
+            self._process = None
+        raise CapacityError("the process that compiles constraints ends at once", "look at this machine's limits")
+
+
+class _Process:
+    """A process and the pipes to it; it ends when the pipes are closed."""
+
+    def __init__(self, compiler: tuple[TokenTable, int, GrammarLimits]) -> None:
+        self.owner = os.getpid()  # a fork of this process must not share the pipes
+        path = os.pathsep.join(filter(None, sys.path))
+        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # messages of stack overflows
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        except OSError as error:
+            raise CapacityError(f"the process that compiles constraints cannot be started: {error}") from error
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        self._requests = Connection(os.dup(self._popen.stdin.fileno()), readable=False)
+        self._replies = Connection(os.dup(self._popen.stdout.fileno()), writable=False)
+        self._popen.stdin.close()
+        self._popen.stdout.close()
+        weakref.finalize(self, _end, self._popen, self.owner)
+        with suppress(OSError):  # `request` reports that the process has ended
+            self._requests.send(compiler)
+
+    def request(self, words: list[str]) -> dict[str, Any]:
+        """Send a request; returns the reply. Raises EOFError or OSError if the process has ended."""
+        self._requests.send(words)
+        reply: dict[str, Any] = json.loads(self._replies.recv_bytes())
+        return reply
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner == os.getpid():
+        process.kill()
+        process.wait()
+
+
+def _read_reply(spec: GrammarSpec, reply: dict[str, Any], limits: GrammarLimits) -> int:
+    if message := reply.get("message"):
+        raise UsageError(message, reply["hint"])
+    if (number := reply.get("signal")) is not None:
+        what, hint = f"the {spec.kind} constraint is too complex: compiling it takes", "make it simpler"
+        if number in system.TIMEOUT_SIGNALS:
+            raise TooSlowError(f"{what} more than {limits.seconds:g} s", hint)
+        raise UsageError(f"{what} too much memory or too deep a nesting", hint)
+    num_bytes = int(reply["bytes"])
+    if num_bytes > limits.compiled_bytes:
+        size = f"{num_bytes / 2**20:.0f} MB, and {limits.compiled_bytes / 2**20:.0f} MB are allowed"
+        raise UsageError(f"the {spec.kind} constraint is too large: it takes {size} compiled", "make it smaller")
+    return num_bytes
+
+
+def run_with_stack(size: int, work: Callable[[], T]) -> T:
+    """Run `work` in a thread with `size` bytes of stack; unused stack takes no memory."""
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _stack_size:  # a setting of all new threads
+            before = threading.stack_size(size)
+            try:
+                done = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return done.result()

@@ -1,0 +1,171 @@
+"""What a launcher knows about a model, from config.json and headers alone, and how deep an engine drafts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart import hub
+from headstart.config import AUTO, EngineConfig
+from headstart.errors import ModelError, UsageError
+from headstart.formats import gguf, open_checkpoint
+from headstart.formats.base import Tensor
+from headstart.formats.gguf_file import read as read_gguf
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors_file import INDEX
+from headstart.formats.sizes import Sizes, as_size, text_config
+from headstart.formats.tensor_parts import MTP, part_of
+from headstart.models.classify import DrafterKind, classify_path
+from headstart.models.families import find_mtp_family
+from headstart.models.mtp import declared
+from headstart.tools.plan.shape import SizedModel
+from headstart.tools.plan.sources import sized_model
+from headstart.tools.saved import load_setting
+
+CPU_DEPTH = 1
+"""A step of today's CPU engines costs more with every row: of depths 1 and 3 only 1 was not slower than plain."""
+GPU_DEPTH = 3  # SGLang's own default for heads of one module that are used again
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A model as a launcher sees it."""
+
+    source: str  # what the engine is given
+    model_type: str
+    format: str  # safetensors, gguf
+    weight_bytes: int | None  # None: unknown without the weights
+    modules: int  # native MTP modules whose tensors are there; of a repo those that the config declares
+    attention_heads: int
+    experts: int
+    remote_code: bool = False
+    declared: int = 0  # MTP modules by the config
+    local: bool = True
+    sized: SizedModel | None = None  # where the config names the sizes
+
+
+def read_facts(model: str | None) -> ModelFacts:
+    """Reads a directory, a .gguf file or a Hub repo, of which config.json alone is fetched. Raises UsageError or
+    ModelError."""
+    path = Path(model).expanduser() if model else None
+    if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
+        return _config_facts(model, read_object(hub.config_file(model)), None, local=False)
+    trunk = hub.resolve_alias(model).trunk
+    if gguf.detect(trunk):
+        return _gguf_facts(trunk)
+    has_weights = any(trunk.glob("*.safetensors")) or (trunk / INDEX).exists()
+    return _config_facts(
+        str(trunk), read_object(trunk / "config.json"), open_checkpoint(trunk).tensors if has_weights else None
+    )
+
+
+def _gguf_facts(path: Path) -> ModelFacts:
+    """Reads only keys that all architectures share."""
+    file = read_gguf(path)
+    kind = str(file.metadata.get("general.architecture", "unknown"))
+
+    def number(key: str) -> int:
+        value = file.metadata.get(f"{kind}.{key}", 0)
+        return int(value) if isinstance(value, int | float) else 0
+
+    promised = number("nextn_predict_layers")
+    return ModelFacts(
+        source=str(path),
+        model_type=kind,
+        format="gguf",
+        weight_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
+        modules=promised if any(".nextn." in name for name in file.tensors) else 0,
+        attention_heads=number("attention.head_count") or 1,
+        experts=number("expert_count"),
+        declared=promised,
+    )
+
+
+def _config_facts(
+    source: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None, *, local: bool = True
+) -> ModelFacts:
+    """With tensors, MTP modules count only if theirs are among them."""
+    text = text_config(config)
+    found = find_mtp_family(config)
+    promised = (found.layout.declared(config) if found else declared(config)).modules
+    layers = as_size(text.get("num_hidden_layers")) or 0
+    there = tensors is None or any(part_of(name, layers) == MTP for name in tensors)
+    try:
+        sized = sized_model(source, config, tensors)
+    except (ModelError, UsageError):
+        sized = None
+    weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
+    return ModelFacts(
+        source=source,
+        model_type=str(text.get("model_type") or "unknown"),
+        format="safetensors",
+        weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
+        modules=promised if there else 0,
+        attention_heads=as_size(text.get("num_attention_heads")) or 1,
+        experts=Sizes(config).get("experts") or 0,
+        remote_code="auto_map" in config,
+        declared=promised,
+        local=local,
+        sized=sized,
+    )
+
+
+def drafter_of(head: str) -> DrafterKind:
+    """Returns the kind of a separate head. Raises UsageError for a head that must be exported first, or that no engine
+    is known to run."""
+    found = classify_path(head)
+    if found.method == "headstart":
+        raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
+    if not found.method:
+        raise UsageError(f"--head: {head} is {found.title}, which no engine here is known to run")
+    return found
+
+
+def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int) -> tuple[int, str]:
+    """Returns a depth and its reason: of the user, else of the drafter (its block, one module for each draft), else the
+    fixed depth that `headstart tune` found for this model. `drafter` None: the model's own MTP modules. Raises
+    UsageError for an impossible depth."""
+    if depth is not None:
+        _check_depth(facts, depth, drafter)
+        return depth, "as asked"
+    if drafter is not None and drafter.max_drafts:
+        return drafter.max_drafts, f"the tokens that one block of {drafter.block} drafts"
+    if drafter is not None and drafter.method == "medusa":
+        return drafter.num_modules, "one for each Medusa head"
+    if drafter is None:
+        if not facts.modules:
+            return 0, _why_no_head(facts)
+        tuned = load_setting(facts.source, EngineConfig())
+        if tuned and tuned.depth and tuned.depth != AUTO:  # 0 says nothing about other engines
+            return tuned.depth, "tuned on this machine"
+        if facts.modules > 1:
+            return min(facts.modules, GPU_DEPTH), f"the head has {facts.modules} modules, one for each draft"
+    if not gpus:
+        return CPU_DEPTH, "deeper drafts cost more than they save on a CPU"
+    return (
+        GPU_DEPTH,
+        f"{drafter.title}, one step for each draft" if drafter else "one module, used again for each draft",
+    )
+
+
+def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:
+    """Raises UsageError for drafts without a head, for more than a drafter makes at once, and for depths that are no
+    multiple of the number of modules."""
+    if drafter is not None:
+        most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)
+        if most and depth > most:
+            raise UsageError(f"--depth is {depth}, but the drafter makes {most} drafts at once", f"choose 1 to {most}")
+    elif depth and not facts.modules:
+        raise UsageError(f"--depth is {depth}, but {_why_no_head(facts)}", "give --head, or --depth 0")
+    elif depth > facts.modules and depth % facts.modules:
+        below = depth - depth % facts.modules
+        what = f"the head has {facts.modules} modules: deeper drafts must be a multiple of that"
+        raise UsageError(f"--depth is {depth}, but {what}", f"choose {below} or {below + facts.modules}")
+
+
+def _why_no_head(facts: ModelFacts) -> str:
+    if facts.declared:
+        return f"the config declares {facts.declared} MTP modules, but their tensors are not in the checkpoint"
+    return "the model has no MTP head"

@@ -1,0 +1,219 @@
+"""Prepares a launch: reads engine, model and machine, plans the commands, checks them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from headstart import hub, registry
+from headstart.config import EngineConfig
+from headstart.errors import UsageError
+from headstart.tools.launch.arguments import (
+    Version,
+    at_least,
+    check_arguments,
+    check_model,
+    parse_version,
+    published,
+    table_for,
+    version_text,
+    why_no_heads,
+)
+from headstart.tools.launch.fleet import (
+    LaunchTarget,
+    parse_roles,
+    place_single,
+    plan_fleet,
+    router_of,
+    share_devices,
+)  # fmt: skip
+from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, other_engine_hint
+from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
+from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevices, divide, named_devices
+from headstart.tools.launch.spec import LaunchPlan, LaunchRequest, LaunchSpec, LaunchStep, option_flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(LaunchRequest):
+    """What to launch and where; None lets the program decide."""
+
+    engine: str
+    model: str | None = None
+    engine_version: str | None = None
+    program: str | None = None  # the engine's program, or its folder
+    depth: int | None = None
+    gpus: str | None = None
+    tp: int | None = None
+    dp: int | None = None
+    nodes: int = 1
+    head_node: str = "HEAD_NODE"
+    disaggregate: str | None = None  # PREFILL:DECODE
+    emit: str | None = None  # a name of manifests.KINDS
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value out of range."""
+        EngineConfig(depth_by_batch=self.depth_by_batch)
+        lowest = {"nodes": 1, "tp": 1, "dp": 1, "kv_offload_gb": 1, "depth": 0, "port": 1}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise UsageError(f"{option_flag(name)} is {value}, but must be at least {low}")
+        if self.role not in (None, "prefill", "decode"):
+            raise UsageError(f"--role is {self.role!r}, which is unknown", "choose prefill or decode")
+        if self.disaggregate is not None and self.role:
+            raise UsageError("--disaggregate and --role are two ways to say it", "give one of them")
+
+
+@dataclass
+class PreparedLaunch:
+    """A plan, and what it was made from."""
+
+    launcher: EngineLauncher
+    version: Version
+    assumed: bool  # no version was named or installed
+    installed: InstalledProgram | None
+    facts: ModelFacts
+    spec: LaunchSpec  # of one server, or of each of several
+    why_depth: str
+    plan: LaunchPlan
+
+    def commands(self) -> list[tuple[LaunchStep, list[str]]]:
+        """Returns the serving commands with the programs that are installed, the router's last."""
+        return [
+            (step, [router_of(step).installed_path() or step.words[0], *step.words[1:]] if step.role == "router"
+                   else self.launcher.resolve(step.words, self.installed))
+            for step in self.plan.serve
+        ]  # fmt: skip
+
+
+def launcher_of(engine: str) -> EngineLauncher:
+    """Returns the launcher of an engine. Raises UsageError for an engine without one; the hint says what to do instead
+    where that is known."""
+    if hint := other_engine_hint(engine):
+        raise UsageError(f"{engine} has no launcher here", hint)
+    launcher: EngineLauncher = registry.find("launchers", engine.lower().replace("-", "_")).LAUNCHER
+    return launcher
+
+
+def prepare(options: LaunchOptions) -> PreparedLaunch:
+    """Plans all commands of a launch and checks them. Raises UsageError, ModelError or CapacityError for what cannot be
+    launched."""
+    launcher = launcher_of(options.engine)
+    installed = launcher.find_installed(options.program)
+    version, assumed = launcher.choose_version(options.engine_version, installed)
+    devices = named_devices(options.gpus)
+    launcher.check_platform(devices.platform)
+    if options.head and hub.is_builtin(options.head):
+        options = replace(options, head=str(hub.resolve(options.head)))
+    drafter = drafter_of(options.head) if options.head else None
+    facts = read_facts(options.model)
+    check_model(launcher, version, facts.model_type)
+    why_none = why_no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
+    if why_none and options.depth:
+        raise UsageError(f"--depth is {options.depth}, but {why_none}", "--depth 0, or another version")
+    depth, why_depth = (0, why_none) if why_none else choose_depth(facts, options.depth, drafter, gpus=devices.count)
+    request = {item.name: getattr(options, item.name) for item in fields(LaunchRequest)}
+    spec = LaunchSpec(depth=depth, drafter=drafter, platform=devices.platform, **request)
+    spec, plan, notes = _plan(launcher, version, options, facts, spec, devices)
+    _check_repeated(launcher, version, plan.serve[0], options.extra)
+    known, flag = published(launcher.name), launcher.flag_of("trust_remote_code")
+    if known and not at_least(parse_version(known.versions[-1]), version_text(version)):
+        newest = f"the flags of {launcher.title} are known up to {known.versions[-1]}"
+        notes.insert(0, f"{newest}: those of {version_text(version)} may differ")
+    if facts.remote_code and flag and flag not in spec.extra and not spec.settings.get("trust_remote_code"):
+        asked = f"if {launcher.title} asks for it and you trust it, add -- {flag}"
+        notes.append(f"the checkpoint brings Python code: {asked}")
+    plan.notes = [*notes, *plan.notes, *check_plan(launcher, version, facts, spec, plan)]
+    return PreparedLaunch(launcher, version, assumed, installed, facts, spec, why_depth, plan)
+
+
+def _plan(
+    launcher: EngineLauncher, version: Version, options: LaunchOptions, facts: ModelFacts, spec: LaunchSpec,
+    devices: NodeDevices,
+) -> tuple[LaunchSpec, LaunchPlan, list[str]]:  # fmt: skip
+    """Plans one server, or several behind a router; the notes say what does not fit."""
+    context, users = (
+        int(str(value)) if str(value := options.settings.get(name)).isdigit() else None
+        for name in ("max_model_len", "max_num_seqs")
+    )
+    cache = CacheRequest(context=context, users=users, kv=options.settings.get("kv_cache_dtype"))
+    num_copies = (options.dp or 1) if launcher.runs_copies else 1
+    dp = None if launcher.runs_copies else options.dp
+    hardware = Hardware(devices=devices, nodes=options.nodes, tp=options.tp, dp=dp, cache=cache)
+    target = LaunchTarget(options.emit or "", options.head_node)
+    if options.disaggregate is None and num_copies == 1:
+        parallel, notes = divide(facts, hardware)
+        if spec.platform == "cpu" and parallel.tensor > 1 and not launcher.has_cpu_tp:
+            raise UsageError(f"{launcher.title} is not given --tp on a CPU here", "vllm takes it; --dp runs copies")
+        spec = place_single(replace(spec, parallel=parallel), target)
+        return spec, launcher.plan(facts, spec, version), notes
+    roles = ("",) * num_copies if options.disaggregate is None else parse_roles(options.disaggregate)
+    if any(roles) and num_copies > 1:
+        raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
+    share, notes = share_devices(facts, hardware, len(roles))
+    spec = replace(spec, parallel=share.parallel)
+    return spec, plan_fleet(launcher, facts, spec, version, roles, share, target), notes
+
+
+def check_plan(
+    launcher: EngineLauncher, version: Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
+) -> list[str]:
+    """Returns notes on what the engine takes otherwise than it looks. Raises UsageError for a command that it would
+    refuse."""
+    known = {"model.type": facts.model_type, "model.modules": facts.modules, "device": spec.platform, **plan.facts}
+    known |= {
+        f"head.{name}": getattr(spec.drafter, name, None) for name in ("kind", "reduced_vocabulary", "max_drafts")
+    }
+    notes: dict[str, None] = {}
+    for step in plan.engines:
+        check = check_arguments(launcher, version, launcher.arguments_of(step), known, num_positional=2)
+        if check.errors:
+            raise UsageError(check.errors[0], "; ".join(check.errors[1:]) or "see its --help")
+        notes |= dict.fromkeys(check.notes)
+    return list(notes)
+
+
+def _check_repeated(launcher: EngineLauncher, version: Version, step: LaunchStep, extra: Sequence[str]) -> None:
+    """Raises UsageError for a flag given after -- that the command has already, in any spelling."""
+    table = table_for(launcher.name, version)
+
+    def names(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
+        flags = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
+        return [(flag, (table.find(flag) if table else ()) or (flag,)) for flag in flags]
+
+    given = [name for _, name in names(launcher.arguments_of(step))]
+    for flag, name in names(extra):
+        if given.count(name) > 1:
+            hint = "leave it out, or use launch's own option for it; --depth 0 leaves drafting to your flags"
+            raise UsageError(f"{flag} is given after --, but is set already", hint)
+
+
+def with_absolute_paths(options: LaunchOptions) -> LaunchOptions:
+    """Local files by their absolute paths, which are the same inside a container."""
+
+    def absolute(name: str | None) -> str | None:
+        there = name is not None and not hub.is_builtin(name) and Path(name).expanduser().exists()
+        return str(Path(str(name)).expanduser().resolve()) if there else name
+
+    return replace(options, model=absolute(options.model), head=absolute(options.head))
+
+
+def launch_document(prepared: PreparedLaunch, commands: dict[str, Any]) -> dict[str, Any]:
+    """The JSON document of a launch; `commands`: its entries `before` and `serve`."""
+    plan, spec, facts = prepared.plan, prepared.spec, prepared.facts
+    return {
+        "engine": prepared.launcher.name,
+        "version": version_text(prepared.version),
+        "version_assumed": prepared.assumed,
+        "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
+                  "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
+        "depth": spec.depth_drafted,
+        "why_depth": "a prefill node drafts nothing" if spec.depth > spec.depth_drafted else prepared.why_depth,
+        "layout": {name: value for name, value in vars(spec.parallel).items() if name != "head_node"},
+        **commands,
+        "files": plan.files,
+        "notes": plan.notes,
+    }  # fmt: skip

@@ -1,0 +1,131 @@
+"""What a launch is asked for and what it runs: LaunchRequest, LaunchSpec, LaunchStep, LaunchPlan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headstart.models.classify import DrafterKind
+
+PLATFORMS = {
+    "cuda": "NVIDIA GPUs",
+    "rocm": "AMD GPUs",
+    "xpu": "Intel GPUs",
+    "npu": "Ascend NPUs",
+    "metal": "Apple's GPUs",
+    "cpu": "a CPU alone",
+}
+VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES",
+           "xpu": "ZE_AFFINITY_MASK"}  # fmt: skip
+"""Platform -> the variable that limits which devices of a node a process sees."""
+
+
+def option_flag(name: str) -> str:
+    """Returns the flag of a field of LaunchRequest or of a common option."""
+    return f"--{name.removesuffix('_gb').replace('_', '-')}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How one server divides its model over devices."""
+
+    gpus: int = 0  # over all nodes; 0: a CPU
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
+    nodes: int = 1
+    head_node: str = "HEAD_NODE"  # address of the first node
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """Options that go to the engine unchanged."""
+
+    head: str | None = None
+    depth_by_batch: str | None = None  # JSON rows [from, to, depth]
+    role: str | None = None  # prefill or decode
+    kv_offload_gb: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    settings: Mapping[str, Any] = field(default_factory=dict)  # common options by name; True: a switch
+    extra: tuple[str, ...] = ()  # the engine's own arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlacement:
+    """Where one server of a fleet runs."""
+
+    server: str = "server"
+    number: int = 0  # of the server
+    node: int = 0
+    address: str = "127.0.0.1"  # as other nodes reach it
+    devices: tuple[int, ...] = ()  # of its node; empty: all
+    cpus: tuple[tuple[int, ...], ...] = ()  # cores of each worker on a CPU; empty: the engine chooses
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec(LaunchRequest):
+    """A complete description of one server, from which a launcher writes its command."""
+
+    depth: int  # 0: no drafting
+    parallel: Parallelism = Parallelism()
+    drafter: DrafterKind | None = None  # kind of `head`; None: the model's own MTP modules
+    platform: str = "cuda"  # a key of PLATFORMS
+    placement: ServerPlacement = ServerPlacement()
+
+    @property
+    def method(self) -> str:
+        """The kind of drafter by vLLM's name."""
+        return self.drafter.method if self.drafter else "mtp"
+
+    @property
+    def depth_table(self) -> list[list[int]]:
+        """Rows [from, to, depth] of `depth_by_batch`, ascending from batch size 1, none deeper than `depth`."""
+        rows = sorted(json.loads(self.depth_by_batch)) if self.depth_by_batch else []
+        if rows and rows[0][0] > 1:
+            rows.insert(0, [1, rows[0][0] - 1, self.depth])
+        return [[low, high, min(deep, self.depth)] for low, high, deep in rows]
+
+    @property
+    def depth_drafted(self) -> int:
+        """Depth of the drafts this server makes; a prefill server makes none."""
+        return 0 if self.role == "prefill" else self.depth
+
+    @property
+    def device_environment(self) -> dict[str, str]:
+        """The variable that shows a process its own devices only; empty: all devices of the node."""
+        if not self.placement.devices:
+            return {}
+        return {VISIBLE[self.platform]: ",".join(map(str, self.placement.devices))}
+
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """One command, and where it runs."""
+
+    words: tuple[str, ...]
+    where: str = ""  # a label such as "node 1"
+    in_container: bool = False  # uses the engine's own programs
+    environment: Mapping[str, str] = field(default_factory=dict)
+    server: str = "server"  # steps of one server hold a model together, one step for each node
+    role: str = ""  # prefill, decode, router, or empty
+    node: int = 0
+    port: int | None = None  # where it answers; None: another step of its server answers
+
+
+@dataclass(kw_only=True)
+class LaunchPlan:
+    """All commands of a launch, with the files they need."""
+
+    before: list[LaunchStep] = field(default_factory=list)  # run once, before the servers
+    serve: list[LaunchStep] = field(default_factory=list)  # the router comes last
+    files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # values for rules that no argument shows (checker.EngineRule)
+
+    @property
+    def engines(self) -> list[LaunchStep]:
+        """The serving steps without the router."""
+        return [step for step in self.serve if step.role != "router"]

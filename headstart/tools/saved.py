@@ -1,0 +1,172 @@
+"""Results that later starts use: settings of `headstart tune` and heads of `headstart adapt`, in the user cache."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headstart import hub, registry
+from headstart.config import Depth, EngineConfig
+from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.files import atomic_folder
+from headstart.heads.files import read_head
+from headstart.kernels.backend import select_backend
+from headstart.machine import threads
+
+WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
+FACTS = "adapted.json"
+HEAD_FILES = ("config.json", "model.safetensors")
+WORK = ".work"  # suffix of the folder in which a head is being made
+Saved = TypeVar("Saved")
+log = logging.getLogger("headstart.tools")
+
+
+def _read(kind: type[Saved], path: Path) -> Saved:
+    """Raises OSError, or ValueError for a file that holds no such object."""
+    data = path.read_bytes()
+    from pydantic import TypeAdapter  # slow to import, and often there is no file
+
+    return TypeAdapter(kind).validate_json(data)
+
+
+# Settings of `headstart tune`: one for each machine, model and set of engine options.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedSetting:
+    """The drafter and depth that a tuning has found."""
+
+    drafter: str
+    depth: Depth
+    workload: str
+    concurrency: tuple[int, ...]  # requests at a time that were measured
+    speedup: tuple[float, float, float]  # against plain decoding: point, low, high
+
+    @property
+    def pays(self) -> bool:
+        return self.drafter != "none"
+
+    def __str__(self) -> str:
+        point, low, high = self.speedup
+        gain = f"{point:.2f}x ({low:.2f} to {high:.2f})"
+        where = f"{self.workload}, {', '.join(map(str, self.concurrency))} at a time"
+        if not self.pays:
+            return f"drafting does not pay here: at best {gain} of plain decoding ({where})"
+        return f"drafter {self.drafter}, depth {self.depth}: {gain} plain ({where})"
+
+
+def setting_path(model: str | None, config: EngineConfig) -> Path:
+    """Returns the file of the setting for a model on this machine; fetches nothing. Raises UsageError for a model that
+    is not there."""
+    backend = select_backend(config).name
+    engine = [backend, config.device, config.dtype, config.rounding, config.kv_cache_dtype]
+    usable = config.threads or threads().usable
+    known = {"model": identity_of(model), "head": config.head, "engine": engine, "threads": usable}
+    return hub.record_path("tuned", known)
+
+
+def identity_of(model: str | None) -> Any:
+    """Returns what tells a model from others: its name on the Hub, or its files."""
+    if model is not None and hub.repo_of(model) is not None:
+        return model
+    trunk = hub.resolve_alias(model).trunk
+    files = [trunk] if trunk.is_file() else sorted(path for pattern in WEIGHTS for path in trunk.glob(pattern))
+    return [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
+
+
+def load_setting(model: str | None, config: EngineConfig) -> TunedSetting | None:
+    """Returns the setting that was saved for this model on this machine, if there is one."""
+    with contextlib.suppress(OSError, ValueError, UsageError):
+        return _read(TunedSetting, setting_path(model, config))
+    return None
+
+
+def save_setting(model: str | None, config: EngineConfig, setting: TunedSetting) -> Path:
+    """Saves a setting and returns its file. Raises CapacityError when it cannot be written."""
+    path = setting_path(model, config)
+    try:
+        hub.save_record(path, asdict(setting))
+    except OSError as error:
+        raise CapacityError(f"cannot write {path}: {error.strerror}", "HEADSTART_CACHE names another folder") from None
+    return path
+
+
+# Heads of `headstart adapt`: one for each model and kind.
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedHead:
+    """What is known of an adapted head."""
+
+    kind: str
+    date: str
+    base: str  # digest of the shipped head that it was made from; empty: another head
+    before: float  # acceptance lengths on held-out records
+    after: float
+
+    def __str__(self) -> str:
+        return f"acceptance length {self.before:.2f} -> {self.after:.2f} on your records, {self.date}"
+
+
+def folder_of(model: str | None) -> Path:
+    """Returns the folder of this model's heads, by kind. Raises UsageError for a model that is not there."""
+    known = json.dumps(identity_of(model), default=str)
+    return hub.cache_dir() / "adapted" / hashlib.sha256(known.encode()).hexdigest()[:24]
+
+
+def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, AdaptedHead] | None:
+    """Returns the head that replaces the model's own; None where the user has named a head, or no head drafts. Logs and
+    skips a damaged head, so that it prevents no start."""
+    kinds = registry.available("heads")
+    if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
+        return None
+    with contextlib.suppress(UsageError):
+        shipped = hub.shipped_heads(model or hub.DEFAULT_MODEL)
+        wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
+        for kind in wanted:
+            folder = folder_of(model) / kind
+            try:
+                adapted = _read(AdaptedHead, folder / FACTS)
+                if not adapted.base or (kind in shipped and digest_of(shipped[kind]) == adapted.base):
+                    read_head(folder)
+                    return folder, adapted
+            except ModelError as error:
+                log.warning("the adapted head is not used: %s; headstart adapt --forget removes it", error.message)
+            except (OSError, ValueError):
+                continue
+    return None
+
+
+def digest_of(head: Path) -> str:
+    """Returns the digest of a head's config.json, which names its training. Raises OSError."""
+    return hashlib.sha256((head / "config.json").read_bytes()).hexdigest()[:24]
+
+
+def save_head(folder: Path, head: Path, adapted: AdaptedHead) -> None:
+    """Copies an adapted head into the user cache, in one step. Raises CapacityError where it cannot be written."""
+    with atomic_folder(folder) as aside:
+        for name in HEAD_FILES:
+            shutil.copyfile(head / name, aside / name)
+        (aside / FACTS).write_text(json.dumps(asdict(adapted), indent=1) + "\n", "utf-8")
+        aside.chmod(0o700)
+
+
+def forget(model: str | None, kind: str | None) -> tuple[list[str], list[str]]:
+    """Removes the model's heads of this kind, or all, and what interrupted runs have left. Returns the kinds of both.
+    Raises UsageError or CapacityError."""
+    root = folder_of(model)
+    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]
+    for name in wanted:
+        try:
+            shutil.rmtree(root / name)
+        except OSError as error:
+            raise CapacityError(f"cannot remove {root / name}: {error.strerror}", "is it yours?") from None
+    unfinished = [name.removesuffix(WORK) for name in wanted if name.endswith(WORK)]
+    return [name for name in wanted if "." not in name], unfinished

@@ -1,0 +1,138 @@
+"""References of `headstart verify`: a float64 engine that judges ties, and transformers, which reads the same weights
+(GGUF files through its own reader) and is no dependency of headstart."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import GREEDY_BELOW, Progress, Report, SamplingParams
+from headstart.errors import UsageError
+from headstart.kernels import philox
+from headstart.kernels.backend import ORACLE
+from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.verify.options import VerifyOptions
+
+TIE = 1e-3  # scores closer than this are a tie: float32 rounding may order them either way
+
+
+class TieReferee:
+    """Recomputes single rows on a float64 reference engine, which is loaded at the first difference. `tie`: the
+    difference of scores below which rounding may decide; 0 where it excuses nothing."""
+
+    def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
+        self._model, self._tie = model, tie
+        plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
+        self._config = replace(plain, backend=ORACLE, dtype="float64", kv_blocks=None)
+        self._llm: LLM | None = None
+
+    def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:
+        """Returns |score(a) - score(b)| of the token after `context` at these parameters (temperature and seed), and
+        whether that is a tie. score = logit / T + Gumbel noise, or the logit when greedy."""
+        self._llm = self._llm or LLM(self._model, self._config)
+        # the raw log-softmax differs from the logits by a constant of the row only
+        scores = [_forced_logprob(self._llm, context, token) for token in (a, b)]
+        if params.temperature >= GREEDY_BELOW:
+            noise = philox.numpy_gumbel(np.array([a, b]), params.seed or 0, len(context), 0, philox.TOKEN)
+            scores = [value / params.temperature + g for value, g in zip(scores, noise.tolist(), strict=True)]
+        gap = abs(scores[0] - scores[1])
+        return gap, gap < self._tie
+
+
+def _forced_logprob(llm: LLM, context: Sequence[int], token: int) -> float:
+    """Returns the raw logprob of `token` after `context`; a bias forces the token, which raw logprobs do not show."""
+    params = SamplingParams(max_tokens=1, logprobs=0, logit_bias={token: 100.0}, ignore_eos=True)
+    entry = llm.generate([list(context)], params)[0].logprobs[0]
+    assert entry.token == token, "a bias of 100 is more than any trunk says"
+    return entry.logprob
+
+
+@dataclass(frozen=True)
+class TransformersComparison:
+    """One prompt's greedy answer by both."""
+
+    prompt: int
+    num_tokens: int
+    position: int | None = None  # of the first output token that differs; None: nowhere
+    ours: int = -1  # -1: one text ends there
+    theirs: int = -1
+    margin: float = 0.0
+    tie: bool = True
+
+
+def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
+    """Compares greedy answers to every prompt. Raises UsageError where transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
+    llm = LLM(options.model, replace(options.config, depth=3))
+    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    params = SamplingParams(max_tokens=options.max_tokens)
+    completions = llm.generate(prompts, params, raw=options.raw)
+    reference = _TransformersModel(llm)
+    referee = TieReferee(options.model, options.config)
+    compared = []
+    for index, completion in enumerate(completions):
+        prompt, ours = completion.prompt_token_ids, completion.token_ids
+        theirs, result = reference.greedy(prompt, options.max_tokens), TransformersComparison(index, len(ours))
+        at = first_difference(ours, theirs)
+        if at is not None and at == min(len(ours), len(theirs)):
+            result = replace(result, position=at, tie=False)
+        elif at is not None:
+            margin, tie = referee.margin([*prompt, *ours[:at]], ours[at], theirs[at], params)
+            result = replace(result, position=at, ours=ours[at], theirs=theirs[at], margin=margin, tie=tie)
+        compared.append(result)
+        progress(index + 1, len(completions), "transformers")
+    return _report(llm, compared)
+
+
+class _TransformersModel:
+    """The same checkpoint in transformers, float32."""
+
+    def __init__(self, llm: LLM) -> None:
+        from transformers import AutoModelForCausalLM
+
+        path = llm.model.checkpoint.path
+        folder, gguf = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **gguf, dtype="float32")
+        self._eos = sorted(llm.tokenizer.eos_ids)
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        ids = self._model.dummy_inputs["input_ids"].new_tensor([list(prompt)])
+        output = self._model.generate(
+            ids, attention_mask=ids * 0 + 1, max_new_tokens=max_tokens, do_sample=False,
+            eos_token_id=self._eos, pad_token_id=self._eos[0],
+        )  # fmt: skip
+        return [int(token) for token in output[0, len(prompt) :]]
+
+
+def _report(llm: LLM, compared: list[TransformersComparison]) -> Report:
+    found = [each for each in compared if each.position is not None]
+    wrong = [each for each in found if not each.tie]
+    tokens, identical = sum(each.num_tokens for each in compared), len(compared) - len(found)
+    data = {
+        "ok": not wrong,
+        "model": llm.model.name,
+        "against": "transformers",
+        "texts": len(compared),
+        "identical": identical,
+        "tokens": tokens,
+        "ties": len(found) - len(wrong),
+        "differences": len(wrong),
+        "found": [vars(each) for each in found],
+    }
+    lines = [
+        f"  {'tie' if each.tie else 'DIFFERENT'}: prompt {each.prompt}, output token {each.position}: "
+        f"{each.ours} and {each.theirs}, margin {each.margin:.2g}"
+        for each in found
+    ]
+    lines.append(
+        f"greedy text identical to transformers for {identical}/{len(compared)} prompts ({tokens} tokens); "
+        f"ties {data['ties']}, differences {len(wrong)}"
+    )
+    return Report(ok=not wrong, data=data, lines=lines)

@@ -1,0 +1,122 @@
+"""The model that gets a head: its frozen trunk in torch and on the native backend, and its text side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.engine.load import Model, load_model
+from headstart.errors import UsageError
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import new_head_spec
+from headstart.kernels.backend import ORACLE, select_backend
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.reference.backend import ReferenceBackend
+from headstart.layers.build import DecoderConfig, lm_head_tensor
+from headstart.layers.decoder import tapped_layers
+from headstart.train.hidden_states import FeatureExtractor, NativeTrunk, TorchTrunk
+from headstart.train.records import ChatTokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenModel:
+    """A loaded model and the spec of the head that it gets."""
+
+    model: Model  # on the torch backend
+    trunk: TorchTrunk
+    text: ChatTokenizer
+    engine_config: EngineConfig
+    spec: HeadSpec
+    native_model: Model | None = None  # the same model on the native backend: faster, and the arithmetic of run time
+
+    def feature_extractor(self) -> FeatureExtractor:
+        """What fills the feature cache."""
+        return NativeTrunk(self.native_model, self.trunk.tap) if self.native_model else self.trunk
+
+    def with_spec(self, spec: HeadSpec) -> FrozenModel:
+        """The same model for another head spec, with the streams that this head taps."""
+        return replace(self, spec=spec, trunk=replace(self.trunk, tap=tapped_layers(spec.tap)))
+
+    @property
+    def arithmetic(self) -> str:
+        """Arithmetic of the hidden states; part of the cache's name."""
+        return self.native_model.backend.name if self.native_model else str(self.trunk.dtype).removeprefix("torch.")
+
+    def llm(self) -> LLM:
+        """An engine that writes answers."""
+        native = self.native_model
+        if native is None:
+            return LLM(self.model, self.engine_config)
+        return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32"))
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.model.config
+
+    @property
+    def tensors(self) -> Mapping[str, RawTensor]:
+        return self.model.weights.tensors
+
+
+def load_frozen_model(
+    name: str, threads: int | None, device: str, kind: str = "mtp", depth: int = 3, modules: int = 1
+) -> FrozenModel:
+    """Load the model in the arithmetic that is fastest on this machine. Raises ModelError or UsageError."""
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {device!r}, which is unknown", "choose cpu or cuda")
+    engine_config = EngineConfig(
+        backend=ORACLE,  # hidden states as torch tensors
+        threads=threads,
+        device=cast(Literal["cpu", "cuda"], device),
+        dtype=_fastest_dtype(device),
+        drafter="none",
+        seed=0,
+    )
+    frozen_model = make_frozen_model(load_model(name, engine_config), engine_config, kind, depth, modules)
+    native = EngineConfig(threads=threads, device=engine_config.device, drafter="none", seed=0)
+    if select_backend(native).name == ORACLE:
+        return frozen_model
+    return replace(frozen_model, native_model=load_model(name, native))
+
+
+def make_frozen_model(
+    model: Model, engine_config: EngineConfig, kind: str = "mtp", depth: int = 3, modules: int = 1
+) -> FrozenModel:
+    """A loaded model for a head kind, a number of draft steps and (kinds that stack) a number of modules."""
+    exact = "float64" if engine_config.dtype == "float64" else "float32"
+    head_name = lm_head_tensor(model.weights, model.config)
+    raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
+    device = "cuda" if engine_config.device == "cuda" else "cpu"
+    lm_head: Tensor = ReferenceBackend(device=device, dtype=exact).weight(raw)
+    text = ChatTokenizer(model.tokenizer, model.checkpoint.chat_template())
+    spec = new_head_spec(kind, model.config, depth, modules)
+    return FrozenModel(model, TorchTrunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
+
+
+@cache
+def _fastest_dtype(device: str) -> Literal["float32", "bfloat16"]:
+    """bfloat16 where the processor has instructions for it, found by timing a few matrix products in both orders
+    (the second one occurs in gradients). The minimum is robust against other processes."""
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # float32 products (the teacher's logits) run on tensor cores
+        return "bfloat16"
+    seconds: dict[torch.dtype, float] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(128, 512, dtype=dtype)
+        w = torch.ones(512, 512, dtype=dtype)
+        seconds[dtype] = sum(min(_matmul_seconds(x, matrix) for _ in range(4)) for matrix in (w.T, w))
+    return "bfloat16" if seconds[torch.bfloat16] < seconds[torch.float32] else "float32"
+
+
+def _matmul_seconds(x: Tensor, w: Tensor) -> float:
+    started = time.perf_counter()
+    x @ w
+    return time.perf_counter() - started

@@ -1,0 +1,384 @@
+"""Training records: JSONL lines in, token sequences with the rows that carry loss out.
+
+A line is one of {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}. `kind` (else `category`)
+names the kind of text in counts and held-out results; `source` and `licence` are for the model card. A line written by
+the model may carry its exact tokens as `prompt_ids` and `response_ids`, beside its text or alone. `held_out` (true or
+false) says whether the line is held out; without it a hash of the prompt decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.core import Int32
+from headstart.errors import CapacityError, UsageError
+from headstart.text.chat import ChatTemplate
+from headstart.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 1024
+
+MIN_TOKENS = 16
+
+HELD_OUT_EVERY = 50
+"""One record in this many is held out (2 %)."""
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """A model's tokenizer and chat template, by which training records become token sequences."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.tokenizer.eos_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Text to ids; special tokens written in the text become themselves."""
+        return self.tokenizer.encode(text, add_special=False)
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The chat template's text. Raises ValueError for a model without one."""
+        if self.template is None:
+            raise ValueError("the model has no chat template; only records with text can be used")
+        return self.template.render(messages, add_generation_prompt)
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """One usable line."""
+
+    kind: str
+    text: str = ""  # plain text; empty for messages
+    messages: tuple[Message, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    response_ids: tuple[int, ...] = ()
+    held_out_flag: bool | None = None  # the line's own `held_out`
+
+    @property
+    def held_out(self) -> bool:
+        """A hash of the first question decides, so that conversations with the same beginning stay together."""
+        if self.held_out_flag is not None:
+            return self.held_out_flag
+        first = next((m["content"] for m in self.messages if m["role"] == "user"), self.messages or self.prompt_ids)
+        content = self.text or str(first)
+        return int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "big") % HELD_OUT_EVERY == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One token sequence."""
+
+    kind: str
+    tokens: Int32  # [T]
+    loss: NDArray[np.bool_]  # [T], row p predicts a token of an answer (of plain text: any token)
+    held_out: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identity in the feature cache."""
+        return hashlib.sha256(self.tokens.tobytes() + self.loss.tobytes()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass
+class SkippedRecords:
+    """Lines that could not be used."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)  # place and reason of the first few
+
+    def add(self, where: str, why: str) -> None:
+        self.count += 1
+        if len(self.first) < 5:
+            self.first.append(f"{where}: {why}")
+
+    def lines(self) -> list[str]:
+        rest = self.count - len(self.first)
+        return [f"skipped {line}" for line in self.first] + ([f"skipped {rest} more lines"] if rest else [])
+
+
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """Files as given and the .jsonl files of folders, sorted. Raises UsageError for a path that does not exist."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(path.rglob("*.jsonl"))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise UsageError(f"{path} does not exist", "data is a .jsonl file or a folder of them")
+    return files
+
+
+def read_records(paths: Iterable[Path], skipped: SkippedRecords) -> list[TrainingRecord]:
+    """All usable records. Raises UsageError for a file without any."""
+    records: list[TrainingRecord] = []
+    for path in find_files(paths):
+        before = len(records)
+        records += read_file(path, skipped)
+        if len(records) == before:
+            raise UsageError(f"{path} holds no training records", _HINT)
+    if not records:
+        raise UsageError("there is no training data", "give --data files or folders, or --prompts")
+    return records
+
+
+_HINT = 'each line is {"messages": [...]}, {"prompt": ..., "response": ...} or {"text": ...}'
+
+
+def read_file(path: Path, skipped: SkippedRecords) -> Iterator[TrainingRecord]:
+    """Usable records of one file; the other lines go to `skipped`."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield parse_record(json.loads(line), path.stem)
+            except json.JSONDecodeError as error:
+                skipped.add(f"{path}:{number}", f"not JSON ({error.msg})")
+            except ValueError as error:
+                skipped.add(f"{path}:{number}", str(error))
+
+
+def parse_record(line: Any, default_kind: str) -> TrainingRecord:
+    """The record of one decoded line. Raises ValueError with the reason if it is unusable."""
+    if not isinstance(line, dict):
+        raise ValueError("not a JSON object")
+    kind = str(line.get("kind") or line.get("category") or default_kind)
+    if isinstance(line.get("text"), str):
+        if not line["text"].strip():
+            raise ValueError("text is empty")
+        return TrainingRecord(kind, text=line["text"])
+    ids: dict[str, Any] = {name: _ids(line[name]) for name in ("prompt_ids", "response_ids") if line.get(name)}
+    if isinstance(line.get("held_out"), bool):
+        ids["held_out_flag"] = line["held_out"]
+    if "messages" in line:
+        return TrainingRecord(kind, messages=_checked_messages(line["messages"]), **ids)
+    if isinstance(line.get("prompt"), str) and isinstance(line.get("response"), str):
+        pair = [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
+        return TrainingRecord(kind, messages=_checked_messages(pair), **ids)
+    if line.get("prompt_ids") and line.get("response_ids"):
+        return TrainingRecord(kind, **ids)
+    raise ValueError("has neither text, messages nor prompt and response")
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(token, int) and token >= 0 for token in value):
+        raise ValueError("prompt_ids or response_ids is not a list of token ids")
+    return tuple(value)
+
+
+def _checked_messages(messages: Any) -> tuple[Message, ...]:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError("messages is not a list of objects")
+    if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        raise ValueError("a message lacks role or content")
+    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+        raise ValueError("no answer of an assistant")
+    return tuple(messages)
+
+
+def encode_records(records: Iterable[TrainingRecord], text: ChatTokenizer, skipped: SkippedRecords) -> list[Example]:
+    """Records to examples. Long text becomes windows of equal length; long chats lose their end."""
+    examples: list[Example] = []
+    for number, record in enumerate(records):
+        try:
+            if record.text:
+                examples += _encode_windows(record, text)
+            elif record.prompt_ids and record.response_ids:
+                examples.append(_encode_exact(record))
+            else:
+                examples.append(_encode_chat(record, text))
+        except ValueError as error:
+            skipped.add(f"record {number} ({record.kind})", str(error))
+    if not any(not example.held_out for example in examples):
+        raise UsageError("no record is left to train on", "; ".join(skipped.first) or "add data")
+    return examples
+
+
+def _encode_windows(record: TrainingRecord, text: ChatTokenizer) -> list[Example]:
+    ids = np.asarray(text.encode(record.text), np.int32)
+    if len(ids) < MIN_TOKENS:
+        raise ValueError(f"only {len(ids)} tokens")
+    parts = np.array_split(ids, -(-len(ids) // MAX_TOKENS))
+    return [Example(record.kind, part, np.ones(len(part), np.bool_), record.held_out) for part in parts]
+
+
+def _encode_chat(record: TrainingRecord, text: ChatTokenizer) -> Example:
+    """Prompt and answer are encoded separately, as at run time. Only answers carry loss, up to their end token."""
+    ids: list[int] = []
+    is_answer: list[bool] = []
+    done = ""
+    for i, message in enumerate(record.messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = text.render(record.messages[:i], True)
+        whole = text.render(record.messages[: i + 1], False)
+        if not (prompt.startswith(done) and whole.startswith(prompt)):
+            raise ValueError("the chat template rewrites earlier turns")
+        context, answer = text.encode(prompt[len(done) :]), text.encode(whole[len(prompt) :])
+        end = next((n + 1 for n, token in enumerate(answer) if token in text.end_ids), len(answer))
+        ids += context + answer
+        is_answer += [False] * len(context) + [n < end for n in range(len(answer))]
+        done = whole
+    tokens, answers = np.asarray(ids[:MAX_TOKENS], np.int32), np.asarray(is_answer[:MAX_TOKENS], np.bool_)
+    loss = np.append(answers[1:], False)
+    if loss.sum() < 2:
+        raise ValueError(f"no answer within {MAX_TOKENS} tokens")
+    return Example(record.kind, tokens, loss, record.held_out)
+
+
+def _encode_exact(record: TrainingRecord) -> Example:
+    """The exact tokens that the model read and wrote."""
+    ids = (record.prompt_ids + record.response_ids)[:MAX_TOKENS]
+    return example_of_answer(record.kind, ids, len(record.prompt_ids), record.held_out)
+
+
+def example_of_answer(kind: str, ids: Sequence[int], num_prompt: int, held_out: bool) -> Example:
+    """A prompt of `num_prompt` tokens and its answer. Raises ValueError if less than two tokens carry loss."""
+    rows = np.arange(len(ids))
+    loss = (rows >= num_prompt - 1) & (rows < len(ids) - 1)
+    if loss.sum() < 2:
+        raise ValueError(f"no answer within {MAX_TOKENS} tokens")
+    return Example(kind, np.asarray(ids, np.int32), loss, held_out)
+
+
+def count_tokens(examples: Iterable[Example]) -> dict[str, dict[str, int]]:
+    """Kind -> records (sequences), tokens, and tokens that carry loss."""
+    counts: dict[str, dict[str, int]] = {}
+    for example in examples:
+        row = counts.setdefault(example.kind, {"sequences": 0, "tokens": 0, "loss": 0})
+        row["sequences"] += 1
+        row["tokens"] += len(example)
+        row["loss"] += int(example.loss.sum())
+    return dict(sorted(counts.items()))
+
+
+def draft_vocabulary(
+    examples: Sequence[Example], size: int, end_ids: Iterable[int], known: Iterable[int] = ()
+) -> NDArray[np.int64]:
+    """The end tokens and the most frequent predicted tokens, `size` in all, as ascending ids. Where the text has too
+    few, `known` tokens follow."""
+    counts: Counter[int] = Counter()
+    for example in examples:
+        counts.update(example.tokens[1:][example.loss[:-1]].tolist())
+    # ties to the lower id: the same data gives the same vocabulary
+    ranked = sorted(counts, key=lambda token: (-counts[token], token))
+    ends = sorted(set(end_ids))
+    chosen = ends + [token for token in (*ranked, *known) if token not in set(ends)]
+    return np.sort(np.asarray(list(dict.fromkeys(chosen))[: max(size, len(ends))], np.int64))
+
+
+def vocabulary_coverage(examples: Iterable[Example], vocabulary: NDArray[np.int64]) -> dict[str, float]:
+    """Kind -> share of its predicted tokens that are in the draft vocabulary."""
+    hits: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for example in examples:
+        predicted = example.tokens[1:][example.loss[:-1]]
+        hits[example.kind] += int(np.isin(predicted, vocabulary).sum())
+        totals[example.kind] += len(predicted)
+    return {kind: hits[kind] / max(total, 1) for kind, total in sorted(totals.items())}
+
+
+RECORDS_PER_SHARD = 2000
+
+
+class Shards:
+    """Records in JSONL files `folder`/`prefix`-00000.jsonl and so on, appended line by line, so that an interrupted run
+    loses no written record. Every record has a `key`; a key is stored once.
+
+    Raises CapacityError when a file cannot be written; the next run uses the records before the failed line.
+    """
+
+    def __init__(self, folder: Path, prefix: str, per_shard: int = RECORDS_PER_SHARD) -> None:
+        self.folder, self.prefix = folder, prefix
+        self._per_shard = per_shard
+        self._file: TextIO | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CapacityError(f"cannot write to {folder}: {error.strerror}", "give another folder") from None
+        self._paths = sorted(folder.glob(f"{prefix}-*.jsonl"))
+        for path in self._paths:
+            _drop_partial_line(path)
+        self.keys = {record["key"] for record in self}
+        self._lines_left = per_shard - (len(_lines(self._paths[-1])) if self._paths else per_shard)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for path in self._paths:
+            for line in _lines(path):
+                yield json.loads(line)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def append(self, record: dict[str, Any]) -> bool:
+        """Write a record unless its key is stored already; returns whether it was written."""
+        if record["key"] in self.keys:
+            return False
+        try:
+            file = self._open()
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+        except OSError as error:
+            self._abandon()
+            hint = "free some space and run the same command again: it goes on from what is written"
+            raise CapacityError(f"cannot write to {self.folder}: {error.strerror}", hint) from None
+        self.keys.add(record["key"])
+        self._lines_left -= 1
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _abandon(self) -> None:
+        """Close a file that cannot take its buffered data."""
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file:
+                file.close()
+
+    def _open(self) -> TextIO:
+        if self._lines_left <= 0:
+            self.close()
+            self._paths.append(self.folder / f"{self.prefix}-{len(self._paths):05}.jsonl")
+            self._lines_left = self._per_shard
+        if self._file is None:
+            self._file = self._paths[-1].open("a", encoding="utf-8")
+        return self._file
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines()
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Remove a last line that a crash has cut off."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        path.write_bytes(data[: data.rfind(b"\n") + 1])

@@ -1,0 +1,50 @@
+"""Commands and flags of other programs: a hint says what to type here."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from first_minute import commands, run
+
+from headstart.cli import foreign_flags
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "hint"),
+    [
+        ("run llama3", "No such command 'run'.", "headstart chat MODEL, or headstart generate MODEL --prompt TEXT"),
+        ("version", "No such command 'version'.", "headstart --version"),
+        ("nonsense", "No such command 'nonsense'.", "see headstart --help"),
+        ("-p Hello", "No such option: -p", "a command comes first: headstart generate MODEL --prompt TEXT, "
+         "headstart serve MODEL"),
+        ("-V", "No such option: -V", "headstart --version"),
+        ("models rm x", "Got unexpected extra argument(s) (rm x)", "headstart models lists all; headstart models "
+         "remove MODEL removes one"),
+        ("generate m Hello", "Got unexpected extra argument(s) (Hello)", "for a prompt: headstart generate MODEL "
+         "--prompt TEXT"),
+        ("verify -m x", "No such option: -m", "the model has no flag: headstart verify MODEL"),
+        ("generate --model=x", "No such option: --model", "the model has no flag: headstart generate MODEL"),
+        ("generate m -ngl 99", "No such option: -ngl", "leave it out: headstart doctor shows the backend that is used"),
+        ("generate m -n 128", "No such option: -n", "write --max-tokens or --n"),
+        ("generate m -t 8", "No such option: -t", "write --threads or --temperature"),
+        ("generate m --max_tokens 8", "No such option: --max_tokens", "write --max-tokens"),
+        ("chat m -p Hello", "No such option: -p", "headstart generate MODEL --prompt TEXT"),
+        ("plan m --tensor-parallel-size 2", "No such option: --tensor-parallel-size", "write --tp"),
+        ("bench m --enforce-eager", "No such option: --enforce-eager", "leave it out"),
+        ("verify --thread 3", "No such option: --thread", "did you mean --threads? See headstart verify --help"),
+        ("verify --zzz 3", "No such option: --zzz", "leave --zzz out; headstart verify --help-all lists all options"),
+        ("inspekt m", "No such command 'inspekt'.", "did you mean headstart inspect?"),
+        ("probe", "URL is missing", "for example: headstart probe http://localhost:8000"),
+    ],
+)  # fmt: skip
+def test_hint(line: str, message: str, hint: str) -> None:
+    outcome = run(tuple(shlex.split(line)))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines() == [f"headstart: error: {message}", f"hint: {hint}"]
+
+
+def test_ours_are_options_and_commands() -> None:
+    known = {flag for command in commands().values() for flag in command.flags}
+    assert foreign_flags.OPTIONS.keys() - known == {foreign_flags.MODEL}
+    assert not foreign_flags.COMMANDS.keys() & {name.partition(" ")[0] for name in commands()}

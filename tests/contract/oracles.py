@@ -1,0 +1,335 @@
+"""transformers' classes with a tiny model's weights: its trunk, and MTP modules as models of one layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from family_rows import row_of
+from support import tiny_model
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
+
+from headstart.engine.load import Model
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Norms, softmax and ropes of transformers, which convert to float32, compute in float64."""
+    before = torch.get_default_dtype()
+    with (
+        mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
+        mock.patch.object(Tensor, "float", Tensor.double),
+    ):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
+    """Of the model's checkpoint; families with DeepSeek's experts under DeepSeek's names."""
+    config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type"}
+    config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
+    config |= row_of(family).oracle_config
+    if "kv_lora_rank" in config and family != "deepseek_v3":
+        config["num_key_value_heads"] = config["num_attention_heads"]
+    if (full := config.get("full_attn_idxs")) is not None:
+        kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
+        config["layer_types"] = kinds
+    tensors = {name: torch.tensor(tensor.float32()) for name, tensor in model.checkpoint.tensors.items()}
+    if row_of(family).has_deepseek_names:
+        tensors, config = as_deepseek(tensors, config)
+    return config, tensors
+
+
+def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, set[str], set[str]]:
+    """transformers' model, and the names of missing and of unexpected tensors."""
+    kind = row_of(family).trunk or family
+    assert kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "step3p5"), f"name the trunk of {family} in family_rows.py"
+    if kind == "step3p5":  # it has the text part inside a wrapper only
+        count = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+        config |= {key: value[:count] for key, value in config.items() if key in PER_LAYER and isinstance(value, list)}
+        oracle: Any = StepText(AutoConfig.for_model(kind, **config))
+    else:
+        plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
+    for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    if kind == "hy_v3":
+        tensors = {renamed(name, {r"gate\.e_score": "e_score"}): tensor for name, tensor in tensors.items()}
+    if kind == "deepseek_v4":
+        tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
+    named = fused_experts(stepwise(tensors) if kind == "step3p5" else tensors)
+    for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
+        nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
+        named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+    missing, unexpected = oracle.load_state_dict(named, strict=False)
+    oracle.tie_weights()
+    if "lm_head.weight" in missing:  # a class that ties nothing
+        oracle.lm_head.weight.data.copy_(oracle.get_input_embeddings().weight)
+    return oracle.eval(), set(missing), set(unexpected)
+
+
+def oracle_of(family: str, model: Model) -> Any:
+    """transformers' model with the same weights, in float32."""
+    oracle, missing, unexpected = build_oracle(family, *config_and_tensors(family, model))
+    assert missing <= ({"lm_head.weight"} if model.config.tied else set())
+    trailing = tuple(f"model.layers.{model.config.num_layers + i}." for i in range(model.config.num_mtp))
+    assert all("mtp" in name or name.startswith(trailing) for name in unexpected), unexpected
+    return oracle
+
+
+@torch.inference_mode()
+def logits_of_oracle(oracle: Any, tokens: Seq[int]) -> Tensor:
+    """Logits [T, V] of one pass."""
+    logits: Tensor = oracle(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def greedy_text(oracle: Any, prompt: Seq[int], count: int) -> list[int]:
+    """The next `count` tokens after the prompt."""
+    tokens = list[int]()
+    output = oracle(torch.tensor([list(prompt)]), use_cache=True)
+    while True:
+        tokens.append(int(output.logits[0, -1].argmax()))
+        if len(tokens) == count:
+            return tokens
+        name = "cache" if hasattr(output, "cache") else "past_key_values"  # `cache` since transformers 5.24
+        output = oracle(torch.tensor([tokens[-1:]]), use_cache=True, **{name: getattr(output, name)})
+
+
+class MTPOracle:
+    """Draft logits of a family's MTP modules over whole sequences, in float64."""
+
+    def __init__(self, family: str) -> None:
+        self.model = tiny_model(family, num_hidden_layers=2)
+        self.family, self.mtp = family, row_of(family).mtp
+        assert self.mtp
+        self.config, self.tensors = config_and_tensors(family, self.model)
+        with double_precision():
+            self.trunk = oracle_of(family, self.model)
+            self.modules = [self._build_module(i) for i in range(self.model.config.num_mtp)]
+
+    def name(self, part: str, module: int) -> str:
+        """Name of a tensor: `{i}` is the module, `{last}` its layer after the trunk's, `{block}` the block's prefix."""
+        places = {"i": module, "last": self.config["num_hidden_layers"] + module}
+        return part.format(**places, block=self.mtp.block.format(**places))
+
+    def _build_module(self, module: int) -> Any:
+        """A model of one layer: the module's block, its final norm and LM head."""
+        mtp, config = (
+            self.mtp,
+            {**self.config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0, **self.mtp.config},
+        )
+        block, last = self.name("{block}", module), self.config["num_hidden_layers"] + module
+        config |= {key: config[key][last : last + 1] for key in PER_LAYER if self.family == "step3p5"}
+        tensors = {name: t for name, t in self.tensors.items() if "layers." not in name and "mtp" not in name}
+        for name, tensor in self.tensors.items():
+            if name.startswith(block):
+                tensors[renamed(mtp.layer + name.removeprefix(block), dict(mtp.names))] = tensor
+        if mtp.norm:
+            (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.)?norm(_f)?\.weight", name)]
+            tensors[norm] = self.tensors[self.name(mtp.norm, module) + ".weight"]
+        if mtp.lm_head:
+            tensors["lm_head.weight"] = self.tensors[self.name(mtp.lm_head, module) + ".weight"]
+        oracle, missing, _ = build_oracle(self.family, config, tensors)
+        for name, parameter in oracle.named_parameters():
+            if name in missing and name != "lm_head.weight":
+                assert mtp.zeros_missing, name
+                torch.nn.init.zeros_(parameter)
+        return oracle
+
+    def trunk_states(self, tokens: Seq[int]) -> Tensor:
+        """Hidden states [T, ...] that the module reads."""
+        _, block, normed = passed(self.trunk, tokens)
+        return normed if self.mtp.reads_normed else block
+
+    @torch.no_grad()
+    @double_precision()
+    def forward(self, hidden: Tensor, tokens: Seq[int], module: int = 0) -> tuple[Tensor, Tensor]:
+        """States [P, ...] and the tokens after them -> draft logits [P, V] and recycled states [P, ...]."""
+        mtp, oracle = self.mtp, self.modules[module]
+        embedded = oracle.get_input_embeddings().weight[list(tokens)].clone()
+        if mtp.masks_first:
+            embedded[0] = 0
+        embedded = embedded.view(len(tokens), *[1] * (hidden.dim() - 2), -1).expand_as(hidden)
+        norm = deepcopy(final_norm(oracle))
+        parts = []
+        for x, part in ((embedded, mtp.embedding_norm), (hidden, mtp.hidden_norm)):
+            norm.weight.data = self.tensors[self.name(part, module) + ".weight"].double()
+            parts.append(norm(x))
+        weights = [self.tensors[self.name(part, module) + ".weight"].double() for part in mtp.projections]
+        x = linear(torch.cat(parts[::-1] if mtp.hidden_first else parts, -1), torch.cat(weights, -1))
+        _, block, normed = passed(oracle, tokens, x)
+        if not mtp.norm:
+            return linear(block, oracle.lm_head.weight), block
+        return linear(normed, oracle.lm_head.weight), normed if mtp.recycles_normed else block
+
+
+def final_norm(oracle: Any) -> Any:
+    return oracle.model.norm_f if hasattr(oracle.model, "norm_f") else oracle.model.norm
+
+
+def passed(oracle: Any, tokens: Seq[int], states: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [T, V], and the states behind the last layer and behind the final norm; `states` replace the first layer's
+    input."""
+    found: list[Tensor] = []
+
+    def replace(layer: Any, args: Any, kwargs: Any) -> Any:
+        if states is None:
+            return None
+        return ((states[None], *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states[None]})
+
+    def keep(layer: Any, args: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output)[0])
+
+    layers = oracle.model.layers
+    hooks = [
+        layers[0].register_forward_pre_hook(replace, with_kwargs=True),
+        layers[-1].register_forward_hook(keep),
+        final_norm(oracle).register_forward_hook(keep),
+    ]
+    with torch.no_grad(), double_precision():
+        logits = oracle(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, *found
+
+
+@cache
+def mtp_oracle(family: str) -> MTPOracle:
+    return MTPOracle(family)
+
+
+PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors")
+
+
+class StepText(torch.nn.Module):
+    """Step-3.7's text part with an LM head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = Step3p7TextModel._from_config(config, attn_implementation="eager", experts_implementation="eager")
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def tie_weights(self) -> None:
+        """Nothing."""
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
+
+    def forward(self, tokens: Tensor, **more: Any) -> CausalLMOutputWithPast:
+        out = self.model(tokens, **more)
+        return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.past_key_values)
+
+
+def stepwise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Step-3.5's names in files -> those that transformers has inside."""
+    found = {}
+    for theirs, tensor in tensors.items():
+        name = theirs.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias").replace(
+            ".moe.gate.", ".mlp.gate."
+        )
+        name = name.replace(".share_expert.", ".mlp.shared_experts.")
+        if match := re.fullmatch(r"(.*)\.moe\.(gate|down)_proj\.weight", name):
+            up = [tensors[f"{match[1]}.moe.up_proj.weight"]] if match[2] == "gate" else []
+            part = "gate_up" if up else "down"
+            found[f"{match[1]}.mlp.experts.{part}_proj"] = torch.cat((tensor, *up), dim=1)
+        elif ".moe.up_proj" not in name:
+            found[name] = tensor
+    return found
+
+
+MIXTRAL = {"block_sparse_moe.": "mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+"""Its names in files -> those of newer families, which transformers has inside."""
+
+
+V4 = {
+    r"\.attn\.": ".self_attn.", r"\.ffn\.": ".mlp.", r"\.indexer\.compressor\.": ".compressor.indexer.",
+    r"^embed\.": "embed_tokens.", r"^head\.": "lm_head.", r"^hc_head_": "hc_head.hc_",
+    r"\.attn_norm\.": ".input_layernorm.",
+    r"\.ffn_norm\.": ".post_attention_layernorm.", r"\.hc_(attn|ffn)_": r".\1_hc.", r"\.attn_sink": ".sinks",
+    r"\.indexer\.weights_proj\.": ".compressor.indexer.scorer.weights_proj.",
+    r"\.indexer\.wq_b\.": ".compressor.indexer.q_b_proj.", r"\.norm\.": ".kv_norm.", r"\.ape": ".position_bias",
+    r"\.wq_(.)\.": r".q_\1_proj.", r"\.wkv\.": ".kv_proj.", r"\.wgate\.": ".gate_proj.", r"\.wo_(.)\.": r".o_\1_proj.",
+    r"\.q_norm\.": ".q_a_norm.", r"\.gate\.bias": ".gate.e_score_correction_bias", r"\.w1\.": ".gate_proj.",
+    r"\.w2\.": ".down_proj.", r"\.w3\.": ".up_proj.", r"^(?!lm_head|mtp)": "model.",
+}  # fmt: skip
+"""DeepSeek's own names -> transformers' (its conversion_mapping.py)."""
+
+
+def renamed(name: str, table: dict[str, str]) -> str:
+    for old, new in table.items():
+        name = re.sub(old, new, name)
+    return name
+
+
+GRANITE = {
+    ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
+    ".router.layer.": ".router.",
+}  # fmt: skip
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+"""Those of Granite's experts."""
+
+
+def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
+    found, stacks = {}, {}
+    for theirs, tensor in tensors.items():
+        name = re.sub(r"^backbone\.", "model.", theirs)
+        table = GRANITE if any(old in name for old in GRANITE) else MIXTRAL
+        for old, new in table.items() if ".experts." in name or ".block_sparse_moe." in name else ():
+            name = name.replace(old, new)
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            stacks.setdefault(match[1], {})[match[3], int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    for prefix, parts in stacks.items():
+        count, gated = len({e for _, e in parts}), ("gate", 0) in parts
+        ups = [torch.cat((parts["gate", e], parts["up", e])) if gated else parts["up", e] for e in range(count)]
+        found[f"{prefix}.{'gate_up' if gated else 'up'}_proj"] = torch.stack(ups)
+        found[f"{prefix}.down_proj"] = torch.stack([parts["down", e] for e in range(count)])
+    return found
+
+
+AS_DEEPSEEK = {
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias", "mlp.router.gate.": "mlp.gate.",
+    "mlp.shared_mlp.": "mlp.shared_experts.", "mlp.gate.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias", "final_layernorm": "shared_head.norm",
+    "word_embeddings.": "embed_tokens.", ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.query_layernorm": ".self_attn.q_norm", ".attention.key_layernorm": ".self_attn.k_norm",
+    "num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts",
+    "router_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+"""Names of tensors (parts of them) and keys of families with DeepSeek's experts -> DeepSeek's."""
+
+
+def as_deepseek(tensors: Tensors, c: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """Under DeepSeek's names, q, k and v apart."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        for old, new in AS_DEEPSEEK.items():
+            name = name if new in name else name.replace(old, new)
+        if ".query_key_value." in name:
+            heads = [c[key] * c["head_dim"] for key in ("num_attention_heads", *["num_key_value_heads"] * 2)]
+            for part, rows in zip("qkv", tensor.split(heads), strict=True):
+                found[name.replace("attention.query_key_value", f"self_attn.{part}_proj")] = rows
+        else:
+            found[name] = tensor
+    return found, {"n_group": 1, "topk_group": 1, **c} | {AS_DEEPSEEK.get(key, key): value for key, value in c.items()}

@@ -1,0 +1,123 @@
+"""Texts of earlier requests as drafts: what is found, for whom, within which memory, and that texts stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import headed_model, make, prompt_of, request, run, varied_requests
+
+from headstart.core import Request
+from headstart.drafters.ngram import MAX_SHARED_MATCH, PER_TOKEN, SHARED, SHORT, SharedLookup
+from headstart.engine.engine import Engine
+
+ME, OTHER = 1, 2
+
+
+def test_the_longest_match_wins_and_then_the_latest() -> None:
+    texts = SharedLookup()
+    texts.add(ME, [], [1, 2, 3, 4, 5, 10, 11])
+    texts.add(ME, [], [9, 2, 3, 4, 5, 20, 21])
+    assert texts.find(ME, [7, 1, 2, 3, 4, 5], 4) == ([10, 11], 5)
+    assert texts.find(ME, [8, 2, 3, 4, 5], 1) == ([20], 4)
+    assert texts.find(ME, [2, 3, 4, 5, 10, 11], 4) == ([], 0)  # nothing follows
+    assert texts.find(ME, [3, 4, 5], 4) == ([], 0)  # shorter than anything that is looked up
+
+
+def test_one_beginning_among_many_is_found_by_what_was_asked() -> None:
+    """All prompts end alike, as those of a chat template do."""
+    texts, template = SharedLookup(), [1, 2, 3, 4, 5]
+    for question in range(100, 200):
+        texts.add(ME, [question] * 20 + template, [question + 1000] * 3)
+    for question in range(100, 200):
+        found, size = texts.find(ME, [question] * 20 + template, 3)
+        assert (found, size) == ([question + 1000] * 3, 25)
+
+
+def test_texts_are_their_owners() -> None:
+    texts = SharedLookup()
+    texts.add(ME, [], list(range(10)))
+    assert texts.find(OTHER, list(range(6)), 4) == ([], 0)
+    assert texts.find(ME, list(range(6)), 4) == ([6, 7, 8, 9], 6)
+    texts.clear()
+    assert texts.find(ME, list(range(6)), 4) == ([], 0)
+
+
+def test_what_is_found_is_what_a_search_finds() -> None:
+    """Against a plain search over everything, while the ring goes round: the longest match, unless too many places
+    were looked at, and never a token of a text that is gone."""
+    rng = np.random.default_rng(0)
+    texts, kept = SharedLookup(400 * PER_TOKEN), list[list[int]]()
+    for _ in range(60):
+        text = rng.integers(0, 6, rng.integers(1, 60)).tolist()
+        texts.add(ME, [], text)
+        kept.append(text)
+        tail = rng.integers(0, 6, 12).tolist()
+        found, size = texts.find(ME, tail, 5)
+        within: list[int] = []
+        for old in reversed(kept):
+            within = [-1, *old, *within]
+        ring = within[-400:]
+        places = [at for at in range(1, len(ring)) if size and ring[at - size : at] == tail[-size:] and ring[at] >= 0]
+        assert not size or any(ring[at : at + len(found)] == found for at in places)
+        assert size == 0 or SHORT <= size <= MAX_SHARED_MATCH
+    assert texts.end > 3 * 400  # it went round
+
+
+def test_memory_is_bounded() -> None:
+    texts = SharedLookup(1000 * PER_TOKEN)
+    texts.add(ME, [], list(range(5000)))  # longer than the ring
+    texts.add(ME, [1, 2, 3, 4], [7, 8])
+    assert texts.find(ME, [1, 2, 3, 4], 2) == ([7, 8], 4)
+    assert texts.find(ME, list(range(4990, 4996)), 2) == ([4996, 4997], 6)
+    assert texts.find(ME, list(range(100, 110)), 2) == ([], 0)
+
+
+# In the engine.
+
+
+def again(requests: list[Request], **changes: str) -> list[Request]:
+    return [replace(each, request_id=f"{each.request_id} again", **changes) for each in requests]
+
+
+def engine_of(drafter: str = "ngram", **settings: object) -> Engine:
+    return make(headed_model("mimo"), **{"drafter": drafter, "depth": 5, "kv_blocks": 24, **settings})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("drafter", "depth"), [("ngram", 5), ("mixed", "auto")])
+def test_the_same_again_is_drafted_and_the_text_stays(drafter: str, depth: int | str, temperature: float) -> None:
+    requests = varied_requests(temperature)
+    plain = run(make(headed_model("mimo"), drafter="none"), requests)
+    engine = engine_of(drafter, depth=depth)
+    for each in (requests, again(requests), requests):
+        outputs = run(engine, each)
+        assert [output.tokens for output in outputs.values()] == [
+            plain[name.removesuffix(" again"), choice].tokens for name, choice in outputs
+        ]
+    if drafter == "ngram":
+        assert engine.stats.sources[SHARED] > 60
+
+
+@pytest.mark.parametrize("changes", [{"owner": "key 1"}, {"cache_salt": "another"}])
+def test_nobody_drafts_from_the_texts_of_others(changes: dict[str, str]) -> None:
+    requests = [request(prompt_of(30, 1), max_tokens=20, stops=())]
+    engine = engine_of(enable_prefix_caching=False)
+    run(engine, requests)
+    run(engine, again(requests, **changes))
+    assert engine.stats.sources[SHARED] == 0
+    passes = engine.runner.num_passes
+    run(engine, requests)
+    assert engine.stats.sources[SHARED] > 10
+    assert engine.runner.num_passes < passes + 12
+
+
+@pytest.mark.parametrize("settings", [{"shared_lookup": False}, {"rule": "rejection"}])
+def test_it_can_be_switched_off(settings: dict[str, object]) -> None:
+    """Under rule rejection a text depends on its drafts, so it must not depend on other requests."""
+    requests = [request(prompt_of(30, 1), max_tokens=20, stops=())]
+    engine = engine_of(**settings)
+    run(engine, requests)
+    run(engine, requests)
+    assert engine.stats.sources[SHARED] == 0

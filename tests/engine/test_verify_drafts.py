@@ -1,0 +1,114 @@
+"""Judging: prefixes, the distribution of rule `rejection`, and its reduction to exact match for greedy rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from headstart.core import Draft, VerifyResult
+from headstart.engine.verify import draw, verify_exact, verify_rejection
+from headstart.kernels import philox
+
+P = np.array([[0.5, 0.2, 0.05, 0.0, 0.25], [0.1, 0.1, 0.1, 0.6, 0.1]])
+Q = np.array([[0.2, 0.3, 0.4, 0.1, 0.0], [0.1, 0.1, 0.1, 0.6, 0.1]])
+
+
+@pytest.mark.parametrize(
+    ("draft", "targets", "tokens", "accepted"),
+    [
+        ([], [4], (4,), 0),
+        ([4], [4, 9], (4, 9), 1),
+        ([5], [4, 9], (4,), 0),
+        ([1, 2, 3], [1, 7, 3, 8], (1, 7), 1),
+        ([1, 2, 3], [1, 2, 3, 8], (1, 2, 3, 8), 3),
+    ],
+)
+def test_exact(draft, targets, tokens, accepted):
+    assert verify_exact(draft, targets) == VerifyResult(tokens, len(draft), accepted)
+    assert verify_exact(draft, np.array(targets)).tokens == tokens
+
+
+def chi_square(counts, probs):
+    expected = probs * counts.sum()
+    assert (counts[probs == 0] == 0).all()
+    return float((((counts - expected) ** 2)[probs > 0] / expected[probs > 0]).sum())
+
+
+def first_tokens(q, runs=4000):
+    """Counts of the first emitted token, over seeds; the draft is drawn from q with noise of its own."""
+    counts, accepted = np.zeros(5), 0
+    for seed in range(runs):
+        token = draw(Q[0], seed + 10**9, 11, 0, philox.TOKEN) if q is not None else 1
+        result = verify_rejection(Draft([token], q), P, seed, 0, 11)
+        counts[result.tokens[0]] += 1
+        accepted += result.num_accepted
+    return counts, accepted / runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q", [Q[:1], None], ids=["probs", "one-hot"])
+def test_first_token_follows_the_target(q):
+    counts, rate = first_tokens(q)
+    assert chi_square(counts, P[0]) < 16.3  # 3 degrees of freedom: p = 0.001
+    assert abs(rate - (np.minimum(P[0], Q[0]).sum() if q is not None else P[0][1])) < 0.03
+
+
+@pytest.mark.slow
+def test_bonus_follows_the_target():
+    counts = np.zeros(5)
+    for seed in range(4000):
+        result = verify_rejection(Draft([0], P[:1]), P, seed, 0, 5)  # q = p: never rejected
+        assert result.num_accepted == 1
+        counts[result.tokens[1]] += 1
+    assert chi_square(counts, P[1]) < 18.5
+
+
+def test_greedy_rows_are_exact_match():
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        targets, draft = rng.integers(0, 3, 4), rng.integers(0, 3, 3).tolist()
+        expected = verify_exact(draft, targets)
+        for probs in (None, np.eye(5)[draft]):
+            assert verify_rejection(Draft(draft, probs), np.eye(5)[targets], seed, 0, 7) == expected
+
+
+def test_choices_and_positions_have_their_own_noise():
+    weights = np.full(1000, 1e-3)
+    places = itertools.product(range(4), range(4), (philox.TOKEN, philox.RESIDUAL))
+    drawn = {draw(weights, 1, position, choice, stream) for position, choice, stream in places}
+    assert len(drawn) > 20
+
+
+def test_pruned_draw_is_the_full_argmax():
+    rng = np.random.default_rng(1)
+    for seed in range(50):
+        weights = np.exp(rng.normal(0, rng.uniform(0.1, 12), 300)) * (rng.random(300) < 0.7)
+        scores = np.full(300, -np.inf)
+        live = weights > 0
+        scores[live] = philox.numpy_log(weights[live])
+        scores += philox.numpy_gumbel(np.arange(300), seed, 3, 0, 2)
+        assert draw(weights, seed, 3, 0, 2) == scores.argmax()
+
+
+def test_no_draft_draws_from_the_target():
+    assert verify_rejection(Draft(), P[:1], 3, 0, 9).tokens == (draw(P[0], 3, 9, 0, philox.TOKEN),)
+
+
+@pytest.mark.slow
+def test_noise_that_drew_the_draft_is_not_used_again() -> None:
+    """The engine's drafter draws with the token noise of the request's own seed. What is drawn after it, instead of a
+    rejected token or as a bonus, must know nothing of that noise."""
+    q, p = np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.1, 0.4, 0.25, 0.25])
+    instead, bonus = np.zeros(4), np.zeros((4, 4))
+    for seed in range(3000):
+        token = draw(q, seed, 11, 0, philox.TOKEN)
+        first = verify_rejection(Draft([token], q[None]), np.stack([p, p]), seed, 0, 11)
+        if not first.num_accepted:
+            instead[first.tokens[0]] += 1
+        if seed < 1000:
+            bonus[verify_rejection(Draft([token], q[None]), np.stack([q, p]), seed, 0, 11).tokens] += 1
+    rest = np.maximum(p - q, 0)
+    assert chi_square(instead, rest / rest.sum()) < 13.8  # 2 degrees of freedom: p = 0.001
+    assert chi_square(bonus.ravel(), np.outer(q, p).ravel()) < 37.7  # 15 degrees of freedom: p = 0.001

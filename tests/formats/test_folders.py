@@ -1,0 +1,111 @@
+"""What lies in a model's folder: placeholders of files, stale indexes, heads in files of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import family_of
+
+from headstart.errors import ModelError
+from headstart.formats import open_checkpoint, safetensors
+from headstart.formats.tensor_parts import MTP, part_of
+from headstart.placeholder import PARTIAL
+from headstart.tools.tiny import write_model
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 988097824\n"
+PLACEHOLDERS = {
+    "a Git LFS pointer": (LFS, "is a Git LFS pointer of 134 bytes", "git lfs pull"),
+    "a pointer of Xet": (b"# xet version 0\nfilesize = 988097824\n", "is a pointer of Xet storage", "headstart pull"),
+    "nothing": (b"", "is empty", "headstart pull"),
+    "a web page": (b"\n<!DOCTYPE html>\n<html>", "is a web page", "/resolve/"),
+    "an old web page": (b"<HTML><body>", "is a web page", "/resolve/"),
+    "an answer of the Hub": (b"Entry not found", "server's answer instead of the file: Entry not found", "pull"),
+    "a refusal of the Hub": (b"Access to model x is restricted.\nLog in", "Access to model x is restricted.", "pull"),
+}
+FILES = ("model.safetensors", "config.json", "model.safetensors.index.json", "model.gguf")
+
+
+def llama(path: Path) -> Path:
+    config, arrays = family_of("llama").tiny()
+    return write_model(path, config, arrays)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", PLACEHOLDERS)
+def test_a_placeholder_is_called_what_it_is(kind: str, file: str, tmp_path: Path) -> None:
+    content, message, hint = PLACEHOLDERS[kind]
+    folder = llama(tmp_path / "m")
+    (folder / file).write_bytes(content)
+    with pytest.raises(ModelError) as refused:
+        open_checkpoint(folder / file if file.endswith(".gguf") else folder)
+    assert f"{folder / file} " in refused.value.message and message in refused.value.message
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_placeholder_of_a_tokenizer_is_called_what_it_is(file: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m")
+    (folder / file).write_bytes(LFS)
+    with pytest.raises(ModelError, match=f"{file} is a Git LFS pointer"):
+        open_checkpoint(folder).load_tokenizer()
+
+
+@pytest.mark.parametrize("ending", PARTIAL)
+def test_a_download_that_has_not_ended_is_named(ending: str, tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m")
+    whole, begun = folder / "model.safetensors", folder / f"model-00001-of-00001.safetensors{ending}"
+    whole.rename(begun)
+    with pytest.raises(ModelError, match=f"{begun.name}.* a download that has not ended"):
+        open_checkpoint(folder)
+    names = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+    with pytest.raises(ModelError, match=f"which is missing: {begun.name} is a download that has not ended"):
+        open_checkpoint(folder)
+
+
+def test_a_whole_file_beside_a_stale_index_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers does; an index that names the file is followed."""
+    folder = llama(tmp_path / "m")
+    names = sorted(open_checkpoint(folder).tensors)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}))
+    assert sorted(open_checkpoint(folder).tensors) == names
+    assert "does not name model.safetensors" in caplog.text
+    caplog.clear()
+    index.write_text(json.dumps({"weight_map": {names[0]: "model.safetensors"}}))
+    assert sorted(open_checkpoint(folder).tensors) == names[:1] and not caplog.records
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_a_head_in_a_file_of_its_own_is_read(family: str, indexed: bool, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny()
+    layers = config["num_hidden_layers"]
+    head = {name: array for name, array in arrays.items() if part_of(name, layers) == MTP}
+    trunk = {name: array for name, array in arrays.items() if name not in head}
+    folder = write_model(tmp_path / "m", config, trunk)
+    safetensors.save(folder / "mtp.safetensors", head)
+    safetensors.save(folder / "adapter_model.safetensors", {"lora.weight": np.ones(2, np.float32)})
+    if indexed:
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        index = {"weight_map": dict.fromkeys(trunk, "model-1.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.tensors.keys() == arrays.keys()
+    assert {file.name for file in checkpoint.files} == {
+        "mtp.safetensors",
+        "model-1.safetensors" if indexed else "model.safetensors",
+    }
+    assert checkpoint.stray.keys() == {*head, "lora.weight"}
+
+
+def test_a_second_head_beside_the_shards_is_left(tmp_path: Path) -> None:
+    """An old head's file, such as that of a graft's source, does not mix with the head of the shards."""
+    config, arrays = family_of("qwen3_5").tiny()
+    folder = write_model(tmp_path / "m", config, arrays)
+    safetensors.save(folder / "old.safetensors", {"mtp.fc.weight": np.ones((2, 2), np.float32)})
+    tensors = open_checkpoint(folder).tensors
+    assert tensors.keys() == arrays.keys() and {each.file.name for each in tensors.values()} == {"model.safetensors"}

@@ -1,0 +1,63 @@
+"""The block of a family's MTP module against transformers' own layer: names and shapes of attention, MLP and norms."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+from family_rows import ROWS
+from support import family_of
+from transformers import CONFIG_MAPPING
+
+from headstart.heads.kind import head_kind
+from headstart.models.base import Family
+from headstart.models.expected import Outline
+
+CASES = {name: row.mtp_block for name, row in ROWS.items() if row.mtp_block is not None}
+CHANGES = {"step3p5": {"moe_layers_enum": "2"}}  # layer 1 is dense, as the module's block
+Shapes = dict[str, tuple[int, ...]]
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_blocks_are_those_of_transformers(key: str) -> None:
+    family = family_of(key)
+    values = {k: v for k, v in family.tiny_config().items() if v is not None} | CHANGES.get(key, {})
+    config = CONFIG_MAPPING[ROWS[key].trunk or key]().get_text_config().from_dict(values)
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    [layer_class] = [each for name, each in vars(module).items() if name.endswith("DecoderLayer")]
+    with torch.device("meta"):
+        layer = layer_class(config, CASES[key] % config.num_hidden_layers)
+    theirs = canonical(family, {f"model.layers.0.{n}": tuple(value.shape) for n, value in layer.state_dict().items()})
+    ours = block_of(family)
+    assert len(ours) > 5
+    assert ours == theirs
+
+
+def block_of(family: Family) -> Shapes:
+    """Shapes of the first module's block."""
+    sizes = family.read(family.tiny_config())
+    head = family.head_of(sizes)
+    assert head is not None
+    shapes = head_kind(head.kind).shapes(head, sizes.hidden_size)
+    outlines: Any = {name: Outline(shape) for name, shape in shapes.items() if name.startswith("mtp.0.block.")}
+    return canonical(family, {name: each.shape for name, each in family.as_written(outlines, sizes).items()})
+
+
+def canonical(family: Family, shapes: Shapes) -> Shapes:
+    """A layer's tensors by their canonical names after its prefix, experts apart."""
+    found: Shapes = {}
+    for full, shape in shapes.items():
+        name = re.sub(r"^(layers\.\d+|mtp\.0\.block)\.", "", str(family.names.canonical(full)))
+        name = name.replace("mlp.e_score_", "mlp.gate.e_score_")  # transformers' own name of Hunyuan's expert_bias
+        if name.endswith("experts.gate_up_proj"):
+            half = (shape[1] // 2, shape[2])
+            at = name.removesuffix("gate_up_proj")
+            found |= {f"{at}{i}.{part}_proj.weight": half for i in range(shape[0]) for part in ("gate", "up")}
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{name.removesuffix('down_proj')}{i}.down_proj.weight": shape[1:] for i in range(shape[0])}
+        else:
+            found[name] = shape
+    return found

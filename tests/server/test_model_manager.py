@@ -1,0 +1,226 @@
+"""Several models in one process: who is in memory, who has to leave, and who is not disturbed by it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.async_engine import RequestStream
+from headstart.errors import BusyError, GenerationError, ModelError, UsageError
+from headstart.server import model_manager as manager_module
+from headstart.server.app import ServerConfig, multi_model_manager
+from headstart.server.model_manager import ModelManager, ModelSpec, ServedModel, default_names, models_in
+from headstart.server.options import KeepAlive
+from headstart.tools.tiny import write_tiny
+
+CONFIG = EngineConfig(threads=1, max_num_seqs=4, kv_blocks=64)
+Check = Callable[[ModelManager], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models a and b, and one that cannot be read."""
+    place = tmp_path_factory.mktemp("models")
+    write_tiny("mimo", place / "a")
+    write_tiny("llama", place / "b")
+    shutil.copytree(place / "b", place / "broken")
+    (place / "broken" / "model.safetensors").write_bytes(b"")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.02)
+    monkeypatch.setattr(manager_module, "MIN_KEEP_ALIVE_S", 0.1)
+
+
+def with_models(folder: Path, check: Check, keep_alive: float | None = None, memory: int | None = None) -> None:
+    specs = [ModelSpec(names=(name,), path=str(path), config=CONFIG) for name, path in models_in(folder).items()]
+
+    async def main() -> None:
+        models = multi_model_manager(specs, ServerConfig(keep_alive=KeepAlive(keep_alive), memory=memory))
+        models.start()
+        try:
+            async with asyncio.timeout(60):
+                await check(models)
+        finally:
+            models.stop()
+
+    asyncio.run(main())
+
+
+async def begun(served: ServedModel, tokens: int = 20) -> RequestStream:
+    params = SamplingParams(max_tokens=tokens, seed=1, temperature=1.0, ignore_eos=True)
+    return await served.open([served.llm.request(list(range(5, 15)), params)])
+
+
+async def written(stream: RequestStream) -> list[int]:
+    try:
+        return [token async for _, delta in stream for token in delta.tokens]
+    finally:
+        stream.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def loaded(models: ModelManager) -> list[str]:
+    return [each.names[0] for each in models.loaded]
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+
+    async def check(models: ModelManager) -> None:
+        for name in ("a", "b"):
+            await models.get(name)
+            found[name] = models.find(name).size_bytes
+
+    with_models(folder, check)
+    return found
+
+
+def test_a_model_comes_when_it_is_asked_for_and_leaves_when_nobody_asks(folder: Path) -> None:
+    async def check(models: ModelManager) -> None:
+        assert loaded(models) == []
+        waiting = [asyncio.create_task(models.get("a")) for _ in range(4)]
+        waiting[0].cancel()
+        first = (await asyncio.gather(*waiting, return_exceptions=True))[-1]
+        assert isinstance(first, ServedModel) and models.find("a").num_loads == 1
+        expected, engine = await written(await begun(first)), ref(first.llm.engine)
+        del first, waiting
+        await until(lambda: loaded(models) == [])
+        async with models._moving:
+            gc.collect()
+        assert engine() is None, "its memory is not given back"
+        assert await written(await begun(await models.get("a:latest"))) == expected
+        assert models.find("a").num_loads == 2
+        with pytest.raises(ModelError, match="this server has a, b, broken"):
+            await models.get("c")
+
+    with_models(folder, check, keep_alive=0.2)
+
+
+def test_the_longest_idle_leaves_for_another_and_who_works_does_not(folder: Path) -> None:
+    sizes = sizes_of(folder)
+
+    async def check(models: ModelManager) -> None:
+        await models.get("a")
+        running = await begun(await models.get("b"), 100)
+        assert loaded(models) == ["b"]
+        with pytest.raises(BusyError, match="models that run leave"):
+            await models.get("a")
+        expected = await written(running)
+        await models.get("a")
+        assert loaded(models) == ["a"]
+        assert await written(await begun(await models.get("b"), 100)) == expected
+
+    with_models(folder, check, memory=sizes["a"] + sizes["b"] - 1)
+
+
+def test_a_model_larger_than_all_memory_says_so(folder: Path) -> None:
+    async def check(models: ModelManager) -> None:
+        for _ in range(2):
+            with pytest.raises(BusyError, match="but all models may take"):
+                await models.get("a")
+        assert loaded(models) == []
+
+    with_models(folder, check, memory=1000)
+
+
+def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path) -> None:
+    async def check(models: ModelManager) -> None:
+        expected = await written(await begun(await models.get("b"), 100))
+        running = await begun(await models.get("b"), 100)
+        for _ in range(2):
+            with pytest.raises(
+                GenerationError, match=r"the model broken cannot be loaded: .*model.safetensors is empty"
+            ):
+                await models.get("broken")
+        assert await written(running) == expected
+        assert loaded(models) == ["b"]
+
+    with_models(folder, check)
+
+
+def test_a_model_does_not_leave_while_it_writes(folder: Path) -> None:
+    async def check(models: ModelManager) -> None:
+        running = await begun(await models.get("a"), 400)
+        assert not await models.release("a")
+        assert len(await written(running)) == 400
+        await until(lambda: loaded(models) == [])
+        with (await models.get("b")).admission.hold():
+            assert not await models.release("b")
+        assert await models.release("b") and await models.release("b")
+
+    with_models(folder, check)
+
+
+def test_models_share_the_threads(folder: Path) -> None:
+    """In turns: two pools of as many threads as there are cores would be in each other's way."""
+
+    async def check(models: ModelManager) -> None:
+        a, b = await models.get("a"), await models.get("b")
+        assert a.llm.model.backend.threads is b.llm.model.backend.threads  # type: ignore[attr-defined]
+        alone = [await written(await begun(each, 50)) for each in (a, b)]
+        streams = [await begun(each, 50) for each in (a, b)]
+        assert await asyncio.gather(*map(written, streams)) == alone
+
+    with_models(folder, check)
+
+
+def test_nothing_is_begun_at_the_end(folder: Path) -> None:
+    async def check(models: ModelManager) -> None:
+        await models.get("a")
+        models.drain()
+        with pytest.raises(BusyError, match="shutting down"):
+            await models.get("b")
+        with pytest.raises(BusyError, match="shutting down"):
+            await begun(await models.get("a"))
+
+    with_models(folder, check)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [(90, 90.0), ("90", 90.0), ("5m", 300.0), ("1h30m", 5400.0), ("250ms", 0.25), (0, 0.0), (-1, None), ("-1m", None)],
+)
+def test_times_to_stay(given: float | str, seconds: float | None) -> None:
+    assert KeepAlive.of(given).seconds == seconds
+
+
+@pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1h30", "nan", "--1"])
+def test_what_is_no_time(given: str) -> None:
+    with pytest.raises(UsageError, match="which is no time"):
+        KeepAlive.of(given)
+
+
+def test_models_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "a", tmp_path / "a")
+    for name in ("x.gguf", "y-00001-of-00002.gguf", "y-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(folder / "a", tmp_path / "damaged")
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    assert list(models_in(tmp_path)) == ["a", "damaged", "x", "y"]
+
+
+def test_a_local_file_is_called_by_its_stem_and_by_its_path(tmp_path: Path) -> None:
+    for file, stem in (("a-Q4_K_M.gguf", "a-Q4_K_M"), ("b-00001-of-00002.gguf", "b")):
+        path = tmp_path / file
+        path.touch()
+        assert default_names(str(path)) == (stem, str(path))
+    assert default_names("smollm2-135m-mtp") == ("smollm2-135m-mtp",)
+    assert default_names(str(tmp_path)) == (str(tmp_path),)

@@ -1,0 +1,184 @@
+"""Prefill and decode servers: the texts of one server, through a shared folder and over HTTP, and whatever breaks."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inside import Inside, inside
+from process import HttpServer, refused, running
+from support import new_folder
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.tools.tiny import write_tiny
+
+pytestmark = pytest.mark.slow  # server processes
+SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")
+LENGTH = 400
+
+
+@contextmanager
+def serving(model: str, kv: Path | None = None, **settings: Any) -> Iterator[Inside]:
+    """A server of `model` inside this process; `kv`: the folder of spilled blocks."""
+    config = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, kv_spill=None if kv is None else str(kv))
+    with LLM(model, config) as llm, inside(llm, **settings) as server:
+        yield server
+
+
+@pytest.fixture
+def family() -> str:
+    """With an MTP head of its own."""
+    return "mimo"
+
+
+@cache
+def model_of(family: str) -> str:
+    return str(write_tiny(family, new_folder()))
+
+
+@pytest.fixture
+def model(family: str) -> str:
+    return model_of(family)
+
+
+def prompt_of(seed: int, length: int = LENGTH) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 120) for _ in range(length)]
+
+
+def answer(server: HttpServer, seed: int, **more: Any) -> Any:
+    found = server.post(
+        "/v1/completions", prompt=prompt_of(seed), max_tokens=20, temperature=0.8, seed=seed, logprobs=1,
+        ignore_eos=True, speculation={"mode": "auto", "depth": 2}, **more,
+    )  # fmt: skip
+    assert found.status_code == 200, found.text
+    choice = found.json()["choices"][0]
+    return choice["text"], choice["logprobs"]
+
+
+def answers(server: HttpServer, seeds: range) -> list[Any]:
+    with ThreadPoolExecutor(8) as threads:
+        return list(threads.map(lambda seed: answer(server, seed), seeds))
+
+
+@cache
+def expected_of(family: str) -> list[Any]:
+    """Of one server."""
+    with serving(model_of(family)) as server:
+        return answers(server, range(8))
+
+
+@pytest.fixture
+def expected(family: str) -> list[Any]:
+    return expected_of(family)
+
+
+@pytest.fixture
+def prefill(model: str, tmp_path: Path) -> Iterator[Inside]:
+    with serving(model, tmp_path / "kv", role="prefill") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("family", "place"),
+    [("mimo", "kv"), ("mimo", "other"), ("qwen3_5", "other")],
+    ids=["shared folder", "over HTTP", "recurrent layers"],
+)
+def test_prompts_are_computed_elsewhere(
+    model: str, expected: list[Any], prefill: Inside, place: str, tmp_path: Path
+) -> None:
+    with serving(model, tmp_path / place, role="decode", prefill=prefill.url) as decode:
+        assert answers(decode, range(8)) == expected
+        assert decode.metric("headstart:prefill_prompts_total") == 8
+        assert decode.metric("headstart:prefill_failed_total") == 0
+        assert (decode.metric("headstart:prefill_fetched_total") > 0) == (place == "other")
+        known = decode.metric("headstart:kv_hit_tokens_total")
+        assert known == decode.metric("vllm:prefix_cache_hits_total") >= 8 * (LENGTH - 16)
+        assert decode.metric("vllm:spec_decode_num_drafts_total") > 0
+        assert prefill.metric("vllm:spec_decode_num_drafts_total") == 0, "drafts are made on the decode side only"
+        assert answers(decode, range(8)) == expected
+        assert decode.metric("headstart:prefill_prompts_total") == 8, "what is known here is not asked for"
+        decode.wait_idle()
+    prefill.wait_idle()
+
+
+def test_the_other_server_ends(model: str, expected: list[Any], tmp_path: Path) -> None:
+    """With kill -9, while requests come: nobody notices. Both are processes, as the command starts them."""
+    with (
+        running(model, *SMALL, "--role", "prefill", "--kv-spill", str(tmp_path / "kv")) as prefill,
+        running(model, *SMALL, "--prefill", prefill.url, "--kv-spill", str(tmp_path / "other")) as decode,
+    ):
+        with ThreadPoolExecutor(8) as threads:
+            found = [threads.submit(answer, decode, seed) for seed in range(8)]
+            prefill.stop(signal.SIGKILL)
+            assert [each.result() for each in found] == expected
+        assert answer(decode, 0) == expected[0]
+        assert answer(decode, 100)[0]
+        assert decode.metric("headstart:prefill_failed_total") >= 1
+        assert decode.log.read_text().count("prompts are computed here") == 1
+
+
+@pytest.mark.parametrize("reason", ["another model", "404"])
+def test_a_server_of_another_kind(
+    model: str, expected: list[Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another model, and none that hands anything over: one line, and the same texts."""
+    if reason == "404":
+        other = serving(model)
+    else:
+        other = serving(str(write_tiny("llama", tmp_path / "llama")), tmp_path / "kv", role="prefill")
+    with other as wrong, serving(model, tmp_path / "own", role="decode", prefill=wrong.url) as decode:
+        assert answer(decode, 1) == expected[1]
+        assert decode.metric("headstart:prefill_failed_total") == 1
+    (said,) = [line for line in caplog.messages if "prompts are computed here" in line]
+    assert reason in said
+
+
+def test_who_asks_for_blocks(model: str, prefill: Inside, tmp_path: Path) -> None:
+    found = prefill.post("/kv/prefill", prompt=prompt_of(1)).json()
+    assert found["trunk"] in found["files"] and found["files"][found["trunk"]] == list(range(LENGTH // 16))
+    for path, status in ((f"/kv/blocks/{found['trunk']}/{'0' * 32}", 404), (f"/kv/blocks/{'0' * 32}/{'0' * 32}", 400),
+                         (f"/kv/blocks/{found['trunk']}/..%2F..%2Fx", 404)):  # fmt: skip
+        answered = prefill.client.get(path)
+        assert answered.status_code == status, answered.text
+    for body in ({}, {"prompt": []}, {"prompt": [10**6]}, {"prompt": [-1]}, {"prompt": "x"}):
+        assert prefill.post("/kv/prefill", **body).status_code == 400
+    with serving(model, tmp_path / "kv") as ordinary:
+        assert ordinary.post("/kv/prefill", prompt=[5]).status_code == 404
+    with serving(model, tmp_path / "kv", role="prefill", api_key=("one",)) as closed:
+        assert closed.post("/kv/prefill", prompt=prompt_of(1)).status_code == 401
+        settings = {"role": "decode", "prefill": closed.url, "api_key": ("one",)}
+        with serving(model, tmp_path / "new", **settings) as decode:
+            decode.client.headers["Authorization"] = "Bearer one"
+            assert answer(decode, 3)[0]
+            assert decode.metric("headstart:prefill_prompts_total") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--role", "both", "--kv-spill", "x"], "--role is 'both', but must be one of prefill, decode"),
+        (["--role", "decode", "--kv-spill", "x"], "--role decode needs a prefill server"),
+        (["--role", "prefill"], "--role prefill transfers prompts in files"),
+        (["--prefill", "http://localhost:1"], "--role decode transfers prompts in files"),
+        (["--role", "prefill", "--prefill", "http://localhost:1", "--kv-spill", "x"], "computes prompts itself"),
+        (["--prefill", "ftp://x", "--kv-spill", "x"], "--prefill is 'ftp://x', which is no URL"),
+        (["--prefill", "http://x:99999999", "--kv-spill", "x"], "which is no URL"),
+        (["--kv-spill-gb", "0"], "--kv-spill-gb is 0"),
+        (["--kv-spill", "x", "--no-enable-prefix-caching"], "--kv-spill keeps prompts"),
+        (["--kv-spill", "/proc/x"], "--kv-spill: cannot write /proc/x"),
+    ],
+)
+def test_wrong_words(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refused(model_of("mimo"), *SMALL, *words, monkeypatch=monkeypatch, capsys=capsys)

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from headstart.tools.tiny import write_tiny
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with an MTP head; its attention heads can be divided by 8 devices."""
+    return str(write_tiny("mimo", tmp_path_factory.mktemp("model"), num_attention_heads=8, num_key_value_heads=4))

@@ -1,0 +1,76 @@
+"""Disaggregated prefill and decode, simulated: request by request, and as `plan --fleet` reports it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from headstart.cli.main import main
+from headstart.tools.plan import fleet
+from headstart.tools.plan.fleet import EngineLimits, simulate_disaggregated, transfer_ends
+from headstart.tools.plan.simulate import Arrivals, PrefillRows, poisson_arrivals, simulate
+
+LONG, SHORT = "4 req/s, 8000 in, 200 out, TTFT 2 s, TPOT 8 ms", "40 req/s, 60 in, 300 out, TTFT 1 s, TPOT 10 ms"
+
+
+def step(decoding: int, context: float, read: PrefillRows) -> tuple[float, float]:
+    """A token takes 0.1 s, a row of a prompt 0.01 s."""
+    return 0.1 * bool(decoding) + 0.01 * read.rows, 1.0
+
+
+def test_a_prompt_is_read_handed_over_and_answered() -> None:
+    """Two at once, a second each to read; one link, half a second each; there a row of a second one is read while the
+    first one's answer is written."""
+    asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([100.0, 100.0]), outputs=np.array([5.0, 5.0]))
+    side = EngineLimits(step=step, slots=8, rows=100)
+    found = simulate_disaggregated(asked, np.array([0.5, 0.5]), side, side, num_prefill=1, num_decode=1)
+    assert found.result.ttft_s == pytest.approx([1 + 0.5 + 0.01, 2 + 0.5 + 0.01], abs=0.11)
+    assert found.result.ttft_s[0] == pytest.approx(1.51)
+    assert found.result.tpot_s == pytest.approx([0.1, 0.1], abs=0.003)
+    slow = simulate_disaggregated(asked, np.array([3.0, 3.0]), side, side, num_prefill=1, num_decode=1)
+    assert slow.result.ttft_s == pytest.approx([4.01, 7.01])  # they wait for the link
+    assert list(transfer_ends(np.array([0.0, 0.0, 0.0]), np.full(3, 2.0), links=2)) == [2.0, 2.0, 4.0]
+
+
+def test_many_machines_are_as_their_share() -> None:
+    """16 and 16 with twice the requests of 8 and 8 serve as well."""
+    side, seconds = EngineLimits(step=step, slots=64, rows=200), np.full(4000, 0.02)
+    few, many = (
+        simulate_disaggregated(
+            poisson_arrivals(rate, 50, 20, 4000), seconds, side, side, num_prefill=count, num_decode=count
+        )
+        for rate, count in ((10, 8), (20, 16))
+    )
+    assert np.mean(many.result.ttft_s) == pytest.approx(np.mean(few.result.ttft_s), rel=0.1)
+    assert np.mean(many.result.tpot_s) == pytest.approx(np.mean(few.result.tpot_s), rel=0.1)
+    assert many.prefill_busy == pytest.approx(few.prefill_busy, rel=0.1)
+
+
+def test_long_prompts_hold_up_answers_where_both_are_on_one_machine() -> None:
+    asked = poisson_arrivals(0.5, 100, 20, 600)
+    side = EngineLimits(step=step, slots=64, rows=1000)
+    whole = simulate(step, asked, engines=2, slots=64, rows=1000)
+    apart = simulate_disaggregated(asked, np.full(600, 0.1), side, side, num_prefill=1, num_decode=1)
+    assert np.mean(whole.tpot_s) > 1.2 * np.mean(apart.result.tpot_s)
+    assert np.mean(whole.ttft_s) < np.mean(apart.result.ttft_s)
+
+
+def test_plan_says_when_it_pays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts and little time for a token: apart; short ones: not, and not over a slow network either."""
+    monkeypatch.setattr(fleet, "MAX_DISAGGREGATED_REQUESTS", 600)
+    monkeypatch.setattr(fleet, "MAX_REQUESTS", 600)
+    command = ["plan", "mimo-7b", "--drafter", "none", "--gpu", "h200", "--fleet"]
+    found = []
+    for load in (LONG, f"{LONG}, 2 Gbit/s"):
+        assert main([*command, load, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["fleet"]["apart"])
+    long, slow = found
+    assert long["pays"] and long["apart"]["prompts"] + long["apart"]["tokens"] < long["whole"]["machines"]
+    assert long["apart"]["tpot_s"] < 0.008 and long["apart"]["ttft_s"] < 2
+    assert not slow["pays"]
+    assert long["step_s"]["with_a_prompt"] > 10 * long["step_s"]["alone"]
+    assert slow["handed_over"]["seconds"] == pytest.approx(50 * long["handed_over"]["seconds"])
+    assert main([*command, SHORT]) == 0
+    assert "apart    does not pay: " in capsys.readouterr().out

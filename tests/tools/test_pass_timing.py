@@ -1,0 +1,51 @@
+"""Other programs on the processor are noticed while something is measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headstart.tools import pass_timing
+
+
+def test_what_threads_wait_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that began meanwhile counts from zero; seconds of all are shares of the time of so many threads."""
+    monkeypatch.setattr(pass_timing, "TASKS", tmp_path)
+
+    def write(task: str, waited_s: float) -> None:
+        (tmp_path / task).mkdir(exist_ok=True)
+        (tmp_path / task / "schedstat").write_text(f"1 {int(waited_s * 1e9)} 3")
+
+    write("1", 100.0)
+    with pass_timing.check_noise(2) as found:
+        time.sleep(0.05)
+        write("1", 100.02)
+        write("2", 0.02)
+    assert found.waiting is not None
+    assert 0.1 < found.waiting <= 0.4
+    assert found.is_disturbed
+
+
+@pytest.mark.parametrize("text", [None, "", "1", "a b c"])
+def test_a_system_that_tells_nothing_disturbs_nothing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_timing, "TASKS", tmp_path / "tasks")
+    if text is not None:
+        (tmp_path / "tasks" / "1").mkdir(parents=True)
+        (tmp_path / "tasks" / "1" / "schedstat").write_text(text)
+    with pass_timing.check_noise(1) as found:
+        pass
+    assert not found.is_disturbed
+
+
+@pytest.mark.skipif(not pass_timing.TASKS.exists(), reason="no /proc")
+def test_threads_that_come_and_go_do_no_harm() -> None:
+    with pass_timing.check_noise(1) as found:
+        for _ in range(20):
+            thread = threading.Thread(target=time.sleep, args=(0.001,))
+            thread.start()
+    assert found.waiting is None or found.waiting >= 0
