@@ -29,8 +29,7 @@ from headstart.core import Progress, no_progress
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
-MIN_LARGE_BYTES = 16 * 2**20
-"""Smaller files of the Hub are left to its own client."""
+MIN_LARGE_BYTES = 16 * 2**20  # smaller files of the Hub are left to its own client
 SUFFIX = ".headstart.incomplete"
 _TIMEOUT_S, _PAUSE_S, _TRIES = 30, 1.0, 5
 _SHA256 = 64

@@ -21,8 +21,7 @@ WEIGHT_SPELLINGS = {
     "modelopt_fp4": "nvfp4", "fbgemm_fp8": "fp8", "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 """vLLM's spellings of a WeightFormat."""
-KV_SPELLINGS = {"bf16": "bfloat16", "fp8_e4m3": "fp8"}
-"""Other engines' spellings of a KVDtype."""
+KV_SPELLINGS = {"bf16": "bfloat16", "fp8_e4m3": "fp8"}  # other engines' spellings of a KVDtype
 SPELLINGS = {"quantization": WEIGHT_SPELLINGS, "kv_cache_dtype": KV_SPELLINGS}
 """Fields of EngineConfig -> other spellings of their values."""
 Dtype = Literal["float32", "float64", "bfloat16"]
@@ -34,8 +33,7 @@ DraftVocab = int | Literal["auto", "full"]
 
 AUTO: Literal["auto"] = "auto"
 MAX_DEPTH = 16
-FIXED_DEPTH = 3
-"""Depth where auto cannot be used."""
+FIXED_DEPTH = 3  # depth where auto cannot be used
 MAX_GB = 10**6
 MAX_NGRAM = 1024
 DRAFTER_WORDS = ("auto", "none")

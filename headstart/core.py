@@ -25,8 +25,7 @@ Float32 = NDArray[np.float32]
 Mask = NDArray[np.uint32]
 """Allowed-token mask: bit v % 32 of word v // 32 is token v. Shape [ceil(V / 32)], or [L, ceil(V / 32)] for L rows."""
 FinishReason = Literal["stop", "length", "abort", "error"]
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, description) during long operations."""
+Progress = Callable[[int, int, str], None]  # called with (done, total, description) during long operations
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy: argmax without noise
 FORCED = "forced"  # Draft.method of tokens that are the only ones a constraint allows
@@ -356,8 +355,7 @@ class TokenLogprob:
 
 
 NOTHING_LEFT = "no token is left to choose: logit_bias, min_tokens or the allowed-token mask ban all"
-NOT_FINITE = "the logits hold NaN or infinity"
-"""Values of `Sampled.failures`."""
+NOT_FINITE = "the logits hold NaN or infinity"  # values of `Sampled.failures`
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,7 @@ from headstart.errors import CapacityError, UsageError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OLD = ".old"
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-"""O_NONBLOCK: opening a pipe would wait for its writer."""
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # O_NONBLOCK: opening a pipe would wait for its writer
 
 
 def read_regular(path: Path, max_bytes: int | None = None) -> bytes:

@@ -37,8 +37,7 @@ _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
 _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
 """A repo id after the Hub's address, or before a quantization."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
-HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
-"""Files of published heads with few tensors."""
+HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")  # files of published heads with few tensors
 CONNECT_SECONDS = 5
 _IGNORED_FILES = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 

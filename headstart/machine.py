@@ -20,8 +20,7 @@ INSTRUCTION_SETS = (
     "avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_vbmi", "amx_tile",
     "asimd", "asimddp", "i8mm", "sve",
 )  # fmt: skip
-UNKNOWN_MEMORY = 4 << 30
-"""Free bytes that are assumed if the system does not report them."""
+UNKNOWN_MEMORY = 4 << 30  # free bytes that are assumed if the system does not report them
 
 
 @dataclass(frozen=True)

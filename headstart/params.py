@@ -11,8 +11,7 @@ from typing import Any, Literal
 
 from headstart.errors import UsageError
 
-MAX_VALUE = 1e18
-"""Upper bound of numbers without one of their own."""
+MAX_VALUE = 1e18  # upper bound of numbers without one of their own
 Kind = Literal["number", "integer", "boolean", "texts", "token_ids", "token_numbers"]
 _KINDS: Mapping[str, Kind] = {
     "float": "number", "int": "integer", "bool": "boolean", "Seq[str]": "texts", "Seq[int]": "token_ids",

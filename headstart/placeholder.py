@@ -8,8 +8,7 @@ from pathlib import Path
 
 from headstart.errors import ModelError
 
-FIRST_BYTES = 512
-"""Bytes of a file that tell a placeholder."""
+FIRST_BYTES = 512  # bytes of a file that tell a placeholder
 DOWNLOAD = "download the file again, as with: headstart pull REPO"
 POINTERS = {
     b"version https://git-lfs": ("a Git LFS pointer", "get the file itself: git lfs install, then git lfs pull"),

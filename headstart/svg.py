@@ -13,13 +13,10 @@ from typing import Literal, NamedTuple
 
 WIDTH, HEIGHT = 420, 270
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 30, 44
-ROW = 18
-"""Height of one interval in `draw_intervals`."""
+ROW = 18  # height of one interval in `draw_intervals`
 MAX_LOG_TICKS = 8
-DODGE = 5
-"""Pixels between markers of several series at the same x."""
-LETTER = 6.4
-"""Approximate width of a letter."""
+DODGE = 5  # pixels between markers of several series at the same x
+LETTER = 6.4  # approximate width of a letter
 AXIS, GRID, TEXT = "#6b7280", "#e5e7eb", "#374151"
 Scale = Literal["linear", "log", "steps"]
 

@@ -26,8 +26,7 @@ RENAMES_OPEN_FILES = not WINDOWS
 
 if sys.platform == "win32":
     HANGUP: signal.Signals | None = None
-    TIMEOUT_SIGNALS: frozenset[int] = frozenset()
-    """Signals that end a process whose time limit is over."""
+    TIMEOUT_SIGNALS: frozenset[int] = frozenset()  # signals that end a process whose time limit is over
 else:
     HANGUP = signal.SIGHUP
     TIMEOUT_SIGNALS = frozenset({signal.SIGPROF, signal.SIGXCPU, signal.SIGALRM})

@@ -34,14 +34,12 @@ if TYPE_CHECKING:
     from headstart.text.grammar import GrammarCompiler
 
 Message = Mapping[str, Any]
-Prompt = str | Seq[int] | Seq[Message]
-"""A user message (or raw text), token ids, or chat messages."""
+Prompt = str | Seq[int] | Seq[Message]  # a user message (or raw text), token ids, or chat messages
 Constraint = GrammarSpec | Mapping[str, Any] | type
 """A grammar, a JSON schema, or a pydantic model that the text must fit. Objects of a pydantic model have no other keys
 than its fields, unless its config has extra="allow"."""
 
-JSON_SAFE_BITS = 53
-"""Seeds we draw survive a JSON reader that keeps numbers as doubles."""
+JSON_SAFE_BITS = 53  # seeds we draw survive a JSON reader that keeps numbers as doubles
 
 
 def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:

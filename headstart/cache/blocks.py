@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from headstart.kernels.ops import Backend, Pool
 
-ROOT = b""
-"""Parent key of a sequence's first block without a cache salt."""
+ROOT = b""  # parent key of a sequence's first block without a cache salt
 
 
 def root_key(salt: str) -> bytes:

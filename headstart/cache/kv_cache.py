@@ -13,8 +13,7 @@ from headstart.core import Sequence, int_array
 if TYPE_CHECKING:
     from headstart.cache.spill import KVSpill
 
-LOAD_POLL_S = 0.01
-"""Seconds that an otherwise idle engine waits for a load before it looks for new requests."""
+LOAD_POLL_S = 0.01  # seconds that an otherwise idle engine waits for a load before it looks for new requests
 
 
 class KVCacheManager:

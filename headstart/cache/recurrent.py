@@ -15,8 +15,7 @@ import numpy as np
 
 from headstart.core import Int32, Sequence, Span, StateSteps
 
-SNAPSHOT_EVERY = 256
-"""Positions between snapshots of a sequence, besides the one at the end of its prompt."""
+SNAPSHOT_EVERY = 256  # positions between snapshots of a sequence, besides the one at the end of its prompt
 
 
 @dataclass

@@ -21,8 +21,7 @@ from headstart.cache.recurrent import StateCacheManager
 from headstart.cache.store import BlockStore, Tier
 from headstart.core import Sequence
 
-MAX_LOAD_S = 30.0
-"""Seconds after which a request no longer waits for a load."""
+MAX_LOAD_S = 30.0  # seconds after which a request no longer waits for a load
 
 
 @dataclass(eq=False)
@@ -68,14 +67,10 @@ log = logging.getLogger("headstart.cache")
 
 TOUCH_EVERY = 60.0
 """Seconds after which a reused block is marked as used in the store, or saved again if it was removed there."""
-LOADERS = 4
-"""Maximum number of reading threads: checking a file takes longer than reading it from memory."""
-AHEAD = 16
-"""Number of files of a load that are read ahead."""
-PATIENCE = 0.2
-"""Seconds that the engine waits for running reads when it needs their blocks."""
-STATES_BACK = 64
-"""Number of last blocks of a prefix that are searched for a recurrent state."""
+LOADERS = 4  # maximum number of reading threads: checking a file takes longer than reading it from memory
+AHEAD = 16  # number of files of a load that are read ahead
+PATIENCE = 0.2  # seconds that the engine waits for running reads when it needs their blocks
+STATES_BACK = 64  # number of last blocks of a prefix that are searched for a recurrent state
 
 
 class KVSpill:

@@ -40,15 +40,12 @@ MAGIC = b"headstart kv 1\n\0"
 DIGEST_BYTES, KEY_BYTES = 32, 16
 _HEAD = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}s{KEY_BYTES}sQ")
 HEADER_BYTES = _HEAD.size + DIGEST_BYTES
-PAGE = 4096
-"""Files count in whole pages, as most disks store them."""
+PAGE = 4096  # files count in whole pages, as most disks store them
 FULL_AT, SCAN_EVERY = 7 / 8, 64
 """FULL_AT: share of the size limit from which the oldest files are removed. A process scans the directory again after
 writing 1 / SCAN_EVERY of the limit, so that up to eight processes together stay within it."""
-PAUSE = 30.0
-"""Seconds without writes after a failed one."""
-LEFT_AFTER = 600.0
-"""Age in seconds at which a temporary file is removed."""
+PAUSE = 30.0  # seconds without writes after a failed one
+LEFT_AFTER = 600.0  # age in seconds at which a temporary file is removed
 _TEMPORARY = ".new-"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)

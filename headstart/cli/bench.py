@@ -13,10 +13,8 @@ from headstart.cli.render import finish, print_note, print_records, print_table,
 from headstart.errors import UsageError
 from headstart.params import SamplingParams
 
-MODE_OPTIONS = {"depth"}
-"""Engine options that --modes sets."""
-MAX_COUNT = 10_000_000
-"""More requests, runs or tokens are a typing error."""
+MODE_OPTIONS = {"depth"}  # engine options that --modes sets
+MAX_COUNT = 10_000_000  # more requests, runs or tokens are a typing error
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
                 "depth", "block_size"}  # fmt: skip
@@ -240,8 +238,7 @@ def _print_prompts(data: dict[str, Any]) -> None:
     print_records(DEMO_COLUMNS, [{**each, "same": text} for each, text in zip(data["prompts"], same, strict=True)])
 
 
-TUNED = {"depth", "depth_by_batch", "rule"}
-"""Engine options that tune finds."""
+TUNED = {"depth", "depth_by_batch", "rule"}  # engine options that tune finds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,14 +30,10 @@ if TYPE_CHECKING:
 
 ENDS = ("/exit", "/quit", "/bye")
 HELP = "/help lists commands, /exit ends the conversation; Ctrl-C ends an answer"
-QUOTES = '"""'
-"""Enclose a text of several lines."""
-MAX_HISTORY = 1000
-"""Lines of the history that the arrow keys show."""
-COLUMNS = 80
-"""Width of a terminal that does not report one."""
-PASTE_S = 0.05
-"""Lines within this time of each other were pasted together."""
+QUOTES = '"""'  # enclose a text of several lines
+MAX_HISTORY = 1000  # lines of the history that the arrow keys show
+COLUMNS = 80  # width of a terminal that does not report one
+PASTE_S = 0.05  # lines within this time of each other were pasted together
 ROLES = ("system", "user", "assistant")
 WHOLE_NUMBERS = ("top_k", "max_tokens", "min_tokens", "seed")
 PARAMETERS = (*(row.name for row in parameters().values() if row.kind == "number"), *WHOLE_NUMBERS)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from headstart.cli.help import options_of, summary
 from headstart.cli.parser import HELP, REQUIRED, Command, CommandGroup, OptionGroup, argument, command
 
-COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"
-"""Set by the scripts when they ask for completions."""
+COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts when they ask for completions
 SCRIPTS = {
     "bash": """\
 _headstart_completion() {

@@ -23,10 +23,8 @@ COMMANDS: Mapping[str, str] = {
     "version": "headstart --version",
     "help": "headstart --help, or headstart COMMAND --help",
 }
-MIN_SIMILARITY = 0.75
-"""Smallest similarity (0 to 1) of an unknown flag and a flag to suggest."""
-MODEL = "MODEL"
-"""Key of OPTIONS for the positional argument."""
+MIN_SIMILARITY = 0.75  # smallest similarity (0 to 1) of an unknown flag and a flag to suggest
+MODEL = "MODEL"  # key of OPTIONS for the positional argument
 OPTIONS: Mapping[str, str] = {
     MODEL: "-m --model --model-path --model-id -hf -hfr --hf-repo",
     "--prompt": "-p",

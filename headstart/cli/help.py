@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from headstart.cli.parser import HELP, HELP_ALL, REQUIRED, Command, CommandGroup, Option
 
 MAX_WIDTH, MIN_WIDTH = 100, 24
-NAME_COLUMN = 30
-"""Width of the column of names; a longer name has a line of its own."""
-TWO_COLUMNS = 60
-"""In narrower terminals the description of an option is below its name."""
+NAME_COLUMN = 30  # width of the column of names; a longer name has a line of its own
+TWO_COLUMNS = 60  # in narrower terminals the description of an option is below its name
 
 
 def help_text(entry: Command | CommandGroup, path: str, *, rare: bool = False) -> str:

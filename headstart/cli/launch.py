@@ -14,8 +14,7 @@ from headstart.errors import UsageError
 if TYPE_CHECKING:
     from headstart.tools.launch.prepare import LaunchOptions
 
-SETTINGS = ("max_model_len", "max_num_seqs", "served_model_name", "api_key")
-"""Server options that launchers translate."""
+SETTINGS = ("max_model_len", "max_num_seqs", "served_model_name", "api_key")  # server options that launchers translate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
 
 MAX_MINUTES = 7 * 24 * 60
-NUMBERS_OR_WORDS = frozenset({"depth", "draft_vocab"})
-"""Fields of EngineConfig that take a number or a word."""
+NUMBERS_OR_WORDS = frozenset({"depth", "draft_vocab"})  # fields of EngineConfig that take a number or a word
 MODEL_HELP = "A path, a .gguf file, a Hugging Face repo id or an alias; none: the default model, a tiny demo model."
 
 
@@ -165,8 +164,7 @@ class EngineOptions(OptionGroup):
     given: frozenset[str] = frozenset()  # names of the EngineConfig fields that the user set
     common: ClassVar[frozenset[str]] = frozenset({"threads", "drafter", "head", "depth", "quantization", "seed"})
     """Fields that --help shows; --help-all shows the others."""
-    for_load_tests: ClassVar[bool] = False
-    """Is --synthetic-acceptance allowed?"""
+    for_load_tests: ClassVar[bool] = False  # is --synthetic-acceptance allowed?
 
     @classmethod
     def options(cls) -> list[Option]:

@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
     from headstart.core import Progress, Report
 
-SLOW_SECONDS = 2.0
-"""Work shorter than this shows no progress bar."""
-PIPE_WIDTH = 200
-"""Columns of a table in a pipe."""
+SLOW_SECONDS = 2.0  # work shorter than this shows no progress bar
+PIPE_WIDTH = 200  # columns of a table in a pipe
 
 
 def print_note(text: str) -> None:

@@ -25,12 +25,10 @@ from headstart.errors import UsageError
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"
 CONFIG_VARIABLE = "HEADSTART_CONFIG"
-OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADSTART_CACHE", "HEADSTART_TRACEBACK"})
-"""Variables that set no option."""
+OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADSTART_CACHE", "HEADSTART_TRACEBACK"})  # variables that set no option
 KUBERNETES_VARIABLE = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*")
 """Kubernetes sets these beside a service called headstart, and HEADSTART_PORT with an address."""
-MODELS = "models"
-"""The table of a server's models: per model `path` and engine options of serve."""
+MODELS = "models"  # the table of a server's models: per model `path` and engine options of serve
 SECRET_OPTIONS = frozenset({"api-key"})
 EXCLUSIVE = (
     frozenset({"depth", "no-mtp", "speculative-config"}),

@@ -16,8 +16,7 @@ from headstart.errors import UsageError
 if TYPE_CHECKING:
     from headstart.tools.launch.arguments import ArgumentTable
 
-OTHER = "--vllm"
-"""Hidden option that takes a vLLM flag that is no option here, as NAME or NAME=VALUE."""
+OTHER = "--vllm"  # hidden option that takes a vLLM flag that is no option here, as NAME or NAME=VALUE
 ENGINE = "--engine"
 ENGINE_VALUES = {"--quantization", "--kv-cache-dtype", "--dtype", "--device", "--max-model-len", "--block-size"}
 """Options here whose values are vLLM's when --engine names another engine."""

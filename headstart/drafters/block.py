@@ -29,8 +29,7 @@ from headstart.layers.linear import LMHead
 from headstart.layers.network import NetworkProgram, Pools
 
 FEATURES, BLOCK, MARKOV = "features", "block", "markov"
-MAX_LOGIT = 80.0
-"""exp of a larger number is clipped."""
+MAX_LOGIT = 80.0  # exp of a larger number is clipped
 
 
 @dataclass(frozen=True)

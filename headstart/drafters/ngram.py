@@ -12,10 +12,8 @@ import numpy as np
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import Drafter, DraftRequest, TargetModel
 
-MAX_MATCH = 16
-"""Longest match in the sequence that is counted; longer ones are no more reliable."""
-SHARED = "shared"
-"""Draft.method of drafts from other requests' texts; their acceptance is estimated separately."""
+MAX_MATCH = 16  # longest match in the sequence that is counted; longer ones are no more reliable
+SHARED = "shared"  # Draft.method of drafts from other requests' texts; their acceptance is estimated separately
 
 
 @dataclass
@@ -95,18 +93,12 @@ def _matched(tokens: Seq[int], start: int, size: int) -> int:
 DRAFTER = NgramDrafter
 
 
-MEMORY = 64 << 20
-"""Bytes for all stored texts."""
-PER_TOKEN = 36
-"""Bytes per stored token."""
-SHORT, LONG = 4, 16
-"""Minimum match length; n-gram length of the second chain."""
-MAX_SHARED_MATCH = 32
-"""Longest match that is counted; longer ones are no more reliable."""
-CANDIDATES = 8
-"""Latest places of each chain that are compared."""
-END = -1
-"""Separates texts in the ring; matches no token."""
+MEMORY = 64 << 20  # bytes for all stored texts
+PER_TOKEN = 36  # bytes per stored token
+SHORT, LONG = 4, 16  # minimum match length; n-gram length of the second chain
+MAX_SHARED_MATCH = 32  # longest match that is counted; longer ones are no more reliable
+CANDIDATES = 8  # latest places of each chain that are compared
+END = -1  # separates texts in the ring; matches no token
 
 
 class _Chain:

@@ -14,21 +14,14 @@ from dataclasses import dataclass, field
 
 from headstart.core import GREEDY_BELOW, Draft, Sequence
 
-EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-"""Upper edges of all bins of scores but the last."""
+EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # upper edges of all bins of scores but the last
 MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
-NO_SCORE = 0.5
-"""Score of a token whose drafter gives none."""
-PRIOR = 2.0
-"""Observations that each bin starts with, as if its mean score were right."""
-MEMORY = 2000.0
-"""Number of observations of a table after which older ones are halved."""
-OWN_PRIOR = 6.0
-"""Expected hits of a sequence at which its own record weighs as much as the tables."""
-OWN_MEMORY = 24.0
-"""Expected hits of a sequence after which older ones are halved."""
-WARM = 0.85
-"""Temperatures from here on form one class, lower ones above greedy another, greedy a third."""
+NO_SCORE = 0.5  # score of a token whose drafter gives none
+PRIOR = 2.0  # observations that each bin starts with, as if its mean score were right
+MEMORY = 2000.0  # number of observations of a table after which older ones are halved
+OWN_PRIOR = 6.0  # expected hits of a sequence at which its own record weighs as much as the tables
+OWN_MEMORY = 24.0  # expected hits of a sequence after which older ones are halved
+WARM = 0.85  # temperatures from here on form one class, lower ones above greedy another, greedy a third
 UNUSUAL = 3
 """Class of sequences with unusual sampling (Sequence.is_ordinary), kept apart so that they do not distort the
 others."""
@@ -77,8 +70,7 @@ class CalibrationTable:
 
 PLACES = 6
 """Draft positions from this one on share a table: the longer a draft has been right, the likelier it stays right."""
-Key = tuple[str, int, int]
-"""Drafter, temperature class, draft position."""
+Key = tuple[str, int, int]  # drafter, temperature class, draft position
 
 
 @dataclass

@@ -35,13 +35,10 @@ if TYPE_CHECKING:
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the free memory for the KV cache if --kv-blocks is not given. With recurrent state, the KV cache gets half
 of it, sequences' states and snapshots a quarter each. A GPU needs memory for nothing else but activations."""
-MAX_SNAPSHOTS = 256
-"""Snapshots of recurrent state in the prefix cache."""
+MAX_SNAPSHOTS = 256  # snapshots of recurrent state in the prefix cache
 GB = 10**9
-DIGESTS = "digests"
-"""Folder of the user cache with digests of files, which take seconds to compute."""
-BLOCK_RECORD = 512
-"""Bytes of bookkeeping per block."""
+DIGESTS = "digests"  # folder of the user cache with digests of files, which take seconds to compute
+BLOCK_RECORD = 512  # bytes of bookkeeping per block
 PLANNED: WeakKeyDictionary[KVCacheManager, tuple[str, int]] = WeakKeyDictionary()
 """Device and pool bytes of each live engine. Pools take memory only as they fill, so free memory does not include what
 is planned. Filled parts are counted twice, which is the safe side."""

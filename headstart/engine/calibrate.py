@@ -18,32 +18,24 @@ from headstart.core import Request, SamplingParams
 from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, undisturbed
 from headstart.engine.engine import Engine
 
-MAX_SECONDS = 2.0
-"""Time limit: no step starts later."""
-FOR_CURVES = 0.75
-"""Share of the time limit for the cost curves."""
-WORTH_KEEPING_S = 0.25
-"""Shorter calibrations are not stored: they are repeated at each start."""
-PROMPT = 24
-"""Prompt tokens of a measured sequence."""
+MAX_SECONDS = 2.0  # time limit: no step starts later
+FOR_CURVES = 0.75  # share of the time limit for the cost curves
+WORTH_KEEPING_S = 0.25  # shorter calibrations are not stored: they are repeated at each start
+PROMPT = 24  # prompt tokens of a measured sequence
 WARM_UP, STEPS, ROUNDS = 1, 2, 3
 """Steps per depth and round. With several rounds a temporary slowdown affects all depths, and CostCurve.fit, which
 takes the lower quartile, ignores it."""
 PLAN = ((1, (0, 1, 3, 7, 2, 5)), (4, (0, 3)), (16, (0, 3)), (1, (11,)), (64, (0, 3)))
 """(number of sequences, depths), most important first; what is not reached in time is extrapolated."""
-MIN_CONTEXT = 8
-"""Shorter contexts are not measured."""
-LONG, LONG_DEPTH = 448, 3
-"""Prompt tokens and depth of the long sequence."""
+MIN_CONTEXT = 8  # shorter contexts are not measured
+LONG, LONG_DEPTH = 448, 3  # prompt tokens and depth of the long sequence
 MAX_REACH = 0.5
 """Upper bound of the cost of LONG positions, as a share of a pass near position 0: differences of times are noisy."""
-MIN_SHARE = 0.3
-"""Lower bound of Costs.prompt_share."""
+MIN_SHARE = 0.3  # lower bound of Costs.prompt_share
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
 """Stored costs are confirmed once, at the next start: the ratio of a pass at CHECKED_DEPTH to a plain one must be the
 same within TOLERANCE. The check is skipped if it would take longer than CHECK_SECONDS."""
-BUSY = 1.2
-"""Ratio of median to fastest step from which other processes are assumed to use the cores."""
+BUSY = 1.2  # ratio of median to fastest step from which other processes are assumed to use the cores
 
 
 @dataclass

@@ -9,8 +9,7 @@ from typing import Any, Self
 
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Row counts at which a cost curve has its knots."""
-RATE = 0.05
-"""Share of a deviation that a step corrects."""
+RATE = 0.05  # share of a deviation that a step corrects
 DRIFT = 0.2
 """Share of the correction that applies to all counts: now and then a machine becomes slower or faster as a whole."""
 OUTLIER = 2.0

@@ -29,12 +29,9 @@ BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 """Extra margin, and extra factor on the costs of rows and draft steps, in the limit of large batches. A token saved in
 one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
 passes."""
-PROBES = 0.005
-"""Share of all time that may be spent on drafts that do not pay at present."""
-MAX_REST_STEPS = 7
-"""Most steps without drafts, after the head did not pay and lookups found nothing."""
-DRAFT_ROW = 0.1
-"""Cost of a row in a draft that takes one pass, as a share of the draft step."""
+PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
+MAX_REST_STEPS = 7  # most steps without drafts, after the head did not pay and lookups found nothing
+DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9

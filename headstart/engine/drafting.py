@@ -204,12 +204,9 @@ class Drafting:
 
 
 log = logging.getLogger("headstart.engine")
-DRAFTS_PER_CHECK = 400
-"""Drafts of ordinary texts between two checks of the acceptance."""
-MIN_ACCEPTED = 0.02
-"""Accepted tokens per draft, below which drafting pauses."""
-STEPS_PER_CHECK = 16
-"""Steps between two looks at the counts."""
+DRAFTS_PER_CHECK = 400  # drafts of ordinary texts between two checks of the acceptance
+MIN_ACCEPTED = 0.02  # accepted tokens per draft, below which drafting pauses
+STEPS_PER_CHECK = 16  # steps between two looks at the counts
 FIRST_PAUSE_S, MAX_PAUSE_S = 300.0, 3600.0
 """Length of the first pause; each further pause is twice as long, up to the maximum. Traffic changes with time."""
 

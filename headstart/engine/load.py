@@ -35,13 +35,10 @@ from headstart.models.tensors import LoadedDecoder, canonical_tensors, find_fami
 from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
-NATIVE_HEAD = "the checkpoint"
-"""Head.source of a head inside the trunk's own files."""
+NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
 DRAFT_MODEL = "draft_model"
-NEED_HEAD = ("mtp", "mixed")
-"""Values of --drafter that ask for the model's own head."""
-MAX_UNSHARED = 0.01
-"""Share of tokens that one vocabulary may have and the other lack: added later, or never used."""
+NEED_HEAD = ("mtp", "mixed")  # values of --drafter that ask for the model's own head
+MAX_UNSHARED = 0.01  # share of tokens that one vocabulary may have and the other lack: added later, or never used
 
 
 @dataclass(frozen=True)

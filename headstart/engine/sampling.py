@@ -22,8 +22,7 @@ _DTYPES: Mapping[str, Any] = {
     name: _BY_TYPE[kind] for name, kind in get_type_hints(RowConstants).items() if kind in _BY_TYPE
 } | {"seed": np.uint64}
 """Columns of SamplingRows that are constants of a sequence."""
-CACHED_MIXTURES = 128
-"""Number of batches whose constant columns are cached: a batch stays the same for many steps."""
+CACHED_MIXTURES = 128  # number of batches whose constant columns are cached: a batch stays the same for many steps
 
 
 def allowed_tokens(entries: Seq[Entry], vocab_size: int) -> Mask | None:

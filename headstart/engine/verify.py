@@ -91,8 +91,7 @@ def _scores(weights: Float64, ids: NDArray[np.int64], seed: int, position: int, 
     return noise
 
 
-BLOCK = 256
-"""Number of positions whose uniforms are computed in one call, which costs about as much for one position."""
+BLOCK = 256  # number of positions whose uniforms are computed in one call, which costs about as much for one position
 
 
 class SyntheticVerifier:

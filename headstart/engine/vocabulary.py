@@ -73,23 +73,16 @@ twelve years until penicillin could be made in useful amounts, and the first pat
 """Sample text of many kinds, written for this project, to produce typical hidden states."""
 
 
-MIN_VOCAB = 32_768
-"""No sketch for smaller vocabularies, whose LM head is cheap."""
-CANDIDATES = ((128, 128), (256, 256))
-"""(dimensions, exact blocks) of sketches, cheapest first."""
-MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8
-"""Required share of equal first choices, and time relative to the full head's."""
-HELD_OUT = 4
-"""1 / HELD_OUT of the states, the last ones, measure the sketch."""
+MIN_VOCAB = 32_768  # no sketch for smaller vocabularies, whose LM head is cheap
+CANDIDATES = ((128, 128), (256, 256))  # (dimensions, exact blocks) of sketches, cheapest first
+MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8  # required share of equal first choices, and time relative to the full head's
+HELD_OUT = 4  # 1 / HELD_OUT of the states, the last ones, measure the sketch
 SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096
 NAME, MIN_STATES = "vocabulary", 16
-REDUCIBLE = ("head", "block")
-"""Drafters that accept a reduced vocabulary."""
+REDUCIBLE = ("head", "block")  # drafters that accept a reduced vocabulary
 STATES_PER_PASS, TIMED_RUNS = 16, 7
-MAX_PIECE_TOKENS = 32
-"""Output tokens of a piece of text while other pieces are still in their prompts."""
-BATCH = 16
-"""Batch size (or max_num_seqs if smaller) in which a sketch must not be slower than the full LM head."""
+MAX_PIECE_TOKENS = 32  # output tokens of a piece of text while other pieces are still in their prompts
+BATCH = 16  # batch size (or max_num_seqs if smaller) in which a sketch must not be slower than the full LM head
 
 
 @dataclass(frozen=True)

@@ -52,16 +52,14 @@ NAME_OF: Mapping[np.dtype[Any], str] = {np.dtype(code): name for name, code in _
 
 WIDENED = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"})
 """Types of ggml whose blocks no kernel takes: such weights are float32 in memory, up to twenty times the file."""
-_UNREAD = frozenset({"Q8_1", "Q8_K"})
-"""Types of ggml that hold activations of a step, never weights."""
+_UNREAD = frozenset({"Q8_1", "Q8_K"})  # types of ggml that hold activations of a step, never weights
 CONVERT = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
 
 WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
 """Regular expression of what may stand before a language model's tensor names, in files of any family."""
 _WRAPPER = re.compile(WRAPPER)
 
-PIECE_BYTES = 1 << 22
-"""Of what is read piece by piece."""
+PIECE_BYTES = 1 << 22  # of what is read piece by piece
 END_BYTES = 4096
 
 

@@ -12,8 +12,7 @@ from headstart.errors import ModelError
 from headstart.files import read_regular
 from headstart.placeholder import FIRST_BYTES, placeholder_error
 
-MAX_BYTES = 100_000_000
-"""More than the index of any checkpoint."""
+MAX_BYTES = 100_000_000  # more than the index of any checkpoint
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

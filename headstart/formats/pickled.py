@@ -21,8 +21,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import ITEM_BYTES, File, Tensor
 from headstart.hub import HEAD_PICKLES
 
-MAX_PICKLE_BYTES = 1 << 24
-"""Bytes of the pickle itself, which holds names and sizes; of a head it has a few thousand."""
+MAX_PICKLE_BYTES = 1 << 24  # bytes of the pickle itself, which holds names and sizes; of a head it has a few thousand
 LOCAL_HEADER = struct.Struct("<26xHH")
 CONVERT = (
     'convert it: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '

@@ -24,8 +24,7 @@ from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.sizes import lookup
 
 Shape = tuple[int, ...]
-Settings = Mapping[str, Any]
-"""quantization_config of a config.json."""
+Settings = Mapping[str, Any]  # quantization_config of a config.json
 Decode = Callable[[NDArray[np.int64]], NDArray[np.float32]]
 """Rows [n] of a weight whose leading dimensions are one -> their values [n, columns]."""
 
@@ -35,8 +34,7 @@ ACTIVATIONS = ("input_scale", "input_scale_ub", "input_global_scale", "input_zer
 """Last words of static scales of activations: of no use once weights are plain."""
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
 """Scales of keys and values: they belong to no weight."""
-ORDINARY = frozenset({"scale", "scales", "biases"})
-"""Words that models use for tensors of their own, too."""
+ORDINARY = frozenset({"scale", "scales", "biases"})  # words that models use for tensors of their own, too
 SLAB_VALUES = 1 << 20
 AGAIN = "is a shard missing? download the model again"
 
@@ -303,8 +301,7 @@ class WeightHeader(NamedTuple):
     problem: str = ""
 
 
-_TABLES = ("BOOL", "I64", "I32", "I16")
-"""Types of masks and token ids: no parameters."""
+_TABLES = ("BOOL", "I64", "I32", "I16")  # types of masks and token ids: no parameters
 
 
 def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, WeightHeader]:

@@ -35,8 +35,7 @@ from headstart.formats.safetensors_file import (
 from headstart.hub import Repo, hub_errors, is_reachable
 
 T = TypeVar("T")
-FIRST = 128 * 1024
-"""Bytes of the first request: most headers end within them."""
+FIRST = 128 * 1024  # bytes of the first request: most headers end within them
 AT_ONCE = 8
 RETRIES = 2
 

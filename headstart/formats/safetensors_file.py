@@ -21,8 +21,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 MAX_HEADER = 100_000_000
-PREFIX = 8
-"""Bytes that hold the header's length."""
+PREFIX = 8  # bytes that hold the header's length
 AGAIN = "the file is damaged or its download is incomplete: download it again"
 _MAX_DIMS = 16
 _MAX_SIZE = 2**63

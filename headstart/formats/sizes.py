@@ -7,8 +7,7 @@ from typing import Any
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
 """Keys under which a config keeps that of its language model, or of its drafter's layers."""
-MAX_SIZE = 2**40
-"""No size is larger; a config may say anything."""
+MAX_SIZE = 2**40  # no size is larger; a config may say anything
 SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
     "vocabulary": ("target_vocab_size", "vocab_size"),

@@ -19,14 +19,12 @@ from headstart.layers.decoder import DecoderLayer, LayerConfig, Tap, join_pools,
 from headstart.layers.linear import Linear, LMHead
 from headstart.layers.network import NetworkProgram, Pools
 
-FIRST_PAIR_POSITION = 1
-"""The pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1."""
+FIRST_PAIR_POSITION = 1  # the pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1
 STATES = "states"
 
 
 MAX_MODULES = 64
-MAX_LAYERS, MAX_RANK = 16, 4096
-"""More layers, or a larger rank, are a mistake in a config."""
+MAX_LAYERS, MAX_RANK = 16, 4096  # more layers, or a larger rank, are a mistake in a config
 
 
 @dataclass(frozen=True, kw_only=True)

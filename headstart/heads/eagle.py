@@ -27,8 +27,7 @@ from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
-COPIES = ("embed_tokens.weight", "lm_head.weight")
-"""Tensors that are the trunk's own."""
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # tensors that are the trunk's own
 
 
 @dataclass(frozen=True)

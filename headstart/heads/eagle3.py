@@ -57,13 +57,10 @@ from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-OURS = "headstart"
-"""Key of config.json under which trunk and training are written; other engines ignore it."""
+OURS = "headstart"  # key of config.json under which trunk and training are written; other engines ignore it
 FEWEST_LAYERS = 3
-WHOLE, EACH = "input_norm.weight", "tap_norms.weight"
-"""Norms of EAGLE-3.1: of all streams together, of each by itself."""
-STREAM = re.compile(r"fc_norm\.\d+\.weight")
-"""Of one of them, as files have it."""
+WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # norms of EAGLE-3.1: of all streams together, of each by itself
+STREAM = re.compile(r"fc_norm\.\d+\.weight")  # of one of them, as files have it
 COPIES = ("lm_head.weight", "embed_tokens.weight")
 
 

@@ -17,13 +17,11 @@ from headstart.formats.base import Tensor, strip_wrapper
 from headstart.formats.sizes import Sizes, as_size, lookup
 
 Document = Mapping[str, Any]
-Arrays = Mapping[str, Any]
-"""Arrays, or (bits, dtype name), as formats.safetensors.save takes them."""
+Arrays = Mapping[str, Any]  # arrays, or (bits, dtype name), as formats.safetensors.save takes them
 DeclaredShapes = dict[str, tuple[Any, ...]]
 """Tensor names -> shapes, of whole numbers, sizes.Unknown, or None for any size. A name that begins with `?` is
 optional."""
-Present = Container[str]
-"""Names of the tensors that are there: they decide between spellings."""
+Present = Container[str]  # names of the tensors that are there: they decide between spellings
 
 
 def _nothing(sizes: Sizes, index: int, present: Present) -> DeclaredShapes:
@@ -36,8 +34,7 @@ class DrafterFormat:
 
     key: str
     title: str
-    method: str
-    """vLLM's word in --speculative-config, which launchers map to their own."""
+    method: str  # vLLM's word in --speculative-config, which launchers map to their own
     read: Callable[[Document, Mapping[str, Tensor], Path], Any] | None = None
     """Gives a HeadCheckpoint. Raises ModelError for what is missing, wrong, or not run here. None: it is not loaded."""
     write: Callable[[Any, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
@@ -45,38 +42,27 @@ class DrafterFormat:
     tensors: Callable[[Sizes, int, Present], DeclaredShapes] = _nothing
     """(sizes, layer or head, names that are there) -> its tensors; what all share comes with 0."""
     # what tells it from others, the first of these first
-    requires: str = ""
-    """A config key that no other file has."""
-    speculators: tuple[str, ...] = ()
-    """`speculators_model_type`."""
-    says: Mapping[str, Any] = field(default_factory=dict)
-    """Config keys and their values."""
+    requires: str = ""  # a config key that no other file has
+    speculators: tuple[str, ...] = ()  # `speculators_model_type`
+    says: Mapping[str, Any] = field(default_factory=dict)  # config keys and their values
     model_types: tuple[str, ...] = ()
-    gguf: tuple[str, ...] = ()
-    """Architectures of llama.cpp."""
-    architectures: tuple[str, ...] = ()
-    """Parts of an architecture's name."""
-    keys: tuple[str, ...] = ()
-    """Config keys that no whole model has; `markers`: tensors that none has."""
+    gguf: tuple[str, ...] = ()  # architectures of llama.cpp
+    architectures: tuple[str, ...] = ()  # parts of an architecture's name
+    keys: tuple[str, ...] = ()  # config keys that no whole model has; `markers`: tensors that none has
     markers: tuple[str, ...] = ()
     bare: Mapping[str, Any] = field(default_factory=dict)
     """Keys and values of a config.json beside which no tensors are known."""
-    fallback: bool = False
-    """Its rules fit files of other formats too, which are asked first."""
+    fallback: bool = False  # its rules fit files of other formats too, which are asked first
     # what its config says
-    renamed: tuple[tuple[str, str], ...] = ()
-    """Beginnings of names in files -> those of `tensors`."""
-    count: tuple[str, ...] = ()
-    """Keys of the number of layers or heads."""
+    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of names in files -> those of `tensors`
+    count: tuple[str, ...] = ()  # keys of the number of layers or heads
     aux: Literal["input", "output"] | None = None
     """Layer ids count a layer's input (EAGLE-3) or its output (DFlash); None: it reads no layers."""
-    reduced: bool = False
-    """It may draft from a part of the vocabulary, which d2t maps."""
+    reduced: bool = False  # it may draft from a part of the vocabulary, which d2t maps
     block: tuple[str, ...] = ()
     """Keys of the rows that one pass drafts; `anchored`: the first of them is the last token and drafts none."""
     anchored: bool = False
-    targets: str = ""
-    """How the target's model_type begins."""
+    targets: str = ""  # how the target's model_type begins
     of_family: Literal["", "module", "block"] = ""
     """Its tensors are those of a family's MTP module without its layer, or of the block of one."""
 
@@ -102,8 +88,7 @@ class DrafterFormat:
         return None if rows is None else max(1, rows - anchored)
 
 
-MARK = "headstart_head"
-"""Key of config.json of heads in headstart's own layout (heads/files.py)."""
+MARK = "headstart_head"  # key of config.json of heads in headstart's own layout (heads/files.py)
 OWN = DrafterFormat(key="headstart", title="headstart", method="headstart", requires=MARK, aux="input")
 
 

@@ -31,12 +31,9 @@ from headstart.kernels.specs import (
     StreamSpec,
 )
 
-Buffer = Any
-"""Opaque activations [R, width], float32, or per-row integers [R]."""
-Weight = Any
-"""Opaque weight owned by a backend: a float32 vector, or a matrix in the backend's own format."""
-Pool = Any
-"""Opaque paged storage with one row per slot: keys and values, hidden states, or recurrent states."""
+Buffer = Any  # opaque activations [R, width], float32, or per-row integers [R]
+Weight = Any  # opaque weight owned by a backend: a float32 vector, or a matrix in the backend's own format
+Pool = Any  # opaque paged storage with one row per slot: keys and values, hidden states, or recurrent states
 Activation = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
 ]
@@ -46,10 +43,8 @@ clamped: min(g, 7) * sigmoid(1.702 * g) * (u + 1), u clamped to [-7, 7] (gpt-oss
 silu_7, silu_16: min(silu(g), limit) * u, u clamped to [-limit, limit];
 silu_of_10: silu(min(g, 10)) * u, u clamped to [-10, 10]."""
 
-NEVER = -1e30
-"""Logit of a token that is never sampled; finite, because logits must be finite."""
-REFINED = 32
-"""Columns in one block of `Ops.refine`: the native kernels compute that many outputs together."""
+NEVER = -1e30  # logit of a token that is never sampled; finite, because logits must be finite
+REFINED = 32  # columns in one block of `Ops.refine`: the native kernels compute that many outputs together
 
 
 class RawTensor(Protocol):
@@ -94,8 +89,7 @@ class AttentionSpec:
         return self.value_dim or self.head_dim
 
 
-KVSpec = AttentionSpec | IndexSpec | CompressSpec
-"""What a layer stores per position in a KV pool."""
+KVSpec = AttentionSpec | IndexSpec | CompressSpec  # what a layer stores per position in a KV pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,8 +297,7 @@ class Ops(Protocol):
 
 Program = Callable[[Ops, StepInputs], Mapping[str, Buffer]]
 """Straight-line model code; returns named results [R, width] or [L, width]."""
-Handle = Any
-"""A program as prepared by its backend."""
+Handle = Any  # a program as prepared by its backend
 
 
 class Backend(Protocol):

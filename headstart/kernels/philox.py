@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 
-Array = Any
-"""numpy array or torch tensor with at least one dimension (numpy warns when a scalar overflows)."""
+Array = Any  # numpy array or torch tensor with at least one dimension (numpy warns when a scalar overflows)
 Words = tuple[Array, Array, Array, Array]
 
-TOKEN, ACCEPT, RESIDUAL = 0, 1, 2
-"""Noise streams: the token; accept test and residual sample of the rule `rejection`."""
+TOKEN, ACCEPT, RESIDUAL = 0, 1, 2  # noise streams: the token; accept test and residual sample of the rule `rejection`
 
 GUMBEL_MIN, GUMBEL_MAX = -3.14, 22.88
 """Bounds of `gumbel`, rounded outwards from -3.1301.. (word 2^32 - 1) and 22.8738.. (word 0)."""

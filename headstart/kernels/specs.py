@@ -132,8 +132,7 @@ class ScanSpec:
         return self.channels + self.num_heads
 
 
-StateSpec = ConvSpec | DeltaSpec | ScanSpec
-"""What a recurrent layer stores per sequence, in place of keys and values."""
+StateSpec = ConvSpec | DeltaSpec | ScanSpec  # what a recurrent layer stores per sequence, in place of keys and values
 
 
 class _OneKeyHead:

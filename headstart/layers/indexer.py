@@ -22,8 +22,7 @@ from headstart.layers.norm import LayerNorm
 from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
-EPS = 1e-6
-"""Of the norm of keys, for every config (as in DeepSeek's code)."""
+EPS = 1e-6  # of the norm of keys, for every config (as in DeepSeek's code)
 
 
 @dataclass(frozen=True, kw_only=True)

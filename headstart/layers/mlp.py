@@ -14,8 +14,7 @@ from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
-TINY = 1e-15
-"""Added to the mean square, so that rows of zeros stay zeros."""
+TINY = 1e-15  # added to the mean square, so that rows of zeros stay zeros
 ONE_STREAM = StreamSpec(1, 0, 0.0)
 
 

@@ -73,8 +73,7 @@ class NetworkHandle:
         return sum(windows) if all(windows) else 0
 
 
-FORWARD = "forward"
-"""Name of a decoder's only program."""
+FORWARD = "forward"  # name of a decoder's only program
 
 
 @dataclass(frozen=True)

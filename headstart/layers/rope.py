@@ -44,8 +44,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "finetuned")
 """Keys of every kind."""
 MAX_FEATURES = 1 << 16
-CONTEXT = "_context"
-"""Pseudo key of a config: the requested context length (--max-model-len)."""
+CONTEXT = "_context"  # pseudo key of a config: the requested context length (--max-model-len)
 KNOWN = frozenset(key for keys in KINDS.values() for key in keys) | {*COMMON}
 
 

@@ -15,8 +15,7 @@ from headstart.kernels.ops import Backend, RawTensor, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import LayerNorm, RMSNorm
 
-Shapes = dict[str, tuple[int, ...]]
-"""Canonical tensor names and their shapes."""
+Shapes = dict[str, tuple[int, ...]]  # canonical tensor names and their shapes
 
 
 class Weights:

@@ -23,8 +23,7 @@ from headstart.models.keys import Config, flag, number
 from headstart.models.small import Arrays
 
 MAMBA, FULL = "linear_attention", keys.FULL
-KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}
-"""Kinds of layers as older files call them."""
+KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers as older files call them
 MAX_TAPS, MAX_FEATURES = 16, 1 << 16
 PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
 """Hugging Face's names inside a Mamba2 layer, and ours; `A_log` and `D` are turned by `adapt`."""

@@ -34,22 +34,16 @@ OTHERS = {
 class DrafterKind:
     """A kind of drafter, and what its config says."""
 
-    kind: str
-    """`DrafterFormat.key`, or one of OTHERS."""
+    kind: str  # `DrafterFormat.key`, or one of OTHERS
     method: str
     """vLLM's word, which launchers map to their own; `headstart`: must be exported first; empty for `unknown`."""
     title: str
     format: DrafterFormat | None = None
-    container: str = "safetensors"
-    """safetensors, gguf, or speculators, which nests the drafter's config."""
-    num_modules: int = 1
-    """Native MTP modules, Medusa heads, or layers."""
-    block: int | None = None
-    """Rows that one pass of a block drafter computes; None for drafters that go token by token."""
-    max_drafts: int | None = None
-    """Tokens that such a pass drafts."""
-    hidden_size: int | None = None
-    """The target's, as `vocab_size`; None where nothing says it."""
+    container: str = "safetensors"  # safetensors, gguf, or speculators, which nests the drafter's config
+    num_modules: int = 1  # native MTP modules, Medusa heads, or layers
+    block: int | None = None  # rows that one pass of a block drafter computes; None for drafters that go token by token
+    max_drafts: int | None = None  # tokens that such a pass drafts
+    hidden_size: int | None = None  # the target's, as `vocab_size`; None where nothing says it
     vocab_size: int | None = None
     draft_vocab_size: int | None = None
 

@@ -22,10 +22,8 @@ from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, nu
 from headstart.models.mtp import MTPLayout
 
 SERVED = {"use_parallel_block": True, "use_gated_activation": True}
-SHARES = {"average": 0.5, "sum": 1.0}
-"""How routed and shared experts are put together -> a factor of both."""
-SCORES = {1: "softmax", 2: "sigmoid"}
-"""llama.cpp's numbers."""
+SHARES = {"average": 0.5, "sum": 1.0}  # how routed and shared experts are put together -> a factor of both
+SCORES = {1: "softmax", 2: "sigmoid"}  # llama.cpp's numbers
 
 
 def parse(config: Config) -> DecoderConfig:

@@ -40,8 +40,7 @@ SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_exper
 FIRST_SPARSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 SPARSE_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
 INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
-UNGATED = ("relu2", "relu", "gelu_ungated")
-"""Activations of a feed-forward part of two matrices, up and down."""
+UNGATED = ("relu2", "relu", "gelu_ungated")  # activations of a feed-forward part of two matrices, up and down
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,5 +284,4 @@ _FAMILIES: Mapping[str, Family] = {
 }
 DESCRIBED: Mapping[str, Family] = {name: replace(each, mtp=LAYOUTS.get(name)) for name, each in _FAMILIES.items()}
 """model_type -> its family, with the reason why it is not run."""
-UNKNOWN = _family("a family file")
-"""Any other config.json."""
+UNKNOWN = _family("a family file")  # any other config.json

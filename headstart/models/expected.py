@@ -48,8 +48,7 @@ class ModuleCheck:
     """One module: which of its tensors are there, and what is wrong with them."""
 
     index: int
-    layer: int | None
-    """In the trunk's numbering, where the module continues it."""
+    layer: int | None  # in the trunk's numbering, where the module continues it
     found: int
     required: int
     missing: list[str]

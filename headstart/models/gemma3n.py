@@ -20,8 +20,7 @@ from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number
 from headstart.models.reading import Reading
 
-SPARSE_LAYERS, SPARSITY = 10, 0.95
-"""Of a config that does not say it."""
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say it
 
 
 def parse(config: Config) -> DecoderConfig:

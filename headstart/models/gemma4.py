@@ -24,8 +24,7 @@ from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number
 from headstart.models.reading import Reading
 
-OWN = ("head_dim", "num_key_value_heads")
-"""What `per_layer_config` may say of a layer."""
+OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may say of a layer
 
 
 def parse(config: Config) -> DecoderConfig:

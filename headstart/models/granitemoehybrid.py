@@ -20,8 +20,7 @@ from headstart.models.keys import Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import Arrays
 
-ALL_ROTATED = ("granitemoe", "granitemoeshared")
-"""Granite 3's experts."""
+ALL_ROTATED = ("granitemoe", "granitemoeshared")  # Granite 3's experts
 
 
 def parse(config: Config) -> DecoderConfig:

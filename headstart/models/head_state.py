@@ -81,8 +81,7 @@ class UsableHeads(NamedTuple):
 
     num_modules: int | None
     """MTP modules that the engine runs; None for a family without them, and for one that the engine does not run."""
-    broken: HeadState | None
-    """The state of heads that the config promises and that are not whole."""
+    broken: HeadState | None  # the state of heads that the config promises and that are not whole
 
 
 def usable_heads(checkpoint: Checkpoint) -> UsableHeads:

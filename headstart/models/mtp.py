@@ -25,10 +25,8 @@ SIGMOID_EXPERT_KEYS = (
     "expert_group_count", "expert_group_used_count", "expert_shared_count", "leading_dense_block_count",
     "expert_weights_scale", "expert_weights_norm",
 )  # fmt: skip
-INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
-"""Config keys of sparse attention with an indexer."""
-SIGMOID = 2
-"""llama.cpp's number of the sigmoid as routing function."""
+INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")  # config keys of sparse attention with an indexer
+SIGMOID = 2  # llama.cpp's number of the sigmoid as routing function
 
 DeclaredShapes = dict[str, tuple[Any, ...]]
 """Tensor names -> shapes, of whole numbers, Unknown, or None for any size. A name that begins with `?` is optional."""
@@ -77,60 +75,40 @@ class MTPLayout:
     and the family's layers; here stands the rest."""
 
     title: str
-    key: str = ""
-    """The family's name in reports; empty: that of its file."""
-    norm: Literal["w", "1+w"] = "w"
-    """RMSNorm multiplies by the stored weight, or by one more."""
-    count_key: str = "num_nextn_predict_layers"
-    """The family's own key of the number of modules."""
-    default: int = 0
-    """Modules where the config has no such key."""
-    released: int = 0
-    """Modules of released checkpoints whose configs have no such key; there may be none."""
-    max_modules: int = 0
-    """Modules that other engines load at most, `served`: that this engine runs; 0: any number."""
+    key: str = ""  # the family's name in reports; empty: that of its file
+    norm: Literal["w", "1+w"] = "w"  # RMSNorm multiplies by the stored weight, or by one more
+    count_key: str = "num_nextn_predict_layers"  # the family's own key of the number of modules
+    default: int = 0  # modules where the config has no such key
+    released: int = 0  # modules of released checkpoints whose configs have no such key; there may be none
+    max_modules: int = 0  # modules that other engines load at most, `served`: that this engine runs; 0: any number
     served: int = 0
-    spare: int = 0
-    """How many more than there are the key counts, where it counts more than one."""
-    architectures: tuple[str, ...] = ()
-    """Parts of architecture names, for configs whose model_type is another."""
-    variant_of: str = ""
-    """A model_type that runs otherwise, of which these checkpoints have modules of another kind."""
-    requires: str = ""
-    """A config key that these checkpoints have; `unless`: one that they do not have."""
+    spare: int = 0  # how many more than there are the key counts, where it counts more than one
+    architectures: tuple[str, ...] = ()  # parts of architecture names, for configs whose model_type is another
+    variant_of: str = ""  # a model_type that runs otherwise, of which these checkpoints have modules of another kind
+    requires: str = ""  # a config key that these checkpoints have; `unless`: one that they do not have
     unless: str = ""
-    own: tuple[str, ...] = ()
-    """`embedding`, `lm_head`: of the module itself, not the trunk's."""
+    own: tuple[str, ...] = ()  # `embedding`, `lm_head`: of the module itself, not the trunk's
     rope: Literal["trunk", "sliding", "none"] = "trunk"
     """Rotary positions as in the trunk's full layers, as in its sliding layers, or none."""
     per_layer: tuple[str, ...] = ()
     """Config lists that must go on over the MTP layers; `per_module`: lists with one entry for each module."""
     per_module: tuple[str, ...] = ()
-    note: str = ""
-    """A warning about every such checkpoint."""
-    method: str = "mtp"
-    """vLLM's word in --speculative-config."""
-    vllm_eagle: bool = False
-    """vLLM has an EAGLE class of the module's formula."""
-    speculators: tuple[str, ...] = ()
-    """Model types for which speculators has an MTP class."""
+    note: str = ""  # a warning about every such checkpoint
+    method: str = "mtp"  # vLLM's word in --speculative-config
+    vllm_eagle: bool = False  # vLLM has an EAGLE class of the module's formula
+    speculators: tuple[str, ...] = ()  # model types for which speculators has an MTP class
     xllm: XllmDraft | None = None
-    not_xllm: str = ""
-    """Why xLLM has no draft of this family, although its tool takes the name for another family's."""
-    llama_cpp: tuple[str, ...] = ()
-    """llama.cpp's architectures of the family with a graph for the module."""
-    not_llama_cpp: str = ""
-    """Why no GGUF file can hold the module."""
+    not_xllm: str = ""  # why xLLM has no draft of this family, although its tool takes the name for another family's
+    llama_cpp: tuple[str, ...] = ()  # llama.cpp's architectures of the family with a graph for the module
+    not_llama_cpp: str = ""  # why no GGUF file can hold the module
     llama_cpp_draft: LlamaCppDraft | None = None
     # of families that are only described (models/described.py), whose layers do not name their tensors
     tensors: Callable[[Sizes, int, int, Container[str]], DeclaredShapes] | None = None
     """(sizes, module, its layer in the trunk's numbering, names that are there) -> tensors; what all modules share
     comes with module 0. Names are without wrappers; other tensors may stand beside these unless `closed`."""
-    parts: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names in files -> what `tensors` calls them."""
+    parts: Mapping[str, str] = field(default_factory=dict)  # parts of names in files -> what `tensors` calls them
     closed: bool = False
-    trailing: bool = True
-    """The modules are the layers after the trunk's last."""
+    trailing: bool = True  # the modules are the layers after the trunk's last
     concat: Literal["e;h", "h;e", "sum", ""] = "e;h"
     """Order of embedding and hidden state in the projection's input; `sum`: each has a projection."""
 

@@ -46,8 +46,7 @@ from headstart.models.mtp import MAX_MODULES, Declared, MTPLayout, declared
 from headstart.models.names import trailing_modules, trailing_name
 from headstart.models.tensors import renamed_tensors
 
-MAX_EXPERTS = 4096
-"""More are not listed one by one: a config may name any number."""
+MAX_EXPERTS = 4096  # more are not listed one by one: a config may name any number
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MODULE = re.compile(r"mtp\.(\d+)\.")
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj|(?:gate|up|down)_proj\.weight)")
@@ -59,8 +58,7 @@ COPIES = {
     "head.weight": "lm_head",
 }  # fmt: skip
 """Names inside a module, of copies of the trunk's tensors."""
-Parts = dict[str, dict[str, WeightHeader]]
-"""Weights of each part of a model, by name."""
+Parts = dict[str, dict[str, WeightHeader]]  # weights of each part of a model, by name
 
 
 @dataclass(frozen=True)
@@ -69,22 +67,16 @@ class NativeHeads:
 
     found: FoundFamily | None
     promised: Declared
-    num_layers: int
-    """Of the trunk."""
+    num_layers: int  # of the trunk
     parts: Parts
-    gguf: str = ""
-    """llama.cpp's architecture, of a GGUF file."""
+    gguf: str = ""  # llama.cpp's architecture, of a GGUF file
     modules: list[ModuleCheck] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     """Names without wrappers -> the checkpoint's, of tensors of the heads."""
-    extra: list[str] = field(default_factory=list)
-    """Tensors that the family's head does not have."""
-    moved_to: tuple[int, ...] = ()
-    """Layers that hold heads, where they are not those that the config asks for."""
-    unread: ModelError | None = None
-    """Why the config could not be read, so that nothing was checked."""
-    unchecked: bool = False
-    """The family is not known, so that nothing was checked."""
+    extra: list[str] = field(default_factory=list)  # tensors that the family's head does not have
+    moved_to: tuple[int, ...] = ()  # layers that hold heads, where they are not those that the config asks for
+    unread: ModelError | None = None  # why the config could not be read, so that nothing was checked
+    unchecked: bool = False  # the family is not known, so that nothing was checked
 
     @property
     def layout(self) -> MTPLayout | None:

@@ -29,8 +29,7 @@ from headstart.models.small import SCRATCH_EXPERTS
 MLP, MOE = "mlp", "moe"
 LETTERS = {"M": MAMBA, "*": FULL, "E": MOE, "-": MLP}
 KINDS = (MAMBA, FULL, MLP, MOE)
-MODULE = (FULL, MOE)
-"""Parts of the MTP module."""
+MODULE = (FULL, MOE)  # parts of the MTP module
 
 
 def parse(config: Config) -> DecoderConfig:

@@ -26,11 +26,9 @@ from headstart.server.limits import PRIORITY
 from headstart.system import exclusive_lock
 
 MINUTE, DAY = 60.0, 86400.0
-NAME_DIGITS = 8
-"""Hexadecimal digits of an account's name, from the key's hash."""
+NAME_DIGITS = 8  # hexadecimal digits of an account's name, from the key's hash
 MAX_SHARE = 1e6
-PLACES_PER_FREE_PLACE = 4
-"""Places of the queue that a key may take for each place that it leaves to others."""
+PLACES_PER_FREE_PLACE = 4  # places of the queue that a key may take for each place that it leaves to others
 
 
 class AccountLimits(BaseModel):
@@ -53,8 +51,7 @@ class _KeyTable(AccountLimits):
     sha256: str | None = None  # of the key, hexadecimal
 
 
-_ENTRY = struct.Struct("<dd")
-"""The level and its time, by the clock that all processes of a machine share."""
+_ENTRY = struct.Struct("<dd")  # the level and its time, by the clock that all processes of a machine share
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from headstart.engine.async_engine import RequestStream
 from headstart.errors import BusyError, CapacityError
 from headstart.server.accounts import Accounts
 
-NUM_RECENT_ENDS = 32
-"""Ends of choices from which the rate is estimated at which places become free."""
-MAX_RETRY_S = 60.0
-"""Maximum of the header Retry-After."""
+NUM_RECENT_ENDS = 32  # ends of choices from which the rate is estimated at which places become free
+MAX_RETRY_S = 60.0  # maximum of the header Retry-After
 
 
 class Admission:

@@ -23,8 +23,7 @@ log = logging.getLogger("headstart.access")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
 """Paths that need no API key: health checks have none, and a router passes none on."""
 REQUEST_ID = "X-Request-Id"
-OWNER = "headstart.owner"
-"""Key in an ASGI scope: name of the account of the request's API key."""
+OWNER = "headstart.owner"  # key in an ASGI scope: name of the account of the request's API key
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

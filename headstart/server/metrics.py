@@ -26,8 +26,7 @@ PREFILL_HELP = {
     "prompts": "Prompts that the prefill server computed.", "tokens": "Their tokens that were not known here.",
     "fetched": "Blocks that came over HTTP.", "failed": "Prompts that it did not compute.",
 }  # fmt: skip
-LOG_EVERY_S = 10.0
-"""Time between log lines while there is work."""
+LOG_EVERY_S = 10.0  # time between log lines while there is work
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)

@@ -46,10 +46,8 @@ from headstart.server.prepare import OutputFormats
 log = logging.getLogger("headstart.server")
 LATEST_TAG = ":latest"
 SWEEP_INTERVAL_S = 0.5
-MIN_KEEP_ALIVE_S = 1.0
-"""A model that was just loaded has requests that waited for it."""
-CACHE_DIVISOR = 4
-"""A model's caches take this part of the memory that its weights leave."""
+MIN_KEEP_ALIVE_S = 1.0  # a model that was just loaded has requests that waited for it
+CACHE_DIVISOR = 4  # a model's caches take this part of the memory that its weights leave
 _OF_PARTS = re.compile(r"-00001-of-\d{5}$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 

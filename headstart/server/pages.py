@@ -31,8 +31,7 @@ KINDS = {
 }
 PLACES = {"/": "index.html", "/dashboard": "dashboard.html"}
 PARAMETERS = "parameters.js"
-SAFE_INTEGER = 2**53
-"""JavaScript's numbers are exact up to here."""
+SAFE_INTEGER = 2**53  # JavaScript's numbers are exact up to here
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

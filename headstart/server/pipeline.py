@@ -29,8 +29,7 @@ from headstart.server.schema import Common, ResponseModel, ignored_fields_header
 
 Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
-CLIENT_GONE = 499
-"""nginx's status for a closed connection; clients never see it."""
+CLIENT_GONE = 499  # nginx's status for a closed connection; clients never see it
 
 
 def error_responses(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headstart.server")
 PREFILL_PATH, BLOCKS_PATH = "/kv/prefill", "/kv/blocks"
-MIN_TOKENS = 128
-"""Prompts with fewer unknown tokens are computed here: a request takes longer."""
-MAX_WAITING = 64
-"""Prompts that wait for the prefill server at the same time."""
+MIN_TOKENS = 128  # prompts with fewer unknown tokens are computed here: a request takes longer
+MAX_WAITING = 64  # prompts that wait for the prefill server at the same time
 CONNECT_TIMEOUT_S, RESPONSE_TIMEOUT_S = 2.0, 300.0
-RETRY_AFTER_S = 5.0
-"""Time without requests to a server that failed."""
+RETRY_AFTER_S = 5.0  # time without requests to a server that failed
 
 
 class PrefillBody(BaseModel):

@@ -24,8 +24,7 @@ from headstart.server.prefill_client import BLOCKS_PATH, PREFILL_PATH, PrefillBo
 from headstart.server.prepare import with_owner
 
 router = APIRouter(route_class=CheckedRoute)
-FLUSH_TIMEOUT_S = 60.0
-"""Time in which the last blocks of a prompt are written."""
+FLUSH_TIMEOUT_S = 60.0  # time in which the last blocks of a prompt are written
 
 
 @router.post(PREFILL_PATH, responses=ERRORS, response_model=PrefillResult)

@@ -33,15 +33,12 @@ from headstart.text.parsers import Parser, is_opened, make_parser
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """Variables of a template that chat_template_kwargs cannot set."""
-DEVELOPER = "developer"
-"""OpenAI's newer word for the system role; few templates know it."""
+DEVELOPER = "developer"  # OpenAI's newer word for the system role; few templates know it
 THOUGHTS = ("reasoning_content", "reasoning")
 """Names of the reasoning of earlier turns: clients send either, templates read the first."""
-COMPLETION_TOKENS = 16
-"""Default max_tokens of /v1/completions, as in OpenAI and vLLM."""
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
 HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
-FORCED_FORMAT = "hermes"
-"""Format of tool calls that a grammar enforces, for every model."""
+FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces, for every model
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,10 @@ log = logging.getLogger("headstart.server")
 MANIFEST = "manifest.json"
 VERSION = 1
 FILES = "records-*.jsonl"
-PARTS = 16
-"""Files of a full folder: the oldest goes when there is no room for another."""
-MAX_QUEUED = 1024
-"""Texts that may wait to be written."""
-STOP_SECONDS = 5.0
-"""Time for writing them at the end of the server."""
-LOG_DISK_EVERY_S = 600.0
-"""Time between two log lines about a disk that is full."""
+PARTS = 16  # files of a full folder: the oldest goes when there is no room for another
+MAX_QUEUED = 1024  # texts that may wait to be written
+STOP_SECONDS = 5.0  # time for writing them at the end of the server
+LOG_DISK_EVERY_S = 600.0  # time between two log lines about a disk that is full
 
 
 @dataclass(frozen=True)

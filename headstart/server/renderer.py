@@ -12,8 +12,7 @@ from headstart.server.generation import ChoiceStep, Generation, Json
 
 Result = TypeVar("Result")
 
-MAX_ELEMENTS = 64
-"""Elements of a list that are written at once; other threads run in between."""
+MAX_ELEMENTS = 64  # elements of a list that are written at once; other threads run in between
 
 
 class ResponseRenderer(ABC):

@@ -26,8 +26,7 @@ from headstart.system import HANGUP, add_signal_handler, has_terminal
 log = logging.getLogger("headstart.server")
 SWITCH_INTERVAL_S = 0.001
 """Longest time for which a thread keeps others from running: /health is answered while requests are prepared."""
-LAST_RESPONSES_S = 5
-"""Time after --shutdown-timeout for telling clients about the end."""
+LAST_RESPONSES_S = 5  # time after --shutdown-timeout for telling clients about the end
 
 
 def serve(

@@ -58,8 +58,7 @@ class Body(BaseModel):
     """Values of another type than the field's are refused, not converted. null and SENTINELS mean the default."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-    harmless: ClassVar[frozenset[str]] = frozenset()
-    """Members beside the fields that need no effect."""
+    harmless: ClassVar[frozenset[str]] = frozenset()  # members beside the fields that need no effect
     refused: ClassVar[Mapping[str, str]] = {}
     """Members that change the text and have no effect here -> what to do instead."""
 

@@ -25,8 +25,7 @@ from headstart.text.grammar_state import GrammarState
 
 PATHS, STEPS = 4, 12
 """Number and length of random texts that are tried: a constraint that fails on all of them is refused."""
-MAX_MESSAGE = 2000
-"""Characters of a message: a write of up to 4096 bytes to a pipe is atomic."""
+MAX_MESSAGE = 2000  # characters of a message: a write of up to 4096 bytes to a pipe is atomic
 
 
 def main() -> None:

@@ -30,18 +30,14 @@ from headstart.text.token_bytes import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens, as in sentencepiece's and llama.cpp's files."""
-_NEVER_SCORE = -10_000.0
-"""Score of tokens that no text becomes."""
+_NEVER_SCORE = -10_000.0  # score of tokens that no text becomes
 UNIGRAM, BPE = 1, 2
-MERGES = "tokenizers"
-"""Folder of the user cache with merges of large vocabularies, which take a second to compute."""
-_CACHED_SIZE = 10_000
-"""Tokens of a vocabulary whose merges are worth a file."""
+MERGES = "tokenizers"  # folder of the user cache with merges of large vocabularies, which take a second to compute
+_CACHED_SIZE = 10_000  # tokens of a vocabulary whose merges are worth a file
 _BASE, _INVERSE = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)
 """Base of the hashes of tokens, and its inverse modulo 2^64."""
 _HINT = "download the tokenizer again"
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-"""Wire types of protocol buffers."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
 
 @dataclass(frozen=True)

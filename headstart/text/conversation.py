@@ -16,8 +16,7 @@ from headstart.errors import CapacityError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 
-_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Code points for marks, which no text should contain."""
+_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # code points for marks, which no text should contain
 
 
 @dataclass(frozen=True)

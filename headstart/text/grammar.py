@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls"]
 
-RECOMPILE_SECONDS = 0.2
-"""A grammar that takes longer to compile is not compiled again during generation."""
+RECOMPILE_SECONDS = 0.2  # a grammar that takes longer to compile is not compiled again during generation
 LIGHT_FIXED, LIGHT_FACTOR = 2**17, 128
 """Estimated bytes of a light grammar: a constant, and a factor of its text's bytes (at most 110 was measured)."""
 

@@ -18,8 +18,7 @@ from headstart.core import Mask
 from headstart.text.grammar_spec import one_line
 
 FORCED_LIMIT = 16
-CACHED_MASKS = 32
-"""Number of latest masks that are kept; at least as many as a look-ahead needs."""
+CACHED_MASKS = 32  # number of latest masks that are kept; at least as many as a look-ahead needs
 LEXER_ERROR = "lexer error"
 RESTARTS, RESTART_SECONDS = 3, 1.0
 """How often a text is read again with a new lexer after its lexer has failed, and for how long at most."""

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from headstart.text.tokenizer import Tokenizer
 
 _ANCHOR = "\n"  # a token of its own in sentencepiece vocabularies; the text after it is no start of a text
-FORCED_WINDOW = 2048
-"""Bytes of a forced text that are encoded: the library only uses the first token."""
+FORCED_WINDOW = 2048  # bytes of a forced text that are encoded: the library only uses the first token
 
 
 @dataclass(frozen=True)

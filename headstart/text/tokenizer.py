@@ -21,10 +21,8 @@ from headstart.text import _gguf_tokenizer
 from headstart.text.token_bytes import parse_decoder
 
 FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
-MAX_ID = 2**32 - 1
-"""Largest id that the library takes."""
-LONG_TEXT = 4096
-"""Longer texts (characters) are encoded while other threads run."""
+MAX_ID = 2**32 - 1  # largest id that the library takes
+LONG_TEXT = 4096  # longer texts (characters) are encoded while other threads run
 
 
 class Tokenizer:

@@ -26,8 +26,7 @@ from headstart.train.records import Example, SkippedRecords, count_tokens, encod
 BUCKET, SMALL_BATCH = 256, 4096
 """Examples that are sorted by length before they are cut into batches, for each SMALL_BATCH tokens of a batch: little
 padding, yet random neighbours."""
-HELD_OUT_TOKENS = 40_000
-"""Upper bound of the tokens of one evaluation, all kinds of text together."""
+HELD_OUT_TOKENS = 40_000  # upper bound of the tokens of one evaluation, all kinds of text together
 
 
 @dataclass(frozen=True, eq=False)

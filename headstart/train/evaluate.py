@@ -24,8 +24,7 @@ from headstart.train.progress import show_progress
 from headstart.train.records import Example
 
 BATCH_TOKENS = 4096
-ANCHORS = 0.2
-"""Share of a block drafter's possible anchors that are evaluated; always the same ones."""
+ANCHORS = 0.2  # share of a block drafter's possible anchors that are evaluated; always the same ones
 PROMPTS, TOKENS, ROUNDS = 12, 48, 3
 MAX_PROMPT_TOKENS = 512
 

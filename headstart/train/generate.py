@@ -24,23 +24,19 @@ from headstart.train.progress import show_progress
 from headstart.train.records import Message, Shards, find_files
 
 GREEDY_SHARE = 0.5
-TEMPERATURES = (0.7, 1.0)
-"""Range of temperatures of the answers that are not greedy."""
+TEMPERATURES = (0.7, 1.0)  # range of temperatures of the answers that are not greedy
 ANSWER_TOKENS = 256
 MIN_CONCURRENT = 4
 """Answers in progress at the start of a wave. Each finished answer allows more, so that a short run finishes some."""
-MIN_ANSWER_TOKENS = 4
-"""Shorter unfinished answers are dropped: there is nothing to learn from them."""
+MIN_ANSWER_TOKENS = 4  # shorter unfinished answers are dropped: there is nothing to learn from them
 EndReason = Literal["enough", "late"]
 
 Language = Literal["en", "any"]
 OWN_KIND = "own"
 PROMPT_TOKENS = 192
 TEMPERATURE, TOP_P = 1.0, 0.95
-MIN_CHARACTERS, MAX_CHARACTERS = 12, 1500
-"""Length of a usable prompt."""
-MIN_COMPRESSED_SHARE = 0.35
-"""Text that zlib compresses below this share repeats itself."""
+MIN_CHARACTERS, MAX_CHARACTERS = 12, 1500  # length of a usable prompt
+MIN_COMPRESSED_SHARE = 0.35  # text that zlib compresses below this share repeats itself
 _MARK = "user-turn-mark"
 _COMMON = """
 the a an of to in is and for on with that this it as are be by from what how i you my your can or which

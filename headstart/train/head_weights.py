@@ -25,8 +25,7 @@ from headstart.train.ops import TrainingKV, TrainOps
 from headstart.train.options import check_native_head, saved_head
 from headstart.version import __version__
 
-FIRST_LOGITS = 2.0
-"""Standard deviation of the first logits of a head whose block is not like the trunk's."""
+FIRST_LOGITS = 2.0  # standard deviation of the first logits of a head whose block is not like the trunk's
 LM_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 

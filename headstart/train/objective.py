@@ -22,8 +22,7 @@ from headstart.train.losses import LossTerms, Teacher, all_candidates, distill, 
 from headstart.train.ops import TrainingKV, TrainOps
 from headstart.train.torch_weights import round_int4
 
-CHUNK = 16
-"""Anchors that share one matrix of scores. Their rows do not see each other: those scores are wasted work."""
+CHUNK = 16  # anchors that share one matrix of scores. Their rows do not see each other: those scores are wasted work.
 
 
 @dataclass(frozen=True, eq=False)

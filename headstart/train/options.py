@@ -18,8 +18,7 @@ from headstart.heads.kind import HeadCheckpoint, Training, head_kind, is_plain, 
 from headstart.models.head_state import usable_heads
 from headstart.models.tensors import find_family, read_config
 
-MIN_TEXT_TOKENS = 1_000
-"""Fewest tokens of answers or plain text that a new head is trained on."""
+MIN_TEXT_TOKENS = 1_000  # fewest tokens of answers or plain text that a new head is trained on
 MAX_SEED = 2**63 - 1
 
 

@@ -18,8 +18,7 @@ _CODE = "py c h cc cpp hpp rs go js ts tsx java kt rb sh sql html css lua php cs
 CODE = frozenset(f".{name}" for name in _CODE.split())
 PROSE = frozenset((".txt", ".md", ".rst", ".adoc", ".tex", ".org"))
 DATA = frozenset((".json", ".yaml", ".yml", ".toml", ".xml", ".csv"))
-PIECE_CHARS = 6000
-"""Longer files are cut at line ends into pieces of about this size."""
+PIECE_CHARS = 6000  # longer files are cut at line ends into pieces of about this size
 MIN_PIECE_CHARS = 200
 MAX_FILE_BYTES = 2 << 20
 PASSAGE_WORDS = (120, 350)

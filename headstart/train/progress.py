@@ -15,11 +15,9 @@ from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingC
 
 from headstart.svg import PALETTE, Plot, Point, Series, draw_document
 
-LINE_SECONDS = 20.0
-"""Seconds between lines where stderr is no terminal."""
+LINE_SECONDS = 20.0  # seconds between lines where stderr is no terminal
 
-ShowProgress = Callable[[float, str], None]
-"""Called with the share done (0 to 1) and a text."""
+ShowProgress = Callable[[float, str], None]  # called with the share done (0 to 1) and a text
 
 
 @contextmanager

@@ -29,8 +29,7 @@ MAX_TOKENS = 1024
 
 MIN_TOKENS = 16
 
-HELD_OUT_EVERY = 50
-"""One record in this many is held out (2 %)."""
+HELD_OUT_EVERY = 50  # one record in this many is held out (2 %)
 
 Message = Mapping[str, Any]
 

@@ -54,10 +54,8 @@ from headstart.train.trainer import (
     train,
 )
 
-PATIENCE = 10
-"""A run ends early after this many evaluations without improvement."""
-LABEL_SHARE = 0.45
-"""Share of a run bounded by minutes that computing hidden states may take."""
+PATIENCE = 10  # a run ends early after this many evaluations without improvement
+LABEL_SHARE = 0.45  # share of a run bounded by minutes that computing hidden states may take
 STEPS, MIN_BATCH_TOKENS = 1500, 512
 TOKENS_PER_SECOND: Mapping[Device, int] = {"cpu": 1_000, "cuda": 100_000}
 """Approximate training speed: decides whether a run is short."""

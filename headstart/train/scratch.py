@@ -52,11 +52,9 @@ from headstart.train.trainer import Recipe, apply_gradients, make_optimizers
 from headstart.version import __version__
 
 VOCAB_SIZE = 2048
-END = "<|endoftext|>"
-"""Token 0: before and after every document."""
+END = "<|endoftext|>"  # token 0: before and after every document
 BATCH_ROWS, BATCH_LENGTH = 4, 256
-HEAD_LOSS_WEIGHT = 0.1
-"""Of the head's loss, a sum over steps and terms, against the trunk's."""
+HEAD_LOSS_WEIGHT = 0.1  # of the head's loss, a sum over steps and terms, against the trunk's
 HELD_OUT_BATCHES = 16
 MIN_TEXT_TOKENS = 20 * BATCH_LENGTH
 

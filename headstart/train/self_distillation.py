@@ -39,20 +39,16 @@ from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.records import Shards
 from headstart.version import __version__
 
-WAVE = 512
-"""Prompts that are answered together."""
+WAVE = 512  # prompts that are answered together
 OWN_SHARE, FOLLOW_UP_SHARE = 0.45, 0.15
 """Shares of a wave: prompts that the model wrote, and second turns after earlier answers. Templates are the rest."""
 MAX_TEMPLATES = 20_000
-OWN_ATTEMPTS = 384
-"""Prompts that the model begins at once; about two thirds are usable."""
+OWN_ATTEMPTS = 384  # prompts that the model begins at once; about two thirds are usable
 MIN_ATTEMPTS = 16
 OWN_FILES = {"manifest.json", "own.state", "answers-00000.jsonl", "text-00000.jsonl"}
 """Files that identify a folder written by an earlier run."""
-OWN_TIME = 0.25
-"""Upper bound for writing prompts, as a share of the remaining time."""
-MAX_TURN_CHARACTERS = 1200
-"""Longest answer that a second turn may follow."""
+OWN_TIME = 0.25  # upper bound for writing prompts, as a share of the remaining time
+MAX_TURN_CHARACTERS = 1200  # longest answer that a second turn may follow
 MAX_SEQS = 32
 TEXT_SHARE, MAX_TEXT_TOKENS, CHARACTERS_PER_TOKEN = 0.3, 3_000_000, 4
 """Upper bound of plain text, as a share of the requested tokens (of MAX_TEXT_TOKENS where only a time is given)."""

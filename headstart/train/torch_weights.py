@@ -19,8 +19,7 @@ from headstart.kernels.ops import Backend
 from headstart.layers.weights import Weights
 
 GROUP, LEVELS = 32, 15
-REFINEMENTS = 2
-"""Least-squares fits of a group's scale and minimum."""
+REFINEMENTS = 2  # Least-squares fits of a group's scale and minimum
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,7 @@ from headstart.formats.base import Tensor
 from headstart.formats.quantization import Decode, Shape, Stored
 
 BLOCK = 128
-Codes = Callable[[Tensor], NDArray[np.float32]]
-"""Rows of the stored tensor -> codes [n, columns]."""
+Codes = Callable[[Tensor], NDArray[np.float32]]  # rows of the stored tensor -> codes [n, columns]
 
 
 def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | None = None) -> Decode:

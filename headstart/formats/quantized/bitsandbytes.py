@@ -89,8 +89,7 @@ def decode(stored: Stored) -> Decode | None:
     return values
 
 
-Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]
-"""Numbers of blocks -> the largest magnitude in each."""
+Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # numbers of blocks -> the largest magnitude in each
 
 
 class _Parts(NamedTuple):

@@ -19,12 +19,9 @@ from headstart.heads.published import Arrays
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.rope import rope_base
 
-POSITIONS = 1 << 17
-"""max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it."""
-ANCHORS = 512
-"""Of DeepSpec's training; its class does not open a config without the key."""
-Written = tuple[dict[str, Any], dict[str, Any]]
-"""config.json, and arrays under published names."""
+POSITIONS = 1 << 17  # max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it
+ANCHORS = 512  # of DeepSpec's training; its class does not open a config without the key
+Written = tuple[dict[str, Any], dict[str, Any]]  # config.json, and arrays under published names
 HINT = "headstart runs it as it is (--head DIR); for other engines train one anew: headstart train --kind block"
 
 

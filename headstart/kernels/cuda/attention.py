@@ -18,10 +18,8 @@ from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.specs import CompressSpec, IndexSpec
 from headstart.kernels.torch_backend import TorchKVPool
 
-SPLIT, BLOCK = 512, 64
-"""Positions that one program sums (the same as native's), and positions of one step."""
-ALL, WINDOW_ENDS, CHOSEN = range(3)
-"""Kinds of position lists (see kernels/attention.py)."""
+SPLIT, BLOCK = 512, 64  # positions that one program sums (the same as native's), and positions of one step
+ALL, WINDOW_ENDS, CHOSEN = range(3)  # kinds of position lists (see kernels/attention.py)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,7 @@ from headstart.kernels.ops import Ops, Program, RawTensor, StepInputs
 from headstart.kernels.reference.sampling import requested_logprobs
 from headstart.kernels.torch_backend import TorchBackend
 
-_REASONS = {-1: NOTHING_LEFT, -2: NOT_FINITE}
-"""Error codes of kernels/sampling.py."""
+_REASONS = {-1: NOTHING_LEFT, -2: NOT_FINITE}  # error codes of kernels/sampling.py
 
 
 @dataclass(frozen=True, eq=False)

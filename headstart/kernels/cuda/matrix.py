@@ -148,10 +148,8 @@ BLOCKS: Mapping[str, Callable[[Raw, int], Unpacked]] = {
 """GGUF types that keep about their own size; other types become floats."""
 
 
-PLAIN, NIBBLES, FLOAT8, LEVELS = range(4)
-"""How codes are stored (see kernels/products.py)."""
-ROWS_AT_ONCE = 16 << 20
-"""Elements unpacked at a time, so that a large table is not in memory twice."""
+PLAIN, NIBBLES, FLOAT8, LEVELS = range(4)  # how codes are stored (see kernels/products.py)
+ROWS_AT_ONCE = 16 << 20  # elements unpacked at a time, so that a large table is not in memory twice
 _PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _NUMPY = {"BF16": np.int16, "F16": np.float16, "F32": np.float32}
 _QUANTIZED = {"int8": "Q8_0", "int4": "Q4_1"}

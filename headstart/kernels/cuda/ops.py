@@ -42,10 +42,8 @@ from headstart.kernels.specs import (
 )
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
-CHUNK = 1024
-"""Positions computed together on the host."""
-MAX_STATE_COLUMNS = 64
-"""Columns of a recurrent state that one program updates, at most."""
+CHUNK = 1024  # positions computed together on the host
+MAX_STATE_COLUMNS = 64  # columns of a recurrent state that one program updates, at most
 
 
 class PositionTables:

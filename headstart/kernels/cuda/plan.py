@@ -20,10 +20,8 @@ from headstart.kernels.cuda.device import copy_to_device
 Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Row counts of padded passes; beyond the last, its multiples."""
-MIN_BLOCKS = 64
-"""Width of a block table, at least."""
-ALIGNED_INTS = 4
-"""Integers in 16 bytes."""
+MIN_BLOCKS = 64  # width of a block table, at least
+ALIGNED_INTS = 4  # integers in 16 bytes
 
 
 def bucket_of(count: int) -> int:

@@ -24,8 +24,7 @@ from headstart.kernels.cuda.plan import DevicePlan, PlanShape
 from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_edited, is_limited
 from headstart.kernels.ops import Ops, Program
 
-LOGIT_RESULTS = ("logits", "confidence")
-"""Results with a row for each of plan.logit_rows; others have one for each row."""
+LOGIT_RESULTS = ("logits", "confidence")  # results with a row for each of plan.logit_rows; others have one for each row
 MAX_ROWS, MAX_RECORDINGS = 256, 64
 """Passes of more than MAX_ROWS rows run directly: launches are a small part of their time. A program keeps at most
 MAX_RECORDINGS recordings; the oldest is dropped."""

@@ -19,8 +19,7 @@ from headstart.kernels.cuda.device import copy_to_device
 from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.launch import KernelLauncher, tile_size
 
-EDIT_TILE = 64
-"""Sparse edits (bias, penalties) per step of a program."""
+EDIT_TILE = 64  # sparse edits (bias, penalties) per step of a program
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """Fused multiply-adds round once, so their bits differ from the host's."""
 

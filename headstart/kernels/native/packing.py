@@ -93,8 +93,7 @@ def _pack_parts(tensor: RawTensor, pool: ThreadPool, source: str, out: Bytes) ->
         pack_rows(pool, source, data, cols, blocks)
 
 
-LAYOUT = 6
-"""Version of packed files; raise it when csrc/matrix.h or the packed values change."""
+LAYOUT = 6  # version of packed files; raise it when csrc/matrix.h or the packed values change
 
 _MAGIC = b"HSPACKED"
 _PREFIX = struct.Struct("<8sII")  # magic, bytes and crc32 of the header

@@ -38,8 +38,7 @@ from headstart.kernels.specs import (
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
 """Numbers of Activation in csrc/kernels.h."""
-SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}
-"""Numbers of Scoring in csrc/kernels.h."""
+SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}  # numbers of Scoring in csrc/kernels.h
 Input = Literal["token_ids", "positions", "logit_rows", "hidden"]
 
 

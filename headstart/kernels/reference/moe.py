@@ -19,13 +19,10 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: relu(x).square(),
     "identity": lambda x: x,
 }
-CLAMP, SLOPE = 7.0, 1.702
-"""Bound of both factors, and slope of the sigmoid, of the `clamped` activation (gpt-oss)."""
+CLAMP, SLOPE = 7.0, 1.702  # bound of both factors, and slope of the sigmoid, of the `clamped` activation (gpt-oss)
 OUTPUT_LIMITS: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
-INPUT_LIMIT = 10.0
-"""Bound of both inputs of `silu_of_10`."""
-WEIGHT_SUM_EPSILON = 1e-20
-"""Added to the sum of scores before division, as in DeepSeek's code: all sigmoids may be 0."""
+INPUT_LIMIT = 10.0  # bound of both inputs of `silu_of_10`
+WEIGHT_SUM_EPSILON = 1e-20  # added to the sum of scores before division, as in DeepSeek's code: all sigmoids may be 0
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
@@ -45,8 +42,7 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": lambda logits: logits.sigmoid(),
     "softplus": lambda logits: softplus(logits).sqrt(),
 }
-TokenExperts = tuple[Tensor, Tensor]
-"""(Experts of each token id [V * top_k], token ids of the rows [R])."""
+TokenExperts = tuple[Tensor, Tensor]  # (Experts of each token id [V * top_k], token ids of the rows [R])
 
 
 def route(

@@ -114,8 +114,7 @@ class ChatCompletion(ResponseModel):
     usage: Usage
 
 
-MANY_LOGPROBS = 2000
-"""Logprobs of a prompt, above which a chunk is built in another thread."""
+MANY_LOGPROBS = 2000  # logprobs of a prompt, above which a chunk is built in another thread
 
 
 class OpenAIRenderer(ResponseRenderer):

@@ -45,8 +45,7 @@ from headstart.server.schema import Body, ResponseModel, Texts, ignored_fields_h
 
 router = APIRouter(route_class=CheckedRoute)
 POOLING = "mean"
-MAX_IN_ENGINE = 16
-"""Texts of one request in the engine at a time, so that a large request leaves places for others."""
+MAX_IN_ENGINE = 16  # texts of one request in the engine at a time, so that a large request leaves places for others
 Text = str | list[int]
 Vectors = NDArray[np.float32]
 

@@ -53,8 +53,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "context": (([],), "send the conversation to /api/chat"),
 }
 """Unsupported members -> neutral values, and what to do instead."""
-ENDLESS = 2**31 - 1
-"""num_predict of raw prompts without one: up to the end of the text or of the context."""
+ENDLESS = 2**31 - 1  # num_predict of raw prompts without one: up to the end of the text or of the context
 
 
 class OllamaFunction(Body):
@@ -133,8 +132,7 @@ class OllamaEmbeddingRequest(OllamaModelRequest):
     options: dict[str, Any] | None = None
 
 
-ModelName = Annotated[StrictStr, Field(validation_alias=AliasChoices("model", "name"))]
-"""Older clients say `name`."""
+ModelName = Annotated[StrictStr, Field(validation_alias=AliasChoices("model", "name"))]  # older clients say `name`
 
 
 class PullRequest(Body):
@@ -219,10 +217,8 @@ def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
         }
 
 
-OLLAMA_VERSION = "0.12.0"
-"""Version of Ollama whose API this is; clients check it before they use newer features."""
-NEVER = "2318-01-01T00:00:00+00:00"
-"""Expiry date of a model that stays; clients want a date."""
+OLLAMA_VERSION = "0.12.0"  # version of Ollama whose API this is; clients check it before they use newer features
+NEVER = "2318-01-01T00:00:00+00:00"  # expiry date of a model that stays; clients want a date
 
 
 class OllamaError(ResponseModel):

@@ -15,8 +15,7 @@ from headstart.machine import ROOT, Node, cores
 
 FILE = "replicas.json"
 NUMA = "numa"
-MEMORY_SHARE = 0.5
-"""Part of the free memory, before the first replica starts, for the caches of all."""
+MEMORY_SHARE = 0.5  # part of the free memory, before the first replica starts, for the caches of all
 ReplicaState = Literal["starting", "ready", "leaving", "down"]
 
 

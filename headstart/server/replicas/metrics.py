@@ -16,10 +16,8 @@ from headstart.server.replicas.router import send
 
 log = logging.getLogger("headstart.server")
 
-OWN_HEADER = "x-headstart-own"
-"""A request with this header and the group's token is about one replica only."""
-ENGINE = "engine"
-"""Label of the replica, as in vLLM."""
+OWN_HEADER = "x-headstart-own"  # a request with this header and the group's token is about one replica only
+ENGINE = "engine"  # label of the replica, as in vLLM
 TIMEOUT_S = 2.0
 LOAD_METRICS = {"running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting"}
 

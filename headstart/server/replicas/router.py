@@ -36,10 +36,8 @@ RETRIES = 5
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 100, 1000
 MAX_DIFFERENCE = 4
 """Requests that one engine may have more than another before balance counts more than a cached prefix."""
-DAY = 86400
-"""Seconds that a request may take; the engines have their own limits."""
-CHECK_INTERVAL_S = 5.0
-"""Time between two checks that the router knows this server."""
+DAY = 86400  # seconds that a request may take; the engines have their own limits
+CHECK_INTERVAL_S = 5.0  # time between two checks that the router knows this server
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 

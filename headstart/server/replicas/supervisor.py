@@ -36,18 +36,14 @@ from headstart.system import HANGUP, add_signal_handler, has_terminal
 
 log = logging.getLogger("headstart.server")
 
-PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-"""Seconds before a failed engine is started again, longer each time."""
-STABLE_S = 60.0
-"""A process that ran for so long is started again at once."""
+PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)  # seconds before a failed engine is started again, longer each time
+STABLE_S = 60.0  # a process that ran for so long is started again at once
 CHECK_INTERVAL_S = 5.0
-MAX_SILENCE_S = 60.0
-"""An engine that does not answer /health for so long is killed."""
+MAX_SILENCE_S = 60.0  # an engine that does not answer /health for so long is killed
 IDLE_POLL_S = 0.25
 LAST_RESPONSES_S = 10
 LOG_INTERVAL_S = 60.0
-ENDED_EARLY = 1
-"""Exit code where an engine was killed before it was ready."""
+ENDED_EARLY = 1  # exit code where an engine was killed before it was ready
 HOST = "127.0.0.1"
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 10.0

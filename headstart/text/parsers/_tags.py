@@ -21,8 +21,7 @@ _PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list
 class TaggedArgumentsParser(MarkedToolParser):
     """Builds the JSON object of the arguments. Strings are streamed; other values are converted when complete."""
 
-    default_types: frozenset[str]
-    """Types of an argument without a schema."""
+    default_types: frozenset[str]  # types of an argument without a schema
 
     def _read_member(self, function: str, key: str, ends: tuple[str, ...]) -> Steps[None]:
         """Reads a value and one of `ends` after it."""

@@ -22,8 +22,7 @@ class PythonCallParser(ToolParser):
     """Reads calls with strings, numbers, lists, tuples and dictionaries, and constants of Python or JSON."""
 
     strays = (")",)
-    _tools_only = False
-    """Only calls of the request's tools count: without markers any list could be a call."""
+    _tools_only = False  # only calls of the request's tools count: without markers any list could be a call
 
     def _call_list(self) -> Steps[bool]:
         """Reads calls separated by commas, from after `[`. False if a malformed call was left as text."""

@@ -23,10 +23,8 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 _SCALAR = re.compile(r"[-+.\w]*")
 _CLOSER = {"{": "}", "[": "]"}
 _T = TypeVar("_T")
-Steps: TypeAlias = Generator[None, None, _T]
-"""A part of a parser; its value is that of `yield from`."""
-Sink: TypeAlias = Callable[[str], None]
-"""Takes text as it is read."""
+Steps: TypeAlias = Generator[None, None, _T]  # a part of a parser; its value is that of `yield from`
+Sink: TypeAlias = Callable[[str], None]  # takes text as it is read
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 
 from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser, Mismatch, Sink, Steps, ToolCall
 
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""The `tools` of an OpenAI request."""
+Tools: TypeAlias = Sequence[Mapping[str, Any]]  # the `tools` of an OpenAI request
 
 _ARGUMENTS = ("arguments", "parameters")
 _NAME = re.compile(r"[\w.:/$@-]*")
@@ -224,10 +223,8 @@ class ObjectCallParser(ToolParser):
     Arguments before the name are emitted after it. A call without arguments has `{}`.
     """
 
-    members: frozenset[str] | None = None
-    """Members that a call may have; None: any."""
-    may_lack_arguments = True
-    """A name alone is a call, announced before its arguments are read."""
+    members: frozenset[str] | None = None  # members that a call may have; None: any
+    may_lack_arguments = True  # a name alone is a call, announced before its arguments are read
 
     def _read_object_call(self, *ends: str) -> Steps[None]:
         """`ends`: where malformed arguments end; the closing brace may be missing there."""

@@ -8,8 +8,7 @@ from headstart.text.parsers.stream import Event, Parser
 class ReasoningParser(Parser):
     """Base of reasoning formats: passes content on to the parser of the answer, if there is one."""
 
-    opening: str
-    """Text at the end of a prompt after which the reasoning begins."""
+    opening: str  # text at the end of a prompt after which the reasoning begins
     _answer: Parser | None
 
     def finish(self) -> list[Event]:

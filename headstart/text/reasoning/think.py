@@ -14,8 +14,7 @@ class ThinkParser(ReasoningParser):
     """
 
     opening, closing = "<think>", "</think>"
-    marks: tuple[str, ...] = (opening,)
-    """Texts that all occur in the chat templates of models with this format."""
+    marks: tuple[str, ...] = (opening,)  # texts that all occur in the chat templates of models with this format
 
     def __init__(self, answer: Parser | None = None, *, opened: bool = False) -> None:
         self._answer = answer

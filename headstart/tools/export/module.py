@@ -19,12 +19,10 @@ from headstart.models.families import find_mtp_family
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import trailing_modules, trailing_name
 
-DESCRIPTION = "quant_model_description.json"
-"""Ascend's file that says how integers are to be read."""
+DESCRIPTION = "quant_model_description.json"  # Ascend's file that says how integers are to be read
 NORMS = ("mtp.0.norm_embedding.weight", "mtp.0.norm_hidden.weight", "mtp.0.norm.weight")
 PROJECTION, BLOCK_NORM = "mtp.0.projection.weight", "mtp.0.block.input_layernorm.weight"
-TWO_PROJECTIONS = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")
-"""In place of PROJECTION, before a family joins them."""
+TWO_PROJECTIONS = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")  # in place of PROJECTION, before a family joins them
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -175,8 +173,7 @@ def _check_whole(source: Checkpoint, place: ModulePlace, names: set[str], module
 
 # Quantized tensors turned back.
 
-CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-"""Types that mean nothing without scales."""
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types that mean nothing without scales
 
 
 @dataclass

@@ -283,8 +283,7 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
 
 
-BESIDE = 400_000_000
-"""Bytes of what a process holds beside weights."""
+BESIDE = 400_000_000  # bytes of what a process holds beside weights
 
 
 def memory_needed(model: Path) -> int:

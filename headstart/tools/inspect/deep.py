@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from headstart.engine.load import Model
 
 DEPTHS = (1, 2, 3)
-TOKENS = 40
-"""Of each prompt's text, at most."""
+TOKENS = 40  # of each prompt's text, at most
 LONGER = 5
 """Times as much text where another reading drafts better, but perhaps by chance: a wrong RoPE may cost a tenth only."""
-DEAD_BELOW = 0.05
-"""A head whose first token is accepted less often than this does not draft the text it is shown."""
+DEAD_BELOW = 0.05  # a head whose first token is accepted less often than this does not draft the text it is shown
 
 
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:

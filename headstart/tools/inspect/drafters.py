@@ -94,8 +94,7 @@ def _is_id(value: object) -> bool:
     return not isinstance(value, list) and as_size(value) is not None
 
 
-EXPORTED = "_mtp"
-"""How the model_type of a module that was cut out for xLLM ends."""
+EXPORTED = "_mtp"  # how the model_type of a module that was cut out for xLLM ends
 _LAYER = re.compile(r"^(?:layers|mtp)\.\d+\.")
 _RENAMED = {"norm.weight": "shared_head.norm.weight", "shared_head.head.weight": "lm_head.weight"}
 """Of a module that was cut out with all that a model of its own needs."""

@@ -25,10 +25,8 @@ from headstart.tools.plan.shape import DrafterShape, LayerGroup, ModelShape
 
 Config = Mapping[str, Any]
 HEAD_SIZE, KV_HEADS = 128, 8
-FLOAT_BYTES = 2
-"""Bytes per weight of drafters with files of their own (bfloat16)."""
-LENGTH_DEPTH = 3
-"""Depth of an acceptance length without a depth."""
+FLOAT_BYTES = 2  # bytes per weight of drafters with files of their own (bfloat16)
+LENGTH_DEPTH = 3  # depth of an acceptance length without a depth
 
 
 def expected_tokens(acceptances: Sequence[float], depth: int) -> float:

@@ -51,16 +51,11 @@ MAX_ENGINES = 8
 """Engines of a simulation; larger fleets are scaled down with their load, as 8 and 80 engines queue alike."""
 MAX_MACHINES = 2**16
 MIN_REQUESTS, MAX_REQUESTS = 600, 12_000
-ANSWERS_PER_RUN = 8
-"""Length of a run, in answers one after the other."""
-CONTEXT_STEP, ROW_STEP = 128, 32
-"""Resolution of contexts and prompt rows in cached step times."""
-SMALLER_STEPS = 4
-"""Colocated machines are also tried with steps of so many times fewer rows, an option of engines."""
-MORE_PREFILL_MACHINES = 3
-"""How many more prefill machines are tried if the fewest leave too little time for the rest."""
-MAX_DISAGGREGATED_REQUESTS = 4000
-"""Requests of a simulated run with separate machines."""
+ANSWERS_PER_RUN = 8  # length of a run, in answers one after the other
+CONTEXT_STEP, ROW_STEP = 128, 32  # resolution of contexts and prompt rows in cached step times
+SMALLER_STEPS = 4  # colocated machines are also tried with steps of so many times fewer rows, an option of engines
+MORE_PREFILL_MACHINES = 3  # how many more prefill machines are tried if the fewest leave too little time for the rest
+MAX_DISAGGREGATED_REQUESTS = 4000  # requests of a simulated run with separate machines
 ASSUMPTIONS = (
     "a fleet is simulated: Poisson arrivals, lengths evenly between half and one and a half of their means, each "
     "request to the engine with the fewest, prompts in chunks between decoding steps, no prefix in common, drafts "

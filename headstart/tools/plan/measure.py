@@ -32,8 +32,7 @@ from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
 from headstart.tools.plan.roofline import Pass, pass_seconds
 from headstart.tools.plan.shape import ModelShape, Part, SizedModel, weight_format
 
-VERSION = 3
-"""Version of cached measurements; raise it when their content changes."""
+VERSION = 3  # version of cached measurements; raise it when their content changes
 BATCHES = (1, 8)
 CONTEXTS = (128, 1024)
 PROMPT_ROWS = 128
@@ -47,11 +46,9 @@ the keys that are read, so few rows do not tell their cost."""
 PASSES_BUDGET_S = 6.0
 ENGINE_STEPS, ENGINE_PROMPT = 24, 64
 ENGINE_DEPTH = 3
-MEMORY_SHARE = 0.5
-"""Largest share of the free memory for the caches of a measurement."""
+MEMORY_SHARE = 0.5  # largest share of the free memory for the caches of a measurement
 Vector = NDArray[np.float64]
-TRUSTED = 0.03
-"""Relative error of a measured pass."""
+TRUSTED = 0.03  # relative error of a measured pass
 SPREADS = {
     "bandwidth": 0.3, "cache_bandwidth": 0.5, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 0.3,
 }  # fmt: skip

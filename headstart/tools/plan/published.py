@@ -15,12 +15,10 @@ from headstart.tools.plan.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
 MAX_BATCH = 4096
-CLOSE = 0.25
-"""Relative error below which a prediction is close."""
+CLOSE = 0.25  # relative error below which a prediction is close
 WITHIN = "within"
 POINTS: list[dict[str, Any]] = read_packaged("headstart.tools.plan", "published.json")
-LIKELY_SHARE = 0.85
-"""Largest share of the memories' bandwidth that engines reach."""
+LIKELY_SHARE = 0.85  # largest share of the memories' bandwidth that engines reach
 
 
 def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,12 +16,9 @@ from headstart.tools.plan.drafters import expected_tokens
 from headstart.tools.plan.machine import Machine
 from headstart.tools.plan.shape import ACTIVATION_BYTES, LayerGroup, SizedModel
 
-LAST_KERNELS = 3
-"""Kernels after the layers: final norm, LM head, sampling."""
-DISPATCH_BYTES = 1
-"""Bytes of an activation sent to its expert (FP8)."""
-DEPTHS = range(9)
-"""Depths that a plan chooses from."""
+LAST_KERNELS = 3  # kernels after the layers: final norm, LM head, sampling
+DISPATCH_BYTES = 1  # bytes of an activation sent to its expert (FP8)
+DEPTHS = range(9)  # depths that a plan chooses from
 
 
 @dataclass(frozen=True)

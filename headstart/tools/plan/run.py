@@ -48,8 +48,7 @@ from headstart.tools.plan.shape import (
 from headstart.tools.plan.sources import CARD_OF, find_shape, with_head
 
 HERE_WEIGHTS = ("int8", "int4")
-CONTEXT = 2048
-"""Default context in positions; at most the model's."""
+CONTEXT = 2048  # default context in positions; at most the model's
 MAX_CONTEXT, MAX_BATCH = 2**24, 2**20
 
 

@@ -193,16 +193,13 @@ Verdict = Literal["fits", "close", "too small"]
 
 USABLE = 0.9
 """Share of a device that engines take by default for weights, activations and caches; the driver needs the rest."""
-LIMIT = 0.97
-"""Largest share that engines can be told to take."""
+LIMIT = 0.97  # largest share that engines can be told to take
 LARGE_DEVICE = 70e9
 PASS_ROWS = (2048, 8192)
 """Rows of the largest pass that engines prepare for: on small devices, on devices from LARGE_DEVICE bytes."""
 LOGIT_ROWS = 256
-LOGIT_BYTES = 8
-"""Per logit: float32, and a copy while sampling."""
-MIN_CONTEXT = 1024
-"""Least context, in positions, for a model to be of use."""
+LOGIT_BYTES = 8  # per logit: float32, and a copy while sampling
+MIN_CONTEXT = 1024  # least context, in positions, for a model to be of use
 MAX_CONTEXT = 2**40
 
 

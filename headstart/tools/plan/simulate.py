@@ -28,8 +28,7 @@ class PrefillRows:
 NO_ROWS = PrefillRows()
 StepTime = Callable[[int, float, PrefillRows], tuple[float, float]]
 """(decoding sequences, their mean context, prompts) -> (seconds of a step, new tokens of each decoding sequence)."""
-WARM_UP = 0.2
-"""Share of the requests, at the start, that are not counted."""
+WARM_UP = 0.2  # share of the requests, at the start, that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,7 @@ from headstart.tools.plan.shape import (
 
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
 """Main tensor type of a GGUF file -> a format with products of the same precision."""
-AVAILABLE_CONTEXT = 8192
-"""Positions of the sequence that the memory of `available` holds."""
+AVAILABLE_CONTEXT = 8192  # positions of the sequence that the memory of `available` holds
 LIKELY_BYTES = (0.2, 4.6)
 """Plausible bytes of a weight; others mean that the file holds other tensors than the config says."""
 MAX_LAYERS, MAX_EXPERTS = 4096, 2**16

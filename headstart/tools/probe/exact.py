@@ -49,8 +49,7 @@ Verdict = Literal["exact", "differences", "not reproducible"]
 OUTCOMES = {"equal": "equal", "differs": "DIFFERS", "cannot tell": "differs, but so does one request asked twice"}
 CONFIDENCE = 0.95
 CONTEXT_CHARACTERS = 30  # shown before and behind a first difference
-Row = dict[str, Any]
-"""One condition, greedy or sampled, as in the JSON document."""
+Row = dict[str, Any]  # one condition, greedy or sampled, as in the JSON document
 
 
 @dataclass(frozen=True)

@@ -270,8 +270,7 @@ def compress(
     tl.store(out + row.to(tl.int64) * DIM + column, result, mask=inside)
 
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)
-"""NaN and everything lower count as this score: they come last."""
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # NaN and everything lower count as this score: they come last
 
 
 @triton.jit(do_not_specialize=["table_width", "context"])

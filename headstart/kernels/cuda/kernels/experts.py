@@ -14,10 +14,8 @@ from headstart.kernels.cuda.kernels.products import ROWS, tile_product
 from headstart.kernels.cuda.kernels.rows import sigmoid, softplus_of
 
 NOTHING = tl.constexpr(float("-inf"))
-LOWEST = tl.constexpr(-3.0e38)
-"""Stands for NaN, which is chosen last."""
-TINY = tl.constexpr(1e-20)
-"""WEIGHT_SUM_EPSILON of reference/moe.py: all sigmoids may be 0."""
+LOWEST = tl.constexpr(-3.0e38)  # stands for NaN, which is chosen last
+TINY = tl.constexpr(1e-20)  # WEIGHT_SUM_EPSILON of reference/moe.py: all sigmoids may be 0
 
 
 @triton.jit

@@ -9,8 +9,7 @@ Shapes: R rows, N outputs, K inputs, U scale groups of a matrix row, P parts of 
 import triton
 import triton.language as tl
 
-ROWS = tl.constexpr(16)
-"""Rows of a tile: the minimum of tensor cores."""
+ROWS = tl.constexpr(16)  # rows of a tile: the minimum of tensor cores
 PLAIN, NIBBLES, FLOAT8, LEVELS = (tl.constexpr(i) for i in range(4))
 """Storage of codes (cuda/matrix.py): own dtype, two per byte, E4M3, or two per byte as indices into 16 levels."""
 

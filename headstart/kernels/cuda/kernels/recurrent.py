@@ -10,8 +10,7 @@ import triton.language as tl
 
 from headstart.kernels.cuda.kernels.rows import sigmoid
 
-EPSILON = tl.constexpr(1e-6)
-"""Epsilon of the L2 norms of q and k (Ops.gated_delta)."""
+EPSILON = tl.constexpr(1e-6)  # epsilon of the L2 norms of q and k (Ops.gated_delta)
 
 
 @triton.jit

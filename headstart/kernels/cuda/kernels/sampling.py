@@ -13,13 +13,11 @@ NOTHING = tl.constexpr(float("-inf"))
 INFINITE = tl.constexpr(float("inf"))
 TEMPERATURE, FLOOR, TOP_P, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(6))
 SEED, POSITION, CHOICE, TOP_K = (tl.constexpr(i) for i in range(4))
-GREEDY_BELOW = tl.constexpr(9.999999747378752e-06)
-"""core.GREEDY_BELOW as float32."""
+GREEDY_BELOW = tl.constexpr(9.999999747378752e-06)  # core.GREEDY_BELOW as float32
 GUMBEL_MIN, GUMBEL_MAX = tl.constexpr(-3.14), tl.constexpr(22.88)
 NOTHING_LEFT, NOT_FINITE = tl.constexpr(-1), tl.constexpr(-2)
 LN2_HIGH, LN2_LOW = tl.constexpr(0x2C5C85FDF47 * 2.0**-42), tl.constexpr(5.497923018708371e-14)
-LOWEST = tl.constexpr(-9223372036854775808)
-"""The lowest sort key of a score."""
+LOWEST = tl.constexpr(-9223372036854775808)  # the lowest sort key of a score
 NO_COLUMN = tl.constexpr(2147483647)
 
 

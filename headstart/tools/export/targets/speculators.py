@@ -27,14 +27,12 @@ from headstart.tools.export.source import Request, Source
 from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE
 
 DEPTH = 3
-MODULE = "mtp.0."
-"""Ours; speculators calls the parts of a module as MiMo does."""
+MODULE = "mtp.0."  # ours; speculators calls the parts of a module as MiMo does
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
 FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
-NORMS = ("norm_before_fc", "fc_norm", "norm_output")
-"""Keys of EAGLE-3.1."""
+NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # keys of EAGLE-3.1
 OUTSIDE = (
     "architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size",
     "eagle_config", "transformer_layer_config", "speculators_model_type", "speculators_config", *NORMS,
