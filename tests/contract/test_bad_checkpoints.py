@@ -50,7 +50,7 @@ def renamed(old: str, new: str) -> Change:
 def as_codes(end: str) -> Change:
     def change(arrays: Arrays) -> None:
         name = next(name for name in arrays if name.endswith(end))
-        arrays[name] = (np.zeros(arrays[name].shape, np.uint8), "F8_E4M3")  # type: ignore[assignment]
+        arrays[name] = (np.zeros(arrays[name].shape, np.uint8), "F8_E4M3")
 
     return change
 
@@ -256,16 +256,16 @@ def mimos(family: str, **changes: Any) -> SimpleNamespace:
 def test_mimos_layout_refuses_what_it_cannot_carry(family: str) -> None:
     """Whatever the head, which would fit here."""
     with pytest.raises(ModelError, match=REFUSED[family]):
-        vllm_mimo.check(mimos(family))  # type: ignore[arg-type]
+        vllm_mimo.check(mimos(family))
 
 
 @pytest.mark.parametrize(("changes", "why"), CHANGED)
 def test_mimos_layout_refuses_other_attention(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        vllm_mimo.check(mimos("llama", **changes))  # type: ignore[arg-type]
+        vllm_mimo.check(mimos("llama", **changes))
     with pytest.raises(ModelError, match="its layers are not all"):
-        vllm_mimo.check(mimos("llama", qkv_bias=True))  # type: ignore[arg-type]
-    vllm_mimo.check(mimos("llama"))  # type: ignore[arg-type]
+        vllm_mimo.check(mimos("llama", qkv_bias=True))
+    vllm_mimo.check(mimos("llama"))
 
 
 def test_picked_rows_are_those_rows() -> None:

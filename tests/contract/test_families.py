@@ -98,12 +98,12 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Frozen(dict[str, Any]):
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:
         return hash(repr(sorted(self.items())))
 
 
 class _FrozenList(list[Any]):
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:
         return hash(tuple(self))
 
 
@@ -255,7 +255,7 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
     model, tokens = mtp_oracle(family).model, prompt_of(30, 3)
     states = mtp_oracle(family).trunk_states(tokens)
     engine = make(model, drafter="mtp", depth=3)
-    engine.runner.draw = forced = Forced(tokens)  # type: ignore[method-assign, assignment]
+    engine.runner.draw = forced = Forced(tokens)
     sequence = new_sequence(engine, tokens, 2)
     for length in range(2, len(tokens) - 3):
         if length % 5 == 0:
@@ -279,7 +279,7 @@ def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
     model, tokens = mtp_oracle(family).model, prompt_of(50, 4)
     states = mtp_oracle(family).trunk_states(tokens)
     engine = make(model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
-    engine.runner.draw = forced = Forced(tokens)  # type: ignore[method-assign, assignment]
+    engine.runner.draw = forced = Forced(tokens)
     requests = []
     for length, depth in ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2)):
         sequence = new_sequence(engine, tokens, length)

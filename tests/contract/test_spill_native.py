@@ -56,7 +56,7 @@ def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
     with LLM(model_of(family), **settings, kv_spill=str(tmp_path)) as second:
         assert answer(second) == expected
         assert hits(second) == 288
-        blocks = {number: part.read(3) for number, part in second.engine.memory.spill._parts.items() if number != -2}  # type: ignore[union-attr]
+        blocks = {number: part.read(3) for number, part in second.engine.memory.spill._parts.items() if number != -2}
         assert all(piece.any() for pieces in blocks.values() for piece in pieces[:1])
 
 
@@ -115,4 +115,4 @@ def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
             for each in (llm, plain):
                 done = each.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
                 assert done.token_ids == tokens
-        assert hits(llm) > 0 and not llm.engine.memory.spill.store.counts.dropped  # type: ignore[union-attr]
+        assert hits(llm) > 0 and not llm.engine.memory.spill.store.counts.dropped

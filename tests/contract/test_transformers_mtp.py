@@ -58,7 +58,7 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
     assert plain["r", 0].tokens == tokens[len(prompt) :]
 
     engine = make(model, dtype="float32", drafter="mtp", depth=1)
-    engine.runner.draw = forced = Forced([*tokens, 0])  # type: ignore[method-assign, assignment]
+    engine.runner.draw = forced = Forced([*tokens, 0])
     assert len(drafts.seen) > MAX_TOKENS // 2
     for length, expected in drafts.seen.items():
         sequence = new_sequence(engine, tokens, length)

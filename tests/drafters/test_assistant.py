@@ -200,7 +200,7 @@ def test_what_a_config_does_not_say(tmp_path: Path) -> None:
         asked: dict[str, Any] = {"model_type": kind, "text_config": {"num_hidden_layers": 4, "hidden_size": 256}}
         found = read({**asked, "backbone_hidden_size": 1536}, {}, tmp_path)
         assert (found.vocab_size, found.hidden_size) == (262144, 1536)
-        specs = [layer.mixer.spec for layer in found.spec.reader.layers]  # type: ignore[union-attr, attr-defined]
+        specs = [layer.mixer.spec for layer in found.spec.reader.layers]
         assert [(spec.head_dim, spec.window) for spec in specs] == [(256, window)] * 3 + [(512, 0)]
 
 

@@ -107,7 +107,7 @@ def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, r
         passes.append((program, sum(len(part.token_ids) for part in rows)))
         return original(handle, program, rows, **more)
 
-    engine.runner.run = noted  # type: ignore[method-assign]
+    engine.runner.run = noted
     done = support.run(engine, [support.request(support.prompt_of(21, 3), max_tokens=16, stops=())])
     tokens = len(done["r", 0].tokens)
     assert tokens == 16
@@ -131,7 +131,7 @@ def test_only_rows_that_promise_something_are_run() -> None:
     sequence = Sequence(support.request(support.prompt_of(9, 1)), 0, support.prompt_of(9, 1), 0)
     assert engine.memory.reserve(sequence, 16)
     runner.run(runner.trunk, "forward", [Rows(sequence, 0, sequence.tokens[:8], 1)])
-    drafter.propose([DraftRequest(sequence, 5, Gate())])  # type: ignore[arg-type]
+    drafter.propose([DraftRequest(sequence, 5, Gate())])
     assert len(sequence.draft.tokens) == 2
     assert len(sequence.draft.scores) == 2
 

@@ -141,6 +141,6 @@ def test_a_drafter_cannot_reach_past_the_vocabulary(token: int) -> None:
         for request in requests:
             request.sequence.draft = Draft([5, token], method="mtp")
 
-    drafter.propose = wild  # type: ignore[method-assign]
+    drafter.propose = wild
     with pytest.raises(AssertionError, match=f"mtp drafts ids past {VOCAB - 1}"):
         llm.generate([[1, 2, 3]])

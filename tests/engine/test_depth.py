@@ -290,7 +290,7 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     each = sequence()
     pilot.estimate_costs(PassShape(1))
     starts = [
-        pilot.make_requests([DraftCandidate(each, 8, num_uncached)])[0].gate.should_start  # type: ignore[union-attr]
+        pilot.make_requests([DraftCandidate(each, 8, num_uncached)])[0].gate.should_start
         for num_uncached in (0, 100, 100_000)
     ]
     assert starts == [True, True, False]

@@ -47,7 +47,7 @@ class Spy:
         self.head: list[StepPlan] = []
         self.num_ops: list[int] = []
         self.num_draws = 0
-        engine.runner.backend = self  # type: ignore[assignment]
+        engine.runner.backend = self
 
     def run(self, program: Any, plan: StepPlan, **options: Any) -> Mapping[str, Any]:
         counted = CountedOps()

@@ -72,7 +72,7 @@ class Poisoned:
     def __init__(self, engine: Engine, seed: int, position: int) -> None:
         self._backend, self._seed, self._position = engine.runner.backend, seed, position
         self.num_broken = 0
-        engine.runner.backend = self  # type: ignore[assignment]
+        engine.runner.backend = self
 
     def sample(self, logits: Any, rows: SamplingRows, **options: Any) -> Any:
         (broken,) = np.nonzero((rows.seed == self._seed) & (rows.position >= self._position))

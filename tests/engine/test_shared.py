@@ -99,14 +99,14 @@ def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
             def release(self) -> None:
                 self._lock.release()
 
-        threading.Lock = Lock  # type: ignore[misc, assignment]
+        threading.Lock = Lock
         try:
             with turns:
                 raise AssertionError("somebody else has it")
         except Interrupt:
             interrupted.set()
         finally:
-            threading.Lock = honest  # type: ignore[misc]
+            threading.Lock = honest
 
     with turns:
         thread = threading.Thread(target=impatient)
@@ -131,7 +131,7 @@ def test_a_stream_that_is_dropped_frees_its_sequence_wherever_it_dies() -> None:
                 gc.collect()
                 step(deliver)
 
-            llm.engine.step = collecting  # type: ignore[method-assign]
+            llm.engine.step = collecting
         del held
         llm.generate([[4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))
         gc.collect()
@@ -149,10 +149,10 @@ def test_a_step_that_fails_ends_every_text_that_was_in_it() -> None:
     def broken(spans: Any) -> Any:
         raise RuntimeError("a fault")
 
-    llm.engine.runner.forward = broken  # type: ignore[method-assign]
+    llm.engine.runner.forward = broken
     with pytest.raises(RuntimeError, match="a fault"):
         list(streams[0])
-    llm.engine.runner.forward = forward  # type: ignore[method-assign]
+    llm.engine.runner.forward = forward
     with pytest.raises(GenerationError, match="a step that it shared"):
         list(streams[1])
     assert_clean(llm.engine)

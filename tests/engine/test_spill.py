@@ -60,23 +60,23 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     first, _ = rows_of(engine_of(model, tmp_path, **depth), ask(prompt))
     engine = engine_of(model, tmp_path, **depth)
     num_uncached = []
-    inner = engine.drafting.drafter.propose  # type: ignore[union-attr]
+    inner = engine.drafting.drafter.propose
 
     def propose(requests: Any) -> None:
-        num_uncached.extend(engine.drafting.drafter.num_uncached(request.sequence) for request in requests)  # type: ignore[union-attr]
+        num_uncached.extend(engine.drafting.drafter.num_uncached(request.sequence) for request in requests)
         inner(requests)
 
-    engine.drafting.drafter.propose = propose  # type: ignore[union-attr, method-assign]
+    engine.drafting.drafter.propose = propose
     found, rows = rows_of(engine, ask(prompt))
     support.assert_same(first, expected)
     support.assert_same(found, expected)
     assert engine.scheduler.prefix_hits == 296
-    assert engine.memory.spill.hits.total() == 296  # type: ignore[union-attr]
+    assert engine.memory.spill.hits.total() == 296
     assert rows <= 4 + 10 * 4
     assert num_uncached[0] <= 300 - 296, "no prompt pass of the head"
     again, _ = rows_of(engine, ask(prompt))
     support.assert_same(again, expected)
-    assert engine.memory.spill.hits.total() == 296, "now from the pool"  # type: ignore[union-attr]
+    assert engine.memory.spill.hits.total() == 296, "now from the pool"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block", "draft_model", "medusa"])
@@ -103,7 +103,7 @@ def test_varied_requests_with_little_room(family: str, blocks: int, tmp_path: Pa
     for turn in range(3):
         engine = engine_of(model, tmp_path, **settings)
         support.assert_same(support.run(engine, requests), expected)
-        assert not turn or blocks == 16 or engine.memory.spill.hits.total() > 0  # type: ignore[union-attr]
+        assert not turn or blocks == 16 or engine.memory.spill.hits.total() > 0
 
 
 def test_many_at_once_that_begin_the_same(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
     expected, _ = rows_of(engine, ask(prompt))
     sequence = engine._start(ask(prompt), 0)
     keys = list(engine.memory.usable_keys(sequence))
-    part = engine.memory.spill._parts[-1]  # type: ignore[union-attr]
+    part = engine.memory.spill._parts[-1]
     store_of(engine).path(part.name, keys[20]).unlink()
     engine = engine_of(model, tmp_path)
     support.assert_same(rows_of(engine, ask(prompt))[0], expected)
@@ -286,7 +286,7 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     assert found["also", 0].tokens == expected["r", 0].tokens
     assert "could not be read" in caplog.text
     hangs.set()
-    while engine.memory.spill._loads:  # type: ignore[union-attr]
+    while engine.memory.spill._loads:
         engine.memory.collect()
     support.assert_clean(engine)
 
@@ -373,4 +373,4 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
     rows_of(engine, ask(prompt))
     assert engine.scheduler.prefix_hits == 192
-    assert np.sum([engine.memory.spill.hits[tier] for tier in ("ram", "disk")]) == 192  # type: ignore[union-attr]
+    assert np.sum([engine.memory.spill.hits[tier] for tier in ("ram", "disk")]) == 192

@@ -92,7 +92,7 @@ def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
     asked = request([5, 6], max_tokens=12, stops=())
     (output,) = run(make(headed_model("llama"), drafter="none"), [asked]).values()
     plain = output.tokens
-    engine.drafting.drafter = Forced()  # type: ignore[assignment]
+    engine.drafting.drafter = Forced()
     (found,) = run(engine, [asked]).values()
     assert found.tokens == plain
     assert judged[0] == 3
@@ -120,7 +120,7 @@ def test_metrics_and_summary_say_so() -> None:
         speculation, method = engine.stats, "mtp"
         usage, timing = {"completion_tokens": 3}, {"decode_tokens_per_s": 1.0}
 
-    assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(Completion())  # type: ignore[arg-type]
+    assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(Completion())
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.5,0.6", "1.1", "-0.1", "nan", "0.5;0.4", ",".join(["0.5"] * 17)])

@@ -109,7 +109,7 @@ def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
         propose(requests)
         drafts.append(list(requests[0].sequence.draft.tokens))
 
-    drafter.propose = noted  # type: ignore[method-assign]
+    drafter.propose = noted
     size = 5 if anchor_predicts else 6
     prompt = list(range(3, 3 + 2 * size))
     output = support.run(engine, [support.request(prompt, max_tokens=8, stops=(), temperature=0.0)])["r", 0]
@@ -171,7 +171,7 @@ def test_bad_values_are_named() -> None:
         support.make(own, depth=3, draft_vocab=4)
     for value in (0, -1, "some", 1.5):
         with pytest.raises(UsageError, match=f"--draft-vocab is {value!r}"):
-            EngineConfig(draft_vocab=value)  # type: ignore[arg-type]
+            EngineConfig(draft_vocab=value)
 
 
 def test_directions_are_those_of_the_states() -> None:

@@ -97,7 +97,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be saved"):
         safetensors.save(path, {"a": np.zeros(2, np.complex64)})
     with pytest.raises(TypeError):
-        write_atomic_chunks(path, [b"new", None])  # type: ignore[list-item]
+        write_atomic_chunks(path, [b"new", None])
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

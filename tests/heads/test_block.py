@@ -164,7 +164,7 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
         original(requests)
         made.extend((list(request.sequence.tokens), list(request.sequence.draft.tokens)) for request in requests)
 
-    drafter.propose = noted  # type: ignore[method-assign]
+    drafter.propose = noted
     prompts = [support.prompt_of(30, 1), support.prompt_of(30, 1)[:20] + support.prompt_of(5, 2)]
     for i, prompt in enumerate(prompts):
         support.run(engine, [support.request(prompt, name=f"r{i}", max_tokens=12, stops=())])

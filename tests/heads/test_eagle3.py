@@ -144,7 +144,7 @@ def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path)
     (path / "config.json").write_text(json.dumps(document))
     wanted = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
     expected = LlamaRotaryEmbedding(LlamaConfig(**{key: inner[key] for key in wanted}, rope_parameters=rope))
-    spec: Any = read_head(path).spec.layer.mixer.rope  # type: ignore[union-attr]
+    spec: Any = read_head(path).spec.layer.mixer.rope
     np.testing.assert_allclose(spec.inv_freq, expected.inv_freq.numpy(), rtol=1e-6)
     assert spec.scale == pytest.approx(expected.attention_scaling)
 

@@ -23,7 +23,7 @@ def test_the_formula() -> None:
     tokens = torch.randint(0, support.VOCAB, (2, 5))
     outputs = unroll(head.modules, head.spec, model.decoder.embedding, hidden, tokens, 3)
     for module, y in zip(head.modules, outputs, strict=True):
-        w, b = module.layer.weight, module.layer.bias  # type: ignore[attr-defined]
+        w, b = module.layer.weight, module.layer.bias
         torch.testing.assert_close(y, hidden + torch.nn.functional.silu(hidden @ w.T + b))
 
 

@@ -110,7 +110,7 @@ def test_one_call_makes_a_draft() -> None:
     engine = engine_of("mtp")
     (sequence,) = engine.submit(support.request(support.prompt_of(9, 1), name="a", seed=1, max_tokens=9))
     passes, run = list[str](), engine.runner.run
-    engine.runner.run = lambda handle, program, *rest, **more: (  # type: ignore[method-assign]
+    engine.runner.run = lambda handle, program, *rest, **more: (
         passes.append(program),
         run(handle, program, *rest, **more),
     )[1]

@@ -229,7 +229,7 @@ def test_the_choice_is_the_references(path: str, seed: int) -> None:
     groups, size = int(rng.integers(1, 6)), int(rng.integers(1, 9))
     top_groups = int(rng.integers(1, groups + 1))
     spec = RouterSpec(
-        groups * size, int(rng.integers(1, top_groups * size + 1)), str(rng.choice(["softmax", "sigmoid"])),  # type: ignore[arg-type]
+        groups * size, int(rng.integers(1, top_groups * size + 1)), str(rng.choice(["softmax", "sigmoid"])),
         bool(rng.integers(2)), float(rng.uniform(0.5, 3)), groups, top_groups,
     )  # fmt: skip
     logits = rng.choice(POWERS, (5, spec.num_experts)).astype(np.float32)

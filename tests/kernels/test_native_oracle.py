@@ -221,7 +221,7 @@ def test_activations(path: str) -> None:
     for limit in (7, 16):
         expected = np.minimum(EXACT["silu"](y), limit) * np.clip(y + 1, -limit, limit)
         np.testing.assert_allclose(found[f"silu_{limit} x"][rows], expected, rtol=2e-5, atol=1e-12)
-        wide = gated(torch.from_numpy(y), torch.from_numpy(y + 1), f"silu_{limit}")  # type: ignore[arg-type]
+        wide = gated(torch.from_numpy(y), torch.from_numpy(y + 1), f"silu_{limit}")
         np.testing.assert_allclose(wide, expected, rtol=1e-9, atol=1e-13)
     np.testing.assert_allclose(found["capped"], 30 * np.tanh(x.astype(np.float64) / 30), rtol=1e-6, atol=1e-30)
     np.testing.assert_array_equal(found["scaled"], x * np.float32(-0.3))

@@ -66,9 +66,9 @@ def test_layers_that_share_keys_name_the_last_one_of_their_kind() -> None:
         {"model_type": "gemma4_text", "num_hidden_layers": 35, "layer_types": kinds * 7, "num_kv_shared_layers": 20,
          "num_key_value_heads": 1, "hidden_size": 1536, "intermediate_size": 6144, "use_double_wide_mlp": True}
     )  # fmt: skip
-    shares: list[Any] = [layer.mixer.source_layer for layer in sizes.layers]  # type: ignore[attr-defined]
+    shares: list[Any] = [layer.mixer.source_layer for layer in sizes.layers]
     assert shares == [None] * 15 + [13, 13, 13, 13, 14] * 4
-    assert [layer.mlp.inner for layer in sizes.layers] == [6144] * 15 + [12288] * 20  # type: ignore[attr-defined]
+    assert [layer.mlp.inner for layer in sizes.layers] == [6144] * 15 + [12288] * 20
     with pytest.raises(ModelError, match="no full_attention layer is left whose keys layer 2 could read"):
         family_of("gemma4").tiny(num_kv_shared_layers=1)
 

@@ -56,7 +56,7 @@ def test_modules_behind_the_trunk() -> None:
         "layers.6.mlp.up_proj.bias": "mtp.1.block.mlp.up_proj.bias",
     }
     copies = dict.fromkeys(("layers.5.shared_head.head.weight", "layers.6.embed_tokens.weight"))
-    assert list(trailing_modules(dict.fromkeys([*names, *copies]), 5)) == list(names.values())  # type: ignore[arg-type]
+    assert list(trailing_modules(dict.fromkeys([*names, *copies]), 5)) == list(names.values())
     assert [trailing_name(new, 5) for new in names.values()] == list(names)
 
 

@@ -55,7 +55,7 @@ def trace(
 
 
 def traces(kind: Kind, **settings: float | str) -> list[StreamTrace]:
-    return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]  # type: ignore[arg-type]
+    return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]
 
 
 def judged(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace]) -> DraftingVerdict:

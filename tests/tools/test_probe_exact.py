@@ -55,7 +55,7 @@ def test_the_second_server_has_a_control_of_its_own() -> None:
     comparisons = Comparisons()
     comparisons.add("there again", GREEDY, ProbeResponse("b"), ProbeResponse("c"))
     for condition in ("drafting", "company"):
-        comparisons.add(condition, GREEDY, ProbeResponse("a"), ProbeResponse("b"))  # type: ignore[arg-type]
+        comparisons.add(condition, GREEDY, ProbeResponse("a"), ProbeResponse("b"))
     assert [row["outcome"] for row in comparisons.results()] == ["differs", "cannot tell", "differs"]
 
 

@@ -54,7 +54,7 @@ def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOIS
     made.workload = type("W", (), {"name": "w"})()
     made.plain = [cell("off", i, 10_000) for i in range(6)]
     made.candidates = [
-        Candidate(drafter, depth, None, [cell(str(depth), i, 10_000 * speed * noise[i]) for i in range(6)])  # type: ignore[arg-type]
+        Candidate(drafter, depth, None, [cell(str(depth), i, 10_000 * speed * noise[i]) for i in range(6)])
         for (drafter, depth), speed in speeds.items()
     ]
     return made

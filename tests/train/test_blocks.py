@@ -66,10 +66,10 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
         b, anchor = int(blocks.source[chunk]), int(blocks.anchors[chunk, place])
         pools = [model.backend.kv_pool(32, each) for each in module.kv_specs]
 
-        def keep(ops, step: StepInputs, pools=pools):  # type: ignore[no-untyped-def]
+        def keep(ops, step: StepInputs, pools=pools):
             return {"x": module.keep(ops, step.hidden, step.positions, pools)}
 
-        def rows(ops, step: StepInputs, pools=pools):  # type: ignore[no-untyped-def]
+        def rows(ops, step: StepInputs, pools=pools):
             return {"y": module.draft(ops, ops.embed(embedding, step.token_ids), step.token_ids, step.positions, pools)}
 
         model.backend.run(keep, plan_of(tokens[b, :anchor].tolist(), 0, None), hidden=streams[b, :anchor])

@@ -121,7 +121,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
 )
 def test_bad_options(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run(DataOptions(out=tmp_path / "out", **changes))  # type: ignore[arg-type]
+        run(DataOptions(out=tmp_path / "out", **changes))
 
 
 @pytest.mark.parametrize("out", ["", ".", "here"])
@@ -167,8 +167,8 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     docs.mkdir()
     (docs / "a.md").write_text("A guide about towns and rivers. " * 60)
     common = {"out": out, "text": (docs,), "licence": "MIT", "max_tokens": 24}
-    first = run(DataOptions(tokens=150, **common))  # type: ignore[arg-type]
-    second = run(DataOptions(tokens=450, **common))  # type: ignore[arg-type]
+    first = run(DataOptions(tokens=150, **common))
+    second = run(DataOptions(tokens=450, **common))
     assert 150 <= first.data["answer_tokens"] < 450 <= second.data["answer_tokens"]
     manifest = json.loads((out / "manifest.json").read_text())
     assert sum(row["answer_tokens"] for row in manifest["kinds"].values()) == manifest["answer_tokens"]

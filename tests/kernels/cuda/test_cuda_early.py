@@ -38,11 +38,11 @@ def taken() -> Iterator[list[int]]:
         counts.append(len(found))
         return found
 
-    EarlyDrafts.match = counted  # type: ignore[method-assign]
+    EarlyDrafts.match = counted
     try:
         yield counts
     finally:
-        EarlyDrafts.match = fitting  # type: ignore[method-assign]
+        EarlyDrafts.match = fitting
 
 
 def texts(engine: Engine, depth: int | None, count: int = 2, **fields: Any) -> list[list[int]]:

@@ -111,7 +111,7 @@ class Replaying:
 
 @contextmanager
 def recorded(model: Model, device: Any) -> Iterator[None]:
-    recorder: Any = model.backend.recorder  # type: ignore[attr-defined]
+    recorder: Any = model.backend.recorder
     known, recorder.device = recorder.device, device
     try:
         yield
@@ -144,7 +144,7 @@ def test_tables_that_grow_are_recorded_anew() -> None:
         engine.submit(support.request([3, 4, 5], max_tokens=3))
         while engine.has_work:
             engine.step(lambda deltas: None)
-        before, recorder = made.recorded, model.backend.recorder  # type: ignore[attr-defined]
+        before, recorder = made.recorded, model.backend.recorder
         recorder.tables.cover(5000)
         engine.submit(support.request([3, 4, 6], max_tokens=3))
         while engine.has_work:

@@ -58,7 +58,7 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     found = []
     for each in (ours.head, native.head):
         spec = replace(each.spec, mask_first=False)  # MiMo's own rule for the first pair of a text
-        found.append(unroll(each.modules, spec, native.decoder.embedding, hidden, tokens, 3))  # type: ignore[arg-type]
+        found.append(unroll(each.modules, spec, native.decoder.embedding, hidden, tokens, 3))
     for step, again in zip(*found, strict=True):
         torch.testing.assert_close(step, again, rtol=1e-9, atol=1e-9)
     params = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -265,7 +265,7 @@ def blocks(codes: np.ndarray, scales: np.ndarray, size: tuple[int, int]) -> byte
 
 def fp8_module(rows: int, columns: int, scale: str, *shape: int) -> tuple[dict[str, Array], np.ndarray, np.ndarray]:
     """A module with one FP8 matrix, the scales in another shard and before it."""
-    codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + 0.1  # type: ignore[operator]
+    codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + 0.1
     module = {f"self_attn.q_a_proj.{scale}": scales, **TRAILING, "self_attn.q_a_proj.weight": codes}
     return under("model.layers.1.", module), codes[0], scales
 

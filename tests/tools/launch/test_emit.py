@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,80 +14,46 @@ from headstart.cli.main import main
 from headstart.tools.launch.launcher import dump_yaml
 
 Capture = pytest.CaptureFixture[str]
-POD: dict[str, Any] = {
-    "type": "object", "required": ["containers"], "additionalProperties": False,
-    "properties": {
-        "containers": {"type": "array", "minItems": 1, "items": {
-            "type": "object", "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
-                "image": {"type": "string"},
-                "command": {"type": "array", "items": {"type": "string"}},
-                "env": {"type": "array", "items": {"type": "object", "required": ["name"], "properties": {
-                    "name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}}}},
-                "ports": {"type": "array", "items": {"type": "object", "required": ["containerPort"]}},
-                "resources": {"type": "object"}, "volumeMounts": {"type": "array"},
-                "startupProbe": {"type": "object"}, "readinessProbe": {"type": "object"},
-                "livenessProbe": {"type": "object"},
-            },
-            "additionalProperties": False,
-        }},
-        "volumes": {"type": "array", "items": {"type": "object", "required": ["name"]}},
-    },
+TEXT, NUMBER, ANY = {"type": "string"}, {"type": "integer"}, {"type": "object"}
+
+
+def closed(*required: str, **properties: Any) -> dict[str, Any]:
+    """The schema of an object with these keys and no others."""
+    return {"type": "object", "required": [*required], "properties": properties, "additionalProperties": False}
+
+
+def several(items: dict[str, Any], least: int = 0) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+CONTAINER = closed(
+    "name", name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}, image=TEXT, command=several(TEXT),
+    env=several(closed("name", name=TEXT, value=TEXT, valueFrom=ANY)), resources=ANY, volumeMounts=several(ANY),
+    ports=several(ANY | {"required": ["containerPort"]}), startupProbe=ANY, readinessProbe=ANY, livenessProbe=ANY,
+)  # fmt: skip
+POD = closed("containers", containers=several(CONTAINER, 1), volumes=several(ANY | {"required": ["name"]}))
+TEMPLATE = closed("spec", metadata=ANY, spec=POD)
+GROUP = closed(
+    "groupName", "maxReplicas", "minReplicas", "template", groupName=TEXT, replicas=NUMBER, minReplicas=NUMBER,
+    maxReplicas=NUMBER, template=TEMPLATE, rayStartParams=ANY,
+)  # fmt: skip
+WORKERS = closed(
+    "workerTemplate", size=NUMBER | {"minimum": 1}, leaderTemplate=TEMPLATE, workerTemplate=TEMPLATE,
+    restartPolicy={"enum": ["Default", "RecreateGroupOnPodRestart", "None"]},
+)  # fmt: skip
+RAY_HEAD = closed("template", rayStartParams=ANY | {"additionalProperties": TEXT}, template=TEMPLATE)
+CLUSTER = closed("headGroupSpec", rayVersion=TEXT, headGroupSpec=RAY_HEAD, workerGroupSpecs=several(GROUP))
+STRATEGY = closed(type={"enum": ["Recreate", "RollingUpdate"]})
+PORTS = several(ANY | {"required": ["port"], "properties": {"port": NUMBER, "targetPort": NUMBER}})
+SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LeaderWorkerSet": ("leaderworkerset.x-k8s.io/v1",
+                        closed("leaderWorkerTemplate", replicas=NUMBER, leaderWorkerTemplate=WORKERS)),
+    "Deployment": ("apps/v1", closed("selector", "template", replicas=NUMBER, selector=ANY, template=TEMPLATE,
+                                     strategy=STRATEGY)),
+    "Service": ("v1", ANY | {"required": ["selector", "ports"], "properties": {"ports": PORTS}}),
+    "RayService": ("ray.io/v1", closed("rayClusterConfig", serveConfigV2=TEXT, rayClusterConfig=CLUSTER)),
 }  # fmt: skip
-TEMPLATE = {"type": "object", "required": ["spec"], "properties": {"metadata": {"type": "object"}, "spec": POD}}
-SCHEMAS: dict[str, Any] = {
-    "LeaderWorkerSet": {
-        "type": "object", "required": ["leaderWorkerTemplate"], "additionalProperties": False,
-        "properties": {
-            "replicas": {"type": "integer"},
-            "leaderWorkerTemplate": {
-                "type": "object", "required": ["workerTemplate"], "additionalProperties": False,
-                "properties": {
-                    "size": {"type": "integer", "minimum": 1},
-                    "restartPolicy": {"enum": ["Default", "RecreateGroupOnPodRestart", "None"]},
-                    "leaderTemplate": TEMPLATE, "workerTemplate": TEMPLATE,
-                },
-            },
-        },
-    },
-    "Deployment": {
-        "type": "object", "required": ["selector", "template"], "additionalProperties": False,
-        "properties": {"replicas": {"type": "integer"}, "selector": {"type": "object"}, "template": TEMPLATE,
-                       "strategy": {"type": "object", "properties": {"type": {"enum": ["Recreate", "RollingUpdate"]}}}},
-    },
-    "Service": {
-        "type": "object", "required": ["selector", "ports"],
-        "properties": {"ports": {"type": "array", "items": {
-            "type": "object", "required": ["port"],
-            "properties": {"port": {"type": "integer"}, "targetPort": {"type": "integer"}}}}},
-    },
-    "RayService": {
-        "type": "object", "required": ["rayClusterConfig"], "additionalProperties": False,
-        "properties": {
-            "serveConfigV2": {"type": "string"},
-            "rayClusterConfig": {
-                "type": "object", "required": ["headGroupSpec"], "additionalProperties": False,
-                "properties": {
-                    "rayVersion": {"type": "string"},
-                    "headGroupSpec": {"type": "object", "required": ["template"], "properties": {
-                        "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
-                        "template": TEMPLATE}},
-                    "workerGroupSpecs": {"type": "array", "items": {
-                        "type": "object", "required": ["groupName", "maxReplicas", "minReplicas", "template"],
-                        "properties": {"groupName": {"type": "string"}, "replicas": {"type": "integer"},
-                                       "minReplicas": {"type": "integer"}, "maxReplicas": {"type": "integer"},
-                                       "template": TEMPLATE}}},
-                },
-            },
-        },
-    },
-}  # fmt: skip
-"""What the published schemas of these kinds ask of the parts that are written."""
-VERSIONS = {
-    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1", "Deployment": "apps/v1", "Service": "v1",
-    "RayService": "ray.io/v1",
-}  # fmt: skip
+"""API version, and what the published schemas of these kinds ask of the parts that are written."""
 
 
 def emitted(capsys: Capture, *words: str) -> str:
@@ -101,8 +66,9 @@ def objects(text: str) -> list[dict[str, Any]]:
     found = list(yaml.safe_load_all(text))
     for each in found:
         if each["kind"] in SCHEMAS:
-            assert each["apiVersion"] == VERSIONS[each["kind"]]
-            jsonschema_rs.validator_for(SCHEMAS[each["kind"]]).validate(each["spec"])
+            version, schema = SCHEMAS[each["kind"]]
+            assert each["apiVersion"] == version
+            jsonschema_rs.validator_for(schema).validate(each["spec"])
     return found
 
 
@@ -131,8 +97,7 @@ def test_a_server_on_two_nodes_is_a_leader_and_workers(model: str, capsys: Captu
         assert any(mount["mountPath"] == "/dev/shm" for mount in each["volumeMounts"])
     assert "readinessProbe" in leader and "readinessProbe" not in worker
     assert ("--headless" in worker["command"]) is (engine == "vllm") and "--headless" not in leader["command"]
-    labels = {"leaderworkerset.sigs.k8s.io/name": engine, "role": "leader"}
-    assert service["spec"]["selector"] == labels
+    assert service["spec"]["selector"] == {"leaderworkerset.sigs.k8s.io/name": engine, "role": "leader"}
     assert group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["labels"] == {"role": "leader"}
 
 
@@ -160,16 +125,13 @@ def test_a_table_of_depths_is_a_config_map(model: str, capsys: Capture) -> None:
 
 
 def test_kuberay_has_the_engines_arguments_by_their_names(model: str, capsys: Capture) -> None:
-    text = emitted_of_a_repo(capsys, model, "--emit", "kuberay", "--nodes", "2", "--tp", "8")
-    (service,) = objects(text)
+    (service,) = objects(emitted_of_a_repo(capsys, model, "--emit", "kuberay", "--nodes", "2", "--tp", "8"))
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     (config,) = application["args"]["llm_configs"]
     assert config["model_loading_config"] == {"model_id": "org/model", "model_source": "org/model"}
-    assert config["engine_kwargs"] == {
-        "tensor_parallel_size": 8,
-        "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
-        "distributed_executor_backend": "ray",
-    }
+    drafting = {"method": "mtp", "num_speculative_tokens": 3}
+    assert config["engine_kwargs"] == {"tensor_parallel_size": 8, "speculative_config": drafting,
+                                       "distributed_executor_backend": "ray"}  # fmt: skip
     (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert group["replicas"] == 2
 
@@ -198,34 +160,29 @@ def test_compose(model: str, capsys: Capture) -> None:
     words = ["vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--emit", "compose"]
     services = yaml.safe_load(emitted(capsys, *words))["services"]
     assert list(services) == ["prefill-0", "decode-0", "router"]
-    assert services["router"]["depends_on"] == {
-        name: {"condition": "service_healthy"} for name in ("prefill-0", "decode-0")
-    }
+    assert services["router"]["depends_on"] == dict.fromkeys(list(services)[:2], {"condition": "service_healthy"})
     assert services["router"]["command"][1].endswith('exec "$$@"')  # Compose has variables of its own
     prefill = services["prefill-0"]
     assert prefill["environment"]["CUDA_VISIBLE_DEVICES"] == "0" and prefill["volumes"] == [f"{model}:{model}:ro"]
     assert "http://127.0.0.1:8001/health" in prefill["healthcheck"]["test"][-1]
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash reads it")
 @pytest.mark.parametrize(
     "words",
     [
-        ["vllm", "--gpus", "h100x4", "--nodes", "2", "--tp", "8"],
-        ["vllm", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", "--engine-version", "0.11.0"],
-        ["sglang", "--gpus", "h100x1", "--nodes", "2", "--disaggregate", "1:1"],
+        "vllm --gpus h100x4 --nodes 2 --tp 8", "vllm --gpus h100x4 --nodes 2 --tp 8 --engine-version 0.11.0",
+        "sglang --gpus h100x1 --nodes 2 --disaggregate 1:1",
     ],
-)
-def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp_path: Path, words: list[str]) -> None:
+)  # fmt: skip
+def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp_path: Path, words: str) -> None:
     """The script is run, with srun and scontrol that say what they were asked: bash's own reading of the quotes."""
     script = tmp_path / "job.sh"
-    script.write_text(emitted(capsys, words[0], model, *words[1:], "--emit", "slurm"))
-    programs = {"scontrol": "printf 'alpha\\nbeta\\n'", "srun": 'printf "%s|" "$@" >> $CALLS; echo >> $CALLS'}
+    engine, *options = words.split()
+    script.write_text(emitted(capsys, engine, model, *options, "--emit", "slurm"))
+    programs = {"scontrol": "echo alpha; echo beta", "srun": 'printf "%s|" "$@" >> $CALLS; echo >> $CALLS', "sleep": ""}
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "sleep").chmod(0o755)
     calls = tmp_path / "calls"
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "SLURM_JOB_NODELIST": "x",
                    "SLURM_SUBMIT_DIR": str(tmp_path)}  # fmt: skip

@@ -38,14 +38,11 @@ def after(step: LaunchStep, flag: str) -> str:
     return step.words[step.words.index(flag) + 1]
 
 
-@pytest.mark.parametrize("text", ["", "1", "1:", "0:1", "1:0", "2:1:1", "a:b", "1,1", "-1:2"])
-def test_roles_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="says how many prefill and decode"):
-        parse_roles(text)
-
-
 def test_roles() -> None:
     assert parse_roles(" 2:1 ") == ("prefill", "prefill", "decode")
+    for text in ("", "1", "1:", "0:1", "1:0", "2:1:1", "a:b", "1,1", "-1:2"):
+        with pytest.raises(UsageError, match="says how many prefill and decode"):
+            parse_roles(text)
 
 
 def test_prefill_and_decode_of_vllm(model: str) -> None:
@@ -67,10 +64,9 @@ def test_prefill_and_decode_of_vllm(model: str) -> None:
 
 
 def test_ranks_of_data_parallel_servers_have_side_channels_of_their_own(model: str) -> None:
-    first, second, _ = planned(model, gpus="h100x4", disaggregate="1:1", tp=1, dp=2).serve
-    ports = [int(step.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for step in (first, second)]
-    assert ports == [5600, 5602]
-    assert [step.environment["CUDA_VISIBLE_DEVICES"] for step in (first, second)] == ["0,1", "2,3"]
+    found = [step.environment for step in planned(model, gpus="h100x4", disaggregate="1:1", tp=1, dp=2).serve[:2]]
+    assert [each["VLLM_NIXL_SIDE_CHANNEL_PORT"] for each in found] == ["5600", "5602"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1", "2,3"]
 
 
 def test_prefill_and_decode_of_sglang(model: str) -> None:
@@ -136,20 +132,17 @@ def test_workers_on_a_cpu_have_cores_of_their_own(model: str, sizes: dict[str, i
 
 @pytest.mark.usefixtures("four_cores")
 def test_prefill_and_decode_on_a_cpu(model: str) -> None:
-    prefill, decode, _ = planned(model, gpus="none", disaggregate="1:1").serve
-    bound = [step.environment["VLLM_CPU_OMP_THREADS_BIND"] for step in (prefill, decode)]
-    assert bound == ["0,1", "4,5"] and "CUDA_VISIBLE_DEVICES" not in prefill.environment
+    steps = planned(model, gpus="none", disaggregate="1:1").serve[:2]
+    assert [step.environment["VLLM_CPU_OMP_THREADS_BIND"] for step in steps] == ["0,1", "4,5"]
+    assert "CUDA_VISIBLE_DEVICES" not in steps[0].environment
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_more_workers_than_cores(model: str) -> None:
+def test_cores_of_workers(model: str) -> None:
     with pytest.raises(UsageError, match="takes 8 cores, one for each worker, but there are 4"):
         planned(model, gpus="none", tp=8)
     (step,) = planned(model, gpus="none").serve
     assert "VLLM_CPU_OMP_THREADS_BIND" not in step.environment
-
-
-def test_cores_of_workers() -> None:
     assert cores_of_workers(1, 1, range(8)) == ()
     assert cores_of_workers(2, 2, range(8)) == ()  # a node of memory each: engines find them
     assert cores_of_workers(3, 1, range(8)) == ((0, 1), (2, 3, 4), (5, 6, 7))
@@ -162,9 +155,6 @@ def test_copies_of_llama_cpp_stand_behind_a_router(tmp_path: Path) -> None:
     assert [after(step, "--threads") for step in servers] == ["2", "2"]
     line = " ".join(router.words)
     assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in line
-
-
-def test_copies_on_gpus_see_one_each(tmp_path: Path) -> None:
     *servers, _ = planned(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
     assert [step.environment for step in servers] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 

@@ -10,7 +10,7 @@ from headstart.tools.launch.run import draft_summary
 
 def counts(drafts: float | None, accepted: float | None, **more: object) -> EngineCounters:
     drafted = None if drafts is None else 2 * drafts
-    return EngineCounters(engine="vllm", known=True, drafts=drafts, drafted=drafted, accepted=accepted, **more)  # type: ignore[arg-type]
+    return EngineCounters(engine="vllm", known=True, drafts=drafts, drafted=drafted, accepted=accepted, **more)
 
 
 def test_counts_of_several_servers_are_added() -> None:
@@ -23,16 +23,9 @@ def test_counts_of_several_servers_are_added() -> None:
 
 @pytest.mark.parametrize(
     ("each", "why"),
-    [
-        ([None], "shows no metrics"),
-        ([counts(10, 5), None], "shows no metrics"),
-        ([counts(0, 0), counts(0, 0)], "count no drafts"),
-    ],
-)
+    [([None], "shows no metrics"), ([counts(10, 5), None], "shows no metrics"),
+     ([counts(0, 0), counts(0, 0)], "count no drafts"), ([counts(10, 0), counts(10, 0)], "")],
+)  # fmt: skip
 def test_what_is_not_alive(each: list[EngineCounters | None], why: str) -> None:
     summary = draft_summary(EngineCounters.total(each), None)
-    assert not summary["alive"] and why in summary["why"]
-
-
-def test_drafts_that_are_never_right_are_not_alive() -> None:
-    assert not draft_summary(EngineCounters.total([counts(10, 0), counts(10, 0)]), None)["alive"]
+    assert not summary["alive"] and why in summary.get("why", "")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from headstart import hub, registry
 from headstart.cli.main import main
@@ -27,6 +28,7 @@ FACTS = ModelFacts(
     source="/m", model_type="acme", format="safetensors", weight_bytes=8 * 10**9, modules=1, attention_heads=32,
     experts=0, declared=1,
 )  # fmt: skip
+Capture = pytest.CaptureFixture[str]
 ONE_GPU, TWO_COPIES = Parallelism(gpus=1), Parallelism(gpus=2, data=2)
 TABLE = "[[1, 4, 3], [5, 64, 0]]"
 
@@ -63,11 +65,8 @@ def speculation(made: LaunchPlan) -> dict[str, Any]:
 def test_facts_of_a_checkpoint_with_a_head(tmp_path: Path) -> None:
     found = read_facts(str(write_tiny("mimo", tmp_path)))
     assert (found.format, found.modules, found.declared) == ("safetensors", 1, 1)
-    assert found.weight_bytes == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) - _header(tmp_path)
-
-
-def _header(folder: Path) -> int:
-    return sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
+    files = [path.read_bytes() for path in tmp_path.glob("*.safetensors")]
+    assert found.weight_bytes == sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in files)
 
 
 def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -> None:
@@ -166,19 +165,13 @@ def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: i
 )
 def test_tensor_parallel_size(arguments: dict[str, int], tensor: int) -> None:
     assert divide(**arguments).tensor == tensor
+    assert divide(32, 8, 150, experts=64).expert == 4  # experts are divided over all devices
 
 
-def test_experts_are_divided_over_all_devices() -> None:
-    assert divide(32, 8, 150, experts=64).expert == 4
-
-
-def test_too_large_a_model_says_how_many_devices_it_takes() -> None:
+def test_a_model_too_large_or_with_odd_heads_is_refused() -> None:
     with pytest.raises(CapacityError) as caught:
         divide(32, 8, 1000)
     assert caught.value.hint.startswith("it takes about 14 of them")
-
-
-def test_sizes_that_do_not_divide_the_heads_are_refused() -> None:
     with pytest.raises(UsageError, match="must divide the 9 attention heads"):
         divide(9, 8, tp=2)
 
@@ -192,26 +185,20 @@ def test_vllm() -> None:
     assert after(made, "--tensor-parallel-size") == "4"
     assert "--enable-expert-parallel" in words(made)
     assert any("min_p" in note for note in made.notes)
-
-
-@pytest.mark.parametrize(("version", "method"), [("0.9.2", "deepseek_mtp"), ("0.11.0", "mtp"), ("0.33.0", "mtp")])
-def test_vllm_method_by_version(version: str, method: str) -> None:
-    assert speculation(plan("vllm", version))["method"] == method
-
-
-@pytest.mark.parametrize(
-    ("version", "entry"),
-    [("0.11.0", ("disable_by_batch_size", 4)),
-     ("0.32.0", ("num_speculative_tokens_per_batch_size", [[1, 4, 2], [5, 64, 0]]))],
-)  # fmt: skip
-def test_vllm_depth_by_batch_is_capped_by_the_depth(version: str, entry: tuple[str, Any]) -> None:
-    assert speculation(plan("vllm", version, depth=2, depth_by_batch=TABLE))[entry[0]] == entry[1]
-
-
-def test_vllm_on_a_cpu() -> None:
     made = plan("vllm", parallel=Parallelism())
     assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
     assert after(made, "--dtype") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("version", "method", "by_batch"),
+    [("0.9.2", "deepseek_mtp", {"disable_by_batch_size": 4}), ("0.11.0", "mtp", {"disable_by_batch_size": 4}),
+     ("0.33.0", "mtp", {"num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 64, 0]]})],
+)  # fmt: skip
+def test_vllm_by_version(version: str, method: str, by_batch: dict[str, Any]) -> None:
+    """A table of depths is capped by the depth."""
+    found = speculation(plan("vllm", version, depth=2, depth_by_batch=TABLE))
+    assert found == {"method": method, "num_speculative_tokens": 2, **by_batch}
 
 
 def test_vllm_joins_nodes_itself() -> None:
@@ -236,34 +223,25 @@ def test_vllm_nodes_are_joined_by_ray(version: str, extra: tuple[str, ...]) -> N
     assert after(made, "--distributed-executor-backend") == "ray"
 
 
-def test_sglang_counts_steps_and_tokens_apart() -> None:
+def test_sglang() -> None:
     made = plan("sglang")
     flags = ("--speculative-algorithm", "--speculative-num-steps", "--speculative-num-draft-tokens")
     assert [after(made, flag) for flag in flags] == ["NEXTN", "3", "4"]
     assert after(made, "--speculative-draft-model-path") == "/m"
     assert "--enable-metrics" in words(made)
-
-
-def test_sglang_is_not_left_at_48_requests() -> None:
     assert int(after(plan("sglang"), "--max-running-requests")) > 48
     assert after(plan("sglang", settings={"max_num_seqs": 16}), "--max-running-requests") == "16"
     assert "--max-running-requests" not in words(plan("sglang", depth=0))
-
-
-def test_sglang_nodes() -> None:
     made = plan("sglang", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
     assert [step.where for step in made.serve] == ["node 0", "node 1"]
     assert [step.words[step.words.index("--node-rank") + 1] for step in made.serve] == ["0", "1"]
     assert all("10.0.0.1:20000" in step.words for step in made.serve)
 
 
-def test_sglang_table_is_a_file() -> None:
+def test_a_table_of_sglang_is_a_file_and_it_begins_with_one_of_its_depths() -> None:
     made = plan("sglang", depth_by_batch=TABLE)
     steps = json.loads(made.files[after(made, "--speculative-adaptive-config")])
     assert steps == {"1": {"candidate_steps": [3]}, "5": {"candidate_steps": [0]}}
-
-
-def test_sglang_begins_with_a_depth_of_its_table() -> None:
     made = plan("sglang", depth=5, depth_by_batch=TABLE)
     assert after(made, "--speculative-num-steps") == "3"
     with pytest.raises(UsageError, match="drafts nothing in any row"):
@@ -272,8 +250,6 @@ def test_sglang_begins_with_a_depth_of_its_table() -> None:
 
 @pytest.mark.parametrize(("version", "key"), [("1.2.1", "num_nextn_predict_layers"), ("1.3.0", "max_draft_len")])
 def test_trtllm_key_by_version(version: str, key: str) -> None:
-    import yaml
-
     extra = yaml.safe_load(plan("trtllm", version).files["extra.yaml"])
     assert extra["speculative_config"] == {"decoding_type": "MTP", key: 3}
 
@@ -283,8 +259,6 @@ def test_trtllm_key_by_version(version: str, key: str) -> None:
     [(TABLE, 3, {4: 3, 64: 0}), ("[[10, 64, 1], [1, 4, 2]]", 2, {9: 2, 64: 1}), ("[[8, 64, 0]]", 3, {7: 3, 64: 0})],
 )
 def test_trtllm_schedules_by_the_largest_batch(table: str, deepest: int, schedule: dict[int, int]) -> None:
-    import yaml
-
     extra = yaml.safe_load(plan("trtllm", "1.3.0", depth_by_batch=table).files["extra.yaml"])
     wanted = {"decoding_type": "MTP", "max_draft_len": deepest, "draft_len_schedule": schedule}
     assert extra["speculative_config"] == wanted
@@ -319,13 +293,12 @@ def test_llamacpp_is_told_the_kind_of_a_drafter(method: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_prefill_nodes_draft_nothing_but_have_the_heads(engine: str) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_prefill_nodes_draft_nothing_but_have_the_heads(engine: str, role: str) -> None:
     """vLLM refuses to hand caches over between servers with and without MTP, and SGLang goes on from hidden states."""
-    prefill, decode = (plan(engine, role=role) for role in ("prefill", "decode"))
-    for made in (prefill, decode):
-        assert any("speculative" in word for word in words(made))
-    assert any("drafts nothing" in note for note in prefill.notes)
-    assert not any("drafts nothing" in note for note in decode.notes)
+    made = plan(engine, role=role)
+    assert any("speculative" in word for word in words(made))
+    assert any("drafts nothing" in note for note in made.notes) is (role == "prefill")
 
 
 def test_sglang_hands_caches_over_between_devices() -> None:
@@ -346,12 +319,7 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
 @pytest.mark.parametrize(
     ("engine", "version", "wanted", "message"),
     [
-        (
-            "vllm",
-            "0.32.0",
-            {"depth_by_batch": TABLE, "parallel": Parallelism(gpus=2, data=2)},
-            "ignores a depth by batch",
-        ),
+        ("vllm", "0.32.0", {"depth_by_batch": TABLE, "parallel": TWO_COPIES}, "ignores a depth by batch"),
         ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "vLLM 0.33.0 has no method medusa"),
         ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
         ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
@@ -436,12 +404,9 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "bin"
 
 
-def test_version_is_told_by_the_files_beside_the_program(installed: Path) -> None:
+def test_an_installed_engine(installed: Path, model: str) -> None:
     found = launcher_of("vllm").find_installed(str(installed))
     assert found is not None and (found.version, found.distribution) == ((0, 30, 1), "vllm_cpu")
-
-
-def test_a_program_without_its_own_distribution_is_run_as_a_module(installed: Path, model: str) -> None:
     options = LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none")
     (_, line), *_ = prepare(options).commands()
     assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -501,18 +466,13 @@ def test_translate(version: str, old: str, new: str) -> None:
     found = launch.translate(old, version)
     assert found.data["command"] == new
     assert found.data["changes"] and not found.data["warnings"]
+    again = launch.translate(new, version)
+    assert (again.data["command"], again.data["changes"]) == (new, [])
 
 
-CURRENT = [
-    *((version, new) for version, _, new in TRANSLATED),
-    ("1.2.0", "trtllm-serve m --config 'speculative_config: {decoding_type: Eagle3, max_draft_len: 3}'"),
-]
-
-
-@pytest.mark.parametrize(("version", "line"), CURRENT)
-def test_current_command_lines_stay_as_they_are(version: str, line: str) -> None:
-    found = launch.translate(line, version)
-    assert (found.data["command"], found.data["changes"]) == (line, [])
+def test_a_current_command_line_stays_as_it_is() -> None:
+    line = "trtllm-serve m --config 'speculative_config: {decoding_type: Eagle3, max_draft_len: 3}'"
+    assert launch.translate(line, "1.2.0").data["changes"] == []
 
 
 @pytest.mark.parametrize(
@@ -537,7 +497,7 @@ def test_translate_refuses_what_it_cannot_read(text: str) -> None:
 # The command.
 
 
-def test_dry_run_prints_a_command_that_the_version_takes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_prints_a_command_that_the_version_takes(model: str, capsys: Capture) -> None:
     arguments = ["launch", "vllm", model, "--dry-run", "--gpus", "h100x1", "--engine-version", "0.32.0", "--json"]
     assert main([*arguments, "--", "--enable-log-requests"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -545,7 +505,7 @@ def test_dry_run_prints_a_command_that_the_version_takes(model: str, capsys: pyt
     assert document["serve"][0]["command"].endswith("--enable-log-requests")
 
 
-def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, capsys: Capture) -> None:
     model = write_tiny("mimo", tmp_path, auto_map={"AutoConfig": "code.Config"})
     arguments = ["launch", "vllm", str(model), "--dry-run", "--gpus", "none"]
     main(arguments)
@@ -556,7 +516,7 @@ def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, caps
     assert not any("brings Python code" in note for note in notes) and command.endswith("--trust-remote-code")
 
 
-def test_docker_listens_on_all_addresses(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_docker_listens_on_all_addresses(model: str, capsys: Capture) -> None:
     assert main(["launch", "sglang", model, "--docker", "--gpus", "h100x1"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("docker run --rm") and "--host 0.0.0.0" in line and f"{model}:{model}:ro" in line
@@ -581,7 +541,7 @@ def test_docker_listens_on_all_addresses(model: str, capsys: pytest.CaptureFixtu
         (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
     ],
 )
-def test_bad_input(model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_bad_input(model: str, capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["launch", *(word.format(model=model) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 
@@ -597,7 +557,7 @@ def test_bad_input(model: str, capsys: pytest.CaptureFixture[str], arguments: li
 )
 def test_serve_with_another_engine(
     model: str,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     shown: str,
@@ -617,7 +577,7 @@ def test_serve_with_another_engine(
     ],
 )
 def test_serve_refuses_by_name(
-    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    model: str, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -638,29 +598,19 @@ def memory_notes(model: str, gpus: str, **settings: int) -> tuple[int, list[str]
     return prepared.spec.parallel.tensor, [note for note in prepared.plan.notes if "WARNING" in note]
 
 
-def test_what_fits_is_not_refused(tmp_path: Path) -> None:
+def test_memory_of_the_devices(tmp_path: Path) -> None:
     model = sized(tmp_path / "m")
     assert memory_notes(model, "4090") == (1, [])
+    assert memory_notes(model, "4090x8", max_model_len=131072) == (2, [])
     awq = sized(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
     assert memory_notes(awq, "3060") == (1, [])
-
-
-def test_caches_that_do_not_fit_are_told(tmp_path: Path) -> None:
-    model = sized(tmp_path / "m")
     assert "caches of 64 sequences" in memory_notes(model, "a100", max_model_len=32768, max_num_seqs=64)[1][0]
     assert "may refuse to start" in memory_notes(model, "4090", max_model_len=131072)[1][0]
     longer = sized(tmp_path / "longer", max_position_embeddings=131072)
     assert "whole context of 131,072 has no room" in memory_notes(longer, "4090")[1][0]
     assert memory_notes(longer, "4090", max_model_len=8192)[1] == []
-
-
-def test_a_longer_context_takes_more_devices(tmp_path: Path) -> None:
-    assert memory_notes(sized(tmp_path / "m"), "4090x8", max_model_len=131072) == (2, [])
-
-
-def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="too much for 1 x t4"):
-        memory_notes(sized(tmp_path / "m"), "t4")
+        memory_notes(model, "t4")
 
 
 # Platforms and containers.
@@ -679,13 +629,13 @@ def test_what_cannot_fit_is_refused(tmp_path: Path) -> None:
         ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
     ],
 )
-def test_docker_by_platform(model: str, capsys: pytest.CaptureFixture[str], engine: str, gpus: str, shown: str) -> None:
+def test_docker_by_platform(model: str, capsys: Capture, engine: str, gpus: str, shown: str) -> None:
     assert main(["launch", engine, model, "--docker", "--gpus", gpus]) == 0
     assert shown in capsys.readouterr().out
 
 
 def test_a_relative_head_inside_json_is_mounted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny("mimo", tmp_path / "m")
     head = head_of(tmp_path / "h", architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=9)
@@ -695,7 +645,7 @@ def test_a_relative_head_inside_json_is_mounted(
     assert f"-v {head}:{head}:ro" in line and f'"model": "{head}"' in line
 
 
-def test_nodes_of_ray_run_in_containers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_ray_run_in_containers(model: str, capsys: Capture) -> None:
     old = ["--engine-version", "0.11.0"]
     assert main(["launch", "vllm", model, "--docker", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", *old]) == 0
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("docker")]
@@ -703,7 +653,7 @@ def test_nodes_of_ray_run_in_containers(model: str, capsys: pytest.CaptureFixtur
     assert "--entrypoint ray" in found[1] and "start --block" in found[1]
 
 
-def test_xllm_in_a_container_sees_the_draft(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_xllm_in_a_container_sees_the_draft(model: str, capsys: Capture) -> None:
     assert main(["launch", "xllm", model, "--docker", "--gpus", "ascend-910b"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert f"-v {model}-mtp:{model}-mtp:ro" in line and "--privileged" in line

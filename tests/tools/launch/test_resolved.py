@@ -6,8 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from headstart.tools.launch.arguments import argument_table, check_arguments, pa
 from headstart.tools.launch.spec import LaunchStep
 
 ENGINES = registry.available("launchers")
-HEADS: dict[str, dict[str, Any] | None] = {
-    "": None,
+HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 151936, "draft_vocab_size": 32000},
     "eagle": {"model_type": "eagle", "architectures": ["EagleLlamaForCausalLM"], "hidden_size": 64},
     "dflash": {"architectures": ["DFlashDraftModel"], "block_size": 16, "hidden_size": 64},
@@ -49,99 +47,67 @@ SMALL = {
     "mimo_v2_flash": {"model_type": "mimo_v2_flash", "num_nextn_predict_layers": 3, "num_attention_heads": 64},
     "qwen3": {"model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36, "hidden_size": 4096},
 }
-COMMANDS = 200
-
-
-@dataclass
-class Tried:
-    """Command lines that were printed, and what stopped the others."""
-
-    lines: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
-    found, folder = Tried(), tmp_path_factory.mktemp("grid")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, str]], list[str]]:
+    """Command lines that were printed, and what stopped the others."""
+    lines, refused, folder = [], [], tmp_path_factory.mktemp("grid")
     patched = pytest.MonkeyPatch()
     patched.setattr(launch, "read_facts", cache(launch.read_facts))  # the same files for every engine
     patched.setattr(launch, "drafter_of", cache(launch.drafter_of))
-    for engine, model, head, place in itertools.product(ENGINES, _models(folder), _heads(folder), PLACES):
+    heads = [None, *(_written(folder / f"head-{name}", HEADS[name]) for name in HEADS)]
+    for engine, model, head, place in itertools.product(ENGINES, _models(folder), heads, PLACES):
         if (engine == "llamacpp") != model.endswith(".gguf"):
             continue
         options = launch.LaunchOptions(engine=engine, model=model, head=head, **PLACES[place])
         try:
             prepared = launch.prepare(options)
         except HeadstartError as error:
-            found.refused.append(f"{engine} {Path(model).name} {place}: {error}")
+            refused.append(f"{engine} {Path(model).name} {place}: {error}")
             continue
-        found.lines += [(engine, shlex.join(step.words)) for step in prepared.plan.serve]
+        lines += [(engine, shlex.join(step.words)) for step in prepared.plan.serve]
     patched.undo()
-    return found
+    return lines, refused
+
+
+def _written(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def _models(folder: Path) -> list[str]:
-    for name, config in SMALL.items():
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / "config.json").write_text(json.dumps(config))
-    gguf = folder / "m.gguf"
-    if not gguf.exists():
-        _write_gguf(gguf)
-    return [*(str(folder / name) for name in SMALL), str(gguf)]
-
-
-def _write_gguf(path: Path) -> None:
+    path = folder / "m.gguf"
     writer = GGUFWriter(path, "qwen35")
     writer.add_uint32("qwen35.nextn_predict_layers", 1)
     writer.add_uint32("qwen35.attention.head_count", 8)
     writer.add_tensor("blk.1.nextn.eh_proj.weight", np.zeros((32, 64), np.float32))
-    gguf_files.written(writer, path)
+    return [str(gguf_files.written(writer, path)), *(_written(folder / name, SMALL[name]) for name in SMALL)]
 
 
-def _heads(folder: Path) -> Iterator[str | None]:
-    for name, config in HEADS.items():
-        if config is None:
-            yield None
-            continue
-        (folder / f"head-{name}").mkdir(exist_ok=True)
-        (folder / f"head-{name}" / "config.json").write_text(json.dumps(config))
-        yield str(folder / f"head-{name}")
-
-
-def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: Tried) -> None:
-    wrong = []
-    for engine, line in tried.lines:
+def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: tuple[Any, Any]) -> None:
+    wrong, (lines, _) = [], tried
+    for engine, line in lines:
         launcher = launch.launcher_of(engine)
         step = LaunchStep(tuple(shlex.split(line)))
         words, version = launcher.arguments_of(step), parse_version(launcher.newest)
         checked = check_arguments(launcher, version, words, num_positional=2)
         wrong += [f"{line}\n  {error}" for error in checked.errors]
     assert not wrong, "\n".join(wrong)
-    assert len(set(tried.lines)) >= COMMANDS, len(set(tried.lines))
+    assert len(set(lines)) >= 200, len(set(lines))
 
 
 REFUSED = (
-    "does not run on",
-    "no prefill nodes",
-    "its depth is one number",
-    "prefill and decode apart",
-    "no GGUF file",
-    "is one machine",
-    "drafts to one depth",
-    "cannot draft with a head of kind",
-    "has no model",
-    "has no MTP head",
-    "does not draft with the heads",
-    "does not know",
-    "has nothing for",
-    "need a GPU",
-    "runs on one machine",
-)
+    "does not run on", "no prefill nodes", "its depth is one number", "prefill and decode apart", "no GGUF file",
+    "is one machine", "drafts to one depth", "cannot draft with a head of kind", "has no model", "has no MTP head",
+    "does not draft with the heads", "does not know", "has nothing for", "need a GPU", "runs on one machine",
+)  # fmt: skip
 """Why a combination may have no command: what the engine cannot do."""
 
 
-def test_what_has_no_command_says_a_reason_of_its_own(tried: Tried) -> None:
-    assert not [each for each in tried.refused if not any(reason in each for reason in REFUSED)]
+def test_what_has_no_command_says_a_reason_of_its_own(tried: tuple[Any, Any]) -> None:
+    assert not [each for each in tried[1] if not any(reason in each for reason in REFUSED)]
 
 
 # The rules.
@@ -200,13 +166,10 @@ def test_what_an_engine_refuses_after_parsing_is_known(
     assert any(says in each for each in checked.errors), checked
 
 
-def test_a_rule_about_something_unknown_does_not_apply() -> None:
+def test_users_flags_are_checked_and_a_rule_about_something_unknown_does_not_apply(tmp_path: Path) -> None:
     words = shlex.split("""-sc '{"method": "mtp", "num_speculative_tokens": 3}'""")
     assert not check_arguments(launch.launcher_of("vllm"), parse_version("0.32.0"), words).errors
-
-
-def test_users_flags_are_checked_with_the_rest(tmp_path: Path) -> None:
-    model = _models(tmp_path)[0]
+    model = _written(tmp_path / "m", SMALL["deepseek_v3"])
     options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", extra=("--enable-auto-tool-choice",))
     with pytest.raises(UsageError, match="needs --tool-call-parser"):
         launch.prepare(options)
@@ -226,8 +189,7 @@ def test_users_flags_are_checked_with_the_rest(tmp_path: Path) -> None:
 def test_a_version_that_does_not_know_the_model_is_refused(
     tmp_path: Path, engine: str, version: str, model: str, needs: str
 ) -> None:
-    _models(tmp_path)
-    model = str(tmp_path / model)
+    model = _written(tmp_path / model, SMALL[model])
     options = launch.LaunchOptions(engine=engine, model=model, gpus="h200x8", engine_version=version)
     with pytest.raises(UsageError, match="does not know") as caught:
         launch.prepare(options)
@@ -235,10 +197,8 @@ def test_a_version_that_does_not_know_the_model_is_refused(
 
 
 def test_heads_may_come_later_than_the_model(tmp_path: Path) -> None:
-    _models(tmp_path)
-    options = launch.LaunchOptions(
-        engine="vllm", model=str(tmp_path / "mimo_v2_flash"), gpus="h200x8", engine_version="0.14.0"
-    )
+    model = _written(tmp_path / "m", SMALL["mimo_v2_flash"])
+    options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", engine_version="0.14.0")
     found = launch.prepare(options)
     assert found.spec.depth == 0 and "version 0.21.0 can" in found.why_depth
     with pytest.raises(UsageError, match=r"version 0\.21\.0 can"):

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,13 +38,9 @@ watching: list[threading.Thread] = []
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 @contextmanager
@@ -63,10 +59,6 @@ def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[ServerGrou
             running.is_ending = True
             for thread in watching:
                 thread.join(60)
-
-
-def silent(done: int, total: int, text: str) -> None:
-    """No progress."""
 
 
 def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
@@ -90,21 +82,19 @@ def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list
 def until(condition: object, seconds: float = 60) -> None:
     """Wait for a callable to be true."""
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
 def kill(running: ServerGroup, place: int) -> None:
-    process = running.processes[place].process
-    assert process is not None
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(running.processes[place].process.pid, signal.SIGKILL)
 
 
 def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         assert running.front.process is None
-        running.wait(silent)
+        running.wait(lambda *progress: None)
         assert running.front.process is not None and running.front.is_healthy()
         assert running.log == running.folder
     assert all(each.exit_reason() for each in running.processes)
@@ -112,7 +102,7 @@ def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
 
 def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "server") as running:
-        running.wait(silent)
+        running.wait(lambda *progress: None)
         _, ended = watched(running, monkeypatch)
         kill(running, 0)
         until(lambda: ended)
@@ -121,7 +111,7 @@ def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: py
 
 def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
-        running.wait(silent)
+        running.wait(lambda *progress: None)
         said, ended = watched(running, monkeypatch)
         for place in (1, 2):  # a copy, and the router
             kill(running, place)
@@ -132,7 +122,7 @@ def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
-        running.wait(silent)
+        running.wait(lambda *progress: None)
         running.processes[0].words += ["no more memory"]
         said, ended = watched(running, monkeypatch)
         kill(running, 0)
@@ -145,7 +135,7 @@ def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: py
 def test_a_server_that_is_there_but_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine whose workers are gone: it is ended, and started again."""
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
-        running.wait(silent)
+        running.wait(lambda *progress: None)
         said, ended = watched(running, monkeypatch)
         (tmp_path / "ill-copy-0").touch()
         until(lambda: said)
@@ -158,12 +148,10 @@ def test_a_server_that_is_there_but_does_not_answer(tmp_path: Path, monkeypatch:
 def test_one_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
     wrong = pytest.raises(UsageError, match="copy-0 ended with code 1 before it answered: Error: no such model")
     with wrong, servers(tmp_path, "copy-0", "router", fails="no such model") as running:
-        running.wait(silent)
+        running.wait(lambda *progress: None)
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1"):
             check_port_is_free(taken.getsockname()[1], "127.0.0.1")
