@@ -36,6 +36,17 @@ def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+MIMO = {"model_type": "mimo", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+NORM = {"model.norm.weight": tensor("BF16", 8)}
+
+
+def mimo_head(width: int) -> dict[str, Array]:
+    """A module of MiMo as far as exporters look; most of its bytes are in one matrix."""
+    vectors = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
+    head = {f"model.mtp_layers.0.{name}.weight": tensor("BF16", 8) for name in vectors}
+    return head | {"model.mtp_layers.0.input_proj.weight": tensor("BF16", width, 2 * width)}
+
+
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], shards: int = 3, index: bool = True
 ) -> Path:

@@ -42,7 +42,7 @@ class Fake:
     asked: list[dict[str, Any]] = field(default_factory=list)
     at_once: Counter[str] = field(default_factory=Counter)
     port: int = 0
-    server: asyncio.Server | None = None
+    server: Any = None
 
     @property
     def url(self) -> str:
@@ -70,21 +70,12 @@ class Fake:
         writer.write(fields.encode() + text.encode())
 
     def _metrics(self) -> str:
-        drafts = 10 * len(self.asked)
-        labels = 'model_name="m"'
-        return "\n".join(
-            [
-                "# TYPE vllm:spec_decode_num_drafts_total counter",
-                f"vllm:spec_decode_num_drafts_total{{{labels}}} {drafts}.0",
-                f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {2 * drafts}.0",
-                f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {drafts}.0",
-                "# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter",
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} {7 * drafts // 10}.0',
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} {3 * drafts // 10}.0',
-                f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e9",
-                "",
-            ]
-        )
+        tasks = len(self.asked)
+        counts = {"drafts_total": 10, "draft_tokens_total": 20, "accepted_tokens_total": 10,
+                  'accepted_tokens_per_pos_total{position="0"}': 7, 'accepted_tokens_per_pos_total{position="1"}': 3,
+                  "drafts_created": 17_000}  # fmt: skip
+        lines = (f"vllm:spec_decode_num_{name} {count * tasks}.0\n" for name, count in counts.items())
+        return "# TYPE vllm:spec_decode_num_drafts_total counter\n" + "".join(lines)
 
     async def _chat(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.asked.append(body)
@@ -98,7 +89,6 @@ class Fake:
         for index, word in enumerate(WORDS[: body["max_tokens"]]):
             await asyncio.sleep(self.delay)
             if self.dies_after is not None and number > self.dies_after and index == 2:
-                assert self.server is not None
                 self.server.close()
                 writer.transport.abort()
                 return
@@ -132,7 +122,6 @@ def running(fake: Fake) -> Iterator[Fake]:
         ready.set()
 
     async def stop() -> None:
-        assert fake.server is not None
         fake.server.close()
         await asyncio.sleep(0.02)  # connections that have just been closed end
 
@@ -172,18 +161,14 @@ def test_measure() -> None:
         assert fake.at_once["most"] <= 6
     assert (found.complete, found.requests, found.failed) == (True, 6, 0)
     assert (found.prompt_tokens, found.output_tokens) == (42, 30)
-    assert found.latency.itl is not None and found.latency.itl.count == 24
+    assert found.latency.itl.count == 24
     assert (found.speculation, found.cached_tokens, found.chunked_prefill) == (None, None, None)
 
 
-def test_no_more_clients_than_asked_for() -> None:
+def test_no_more_clients_than_asked_for_and_those_at_random_times() -> None:
     with running(Fake(delay=0.003)) as fake:
-        runner = runner_of(fake)
-        runner.run(TASKS.tasks(9), "server", RequestLoad(concurrency=3), lambda: None)
+        runner_of(fake).run(TASKS.tasks(9), "server", RequestLoad(concurrency=3), lambda: None)
         assert fake.at_once["most"] == 3
-
-
-def test_requests_at_random_times() -> None:
     load = RequestLoad(rate=100.0)
     with running(Fake()) as fake:
         found = measure(runner_of(fake), TASKS, "server", load, num_requests=5)
@@ -199,7 +184,6 @@ def test_without_usage_pieces_are_tokens() -> None:
 def test_metrics_of_vllm() -> None:
     with running(Fake(metrics=True)) as fake:
         found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=4).speculation
-    assert found is not None
     assert (found.drafts, found.drafted, found.accepted, found.per_position) == (40, 80, 40, (28, 12))
     assert found.acceptance_at == [0.7, 0.3]
 
@@ -225,15 +209,12 @@ def test_modes_of_our_own_server(mode: str, field_: dict[str, Any]) -> None:
 
 def test_mode_off_of_a_second_server() -> None:
     with running(Fake()) as fake, running(Fake()) as plain:
+        with pytest.raises(UsageError, match="is not headstart's"):
+            measure(runner_of(fake), TASKS, "off", RequestLoad(concurrency=1), num_requests=1)
         runner = HttpTarget(Server.at(fake.url), Server.at(plain.url))
         assert runner.modes == ("off", "server")
         measure(runner, TASKS, "off", RequestLoad(concurrency=1), num_requests=2)
         assert (len(fake.asked), len(plain.asked)) == (0, 4)  # each prompt once before
-
-
-def test_modes_that_a_server_does_not_know() -> None:
-    with running(Fake()) as fake, pytest.raises(UsageError, match="is not headstart's"):
-        measure(runner_of(fake), TASKS, "off", RequestLoad(concurrency=1), num_requests=1)
 
 
 def test_refused_requests_are_counted() -> None:
@@ -259,10 +240,8 @@ def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Cap
     out, page = tmp_path / "a.json", tmp_path / "a.html"
     arguments = ["--concurrency", "2", "--requests", "2", "--workload", "prose", "--output-tokens", "5"]
     with running(Fake(dies_after=4 + 4 + 4 + 2)) as fake:
-        code = main(["bench", "--url", fake.url, *arguments, "--out", str(out), "--report", str(page)])
-    shown = capsys.readouterr().out
-    assert code == 1
-    assert "INCOMPLETE: the server died" in shown
+        assert main(["bench", "--url", fake.url, *arguments, "--out", str(out), "--report", str(page)]) == 1
+    assert "INCOMPLETE: the server died" in capsys.readouterr().out
     document = BenchDocument.read(out)
     assert [each.complete for each in document.cells] == [True, True, False]
     assert (document.complete, len(document.rows), document.rows[0].cells) == (False, 1, 2)
@@ -282,17 +261,13 @@ def test_a_lost_connection_ends_a_run_early() -> None:
 def test_unreachable_server(url: str, capsys: Capture) -> None:
     assert main(["bench", "--url", url]) == 2
     shown = capsys.readouterr().err
-    assert f"cannot reach {url}" in shown
-    assert "is the server running" in shown
-
-
-@pytest.mark.parametrize("url", ["http://[", "ftp://x", "http://", "http://x:port"])
-def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(UsageError, match="not the address of a server"):
-        Server.at(url)
+    assert f"cannot reach {url}" in shown and "is the server running" in shown
 
 
 def test_addresses() -> None:
+    for url in ("http://[", "ftp://x", "http://", "http://x:port"):
+        with pytest.raises(UsageError, match="not the address of a server"):
+            Server.at(url)
     assert str(Server.at("https://host/api/v1/")) == "https://host:443/api"
     assert str(Server.at("127.0.0.1:8000/v1")) == "http://127.0.0.1:8000"
     assert str(Server.at("http://[::1]:80")) == "http://[::1]:80"
@@ -307,29 +282,21 @@ def test_something_else_than_such_a_server() -> None:
             HttpTarget(server)
 
 
-def test_a_model_that_the_server_does_not_have(capsys: Capture) -> None:
+def test_what_the_server_does_not_have(capsys: Capture) -> None:
     with running(Fake()) as fake:
         assert main(["bench", "other", "--url", fake.url]) == 2
     shown = capsys.readouterr().err
-    assert "has no model 'other'" in shown
-    assert "it has m" in shown
-
-
-def test_a_server_has_its_own_engine_options(capsys: Capture) -> None:
+    assert "has no model 'other'" in shown and "it has m" in shown
     assert main(["bench", "--url", "http://127.0.0.1:1", "--threads", "2"]) == 2
     assert "--threads has no meaning for a server" in capsys.readouterr().err
 
 
-def test_prompts_of_a_length_where_the_server_counts_tokens() -> None:
-    with running(Fake(counts=True)) as fake:
+def test_prompts_of_a_length_where_the_server_counts_tokens_and_where_it_does_not() -> None:
+    with running(Fake(counts=True)) as fake, running(Fake()) as other:
         runner = runner_of(fake)
-        (task,) = synthetic(30, runner.count_tokens).tasks(1)
-    assert len(task.turns[0].split()) == 30
+        (counted,) = synthetic(30, runner.count_tokens).tasks(1)
+        (guessed,) = synthetic(30, runner_of(other).count_tokens).tasks(1)
+    assert len(counted.turns[0].split()) == 30
+    assert len(guessed.turns[0]) == pytest.approx(120, abs=8)
     with pytest.raises(UsageError, match="no longer counts tokens"):
         runner.count_tokens("gone")
-
-
-def test_prompts_of_a_length_where_it_does_not() -> None:
-    with running(Fake()) as fake:
-        (task,) = synthetic(30, runner_of(fake).count_tokens).tasks(1)
-    assert len(task.turns[0]) == pytest.approx(120, abs=8)

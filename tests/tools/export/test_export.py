@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+import torch
 
-torch = pytest.importorskip("torch")
-
-from headstart.api import LLM  # noqa: E402
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import SamplingParams  # noqa: E402
-from headstart.engine.load import load_model  # noqa: E402
-from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.safetensors import bfloat16  # noqa: E402
-from headstart.heads.base import HeadSpec  # noqa: E402
-from headstart.heads.kind import head_kind  # noqa: E402
-from headstart.models.small import random_arrays  # noqa: E402
-from headstart.tools.export.run import ExportOptions, run  # noqa: E402
-from headstart.train.objective import unroll  # noqa: E402
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import load_model
+from headstart.errors import ModelError, UsageError
+from headstart.formats.safetensors import bfloat16
+from headstart.heads.base import HeadSpec
+from headstart.heads.kind import head_kind
+from headstart.models.small import random_arrays
+from headstart.tools.export.run import ExportOptions, run
+from headstart.train.objective import unroll
 
 
 def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
@@ -42,16 +41,13 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
 def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first: bool) -> None:
     model, head = trunk_and_head(tmp_path, hidden_first)
     out = tmp_path / "mimo"
-    report = run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out))
-    assert report.ok
+    assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out)).ok
     assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "configuration_mimo.py"}
-    config = json.loads((out / "config.json").read_text())
-    assert config["auto_map"]["AutoConfig"] == "configuration_mimo.MiMoConfig"
+    auto_map = json.loads((out / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoConfig"] == "configuration_mimo.MiMoConfig"
     common: dict[str, Any] = {"backend": "reference", "dtype": "float64", "threads": 1, "max_model_len": 96}
     ours = load_model(str(out), EngineConfig(head=str(head), **common))  # the written trunk with the head as it was
     native = load_model(str(out), EngineConfig(**common))
-    assert ours.head is not None
-    assert native.head is not None
     assert native.head.source == "the checkpoint"
     rng, width = np.random.default_rng(0), native.config.hidden_size
     hidden, tokens = torch.from_numpy(rng.standard_normal((2, 9, width))), torch.randint(0, support.VOCAB, (2, 9))
@@ -59,36 +55,22 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     for each in (ours.head, native.head):
         spec = replace(each.spec, mask_first=False)  # MiMo's own rule for the first pair of a text
         found.append(unroll(each.modules, spec, native.decoder.embedding, hidden, tokens, 3))
-    for step, again in zip(*found, strict=True):
-        torch.testing.assert_close(step, again, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [support.prompt_of(12, seed) for seed in range(3)]
     llm = LLM(str(out), EngineConfig(depth=3, **common))
     assert llm.method == "mtp"
-    texts = [[each.token_ids for each in llm.generate(prompts, params, depth=depth)] for depth in (0, 3)]
-    assert texts[0] == texts[1]
+    plain = [each.token_ids for each in llm.generate(prompts, params, depth=0)]
     # the same head from a checkpoint of its own: the same drafts
     apart = LLM(str(out), EngineConfig(head=str(out), depth=3, **common))
-    assert [each.token_ids for each in apart.generate(prompts, params)] == texts[0]
-    counts = [[each.speculation for each in one.generate(prompts, params)] for one in (llm, apart)]
-    assert counts[0] == counts[1]
+    drafted = [[(each.token_ids, each.speculation) for each in one.generate(prompts, params)] for one in (llm, apart)]
+    assert drafted[0] == drafted[1] and [tokens for tokens, _ in drafted[0]] == plain
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     model, head = trunk_and_head(tmp_path, True)
     out = tmp_path / "out"
-    with pytest.raises(UsageError, match="unknown"):
-        run(ExportOptions(model=str(model), head=head, to="onnx", out=out))
-    with pytest.raises(ModelError, match="not eagle3"):
-        run(ExportOptions(model=str(model), head=head, to="vllm-eagle3", out=out))
+    for to, error, message in (("onnx", UsageError, "unknown"), ("vllm-eagle3", ModelError, "not eagle3")):
+        with pytest.raises(error, match=message):
+            run(ExportOptions(model=str(model), head=head, to=to, out=out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "model"]
-    out.mkdir()
-    (out / "mine").write_text("x")
-    with pytest.raises(UsageError, match="exists"):
-        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out))
-    assert (out / "mine").exists()
-    with pytest.raises(UsageError, match="holds mine, which was not written"):
-        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out, force=True))
-    (out / "mine").unlink()
-    for _ in range(2):
-        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out, force=True))

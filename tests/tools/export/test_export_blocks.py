@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import support
 
-pytest.importorskip("torch")
-
 import headstart
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -55,15 +53,13 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
     common: dict[str, Any] = {"kind": "block", "model": model, "threads": 1, "measure_speedup": False}
-    train(TrainOptions(out=head, prompts=(prompts,), tokens=20_000, draft_vocab=100, **common))
+    train(TrainOptions(out=head, prompts=(prompts,), tokens=6_000, draft_vocab=100, **common))
     before = drafted(model, head)
     assert sum(accepted for *_, accepted in before) > 20
     for layout in ("vllm-dspark", "speculators"):
         out = tmp_path / layout
         assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
-        again = read_head(out)
-        assert again.draft_token_ids is not None
-        assert len(again.draft_token_ids) == 100
+        assert len(read_head(out).draft_token_ids) == 100
         assert drafted(model, out) == before
         assert main(["inspect", str(out)]) == 0
         assert "DSpark: ALIVE" in capsys.readouterr().out
@@ -85,10 +81,7 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
     """Whatever the trunk's own block has beside: biases, a scaled rope."""
     model = trunk(tmp_path / "model", family, rope_parameters=LLAMA3)
     kind, config = head_kind("block"), load_model(model, EngineConfig(backend="reference", threads=1)).config
-    assert kind.training
     spec = replace(kind.training.spec(5, 4), layer=kind.training.layer(config.head_layer))
-    assert spec.block
-    assert spec.layer
     assert spec.layer.mixer.rope == rope_spec({"rope_theta": 500000.0}, config.head_layer.mixer.spec.head_dim)
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size}
     spec = replace(spec, block=replace(spec.block, **sizes))
@@ -98,17 +91,12 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
         out = tmp_path / layout
         assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
         again = read_head(out).spec
-        assert again.layer == spec.layer
-        assert again.tap == spec.tap
-        assert again.block
+        assert (again.layer, again.tap) == (spec.layer, spec.tap)
         assert replace(again.block, causal=True, causal_windows=False, windows=(), mask_embedding=True) == spec.block
         assert again.block.all_causal
 
 
 def test_those_of_older_versions_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for layout in ("vllm-dflash", "vllm-dspark", "speculators"):
-        words = ["--head", str(SHIPPED), "--to", layout, "-o", str(tmp_path / "out")]
-        assert main(["export", *words]) == 2
-        told = capsys.readouterr().err
-        assert "its taps are normed one by one" in told
-        assert "train one anew: headstart train --kind block" in told
+    assert main(["export", "--head", str(SHIPPED), "--to", "vllm-dspark", "-o", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "its taps are normed one by one" in told and "train one anew: headstart train --kind block" in told

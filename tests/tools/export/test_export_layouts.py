@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
 from headstart.errors import ModelError
-from headstart.formats.base import Tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import HeadSpec
@@ -58,15 +57,13 @@ def test_a_deepseek_module_is_an_eagle_drafter(tmp_path: Path) -> None:
     tensors = {f"model.layers.2.{name}": array for name, array in TRAILING.items()}
     source = write_checkpoint(tmp_path / "model", DEEPSEEK, {"model.norm.weight": tensor("BF16", H), **tensors})
     run(ExportOptions(model=str(source), to="vllm-eagle", out=tmp_path / "out"))
-    assert read_raw(tmp_path / "out" / "model.safetensors") == {
-        "enorm.weight": raw(TRAILING["enorm.weight"]),
-        "hnorm.weight": raw(TRAILING["hnorm.weight"]),
-        "fc.weight": raw(TRAILING["eh_proj.weight"]),
-        "norm.weight": raw(TRAILING["shared_head.norm.weight"]),
-        "layers.0.input_layernorm.weight": raw(TRAILING["input_layernorm.weight"]),
-        "layers.0.self_attn.o_proj.weight": raw(TRAILING["self_attn.o_proj.weight"]),
-        "layers.0.self_attn.o_proj.weight_scale_inv": raw(TRAILING["self_attn.o_proj.weight_scale_inv"]),
-    }
+    names = {
+        "enorm": "enorm", "hnorm": "hnorm", "fc": "eh_proj", "norm": "shared_head.norm",
+        "layers.0.input_layernorm": "input_layernorm", "layers.0.self_attn.o_proj": "self_attn.o_proj",
+    }  # fmt: skip
+    expected = {f"{new}.weight": raw(TRAILING[f"{name}.weight"]) for new, name in names.items()}
+    expected["layers.0.self_attn.o_proj.weight_scale_inv"] = raw(TRAILING["self_attn.o_proj.weight_scale_inv"])
+    assert read_raw(tmp_path / "out" / "model.safetensors") == expected
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == {**DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0}
 
@@ -81,18 +78,18 @@ def test_a_qwen_module_in_the_speculators_container(tmp_path: Path) -> None:
     def of(expert: int, part: str) -> bytes:
         return raw(QWEN[f"mtp.layers.0.mlp.experts.{expert}.{part}_proj.weight"])[2]
 
-    layer = "mtp_layers.0."
-    assert found == {
-        f"{layer}input_proj.weight": raw(QWEN["mtp.fc.weight"]),
-        f"{layer}final_layernorm.weight": raw(QWEN["mtp.norm.weight"]),
-        f"{layer}hidden_layernorm.weight": raw(QWEN["mtp.pre_fc_norm_hidden.weight"]),
-        f"{layer}token_layernorm.weight": raw(QWEN["mtp.pre_fc_norm_embedding.weight"]),
-        f"{layer}input_layernorm.weight": raw(QWEN["mtp.layers.0.input_layernorm.weight"]),
-        f"{layer}mlp.experts.gate_up_proj": (
-            "BF16", (3, 2 * F, H), b"".join(of(expert, part) for expert in range(3) for part in ("gate", "up"))
-        ),
-        f"{layer}mlp.experts.down_proj": ("BF16", (3, H, F), b"".join(of(expert, "down") for expert in range(3))),
+    names = {
+        "input_proj": "fc", "final_layernorm": "norm", "hidden_layernorm": "pre_fc_norm_hidden",
+        "token_layernorm": "pre_fc_norm_embedding", "input_layernorm": "layers.0.input_layernorm",
     }  # fmt: skip
+    experts = {
+        "gate_up": ((3, 2 * F, H), b"".join(of(expert, part) for expert in range(3) for part in ("gate", "up"))),
+        "down": ((3, H, F), b"".join(of(expert, "down") for expert in range(3))),
+    }
+    assert found == {
+        **{f"mtp_layers.0.{new}.weight": raw(QWEN[f"mtp.{name}.weight"]) for new, name in names.items()},
+        **{f"mtp_layers.0.mlp.experts.{part}_proj": ("BF16", *each) for part, each in experts.items()},
+    }
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["speculators_model_type"] == "mtp"
     assert written["transformer_layer_config"] == {**QWEN_TEXT, "architectures": ["Qwen3_5Moe"]}
@@ -132,10 +129,6 @@ def eagle3(tmp_path: Path) -> Path:
     return tmp_path / "eagle3"
 
 
-def plain(tensor: Tensor) -> bytes:
-    return tensor.data.tobytes()
-
-
 def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     report = run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
     assert "give vLLM that model as safetensors" in report.data["notes"][0]  # it cannot start from the verifier's name
@@ -145,8 +138,8 @@ def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: P
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["speculators_model_type"], written["draft_vocab_size"]) == ("eagle3", 65)
     assert written["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert written["transformer_layer_config"]["hidden_size"] == 48
-    assert written["transformer_layer_config"]["model_type"] == "llama"
+    layer = written["transformer_layer_config"]
+    assert (layer["hidden_size"], layer["model_type"]) == (48, "llama")
 
 
 def test_norms_of_eagle_3_1_go_along(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
@@ -188,17 +181,16 @@ def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tm
     run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "out"))
     reader = GGUFReader(tmp_path / "out" / "eagle3-trunk.gguf")
     values = {key: field.contents() for key, field in reader.fields.items()}
-    assert values["general.architecture"] == "eagle3"
-    assert values["eagle3.target_layers"] == [0, 1, 2]
-    assert values["eagle3.target_hidden_size"] == values["eagle3.embedding_length"] == 48
-    assert values["eagle3.norm_before_residual"] is False
+    assert values | {
+        "general.architecture": "eagle3", "eagle3.target_layers": [0, 1, 2], "eagle3.target_hidden_size": 48,
+        "eagle3.embedding_length": 48, "eagle3.norm_before_residual": False, "eagle3.rope.freq_base": 10000.0,
+    } == values  # fmt: skip
     assert values["tokenizer.ggml.tokens"][5] == "t5"
-    assert values["eagle3.rope.freq_base"] == 10000.0
     tensors = {each.name: each for each in reader.tensors}
     assert tensors["d2t"].data.tolist() == list(range(1, 131, 2))  # ids, not offsets
     theirs = read_file(eagle3 / "model.safetensors")
-    assert tensors["fc.weight"].data.tobytes() == plain(theirs["fc.weight"])
-    assert tensors["blk.0.attn_v.weight"].data.tobytes() == plain(theirs["midlayer.self_attn.v_proj.weight"])
+    for name, other in {"fc": "fc", "blk.0.attn_v": "midlayer.self_attn.v_proj"}.items():
+        assert tensors[f"{name}.weight"].data.tobytes() == theirs[f"{other}.weight"].data.tobytes()
     query = theirs["midlayer.self_attn.q_proj.weight"].data.view(np.uint16)
     paired = [row for head in range(6) for i in range(4) for row in (8 * head + i, 8 * head + i + 4)]
     assert tensors["blk.0.attn_q.weight"].data.tobytes() == query[paired].tobytes()
@@ -258,7 +250,6 @@ QWEN_SIZES = {
 
 
 def float32(array: Array, shift: float) -> bytes:
-    assert isinstance(array, tuple)
     return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
 
 
@@ -277,7 +268,7 @@ def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> Non
     names = LINK | {f"mtp.layers.0.{name}": (f"blk.1.{new}", shape) for name, (new, shape) in BLOCK.items()}
     tensors = {f"{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, (_, shape)) in enumerate(names.items())}
     parts = {part: tensor("BF16", 3, *shape) for part, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}
-    bits = {part: array[0] for part, array in parts.items() if isinstance(array, tuple)}
+    bits = {part: array[0] for part, array in parts.items()}
     prefix = "mtp.layers.0.mlp.experts"
     if fused:
         tensors[f"{prefix}.gate_up_proj"] = np.concatenate((bits["gate"], bits["up"]), 1), "BF16"
@@ -288,9 +279,8 @@ def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> Non
     source = write_checkpoint(tmp_path / "model", config, tensors)
     vocabulary = {"a": 0, "b": 1, "ab": 2}
     added = [{"id": 4, "content": "<|end|>", "special": True}, {"id": 5, "content": "tool", "special": False}]
-    (source / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": vocabulary, "merges": ["a b"]}, "added_tokens": added})
-    )
+    tokenizer = {"model": {"vocab": vocabulary, "merges": ["a b"]}, "added_tokens": added}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     run(ExportOptions(model=str(source), to="gguf", out=tmp_path / "out"))
     reader = GGUFReader(tmp_path / "out" / "mtp-model.gguf")
@@ -314,8 +304,7 @@ def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> Non
 
 
 def mtp_head(folder: Path) -> Path:
-    config = support.family_of("llama").tiny()[0]
-    sizes = support.family_of("llama").parse(config)
+    sizes = support.family_of("llama").parse(support.family_of("llama").tiny()[0])
     spec = HeadSpec(layer=sizes.head_layer)
     shapes = head_kind("mtp").shapes(spec, sizes.hidden_size)
     return support.write_head(folder, sizes, spec, {n: bfloat16(a) for n, a in random_arrays(shapes).items()})
@@ -349,8 +338,7 @@ def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytes
         }  # fmt: skip
         source = write_gguf(tmp_path / kind, **options[kind.removesuffix(".gguf")])
     elif kind == "head":
-        config, arrays = support.family_of("llama").tiny()
-        source = support.write_model(tmp_path / "model", config, arrays)
+        source = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
         more = ["--head", str(mtp_head(tmp_path / "head"))]
     else:
         source = write_checkpoint(

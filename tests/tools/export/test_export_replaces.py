@@ -8,44 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpoints import tensor, write_checkpoint
+from checkpoints import MIMO, NORM, mimo_head, write_checkpoint
 
 from headstart.cli.main import main
 from headstart.tools.graft.run import PROVENANCE
 
-CONFIG = {"model_type": "mimo", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
-VECTORS = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-HEAD = {f"model.mtp_layers.0.{name}.weight": tensor("BF16", 8) for name in VECTORS}
-HEAD |= {"model.mtp_layers.0.input_proj.weight": tensor("BF16", 8, 16)}
-TRUNK = {"model.norm.weight": tensor("BF16", 8)}
-
-
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path / "users" / "me"))
-    (tmp_path / "users" / "me").mkdir(parents=True)
-    model = write_checkpoint(tmp_path / "models" / "model", CONFIG, {**TRUNK, **HEAD})
-    (model / "tokenizer.json").write_text("{}")
-    return model
-
-
+Capture = pytest.CaptureFixture[str]
 COMMANDS: dict[str, Callable[[Path], list[str]]] = {
     "export": lambda model: ["export", str(model)],
     "strip": lambda model: ["graft", str(model), "--strip"],
 }
 
 
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "users" / "me"))
+    (tmp_path / "users" / "me").mkdir(parents=True)
+    model = write_checkpoint(tmp_path / "models" / "model", MIMO, {**NORM, **mimo_head(8)})
+    (model / "tokenizer.json").write_text("{}")
+    return model
+
+
 def tree(folder: Path) -> dict[str, bytes | None]:
     paths = sorted(folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
-
-
-def home(out: Path, model: Path) -> Path:
-    return Path.home()
-
-
-def parent_of_home(out: Path, model: Path) -> Path:
-    return Path.home().parent
 
 
 def working_directory(out: Path, model: Path) -> Path:
@@ -58,18 +44,6 @@ def dots(out: Path, model: Path) -> Path:
     (out / "below").mkdir(parents=True)
     os.chdir(out / "below")
     return Path("..")
-
-
-def root(out: Path, model: Path) -> Path:
-    return Path("/")
-
-
-def source(out: Path, model: Path) -> Path:
-    return model
-
-
-def parent_of_source(out: Path, model: Path) -> Path:
-    return model.parent
 
 
 def link_to_source(out: Path, model: Path) -> Path:
@@ -89,23 +63,7 @@ def repository_worktree(out: Path, model: Path) -> Path:
 
 
 def another_model(out: Path, model: Path) -> Path:
-    write_checkpoint(out, {**CONFIG, "mine": True}, TRUNK)
-    return out
-
-
-def the_same_model_again(out: Path, model: Path) -> Path:
-    shutil.copytree(model, out)
-    return out
-
-
-def with_notes(out: Path, model: Path) -> Path:
-    (out / "notes.txt").write_text("mine")
-    return out
-
-
-def with_folder(out: Path, model: Path) -> Path:
-    (out / "checkpoint-100").mkdir()
-    return out
+    return write_checkpoint(out, {**MIMO, "mine": True}, NORM)
 
 
 def with_link(out: Path, model: Path) -> Path:
@@ -114,14 +72,8 @@ def with_link(out: Path, model: Path) -> Path:
     return out
 
 
-def with_hidden(out: Path, model: Path) -> Path:
-    (out / ".env").write_text("secret")
-    return out
-
-
-def with_more_weights(out: Path, model: Path) -> Path:
-    (out / "adapter.safetensors").write_text("mine")
-    return out
+def with_file(name: str) -> Callable[[Path, Path], Path]:
+    return lambda out, model: (out / name).write_text("mine") and out
 
 
 def damaged_mark(out: Path, model: Path) -> Path:
@@ -131,27 +83,31 @@ def damaged_mark(out: Path, model: Path) -> Path:
     return out
 
 
-BEFORE = (home, parent_of_home, working_directory, dots, root, source, parent_of_source, link_to_source, repository,
-          repository_worktree, another_model, the_same_model_again, damaged_mark)  # fmt: skip
-AFTER = (with_notes, with_folder, with_link, with_hidden, with_more_weights)
+BEFORE: dict[str, Callable[[Path, Path], Path]] = {
+    "home": lambda out, model: Path.home(), "parent of home": lambda out, model: Path.home().parent,
+    "root": lambda out, model: Path("/"), "source": lambda out, model: model,
+    "parent of source": lambda out, model: model.parent,
+    "the same model": lambda out, model: shutil.copytree(model, out),
+    **{each.__name__: each for each in (working_directory, dots, link_to_source, repository, repository_worktree,
+                                        another_model, damaged_mark)},
+}  # fmt: skip
+AFTER: dict[str, Callable[[Path, Path], Path]] = {
+    "link": with_link, "folder": lambda out, model: (out / "checkpoint-100").mkdir() or out,
+    **{name: with_file(name) for name in ("notes.txt", ".env", "adapter.safetensors")},
+}  # fmt: skip
 """What the user has put into an output."""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("target", [*BEFORE, *AFTER], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("target", [*BEFORE, *AFTER])
 def test_what_is_never_replaced(
-    command: str,
-    target: Callable[[Path, Path], Path],
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, target: str, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "models")
     out, line = tmp_path / "out", COMMANDS[command](model)
     if target in AFTER:
         assert main([*line, "-o", str(out)]) == 0
-    asked = target(out, model)
+    asked = {**BEFORE, **AFTER}[target](out, model)
     before = tree(tmp_path)
     assert main([*line, "-o", str(asked), "--force"]) == 2
     assert "give --out another" in capsys.readouterr().err

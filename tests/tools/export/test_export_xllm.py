@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
 
 from headstart.cli.main import main
@@ -18,6 +19,7 @@ from headstart.errors import ModelError
 from headstart.formats.safetensors import Array
 from headstart.tools.export.run import ExportOptions, run
 
+Capture = pytest.CaptureFixture[str]
 H, V, F = 8, 12, 16  # hidden size, vocabulary, inner size
 SHARD = "mtp_layer_parameters.safetensors"
 
@@ -52,27 +54,15 @@ def under(prefix: str, tensors: dict[str, Array]) -> dict[str, Array]:
 
 
 TRAILING = {**LINK, **COPIES, **BLOCK, **MOE}
-TRAILING_DRAFT = {
-    **under("model.", {**LINK, **COPIES}),
-    **under("model.layers.0.", {**BLOCK, **MOE}),
-}
+TRAILING_DRAFT = {**under("model.", {**LINK, **COPIES}), **under("model.layers.0.", {**BLOCK, **MOE})}
 DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 1,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 2,
-    "hidden_size": H,
-    "vocab_size": V,
-}
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 1, "hidden_size": H,
+    "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_routed_experts": 2, "vocab_size": V,
+}  # fmt: skip
 SPARSE = {"index_n_heads": 2, "index_head_dim": 4, "index_topk": 8}
 QWEN_TEXT = {
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 1,
-    "mtp_num_hidden_layers": 1,
-    "layer_types": ["linear"],
-}
+    "model_type": "qwen3_5_text", "num_hidden_layers": 1, "mtp_num_hidden_layers": 1, "layer_types": ["linear"],
+}  # fmt: skip
 QWEN = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": QWEN_TEXT}
 QWEN_TRUNK = {**of("model.language_model.", "norm", embed_tokens=(V, H)), **of("", lm_head=(V, H))}
 QWEN_SHARED = {name: array for name, array in QWEN_TRUNK.items() if "norm" not in name}
@@ -83,55 +73,40 @@ def kept(config: dict[str, Any], model_type: str, architecture: str, **changes: 
     return {**config, **DONE, "model_type": model_type, "architectures": [architecture], **changes}
 
 
+def trailing(module: dict[str, Array]) -> dict[str, Array]:
+    """A trunk of one layer with a module behind it."""
+    return {**TRUNK, **under("model.layers.1.", module)}
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[str, Any]]] = {
     "deepseek_v3": (
-        DEEPSEEK,
-        {**TRUNK, **under("model.layers.1.", TRAILING)},
-        TRAILING_DRAFT,
-        kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
+        DEEPSEEK, trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
     ),
     "kimi, without copies": (
         {**DEEPSEEK, "model_type": "kimi_k2"},
-        {**TRUNK, **under("model.layers.1.", {**LINK, **BLOCK, **MOE}), "rot.weight": tensor("BF16", H, H)},
-        {
-            **under("model.", LINK),
-            **under("model.layers.0.", {**BLOCK, **MOE}),
-            "model.rot.weight": tensor("BF16", H, H),
-        },
+        {**trailing({**LINK, **BLOCK, **MOE}), "rot.weight": tensor("BF16", H, H)},
+        {**under("model.", {**LINK, "rot.weight": tensor("BF16", H, H)}), **under("model.layers.0.", {**BLOCK, **MOE})},
         kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
     ),
     "deepseek_v32": (
         {**DEEPSEEK, **SPARSE},
-        {**TRUNK, **under("model.layers.1.", {**TRAILING, **INDEXER})},
+        trailing({**TRAILING, **INDEXER}),
         {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
         kept({**DEEPSEEK, **SPARSE}, "deepseek_v32_mtp", "DeepseekV32MtpForCausalLM"),
     ),
     "glm_moe_dsa": (
         {
-            **DEEPSEEK,
-            **SPARSE,
-            "model_type": "glm_moe_dsa",
-            "architectures": ["GlmMoeDsaForCausalLM"],
-            "index_share_for_mtp_iteration": True,
-            "index_topk_freq": 1,
-            "indexer_types": ["full", "shared"],
+            **DEEPSEEK, **SPARSE, "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"],
+            "index_share_for_mtp_iteration": True, "index_topk_freq": 1, "indexer_types": ["full", "shared"],
         },
-        {**TRUNK, **under("model.layers.1.", {**TRAILING, **INDEXER})},
+        trailing({**TRAILING, **INDEXER}),
         {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
-        kept(
-            {**DEEPSEEK, **SPARSE},
-            "glm_moe_dsa_mtp",
-            "GlmMoeDsaMtpForCausalLM",
-            index_share_for_mtp_iteration=True,
-            index_topk_freq=2,
-            indexer_types=["full"],
-        ),
+        kept({**DEEPSEEK, **SPARSE}, "glm_moe_dsa_mtp", "GlmMoeDsaMtpForCausalLM", index_share_for_mtp_iteration=True,
+             index_topk_freq=2, indexer_types=["full"]),
     ),
     "glm4_moe": (
         {**DEEPSEEK, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]},
-        {**TRUNK, **under("model.layers.1.", TRAILING)},
-        TRAILING_DRAFT,
-        kept(DEEPSEEK, "glm4_moe_mtp", "Glm4MoeMtpForCausalLM"),
+        trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "glm4_moe_mtp", "Glm4MoeMtpForCausalLM"),
     ),
     "deepseek_v4": (
         {**DEEPSEEK, "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "num_hash_layers": 3},
@@ -140,12 +115,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[
         kept(DEEPSEEK, "deepseek_v4_mtp", "DeepseekV4MtpForCausalLM", num_hash_layers=0),
     ),
     "mimo": (
-        {
-            "model_type": "mimo",
-            "architectures": ["MiMoForCausalLM"],
-            "num_hidden_layers": 1,
-            "num_nextn_predict_layers": 1,
-        },
+        {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_hidden_layers": 1,
+         "num_nextn_predict_layers": 1},
         {**TRUNK, **under("model.mtp_layers.0.", MIMO)},
         under("model.mtp_layers.0.", MIMO),
         kept({}, "mimo_mtp", "MiMoMtpForCausalLM"),
@@ -154,47 +125,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[
         QWEN,
         {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE})},
         {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE})},
-        kept(
-            {},
-            "qwen3_5_mtp",
-            "Qwen3_5MtpForCausalLM",
-            mtp_num_hidden_layers=1,
-            text_config={**QWEN_TEXT, "layer_types": ["full_attention"]},
-        ),
+        kept({}, "qwen3_5_mtp", "Qwen3_5MtpForCausalLM", mtp_num_hidden_layers=1,
+             text_config={**QWEN_TEXT, "layer_types": ["full_attention"]}),
     ),
     "qwen3_5, tied, two layers": (
         {**QWEN, "tie_word_embeddings": True, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}},
         {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE, **SECOND})},
         {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE, **SECOND})},
-        kept(
-            {},
-            "qwen3_5_mtp",
-            "Qwen3_5MtpForCausalLM",
-            tie_word_embeddings=True,
-            mtp_num_hidden_layers=2,
-            num_hidden_layers=2,
-            num_nextn_predict_layers=2,
-            text_config={
-                **QWEN_TEXT,
-                "num_hidden_layers": 2,
-                "mtp_num_hidden_layers": 2,
-                "layer_types": ["full_attention"] * 2,
-            },
-        ),
+        kept({}, "qwen3_5_mtp", "Qwen3_5MtpForCausalLM", tie_word_embeddings=True, mtp_num_hidden_layers=2,
+             num_hidden_layers=2, num_nextn_predict_layers=2,
+             text_config={**QWEN_TEXT, "num_hidden_layers": 2, "mtp_num_hidden_layers": 2,
+                          "layer_types": ["full_attention"] * 2}),
     ),
     "qwen3_5_moe": (
         {**QWEN, "model_type": "qwen3_5_moe", "text_config": {**QWEN_TEXT, "num_experts": 2}},
         {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
         {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
-        kept(
-            {},
-            "qwen3_5_moe_mtp",
-            "Qwen3_5MtpForCausalLM",
-            mtp_num_hidden_layers=1,
-            text_config={**QWEN_TEXT, "num_experts": 2, "layer_types": ["full_attention"]},
-        ),
+        kept({}, "qwen3_5_moe_mtp", "Qwen3_5MtpForCausalLM", mtp_num_hidden_layers=1,
+             text_config={**QWEN_TEXT, "num_experts": 2, "layer_types": ["full_attention"]}),
     ),
-}
+}  # fmt: skip
 
 
 def export(source: Path, out: Path, **options: Any) -> tuple[dict[str, Raw], dict[str, Any], list[str]]:
@@ -210,14 +160,13 @@ def test_each_type_tensor_by_tensor(case: str, tmp_path: Path) -> None:
     found, written, _ = export(source, tmp_path / "out")
     assert found == {name: raw(array) for name, array in draft.items()}
     assert written == {**config, **expected, "mine": "ü"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        SHARD,
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors.index.json",
-    }
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {SHARD, "config.json", "tokenizer.json", "model.safetensors.index.json"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index == {"weight_map": dict.fromkeys(draft, SHARD)}
+    # Keys sorted, two blanks, letters as they are, no end of line.
+    text = (tmp_path / "out" / "config.json").read_text()
+    assert text == json.dumps(written, indent=2, ensure_ascii=False, sort_keys=True)
 
 
 @pytest.mark.parametrize(("case", "forced"), [("qwen3_5", "qwen3_5_moe"), ("qwen3_5_moe", "qwen3_5")])
@@ -229,51 +178,28 @@ def test_a_forced_type_that_the_tensors_deny(case: str, forced: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_the_config_is_written_as_there(tmp_path: Path) -> None:
-    """Keys sorted, two blanks, letters as they are, no end of line."""
-    config, tensors, *_ = CASES["mimo"]
-    write_checkpoint(tmp_path / "model", {**config, "mine": "ü"}, tensors)
-    _, written, _ = export(tmp_path / "model", tmp_path / "out")
-    text = (tmp_path / "out" / "config.json").read_text()
-    assert text == json.dumps(written, indent=2, ensure_ascii=False, sort_keys=True)
-
-
-def e4m3(code: int) -> float:
-    """FP8 E4M3 by its definition."""
-    exponent, mantissa = code >> 3 & 15, code & 7
-    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if code & 128 else size
-
-
-def to_bfloat16(value: float) -> int:
-    """Nearest of the two neighbours, ties to even."""
-    bits = int(np.float32(value).view(np.uint32))
-    low, rest = bits >> 16, bits & 0xFFFF
-    return low + (rest > 0x8000 or (rest == 0x8000 and low & 1))
+def to_bfloat16(values: np.ndarray) -> bytes:
+    return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.uint16).numpy().tobytes()
 
 
 def blocks(codes: np.ndarray, scales: np.ndarray, size: tuple[int, int]) -> bytes:
-    """codes * scales, element by element."""
+    """codes * scales by PyTorch's own FP8."""
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
     rows, columns = codes.shape
-    values = [
-        to_bfloat16(np.float32(e4m3(int(codes[r, c]))) * np.float32(scales[r // size[0], c // size[1]]))
-        for r in range(rows)
-        for c in range(columns)
-    ]
-    return np.array(values, np.uint16).tobytes()
+    return to_bfloat16(values * scales.repeat(size[0], 0).repeat(size[1], 1)[:rows, :columns])
 
 
 def fp8_module(rows: int, columns: int, scale: str, *shape: int) -> tuple[dict[str, Array], np.ndarray, np.ndarray]:
     """A module with one FP8 matrix, the scales in another shard and before it."""
-    codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + 0.1
+    codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + np.float32(0.1)
     module = {f"self_attn.q_a_proj.{scale}": scales, **TRAILING, "self_attn.q_a_proj.weight": codes}
-    return under("model.layers.1.", module), codes[0], scales
+    return trailing(module), codes[0], scales
 
 
 @pytest.mark.parametrize("columns", [128, 200])
 def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
     module, codes, scales = fp8_module(130, columns, "weight_scale_inv", 2, math.ceil(columns / 128))
-    write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **module})
+    write_checkpoint(tmp_path / "model", DEEPSEEK, module)
     found, _, notes = export(tmp_path / "model", tmp_path / "out")
     name = "model.layers.0.self_attn.q_a_proj.weight"
     assert found.pop(name) == ("BF16", (130, columns), blocks(codes, scales, (128, 128)))
@@ -297,7 +223,7 @@ def test_what_the_other_tool_copies_without_its_scales(tmp_path: Path, case: str
     model_type, ending, shape, size, quantization = WRONG_THERE[case]
     module, codes, scales = fp8_module(130, 200, ending, *shape)
     config = {**DEEPSEEK, "model_type": model_type, "architectures": None, "quantization_config": quantization}
-    write_checkpoint(tmp_path / "model", config, {**TRUNK, **module})
+    write_checkpoint(tmp_path / "model", config, module)
     found, _, notes = export(tmp_path / "model", tmp_path / "out")
     expected = blocks(codes, scales.reshape(-(-130 // size[0]), -1), size)
     assert found["model.layers.0.self_attn.q_a_proj.weight"] == ("BF16", (130, 200), expected)
@@ -311,20 +237,16 @@ def test_fp4_experts_with_power_of_two_scales(tmp_path: Path) -> None:
     expert = {"mtp.0.ffn.experts.0.w1.weight": packed, "mtp.0.ffn.experts.0.w1.scale": scale}
     write_checkpoint(tmp_path / "model", {**config, "n_routed_experts": 1}, {**tensors, **expert})
     found, _, _ = export(tmp_path / "model", tmp_path / "out")
-    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    expected = [
-        to_bfloat16(values[int(packed[r, c // 2]) >> 4 * (c % 2) & 15] * 2.0 ** (int(scale[0][r, c // 32]) - 127))
-        for r in range(3)
-        for c in range(64)
-    ]
-    got = found["model.layers.0.ffn.experts.0.w1.weight"]
-    assert got == ("BF16", (3, 64), np.array(expected, np.uint16).tobytes())
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = np.stack((packed & 15, packed >> 4 & 15), 2).reshape(3, 64)
+    expected = to_bfloat16(values[codes] * np.exp2(scale[0].astype(float) - 127).repeat(32, 1))
+    assert found["model.layers.0.ffn.experts.0.w1.weight"] == ("BF16", (3, 64), expected)
 
 
 def test_ascend_descriptions_keep_their_scales(tmp_path: Path) -> None:
     module = {**TRAILING, "self_attn.q_a_proj.weight": tensor("I8", 4, H)}
     module["self_attn.q_a_proj.weight_scale"] = tensor("F32", 4, 1)
-    source = write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **under("model.layers.1.", module)})
+    source = write_checkpoint(tmp_path / "model", DEEPSEEK, trailing(module))
     described = {"model.layers.1.self_attn.q_a_proj.weight": "W8A8", "model.layers.0.x": "FLOAT", "version": "1"}
     (source / "quant_model_description.json").write_text(json.dumps(described))
     found, _, _ = export(source, tmp_path / "out")
@@ -389,9 +311,7 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "MiMo-V2": ({"model_type": "mimo_v2_flash", "architectures": ["MiMoV2FlashForCausalLM"]}, "mimo_v2"),
     "GLM-4.7-Flash": ({"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}, "latent attention"),
     "GLM-5.3-Flash": ({"model_type": "glm5_next"}, "no draft of this type"),
-    "no end of modules": (
-        {"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64 MTP modules",
-    ),
+    "no end of modules": ({"model_type": "qwen3_5", "architectures": [], "mtp_num_hidden_layers": 10**8}, "at most 64"),
     "no end of experts": ({"n_routed_experts": 10**9}, "of 1000000000 experts"),
     "endless": ({"num_nextn_predict_layers": float("inf")}, "is inf"),
     "a list of layers": (
@@ -415,22 +335,18 @@ BROKEN = {**BROKEN_MODULES, **BROKEN_CONFIGS, **BROKEN_FILES}
 
 
 @pytest.mark.parametrize("change", BROKEN)
-def test_bad_input_is_said_before_anything_is_written(
-    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_said_before_anything_is_written(change: str, tmp_path: Path, capsys: Capture) -> None:
     module, _ = BROKEN_MODULES.get(change, (TRAILING, ""))
     config, _ = BROKEN_CONFIGS.get(change, ({}, ""))
-    source = write_checkpoint(tmp_path / "model", {**DEEPSEEK, **config}, {**TRUNK, **under("model.layers.1.", module)})
+    source = write_checkpoint(tmp_path / "model", {**DEEPSEEK, **config}, trailing(module))
     spoil, said = BROKEN_FILES.get(change, (lambda source: None, BROKEN[change][1]))
     spoil(source)
     assert main(["export", str(source), "-o", str(tmp_path / "deep" / "out")]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
-    assert captured.out == ""
+    assert said in captured.err and not captured.out
     assert not (tmp_path / "deep").exists()
 
 
-@pytest.mark.slow
 def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
     """One plain tensor of 24 MB and one FP8 matrix that becomes 24 MB."""
     rows, columns = 6144, 2048
@@ -440,12 +356,10 @@ def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
         "mlp.experts.0.up_proj.weight": tensor("F8_E4M3", rows, columns),
         "mlp.experts.0.up_proj.weight_scale_inv": np.ones((rows // 128, columns // 128), np.float32),
     }
-    source = write_checkpoint(tmp_path / "model", DEEPSEEK, {**TRUNK, **under("model.layers.1.", module)})
+    source = write_checkpoint(tmp_path / "model", DEEPSEEK, trailing(module))
     del module
-    export(source, tmp_path / "warm")
     tracemalloc.start()
-    export_options = ExportOptions(model=str(source), out=tmp_path / "out")
-    run(export_options)
+    run(ExportOptions(model=str(source), out=tmp_path / "out"))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < rows * columns * 2 * 2

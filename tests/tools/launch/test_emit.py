@@ -160,7 +160,7 @@ def test_compose(model: str, capsys: Capture) -> None:
     words = ["vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--emit", "compose"]
     services = yaml.safe_load(emitted(capsys, *words))["services"]
     assert list(services) == ["prefill-0", "decode-0", "router"]
-    assert services["router"]["depends_on"] == dict.fromkeys(list(services)[:2], {"condition": "service_healthy"})
+    assert services["router"]["depends_on"] == {key: {"condition": "service_healthy"} for key in list(services)[:2]}
     assert services["router"]["command"][1].endswith('exec "$$@"')  # Compose has variables of its own
     prefill = services["prefill-0"]
     assert prefill["environment"]["CUDA_VISIBLE_DEVICES"] == "0" and prefill["volumes"] == [f"{model}:{model}:ro"]

@@ -152,6 +152,6 @@ def test_one_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1"):
-            check_port_is_free(taken.getsockname()[1], "127.0.0.1")
+    wrong = pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken, wrong:
+        check_port_is_free(taken.getsockname()[1], "127.0.0.1")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headstart.tools.plan.sources import CARDS, shape_of
+from headstart.tools.plan.sources import shape_of
 
 STEP_KINDS = (["full_attention"] + ["sliding_attention"] * 3) * 12
 CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
@@ -43,12 +43,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
             "no_rope_layers": [], "attention_chunk_size": 8192,
         }, 107.8, 17.0,
     ),
-    **{
-        name: (CARDS[name]["config"], *sizes)
-        for name, sizes in {
-            "k-exaone-236b-a23b": (236, 23), "hy3": (295, 21), "ling-1t": (1000, 50), "falcon-h1-34b": (33.6, 33.6),
-        }.items()
-    },
 }  # fmt: skip
 
 

@@ -47,9 +47,10 @@ def test_parts_add_up() -> None:
 def test_the_longest_context_just_fits(name: str, context: int) -> None:
     room = estimate_memory(model(name), Split(device=2e12), context)
     longest = room.max_context
-    assert longest is None or estimate_memory(model(name), Split(device=2e12), longest).max_batch >= 1
-    assert longest is None or estimate_memory(model(name), Split(device=2e12), longest + 1).max_batch == 0
     assert (longest is None or longest >= context) == (room.verdict == "fits")
+    if longest is not None:
+        fits, no_more = (estimate_memory(model(name), Split(device=2e12), longest + more).max_batch for more in (0, 1))
+        assert fits >= 1 and no_more == 0
 
 
 @pytest.mark.parametrize(
@@ -72,19 +73,16 @@ def test_what_people_run_fits(name: str, weights: str | None, kv: str, gpu: str,
 )
 def test_what_cannot_run_is_too_small(name: str, weights: str | None, gpu: str) -> None:
     room = estimate_memory(model(name, weights), one(gpu), 8192)
-    assert room.verdict == "too small"
-    assert "weights take" in room.reason
+    assert room.verdict == "too small" and "weights take" in room.reason
 
 
 def test_caches_of_many_users_are_counted() -> None:
     """Weights fit, eight of 64k do not: close, with what is possible instead."""
     dense = model("qwen3.6-27b", "int4", "fp8")
     room = estimate_memory(dense, one("4090"), 65536, users=8)
-    assert room.verdict == "close"
-    assert room.max_batch == 1
+    assert (room.verdict, room.max_batch) == ("close", 1)
     assert "room for 1 at full length" in room.reason
-    longest = room.max_context
-    assert longest and estimate_memory(dense, one("4090"), longest).verdict == "fits"
+    assert estimate_memory(dense, one("4090"), room.max_context).verdict == "fits"
 
 
 def test_between_what_engines_take_and_what_there_is_it_is_close() -> None:
@@ -106,16 +104,10 @@ def test_devices_share_weights_and_caches_as_far_as_there_are_heads() -> None:
     assert eight.weights == pytest.approx(alone.weights / 8)
 
 
-def test_devices_that_weights_need() -> None:
+def test_bytes_of_files_win_and_are_enough() -> None:
     assert devices_needed(model("glm-5.1", "fp8"), find_device("h200").memory) == 6
-
-
-def test_bytes_that_the_files_tell_win() -> None:
     dense = model("llama-2-7b")
     assert estimate_memory(dense, Split(device=80e9, tp=2), 100, weight_bytes=10e9).weights == pytest.approx(5e9)
-
-
-def test_bytes_alone_are_enough() -> None:
     verdicts = [MemoryEstimate(device=80e9, weights=size / 2, replicas=1).verdict for size in (100e9, 150e9, 160e9)]
     assert verdicts == ["fits", "close", "too small"]
 
@@ -125,42 +117,35 @@ LLAMA = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
          "vocab_size": 256}  # fmt: skip
 
 
+def compressed(bits: int, kind: str, size: int | None) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "group_size": size}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
 @pytest.mark.parametrize(
-    ("config", "weights"),
+    ("quantization", "weights"),
     [
-        ({}, "bf16"),
-        ({"quantization_config": V4}, "fp8"),
-        ({"quantization_config": V4, "expert_dtype": "fp4"}, "fp4-fp8"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "int8"),
-        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "nf4"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "fp8"),
-        ({"quantization": {"bits": 4, "group_size": 64}}, "mlx4"),
-        *(
-            (
-                {
-                    "quantization_config": {
-                        "quant_method": "compressed-tensors",
-                        "config_groups": {"group_0": {"weights": {"num_bits": bits, "type": kind, "group_size": size}}},
-                    }
-                },
-                weights,
-            )
-            for bits, kind, size, weights in (
-                (4, "int", 128, "int4"),
-                (8, "int", None, "int8"),
-                (8, "float", None, "fp8"),
-                (4, "float", 16, "nvfp4"),
-                (4, "float", 32, "mxfp4"),
-            )
-        ),
+        (None, "bf16"), (V4, "fp8"), ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, "int4"), ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        (compressed(4, "int", 128), "int4"), (compressed(8, "int", None), "int8"),
+        (compressed(8, "float", None), "fp8"), (compressed(4, "float", 16), "nvfp4"),
+        (compressed(4, "float", 32), "mxfp4"),
     ],
-)
-def test_a_declared_quantization_is_counted(config: dict[str, Any], weights: str) -> None:
+)  # fmt: skip
+def test_a_declared_quantization_is_counted(quantization: dict[str, Any] | None, weights: str) -> None:
+    config = {"quantization_config": quantization} if quantization else {}
     assert sized_model("made up", {**LLAMA, **config}).shape.weight_format == weights
+
+
+def test_quantizations_declared_elsewhere_are_counted() -> None:
+    formats = {"mlx4": {"quantization": {"bits": 4, "group_size": 64}},
+               "fp4-fp8": {"quantization_config": V4, "expert_dtype": "fp4"}}  # fmt: skip
+    for name, more in formats.items():
+        assert sized_model("made up", {**LLAMA, **more}).shape.weight_format == name
 
 
 def test_a_lone_config_with_small_experts_counts_them_so(tmp_path: Path) -> None:

@@ -42,26 +42,17 @@ def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> Non
 
 def test_a_chain_pays_for_every_token_and_a_block_once() -> None:
     machine = make_machine("h100", 1, "bf16")
-    chain, block = (
-        draft_seconds(model, machine, 1, 0, 8) / draft_seconds(model, machine, 1, 0, 1)
-        for model in (sized("qwen3.5-9b", "eagle3"), sized("qwen3.5-9b", "dflash"))
-    )
-    assert chain == pytest.approx(8)
-    assert block < 1.2
+    models = (sized("qwen3.5-9b", kind) for kind in ("eagle3", "dflash"))
+    chain, block = (draft_seconds(each, machine, 1, 0, 8) / draft_seconds(each, machine, 1, 0, 1) for each in models)
+    assert chain == pytest.approx(8) and block < 1.2
 
 
-def test_a_medusa_head_reads_its_own_lm_head() -> None:
-    """Vicuna-7B's in the paper: a layer and an LM head for each token."""
+def test_sizes_of_heads() -> None:
+    # Medusa's for Vicuna-7B in the paper: a layer and an LM head for each token.
     model = sized("llama-2-7b", "medusa")
     assert model.weight_bytes()["head"] == 4 * 2 * (4096 * 4096 + 32000 * 4096)
-
-
-def test_eagle_heads_are_as_large_as_released_ones() -> None:
-    """EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16 with its LM head of 32,000 rows."""
+    # EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16 with its LM head of 32,000 rows.
     assert sized("qwen3.5-9b", "eagle3").weight_bytes()["head"] == pytest.approx(0.85e9, rel=0.1)
-
-
-def test_modules_are_stored_each_and_run_one_at_a_time() -> None:
     head = sized("mimo-v2-flash", "mtp").shape.drafter
     assert head.num_modules == 3
     assert not head.layers[0].cost.feed_forward.experts  # dense, in a window: the trunk's last layer is neither
@@ -69,15 +60,11 @@ def test_modules_are_stored_each_and_run_one_at_a_time() -> None:
 
 
 def test_a_draft_model_is_a_whole_model(capsys: Capture) -> None:
-    assert (
-        main(["plan", "qwen3.6-27b", "--gpu", "h100", "--drafter", "draft_model", "--head", "qwen3.5-2b", "--json"])
-        == 0
-    )
+    words = "plan qwen3.6-27b --gpu h100 --drafter draft_model --head qwen3.5-2b --json"
+    assert main(words.split()) == 0
     (drafter,) = json.loads(capsys.readouterr().out)["drafters"]
-    shape = find_shape("qwen3.5-2b")
-    whole = sum(count for part, count in shape.parameters().items() if part != "head")
-    assert drafter["parameters"] == whole
-    assert drafter["kind"] == "draft_model"
+    whole = sum(count for part, count in find_shape("qwen3.5-2b").parameters().items() if part != "head")
+    assert (drafter["parameters"], drafter["kind"]) == (whole, "draft_model")
 
 
 EAGLE3 = {
@@ -156,8 +143,7 @@ def test_the_price_list_is_dated_and_the_users_own_wins(tmp_path: Path, capsys: 
     mine.write_text('date = "today"\n[devices.a100-80g]\nspot = 1.5\n')
     assert main([*arguments, "--price-list", str(mine)]) == 0
     told = capsys.readouterr().out
-    assert "1.5 $/h" in told
-    assert "of today" in told
+    assert "1.5 $/h" in told and "of today" in told
     mine.write_text("[devices.a100-80g]\nspot = nan\n")
     with pytest.raises(UsageError, match="above 0"):
         device_price("spot", "a100-80g", str(mine))

@@ -36,13 +36,10 @@ def test_a_prompt_is_read_handed_over_and_answered() -> None:
 
 def test_many_machines_are_as_their_share() -> None:
     """16 and 16 with twice the requests of 8 and 8 serve as well."""
-    side, seconds = EngineLimits(step=step, slots=64, rows=200), np.full(4000, 0.02)
-    few, many = (
-        simulate_disaggregated(
-            poisson_arrivals(rate, 50, 20, 4000), seconds, side, side, num_prefill=count, num_decode=count
-        )
-        for rate, count in ((10, 8), (20, 16))
-    )
+    side, seconds = EngineLimits(step=step, slots=64, rows=200), np.full(2000, 0.02)
+    asked = [poisson_arrivals(rate, 50, 20, 2000) for rate in (10, 20)]
+    few = simulate_disaggregated(asked[0], seconds, side, side, num_prefill=8, num_decode=8)
+    many = simulate_disaggregated(asked[1], seconds, side, side, num_prefill=16, num_decode=16)
     assert np.mean(many.result.ttft_s) == pytest.approx(np.mean(few.result.ttft_s), rel=0.1)
     assert np.mean(many.result.tpot_s) == pytest.approx(np.mean(few.result.tpot_s), rel=0.1)
     assert many.prefill_busy == pytest.approx(few.prefill_busy, rel=0.1)

@@ -49,12 +49,11 @@ def test_steps_are_shared_and_every_token_counts_once() -> None:
 def test_more_engines_wait_less_and_fewer_slots_more() -> None:
     asked = poisson_arrivals(5, 100, 50, 1000)
 
-    def mean_wait(engines: int, slots: int) -> float:
-        served = simulate(step, asked, engines=engines, slots=slots, rows=512)
-        return float(np.mean(served.ttft_s))
-
     def step(decoding: int, context: float, read: PrefillRows) -> tuple[float, float]:
         return 0.01 + decoding * 1e-3 + read.rows * 1e-4, 1.0
+
+    def mean_wait(engines: int, slots: int) -> float:
+        return float(np.mean(simulate(step, asked, engines=engines, slots=slots, rows=512).ttft_s))
 
     assert mean_wait(1, 64) > mean_wait(2, 64) > 0
     assert mean_wait(2, 2) > mean_wait(2, 64)
