@@ -37,7 +37,7 @@ demo: $(PACKAGE) ## fetch the default model and decode the same prompts with and
 
 test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
-	@$(BIN)/python -m pytest -q -n auto --dist loadfile --durations=25
+	@$(BIN)/python -m pytest -q -rR -n auto --dist loadfile --durations=25
 
 test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within a minute on two cores
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow' $(FAST_TESTS)

@@ -95,7 +95,9 @@ def storm_body(texts: list[str], rng: random.Random) -> Body:
 
 async def storm_client(args: argparse.Namespace, texts: list[str], seed: int, end: float, log: list[Any]) -> None:
     rng = random.Random(seed)
-    while time.monotonic() < end:
+    for _ in range(args.requests or sys.maxsize):
+        if time.monotonic() > end:
+            return
         kind = rng.random()
         if kind < 0.1:
             answer = await post(Server(args.host, args.port), CHAT, rng.choice(BAD))
@@ -164,6 +166,7 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--per-category", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--requests", type=int, help="of each client; --minutes end them, too")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--pid", type=int, help="the server's process, to record its memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -66,10 +67,23 @@ atexit.register(_temporary.cleanup)
 _serial = count()
 
 
+PATIENCE = 300.0
+"""Seconds after which a test gives up. A loaded machine may take its time: only what never comes takes so long."""
+
+
+def until(condition: Callable[[], Any], told: Callable[[], Any] = lambda: "") -> Any:
+    """Waits until the condition is true, and returns what it gave; `told` says what there is when it never is."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.01)
+    return found
+
+
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """work(item) of each, in a thread of its own, all at once. Raises what one of them raised; a minute is too long."""
+    """work(item) of each, in a thread of its own, all at once. Raises what one of them raised."""
     with ThreadPoolExecutor(32) as threads:
-        return [future.result(60) for future in [threads.submit(work, item) for item in items]]
+        return [future.result(PATIENCE) for future in [threads.submit(work, item) for item in items]]
 
 
 # Models and heads.

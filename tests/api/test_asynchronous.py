@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from support import SMALL, assert_clean, headed_model
 
 from headstart import LLM, AsyncLLM, EngineConfig, SamplingParams
+from headstart.engine.runner import Runner
 from headstart.errors import GenerationError, UsageError
 
 CONFIG = EngineConfig(**{**SMALL, "dtype": "float64", "max_model_len": 256})
@@ -33,7 +35,14 @@ def test_texts_are_those_of_llm() -> None:
     asyncio.run(run())
 
 
-def test_leaving_ends_the_text_and_errors_arrive() -> None:
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take so long that no long text ends before something happens to it."""
+    forward = Runner.forward
+    monkeypatch.setattr(Runner, "forward", lambda *spans: time.sleep(0.02) or forward(*spans))
+
+
+def test_leaving_ends_the_text_and_errors_arrive(slow: None) -> None:
     async def run() -> None:
         llm = AsyncLLM(headed_model("mimo"), CONFIG)
         long = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -41,7 +50,8 @@ def test_leaving_ends_the_text_and_errors_arrive() -> None:
             break
         await stream.aclose()
         task = asyncio.create_task(llm.generate("the", long))
-        await asyncio.sleep(0.05)
+        while not llm.llm.engine.has_work:
+            await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -74,7 +84,7 @@ def test_two_event_loops_one_after_the_other_and_texts_of_the_llm_itself() -> No
     asyncio.run(llm.close())
 
 
-def test_closing_ends_texts_that_run() -> None:
+def test_closing_ends_texts_that_run(slow: None) -> None:
     async def run() -> None:
         llm = AsyncLLM(headed_model("mimo"), CONFIG)
         task = asyncio.create_task(llm.generate("the", SamplingParams(max_tokens=200, ignore_eos=True)))

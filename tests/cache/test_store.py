@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import until
 
 from headstart.cache import store as module
 from headstart.cache.store import HEADER_BYTES, BlockStore
@@ -195,10 +196,11 @@ def writer(folder: Path, first: int, most: int, count: int) -> subprocess.Popen[
 def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies there afterwards is whole, or found to be broken; what was left aside goes."""
     for turn in range(3):
+        enough = len(list(tmp_path.rglob("??/*"))) + 3 + turn
         process = writer(tmp_path, turn * 10**6, 10**9, 10**6)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.3 + 0.013 * turn)
+        until(lambda enough=enough: len(list(tmp_path.rglob("??/*"))) > enough)
         process.send_signal(signal.SIGKILL)
         process.communicate()
     aside = next(tmp_path.rglob("*/??")) / ".new-0123"
@@ -222,6 +224,7 @@ def test_processes_share_a_directory_within_its_bound(tmp_path: Path) -> None:
     while any(process.poll() is None for process in processes):
         over += [used(tmp_path)]
         time.sleep(0.02)
+    over += [used(tmp_path)]
     assert all(process.communicate() and process.returncode == 0 for process in processes)
     assert 0.5 * most < max(over) <= most
     store = BlockStore(tmp_path, most)

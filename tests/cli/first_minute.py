@@ -26,7 +26,7 @@ from headstart.cli.parser import Command, Option, all_commands
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
-LONGEST_S = 60
+LONGEST_S = 300
 NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
 TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
 SMALL: dict[str, tuple[str, ...]] = {

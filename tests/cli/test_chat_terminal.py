@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from support import PATIENCE
 
 PROGRAM = """
 import sys, time
@@ -64,14 +65,14 @@ class Terminal:
 
     def press_until(self, key: str, text: str) -> None:
         """A key pressed between the prompt and the reading of a line may be lost."""
-        for seconds in (3, 3, 20):
+        for seconds in (20, 20, PATIENCE):
             self.type(key)
             with suppress(AssertionError):
                 self.wait_for(text, seconds)
                 return
         raise AssertionError(f"{text!r} is not in {self.shown!r}")
 
-    def wait_for(self, text: str, seconds: float = 20) -> str:
+    def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
         """What is shown until `text` is, which is taken away."""
         end = time.monotonic() + seconds
         while text not in self.shown:
@@ -115,7 +116,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.press_until("\x03", "Ctrl-C again")
     terminal.wait_for("> ")
     terminal.press_until("\x03", "interrupted")
-    assert terminal.process.wait(10) == 130
+    assert terminal.process.wait(PATIENCE) == 130
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_pasted_lines_are_one_turn(terminal: Terminal, paste: str) -> None:
     assert re.sub(r"\\[rn]", " ", terminal.wait_for("blue.")).count("<'one two three'>") == 1
     terminal.wait_for("> ")
     terminal.type("/exit\r")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENCE) == 0
 
 
 def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path
     assert "<'one\\ntwo\\n\\nthree'>" in terminal.wait_for("blue.")
     terminal.wait_for("> ")
     terminal.type("/exit\r")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENCE) == 0
     history = tmp_path / "chat_history"
     assert "two" in history.read_text() and history.stat().st_mode & 0o077 == 0
 
@@ -161,7 +162,7 @@ def test_another_answer_and_the_lines_of_an_earlier_conversation(tmp_path: Path)
             assert "<'Why, then?'>" in terminal.wait_for("blue.")
             terminal.wait_for("> ")
         terminal.type("/exit\r")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(PATIENCE) == 0
     with talking(tmp_path) as terminal:
         terminal.type("\x1b[A" * 3)  # up, beyond the two commands
         terminal.wait_for("Why, then?")

@@ -102,7 +102,7 @@ def test_example(line: str) -> None:
         words = [word for word in words if word != "--json"] + ["--help"]
     else:
         _make_way(words)
-    outcome = run(tuple(words), stdin=before, seconds=30)
+    outcome = run(tuple(words), stdin=before)
     assert not outcome.faults(), outcome.shown()
     assert outcome.code in ((2,) if any(part in line for part in NO_SERVER) else (0, 1)), outcome.shown()
 

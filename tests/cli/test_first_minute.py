@@ -15,6 +15,7 @@ from typing import IO
 
 import pytest
 from first_minute import HELP, SMALL, Outcome, commands, endless, forget_output, quiet_place, run, wrong_lines
+from support import PATIENCE
 
 pytestmark = pytest.mark.slow  # with all its cases
 Paths = dict[str, str]
@@ -143,7 +144,7 @@ def start(*words: str, program: tuple[str, ...] = ("-m", "headstart"), **more: o
 
 
 def ended(process: subprocess.Popen[str], words: tuple[str, ...]) -> Outcome:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     return Outcome(words, process.returncode, out, err)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import PATIENCE
 
 from headstart import hub
 from headstart.cli.main import main
@@ -165,7 +166,7 @@ class Answers(BaseHTTPRequestHandler):
             self.server.breaks -= 1
             self.wfile.write(data[begin : begin + self.server.cut])
             if self.server.hang:
-                self.server.hang.wait(60)
+                self.server.hang.wait(PATIENCE)
             self.close_connection = True
             return
         self.wfile.write(data[begin:])
@@ -193,7 +194,7 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
 
 
 def pull(hub: Hub, home: Path) -> Path:
-    done = subprocess.run(PULL, env=environment(hub, home), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(PULL, env=environment(hub, home), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return Path(json.loads(done.stdout)["path"])
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,13 +101,11 @@ def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
     processes = [writer(tmp_path, 0), writer(tmp_path, 20)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(1.0)
-    processes[0].send_signal(signal.SIGKILL)
-    lines = [json.loads(line) for line in processes[0].communicate()[0].splitlines() if line.endswith("]")]
-    time.sleep(0.5)
-    processes[1].send_signal(signal.SIGKILL)
-    lines += [json.loads(line) for line in processes[1].communicate()[0].splitlines() if line.endswith("]")]
-    assert len(lines) > 4
+    lines = []
+    for process, count in zip(processes, (8, 16), strict=True):
+        lines += [json.loads(process.stdout.readline()) for _ in range(count)]
+        process.send_signal(signal.SIGKILL)
+        lines += [json.loads(line) for line in process.communicate()[0].splitlines() if line.endswith("]")]
     with LLM(model_of("llama"), **SETTINGS, kv_spill=str(tmp_path)) as llm, LLM(model_of("llama"), **SETTINGS) as plain:
         for turn, tokens in lines:
             prompt = np.random.default_rng(turn % 40).integers(3, 100, 300).tolist()

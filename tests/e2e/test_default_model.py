@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import PATIENCE
 
 from headstart import hub
 from headstart.api import LLM
@@ -98,7 +99,7 @@ def test_text_is_that_of_plain_decoding(served: LLM, temperature: float) -> None
 def test_generate_prints_one_json_document() -> None:
     options = ["--prompt", "Say hello.", "--max-tokens", "8", "--threads", "1", "--json"]
     command = [sys.executable, "-m", "headstart.cli.main", "generate", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert set(document) == {"text", "token_ids", "finish_reason", "seed", "usage", "speculation", "timing"}

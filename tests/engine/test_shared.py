@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from support import assert_clean, in_threads, tiny_model
+from support import assert_clean, in_threads, tiny_model, until
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -41,10 +41,7 @@ def test_turns_are_fair() -> None:
             with turns:
                 order.append("other")
             begun = len(order)
-            deadline = time.monotonic() + 5  # a busy machine may take its time
-            while len(order) == begun and time.monotonic() < deadline:
-                time.sleep(0.001)
-            assert len(order) > begun
+            until(lambda begun=begun: len(order) > begun)
     finally:
         stop.set()
         thread.join()

@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from process import HttpServer
+from support import PATIENCE
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -30,10 +31,10 @@ class Inside(HttpServer):
     def __init__(self, port: int, served: ServedModel, state: ServerState) -> None:
         self.port, self.served, self.state = port, served, state
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def exchange(self, *packets: bytes) -> bytes:
         """All that comes until the server closes the connection."""
@@ -81,12 +82,12 @@ def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
     server.capture_signals = nullcontext  # type: ignore[assignment,method-assign]  # not the main thread
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(PATIENCE)
     found = Inside(bound.getsockname()[1], served, state_of(app))
     try:
         yield found
     finally:
         found.client.close()
         server.should_exit = server.force_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         served.stop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from support import PATIENCE, until
 
 from headstart.cli.main import main
 
 PROGRAM = Path(sys.executable).with_name("headstart")
-START_SECONDS = 60
 MODEL = "smollm2-135m-mtp"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
 CITY = {
@@ -45,13 +45,10 @@ class HttpServer:
         found = re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
         return sum(map(float, found))
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self) -> None:
         """Until nothing runs, waits, or holds KV blocks."""
-        deadline = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        while any(left := [self.metric(name) for name in names]):
-            assert time.monotonic() < deadline, f"still there: {left}"
-            time.sleep(0.02)
+        until(lambda: not any(self.metric(name) for name in names), lambda: self.client.get("/metrics").text)
 
 
 @dataclass(eq=False)
@@ -65,7 +62,7 @@ class Server(HttpServer):
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=PATIENCE)
 
 
 @contextmanager
@@ -77,13 +74,19 @@ def running(*arguments: str, port: int = 0) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     server = Server(process, log)
     try:
-        server.url = _address(server)
-        server.client = httpx.Client(base_url=server.url, timeout=60)
+        server.url = until(lambda: _address(server), lambda: log.read_text("utf-8"))
+        server.client = httpx.Client(base_url=server.url, timeout=PATIENCE)
         yield server
     finally:
         server.client.close()
         process.kill()
         process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -93,11 +96,8 @@ def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return capsys.readouterr().err
 
 
-def _address(server: Server) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if found := re.search(r"running on (\S+)", server.log.read_text("utf-8")):
-            return found[1]
-        assert server.process.poll() is None, server.log.read_text("utf-8")
-        time.sleep(0.05)
-    raise AssertionError(server.log.read_text("utf-8"))
+def _address(server: Server) -> str | None:
+    said, has_ended = server.log.read_text("utf-8"), server.process.poll() is not None
+    found = re.search(r"running on (\S+)", said)
+    assert found or not has_ended, said
+    return found and found[1]

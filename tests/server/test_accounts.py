@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from process import Server, running
+import support
+from inside import Inside, inside
 
-from headstart import hub
+from headstart.api import LLM
 from headstart.cli.main import main
+from headstart.config import EngineConfig
 from headstart.errors import CapacityError, LimitError, UsageError
 from headstart.server import accounts
 from headstart.server.accounts import Account, AccountLimits, Accounts, TokenBucket, duration, read_file
 
 TEXT = "/v1/completions"
-needs_model = pytest.mark.skipif(hub.cached_trunk() is None, reason="the default model is not in the cache")
 
 
 @pytest.fixture
@@ -182,52 +183,46 @@ key = "small"
 requests_per_minute = 2
 tokens_per_minute = 200
 """
-SMALL = ("--threads", "1", "--max-num-seqs", "4", "--max-model-len", "1024", "--kv-blocks", "256", "--max-queue", "200")
+CONFIG = EngineConfig(**{**support.SMALL, "dtype": "float64", "max_num_seqs": 4})
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = tmp_path_factory.mktemp("keys") / "keys.toml"
-    file.write_text(KEYS)
-    with running(*SMALL, "--api-key-file", str(file)) as found:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Inside]:
+    (tmp_path / "keys.toml").write_text(KEYS)
+    with inside(LLM(support.headed_model("llama"), CONFIG), api_key_file=tmp_path / "keys.toml") as found:
         found.client.headers["Authorization"] = "Bearer other"
         yield found
 
 
-def asked(server: Server, key: str, **more: Any) -> httpx.Response:
-    body = {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True, "seed": 1, **more}
-    return httpx.post(server.url + TEXT, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+def asked(server: Inside, key: str, **more: Any) -> httpx.Response:
+    body = {"prompt": [3, 4, 5], "max_tokens": 16, "ignore_eos": True, "seed": 1, **more}
+    return server.client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-@pytest.mark.slow
-@needs_model
-def test_one_key_with_64_requests_does_not_starve_another(server: Server) -> None:
+def test_one_key_with_64_requests_does_not_starve_another(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     """First come, first served would have the other wait for nearly all of them."""
-    done: list[int] = []
-    threads = [
-        threading.Thread(target=lambda seed: done.append(asked(server, "greedy", seed=seed, max_tokens=32).status_code),
-                         args=(seed,))
-        for seed in range(64)
-    ]  # fmt: skip
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 30
-    while server.metric("vllm:num_requests_waiting") < 40:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    before = len(done)
-    mine = [asked(server, "other", seed=seed).status_code for seed in range(3)]
-    ended_meanwhile = len(done) - before
-    for thread in threads:
-        thread.join()
-    assert mine == [200] * 3
-    assert done == [200] * 64
-    assert ended_meanwhile < 30, "three requests one after the other wait for a place each"
+    engine, all_wait, order = server.served.llm.engine, threading.Event(), list[str]()
+    forward, finish, admission = engine.runner.forward, engine.scheduler.finish, server.served.admission
+    monkeypatch.setattr(engine.runner, "forward", lambda spans: all_wait.wait(support.PATIENCE) and forward(spans))
+
+    def finished(sequence: Any) -> None:
+        order.append(sequence.request.owner)
+        finish(sequence)
+
+    monkeypatch.setattr(engine.scheduler, "finish", finished)
+    with ThreadPoolExecutor(67) as threads:
+        answers = [threads.submit(asked, server, "greedy", seed=seed) for seed in range(64)]
+        support.until(lambda: admission.num_in_flight == 64)
+        answers += [threads.submit(asked, server, "other", seed=seed) for seed in range(3)]
+        support.until(lambda: admission.num_in_flight == 67)
+        all_wait.set()
+    assert [each.result().status_code for each in answers] == [200] * 67
+    greedy = order[0]
+    assert order.count(greedy) == 64
+    assert [owner == greedy for owner in order[:20]].count(False) == 3
 
 
-@pytest.mark.slow
-@needs_model
-def test_budgets_refuse_and_say_so(server: Server) -> None:
+def test_budgets_refuse_and_say_so(server: Inside) -> None:
     first = asked(server, "small")
     assert first.status_code == 200
     left = {name: value for name, value in first.headers.items() if name.startswith("x-ratelimit")}

@@ -8,10 +8,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from inside import inside
 from process import HttpServer, Server, running
+from support import PATIENCE
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -191,14 +191,14 @@ def test_errors_do_not_echo_what_is_long(server: Server) -> None:
 def test_the_end_of_the_server_is_told() -> None:
     asked = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True}
     with running("--threads", "1", "--shutdown-timeout", "1") as server:
-        with httpx.stream("POST", f"{server.url}{TEXT}", json=asked | {"stream": True}, timeout=30) as answer:
+        with server.client.stream("POST", TEXT, json=asked | {"stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
             events = events_of("\n".join(lines))
         assert events[-1]["error"]["code"] == 503
         assert "shut down" in events[-1]["error"]["message"]
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=PATIENCE) == 0
         assert "Traceback" not in server.log.read_text("utf-8")
 
 

@@ -1,29 +1,27 @@
-"""The fuzzers of grammars and raw HTTP, some seconds (`python -m tests.fuzz server` for longer); test_schema.py makes
-bodies."""
+"""The first inputs of the fuzzers of grammars and raw HTTP, of which `python -m tests.fuzz server` has more."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from process import Server
 
-from headstart import hub
+from tests.fuzz.monitor import NEIGHBOUR
+from tests.fuzz.server import FUZZERS, THREADS, one
 
-pytestmark = pytest.mark.slow  # a server process, for some seconds
-MINUTES = 0.2
-HEALTH_MS = 1000
-"""99 of 100 looks; a quiet machine needs less than a tenth of it."""
+pytestmark = pytest.mark.slow  # a server process
+COUNT = 40
 
 
-def test_nobody_harms_the_server() -> None:
-    if hub.cached_trunk() is None:
-        pytest.skip("the default model is not in the cache: headstart pull")
-    command = [sys.executable, "-m", "tests.fuzz", "server", "--minutes", str(MINUTES), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert all(sum(each["statuses"].values()) > 10 for each in found["fuzzers"].values())
-    assert found["monitor"]["health_ms"][1] < HEALTH_MS + found["monitor"]["late_ms"][2]
+@pytest.mark.parametrize("name", FUZZERS)
+def test_nobody_harms_the_server(server: Server, name: str) -> None:
+    """Nor a neighbour, whose text stays the same meanwhile."""
+    expected = server.post("/v1/completions", **NEIGHBOUR).json()["choices"]
+    with ThreadPoolExecutor(THREADS) as threads:
+        tried = [threads.submit(one, name, 0, number, server.url) for number in range(COUNT)]
+        while not all(each.done() for each in tried):
+            assert server.client.get("/health").status_code == 200
+            assert server.post("/v1/completions", **NEIGHBOUR).json()["choices"] == expected
+    assert not [(number, each.result()) for number, each in enumerate(tried) if each.result()[1]]
+    assert "Traceback" not in server.log.read_text("utf-8")

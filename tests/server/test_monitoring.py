@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import httpx
 import promql_parser
 import pytest
-from process import Server
+from process import Server, free_port
 from prometheus_client.parser import text_string_to_metric_families
+from support import PATIENCE, until
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "monitoring"
@@ -134,17 +134,18 @@ def test_a_real_prometheus_answers_every_query(server: Server, tmp_path: Path) -
         "global: {scrape_interval: 1s}\nrule_files: [alerts.yml]\n"
         f"scrape_configs: [{{job_name: headstart, static_configs: [{{targets: ['{target}']}}]}}]\n"
     )
-    address = "127.0.0.1:19090"
+    address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", "--config.file", "prometheus.yml", "--storage.tsdb.path", "data"]
     process = subprocess.Popen([*command, "--web.listen-address", address], cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
         wanted = {query.replace("[5m]", "[20s]") for engine, query in QUERIES if engine == "headstart"}
-        while missing := {query for query in wanted if not _answered(address, query)}:
-            assert time.monotonic() < deadline, missing
+
+        def missing() -> set[str]:
             server.post("/v1/completions", prompt="one two one two one two", max_tokens=32)
-            time.sleep(1)
-        rules = httpx.get(f"http://{address}/api/v1/rules").json()["data"]["groups"]
+            return {query for query in wanted if not _answered(address, query)}
+
+        until(lambda: not missing(), missing)
+        rules = httpx.get(f"http://{address}/api/v1/rules", timeout=PATIENCE).json()["data"]["groups"]
         assert [rule["health"] for group in rules for rule in group["rules"]].count("err") == 0
     finally:
         process.kill()
@@ -153,7 +154,7 @@ def test_a_real_prometheus_answers_every_query(server: Server, tmp_path: Path) -
 
 def _answered(address: str, query: str) -> bool:
     try:
-        found = httpx.get(f"http://{address}/api/v1/query", params={"query": query})
+        found = httpx.get(f"http://{address}/api/v1/query", params={"query": query}, timeout=PATIENCE)
     except httpx.TransportError:
         return False  # not up yet
     if found.status_code == 503:

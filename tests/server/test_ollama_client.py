@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from process import MODEL, QUESTION, Server
+from support import PATIENCE
 
 pytestmark = pytest.mark.slow  # a server process
 TIME = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
@@ -82,7 +83,7 @@ def test_a_session_of_open_webui(server: Server) -> None:
     """In its order, as its source has it: the connection is verified, models are listed with those that are loaded, a
     chat streams as lines, a title is asked for at once, and the same goes by its OpenAI connection."""
     json_type = {"Content-Type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=json_type, timeout=60) as web:
+    with httpx.Client(base_url=server.url, headers=json_type, timeout=PATIENCE) as web:
         assert web.get("/api/version").json()["version"]
         names = [each["model"] for each in web.get("/api/tags").json()["models"]]
         loaded = {each["name"]: each["expires_at"] for each in web.get("/api/ps").json()["models"]}

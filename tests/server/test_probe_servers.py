@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process import PROGRAM, Server, running
+from process import PROGRAM, Server, free_port, running
 
 from headstart import hub, registry
 from headstart.cli.main import main
@@ -116,10 +116,10 @@ def itself(tmp_path: Path) -> Iterator[str]:
 def test_launch_starts_waits_warms_up_and_ends(itself: str, tmp_path: Path) -> None:
     """Its model is the default one, as headstart picks it; the options say nothing of the head."""
     head = str(Path(hub.__file__).parent / "heads" / hub.DEFAULT_MODEL)
-    port = _free_port()
     options = LaunchOptions(
-        engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=port, extra=(*SMALL, "--head", head)
-    )
+        engine=itself, model=str(hub.cached_trunk()), depth=0, gpus="none", port=free_port(),
+        extra=(*SMALL, "--head", head),
+    )  # fmt: skip
     with launch.started(options) as engine:
         report = engine.check(lambda done, total, text: None)
         process = engine.servers.front.process
@@ -150,11 +150,3 @@ def test_check_finds_drafting_alive(drafting: Server) -> None:
 def test_check_finds_that_nothing_is_drafted(plain: Server) -> None:
     found = checked(plain)
     assert not found["alive"] and found["why"] == "its metrics count no drafts"
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from process import Server
+from support import PATIENCE
 
 from headstart.cli import serve
 
@@ -35,7 +36,7 @@ def test_curl(server: Server, command: str) -> None:
     assert "localhost:8000" in command
     address = server.url.removeprefix("http://")
     shell = ["bash", "-c", command.replace("localhost:8000", address)]
-    done = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(shell, capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert '"error":' not in done.stdout
     if "stream" in command:
         assert done.stdout.rstrip().endswith("[DONE]")

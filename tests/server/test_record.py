@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,8 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[Inside]:
 
 def kept(folder: Path, count: int) -> list[TextRecord]:
     """The records of a folder, once there are so many."""
-    deadline = time.monotonic() + 20
-    while True:
-        lines = sum(path.read_bytes().count(b"\n") for path in folder.glob("records-*"))
-        if lines >= count or time.monotonic() > deadline:
-            return read_records(folder, support.VOCAB).records
-        time.sleep(0.01)
+    support.until(lambda: sum(path.read_bytes().count(b"\n") for path in folder.glob("records-*")) >= count)
+    return read_records(folder, support.VOCAB).records
 
 
 def metric(server: Inside, line: str) -> float:
@@ -83,9 +79,18 @@ def test_texts_that_ended_well_are_kept_as_ids_for_the_owner_alone(server: Insid
     assert set(json.loads(text.splitlines()[0])) == {"prompt_ids", "response_ids", "temperature"}
 
 
-def test_a_client_that_leaves_is_not_kept(server: Inside, tmp_path: Path) -> None:
+def test_a_client_that_leaves_is_not_kept(server: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, has_left = server.served.llm.engine.runner.forward, threading.Event()
+
+    def waiting(spans: Any) -> Any:
+        """The text does not end before the client has left."""
+        return (spans[0].sequence.num_output < 9 or has_left.wait(support.PATIENCE)) and forward(spans)
+
+    monkeypatch.setattr(server.served.llm.engine.runner, "forward", waiting)
     with server.client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 100}) as answer:
         next(answer.iter_bytes())
+    support.until(lambda: not server.served.admission.num_in_flight)
+    has_left.set()
     server.post("/v1/completions", **BODY)
     assert [len(each.response_ids) for each in kept(tmp_path / "kept", 1)] == [6]
 
@@ -100,9 +105,7 @@ def test_a_full_disk_or_a_folder_that_is_gone_costs_records_only(
     for _ in range(3):
         assert server.post("/v1/completions", **BODY).status_code == 200
     lost = 'headstart:records_lost_total{model_name="' + server.served.metrics.model + '",reason="disk"}'
-    deadline = time.monotonic() + 10
-    while metric(server, lost) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    support.until(lambda: metric(server, lost) >= 3)
     assert metric(server, lost) == 3
     assert len([each for each in caplog.messages if "cannot record to" in each]) == 1
     assert not folder.exists(), "it is not made again"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from process import Server
+from support import PATIENCE
 
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
@@ -58,7 +59,7 @@ def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> No
             case.body |= {name: min(value, 8) for name, value in limits.items() if type(value) is int}
             if path.startswith("/api/"):
                 case.body["options"] = {"num_predict": 8}
-        answer = case.call(timeout=30)
+        answer = case.call(timeout=PATIENCE)
         assert answer.status_code < 500, answer.text
         if answer.status_code >= 400:
             assert "error" in answer.json()

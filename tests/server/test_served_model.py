@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ def with_served(
         (served,) = single_model_manager(llm, ServerConfig(max_queue=queue)).loaded
         served.start()
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(support.PATIENCE):
                 await check(served)
         finally:
             served.stop()
@@ -147,7 +148,7 @@ def test_a_full_queue_and_bad_requests_are_refused() -> None:
     with_served(check, queue=1)
 
 
-def test_deltas_of_a_step_come_in_one_call() -> None:
+def test_deltas_of_a_step_come_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         calls: list[int] = []
         hand_out = served.engine._hand_out
@@ -157,7 +158,14 @@ def test_deltas_of_a_step_come_in_one_call() -> None:
             hand_out(items)
 
         served.engine._hand_out = counted  # type: ignore[method-assign,assignment]
-        streams = [await served.open([request(served, seed)]) for seed in range(4)]
+        forward, all_wait = served.llm.engine.runner.forward, threading.Event()
+        monkeypatch.setattr(
+            served.llm.engine.runner, "forward", lambda spans: all_wait.wait(support.PATIENCE) and forward(spans)
+        )
+        opening = [asyncio.create_task(served.open([request(served, seed)])) for seed in range(4)]
+        await asyncio.sleep(0)  # all of them are sent to the engine
+        all_wait.set()
+        streams = await asyncio.gather(*opening)
         await asyncio.gather(*map(tokens_of, streams))
         assert max(calls) > 1
         assert len(calls) <= served.llm.engine.stats.passes

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from inside import inside
 from process import PROGRAM, HttpServer, Server, refused, running
+from support import PATIENCE, until
 
 from headstart import hub
 from headstart.api import LLM
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "models" / "broken" / "model.safetensors").write_bytes(b"")
     write_tiny("llama", place / "own")
     (place / "headstart.toml").write_text(
-        f'[serve]\nmodels = "{place}/models"\nkeep_alive = "30s"\n[models.mine]\npath = "{place}/own"\ndepth = 2\n'
+        f'[serve]\nmodels = "{place}/models"\nkeep_alive = "1h"\n[models.mine]\npath = "{place}/own"\ndepth = 2\n'
     )
     return place
 
@@ -64,7 +64,7 @@ def answer(server: HttpServer, model: str | None, number: int) -> str:
 
 
 def headstart(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def names(server: Server, path: str) -> list[str]:
@@ -162,12 +162,11 @@ def test_ollamas_keep_alive(several: Server) -> None:
         assert found.status_code == 400 and "keep_alive" in found.json()["error"]
     loads = several.metric("headstart:model_loads_total")
     assert several.post("/api/generate", model="mine", keep_alive=0).json()["done_reason"] == "unload"
-    several.post("/api/generate", model="mine", prompt="Hi", stream=False, keep_alive="1s", options={"num_predict": 2})
+    asked = {"model": "mine", "prompt": "Hi", "stream": False, "options": {"num_predict": 2}}
+    several.post("/api/generate", **asked, keep_alive="1h")
     assert "mine:latest" in names(several, "/api/ps")
-    deadline = time.monotonic() + 20
-    while "mine:latest" in names(several, "/api/ps"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    several.post("/api/generate", **asked, keep_alive="1s")
+    until(lambda: "mine:latest" not in names(several, "/api/ps"))
     assert several.metric("headstart:model_loads_total") == loads + 1
     assert several.post("/api/generate", model="mine", keep_alive=-1).json()["done_reason"] == "load"
     found = {each["name"]: each["expires_at"] for each in several.client.get("/api/ps").json()["models"]}

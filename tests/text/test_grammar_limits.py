@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from llguidance import LLMatcher
+from support import until
 from test_grammar import compiler, ids, tiny
 
 from headstart.errors import BusyError, UsageError
@@ -230,10 +230,7 @@ def test_the_process_ends_with_its_owner() -> None:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()
-    deadline = time.monotonic() + 10
-    while (status := Path(f"/proc/{pid}/stat")).exists() and status.read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not (status := Path(f"/proc/{pid}/stat")).exists() or status.read_text().split()[2] == "Z")
 
 
 def test_too_many_that_wait_are_told_so() -> None:
@@ -241,8 +238,7 @@ def test_too_many_that_wait_are_told_so() -> None:
     waits = threading.Thread(target=lambda: compiled.compile(HEAVY))
     with compiled._quick.reserve():
         waits.start()
-        while compiled._quick._num_waiting < 2:
-            time.sleep(0.01)
+        until(lambda: compiled._quick._num_waiting == 2)
         with pytest.raises(BusyError, match="wait to be compiled"):
             compiled.compile(GrammarSpec("regex", "b{100,200}"))
         compiled.compile(GrammarSpec("regex", "light ones do not wait"))

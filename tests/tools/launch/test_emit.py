@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import yaml
+from support import PATIENCE
 
 from headstart.cli.main import main
 from headstart.tools.launch.launcher import dump_yaml
@@ -186,7 +187,7 @@ def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp
     calls = tmp_path / "calls"
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls), "SLURM_JOB_NODELIST": "x",
                    "SLURM_SUBMIT_DIR": str(tmp_path)}  # fmt: skip
-    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert "requests go to http://alpha:8000" in done.stdout, done.stderr
     assert done.returncode == 0 and "has ended with code 0" in done.stderr
     asked = calls.read_text().splitlines()

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support import PATIENCE
 
 from headstart import registry
 from headstart.tools.launch.arguments import PublishedArguments, parse_version, published
@@ -98,7 +99,7 @@ def _taken(name: str, installed: InstalledProgram) -> set[str]:
     if installed.python is not None:
         (root,) = installed.python.parent.parent.glob("lib/python3*/site-packages")
         return {word for word, _ in runpy.run_path(str(READER))["READERS"][name](root)}
-    shown = subprocess.run([installed.program, "--help"], capture_output=True, text=True, timeout=60)
+    shown = subprocess.run([installed.program, "--help"], capture_output=True, text=True, timeout=PATIENCE)
     return set(re.findall(r"--[\w-]+", shown.stdout + shown.stderr))
 
 

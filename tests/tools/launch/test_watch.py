@@ -7,12 +7,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from support import PATIENCE, until
 
 from headstart.errors import CheckFailed, UsageError
 from headstart.tools.launch import processes
@@ -58,13 +58,14 @@ def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[ServerGrou
         finally:
             running.is_ending = True
             for thread in watching:
-                thread.join(60)
+                thread.join(PATIENCE)
 
 
 def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
     """Watch them in a thread, quickly: what is said, and how it ended."""
     monkeypatch.setattr(processes, "POLL_S", 0.05)
     monkeypatch.setattr(processes, "HEALTH_INTERVAL_S", 0.1)
+    monkeypatch.setattr(processes, "HEALTH_TIMEOUT_S", PATIENCE)
     said: list[str] = []
     ended: list[BaseException] = []
 
@@ -77,14 +78,6 @@ def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     watching.append(threading.Thread(target=run, daemon=True))
     watching[-1].start()
     return said, ended
-
-
-def until(condition: object, seconds: float = 60) -> None:
-    """Wait for a callable to be true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def kill(running: ServerGroup, place: int) -> None:
