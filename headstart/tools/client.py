@@ -29,8 +29,6 @@ MAX_ERROR_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Server:
-    """The address of a server."""
-
     host: str
     port: int
     tls: bool = False
@@ -40,8 +38,7 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:
-        """Parses a URL; the default scheme is http, and a path that ends in /v1 is taken without that. Raises
-        UsageError."""
+        """Parses a URL; the default scheme is http, and /v1 at the end of a path is dropped. Raises UsageError."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -140,8 +137,7 @@ async def get(server: Server, path: str) -> Response:
 async def post(
     server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None
 ) -> Response:
-    """Posts and parses the whole completion, or hangs up after `leave_after` seconds. Raises OSError when no server
-    listens, TimeoutError when the server goes silent."""
+    """Posts and parses the whole completion, or hangs up after `leave_after` seconds. Raises OSError."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer, collector, sent = await _exchange(server, "POST", path, content, leave_after)
     if answer.status > 0:
@@ -256,7 +252,6 @@ def list_models(server: Server) -> list[dict[str, Any]]:
 
 
 def find_model(server: Server, name: str | None) -> dict[str, Any]:
-    """Returns the entry of a model in /v1/models; without a name the first. Raises UsageError."""
     listed = list_models(server)
     found = next((each for each in listed if name in (None, each["id"])), None)
     if found is None:

@@ -20,8 +20,6 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What to decode and how."""
-
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
     max_tokens: int | None = None  # None: as many as fit the time budget, at most MAX_TOKENS
@@ -66,8 +64,7 @@ def _speeds(tokens: int, seconds_off: float, seconds_on: float) -> dict[str, flo
 
 
 def run(options: DemoOptions, progress: Progress = no_progress) -> Report:
-    """Decodes every prompt greedily with drafting off and on, in alternating order, as often as the time allows; `ok`
-    is false if any two runs of a prompt differ in a token."""
+    """Decodes prompts greedily with drafting off and on, in turns, as time allows; `ok`: to the same tokens."""
     llm = LLM(options.model, options.config)
     prompts = builtin_prompts()
     measured = [PromptRuns(kind) for kind, _ in prompts]

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from headstart import hub, machine
+from headstart import machine
 from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.errors import UsageError
 from headstart.kernels.backend import select_backend
 from headstart.kernels.native.placement import choose_placement
+from headstart.tools.inspect.cached import cached
 from headstart.version import __version__
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -39,7 +40,7 @@ def run() -> Report:
         "compiler": next(iter(program_output(COMPILERS, "--version").splitlines()), None),
         "gpu": gpus(),
         "packages": package_versions(),
-        "cache": cached_models(),
+        "cache": [{"name": each.name, "bytes": each.size} for each in cached()],
     }  # fmt: skip
     return Report(ok=data["backend"]["name"] is not None, data=data, lines=_lines(data))
 
@@ -88,21 +89,6 @@ def program_output(names: Sequence[str], *arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def cached_models() -> list[dict[str, Any]]:
-    """Returns built-in models in our own cache, then models in the Hugging Face cache, with their size in bytes."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    trunks = {name: path for name in hub.BUILTIN if (path := hub.cached_trunk(name))}
-    own = [{"name": name, "bytes": path.stat().st_size} for name, path in trunks.items()]
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return own
-    models = sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
-    return own + [{"name": repo.repo_id, "bytes": repo.size_on_disk} for repo in models]
 
 
 def _lines(data: dict[str, Any]) -> list[str]:

@@ -88,8 +88,7 @@ class EngineCounters:
 
 
 def read(text: str) -> EngineCounters | None:
-    """Returns the drafting counters of a text in Prometheus format; None for other texts, and for an engine that is not
-    in ENGINES."""
+    """The drafting counters of a text in Prometheus format; None for other texts, and for an engine not in ENGINES."""
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
@@ -148,8 +147,7 @@ def advise(counters: EngineCounters | None, min_drafts: int = MIN_DRAFTS) -> str
 
 
 def _acceptance_by_position(per_position: Mapping[int, float], drafts: float, rate: float, depth: int) -> list[float]:
-    """Returns how often a draft's first, second, ... token is accepted. Where the engine does not count positions, the
-    conditional chance of each is taken to be the same."""
+    """How often a draft's first, second, ... token is accepted; of equal chances where positions are not counted."""
     counted = [per_position[place] / drafts for place in sorted(per_position)][:depth]
     if counted:
         return counted + [0.0] * (depth - len(counted))

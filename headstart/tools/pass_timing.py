@@ -93,8 +93,7 @@ class MeteredBackend:
         self.parts()
 
     def parts(self) -> dict[str, float]:
-        """Returns seconds since the last reset by part of the trunk's pass, `draft` for all parts of the head's, and
-        `sampling`; only for a backend that is profiling."""
+        """Seconds since the last reset by part of the trunk's pass, of the head's (`draft`), and of `sampling`."""
         assert isinstance(self.backend, Profiler)
         seconds_of: dict[str, float] = defaultdict(float)
         for handle, is_head in self._handles.values():
@@ -169,8 +168,7 @@ class PrefilledEngine:
 def time_in_turns(
     keys: Seq[Key], seconds: Callable[[Key], float], budget_s: float, progress: Progress, repeats: int | None = None
 ) -> dict[Key, list[float]]:
-    """Returns seconds by key, measured in turns, so that a slow phase of the machine hits all keys. `repeats` None: as
-    many as the time allows for each."""
+    """Seconds by key, measured in turns, so that a slow phase hits all. `repeats` None: as many as the time allows."""
     for index, key in enumerate(keys):
         progress(index, len(keys), "warming up")
         seconds(key)
@@ -190,7 +188,6 @@ def affordable_repeats(seconds: float, budget_s: float) -> int:
 
 
 def readable_bytes(backend: Backend) -> int:
-    """Returns the size of a buffer to time reading with: far more than caches hold."""
     return min(MAX_READ_BYTES, backend.free_memory() // 4)
 
 
@@ -221,8 +218,6 @@ def held_bytes(*parts: Any) -> int:
 
 @dataclass
 class NoiseCheck:
-    """Whether other programs used the processor."""
-
     waiting: float | None = None
     """Share of a thread's time in which the threads of this process waited for a processor; None: unknown."""
 

@@ -19,8 +19,7 @@ def builtin_prompts() -> tuple[tuple[str, str], ...]:
 
 
 def measure_acceptance(llm: LLM, max_tokens: int, finished: Callable[[], None]) -> DraftStats:
-    """Returns the counts of greedy answers to the built-in prompts, at the engine's depth; `finished` is called after
-    each."""
+    """The counts of greedy answers to the built-in prompts, at the engine's depth; calls `finished` after each."""
     llm.engine.head_health.is_enabled = False
     stats = DraftStats()
     prompts = [prompt for _, prompt in builtin_prompts()]

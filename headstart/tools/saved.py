@@ -40,8 +40,6 @@ def _read(kind: type[Saved], path: Path) -> Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class TunedSetting:
-    """The drafter and depth that a tuning has found."""
-
     drafter: str
     depth: Depth
     workload: str
@@ -62,8 +60,7 @@ class TunedSetting:
 
 
 def setting_path(model: str | None, config: EngineConfig) -> Path:
-    """Returns the file of the setting for a model on this machine; fetches nothing. Raises UsageError for a model that
-    is not there."""
+    """The file of the setting for a model on this machine. Raises UsageError for a model that is not there."""
     backend = select_backend(config).name
     engine = [backend, config.device, config.dtype, config.rounding, config.kv_cache_dtype]
     usable = config.threads or threads().usable
@@ -88,7 +85,6 @@ def load_setting(model: str | None, config: EngineConfig) -> TunedSetting | None
 
 
 def save_setting(model: str | None, config: EngineConfig, setting: TunedSetting) -> Path:
-    """Saves a setting and returns its file. Raises CapacityError when it cannot be written."""
     path = setting_path(model, config)
     try:
         hub.save_record(path, asdict(setting))
@@ -102,8 +98,6 @@ def save_setting(model: str | None, config: EngineConfig, setting: TunedSetting)
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedHead:
-    """What is known of an adapted head."""
-
     kind: str
     date: str
     base: str  # digest of the shipped head that it was made from; empty: another head
@@ -121,8 +115,7 @@ def folder_of(model: str | None) -> Path:
 
 
 def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, AdaptedHead] | None:
-    """Returns the head that replaces the model's own; None where the user has named a head, or no head drafts. Logs and
-    skips a damaged head, so that it prevents no start."""
+    """The head that replaces the model's own; None where one was named or none drafts. Skips a damaged one."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
@@ -158,8 +151,7 @@ def save_head(folder: Path, head: Path, adapted: AdaptedHead) -> None:
 
 
 def forget(model: str | None, kind: str | None) -> tuple[list[str], list[str]]:
-    """Removes the model's heads of this kind, or all, and what interrupted runs have left. Returns the kinds of both.
-    Raises UsageError or CapacityError."""
+    """Removes the model's heads of this kind, or all, and unfinished ones. Returns both. Raises CapacityError."""
     root = folder_of(model)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]

@@ -29,8 +29,6 @@ of the best stays below 1. Between the two nothing is saved: `auto` decides step
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Model, loads and time of a tuning."""
-
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
     workload: str = "mixed"
@@ -41,8 +39,6 @@ class TuneOptions:
 
 @dataclass
 class Candidate:
-    """A drafter at a depth."""
-
     drafter: str
     depth: Depth
     target: InProcessTarget
@@ -77,8 +73,6 @@ def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
 
 
 class TuningRun:
-    """Measures the candidates of one tuning."""
-
     def __init__(self, options: TuneOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
         self._deadline = time.monotonic() + 60 * options.minutes
@@ -110,8 +104,7 @@ class TuningRun:
                 return
 
     def _screen(self) -> None:
-        """Keeps the first candidates, as many as there is time for. One round of plain decoding tells how long a cell
-        takes."""
+        """Keeps as many of the first candidates as there is time for, by one round of plain decoding."""
         begun = time.monotonic()
         warm_up(self._first, self.workload, OFF)
         for count in self.options.concurrency:
@@ -211,8 +204,7 @@ class TuningRun:
 
 
 def _targets(model: Model, config: EngineConfig) -> list[tuple[str, InProcessTarget]]:
-    """Returns an engine for each drafter of the model: its head with lookup beside it, other heads that come with it,
-    and lookup alone."""
+    """An engine for each drafter of the model: its head with lookup, other heads that come with it, lookup alone."""
     if config.drafter == "none":
         raise UsageError("--drafter none leaves nothing to tune", "leave it out")
     ways = [(config.drafter, model)]

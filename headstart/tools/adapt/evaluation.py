@@ -36,8 +36,6 @@ Hashes = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class RecordSplit:
-    """Records to train on, and to judge by."""
-
     training: list[TextRecord]
     held_out: list[TextRecord]
     num_similar: int  # records left out, since they resemble one that is held out
@@ -89,8 +87,6 @@ def _rare_shingles(shingles: list[Hashes]) -> list[Hashes]:
 
 
 class _SimilarPrompts:
-    """Finds prompts that resemble one of these."""
-
     def __init__(self, prompts: Seq[Hashes]) -> None:
         self._sizes = np.array([len(each) for each in prompts])
         values = np.concatenate(prompts)
@@ -118,8 +114,6 @@ MIN_REQUESTS = 4  # requests that an interval needs
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """A prompt, and how its answer is drawn."""
-
     ids: Seq[int]
     params: SamplingParams
 

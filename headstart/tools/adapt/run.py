@@ -51,8 +51,6 @@ MORE_TOKENS = 1024  # that a draft vocabulary may take up in addition
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptOptions:
-    """What to adapt, and for how long."""
-
     records: Path
     model: str | None = None
     head: Path | None = None  # None: the head in use
@@ -118,9 +116,8 @@ def _start(options: AdaptOptions) -> _StartingHead:
         raise UsageError(f"a head of kind {kind} cannot be trained", f"those can: {', '.join(trained_kinds())}")
     path = None if model.head.source == NATIVE_HEAD else Path(model.head.source)
     shipped = hub.shipped_heads(model.name).get(kind)
-    return _StartingHead(
-        model, path, kept[1].base if kept else saved.digest_of(path) if path and path == shipped else ""
-    )
+    base = saved.digest_of(path) if path and path == shipped else ""
+    return _StartingHead(model, path, kept[1].base if kept else base)
 
 
 def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
@@ -131,8 +128,6 @@ def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
 
 
 class _AdaptRun:
-    """One run and its folder of intermediate files."""
-
     def __init__(
         self, options: AdaptOptions, start: _StartingHead, parts: evaluation.RecordSplit, begun: float
     ) -> None:
@@ -149,10 +144,8 @@ class _AdaptRun:
 
     def _open(self) -> None:
         """Creates the folder, or takes over what an earlier run from the same head has left."""
-        plan = {
-            "start": saved.digest_of(self.start.path) if self.start.path else NATIVE_HEAD,
-            "seed": self.options.seed,
-        }
+        start = saved.digest_of(self.start.path) if self.start.path else NATIVE_HEAD
+        plan = {"start": start, "seed": self.options.seed}
         path = self.work / "plan.json"
         if not path.exists() or json.loads(path.read_text()) != plan:
             shutil.rmtree(self.work, ignore_errors=True)

@@ -122,15 +122,12 @@ class LoadGroup(NamedTuple):
 
     @property
     def load(self) -> str:
-        """Text for people."""
         text = f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
         return text + (" unchunked" if self.chunked_prefill is False else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSetting:
-    """A workload and its load."""
-
     workload: str
     concurrency: int | None  # requests at a time; null with Poisson arrivals
     rate: float | None  # of Poisson arrivals, per second
@@ -143,8 +140,6 @@ class LoadSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCell(LoadSetting):
-    """One run."""
-
     mode: str
     repeat: int
     complete: bool  # false: it broke off, and counts in no row
@@ -190,8 +185,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow(LoadSetting):
-    """The complete cells of one workload, load and mode. Latencies are of all their answers together, rates are
-    medians over cells."""
+    """The complete cells of one workload, load and mode: latencies of all answers together, medians of rates."""
 
     mode: str
     cells: int
@@ -223,8 +217,6 @@ class SpeedCheck(LoadSetting):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchDocument:
-    """The JSON document of a bench."""
-
     kind: Literal["headstart-bench"] = KIND
     version: Literal[1] = VERSION
     created: str  # UTC, ISO 8601

@@ -183,8 +183,7 @@ def body_of(task: Task, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def sample_of(answer: client.Response, late: float = 0.0, *, error: str = "") -> AnswerSample:
-    """`late`: seconds between when the request was due and when it was sent. A server without usage is taken to send
-    one token per piece of text."""
+    """`late`: seconds between due and sent. A server without usage is taken to send one token per piece of text."""
     times = [when for when, _ in answer.pieces] or [answer.seconds]
     details = answer.usage.get("prompt_tokens_details") or {}
     return AnswerSample(

@@ -23,8 +23,7 @@ from headstart.tools.bench.workloads import Task
 
 class InProcessTarget:
     """Two engines over one loaded model, with as many KV blocks each: one without a drafter for mode "off", one by
-    `config` for the others, where each request asks for its depth. `config.max_num_seqs` bounds how many requests run
-    at a time. Raises what `LLM` raises."""
+    `config` for the others. `config.max_num_seqs` bounds how many requests run at a time. Raises what `LLM` raises."""
 
     is_local = True
 

@@ -70,8 +70,6 @@ class AnswerSample:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """The answers of one run, its time and draft counts."""
-
     samples: list[AnswerSample]
     seconds: float
     speculation: DraftCounts | None

@@ -17,10 +17,9 @@ from headstart.tools.bench.measure import AUTO, OFF, SERVER
 from headstart.tools.bench.summary import milliseconds, mode_order, tables
 
 STYLES = {
-    OFF: svg.Style("#4b5563", "square", "6 3"),
-    AUTO: svg.Style("#c2410c", "circle"),
+    OFF: svg.Style("#4b5563", "square", "6 3"), AUTO: svg.Style("#c2410c", "circle"),
     SERVER: svg.Style("#6d28d9", "circle"),
-}
+}  # fmt: skip
 DARK = {
     svg.AXIS: "#9ca3af", svg.GRID: "#374151", svg.TEXT: "#d1d5db", "#fff": "#111827",
     "#4b5563": "#9ca3af", "#c2410c": "#fb923c", "#6d28d9": "#a78bfa", "#0072b2": "#56b4e9", "#00855f": "#34d399",
@@ -34,7 +33,6 @@ TWO_DIGITS = "{:.2f}".format
 
 
 def render(document: BenchDocument) -> str:
-    """Returns a bench document as the text of one HTML file."""
     rows = document.rows
     styles = styles_of({row.mode for row in rows})
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -68,8 +66,6 @@ class _ReportPlots:
         self.unit = "requests per second" if any(row.rate is not None for row in rows) else "requests at a time"
 
     def draw(self) -> dict[str, list[Markup]]:
-        """Returns the plots of each section of report.html."""
-
         def speedup(row: BenchRow) -> list[svg.Point]:
             return [svg.Point(_x(row), ratio.point, ratio.low, ratio.high)] if (ratio := row.speedup) else []
 
@@ -89,7 +85,6 @@ class _ReportPlots:
     def _series(
         self, rows: Iterable[BenchRow], points: Callable[[BenchRow], list[svg.Point]], **more: Any
     ) -> list[svg.Series]:
-        """Returns one series for each mode."""
         found: dict[str, list[svg.Point]] = {mode: [] for mode in self.styles}
         for row in rows:
             found[row.mode] += points(row)
@@ -98,7 +93,6 @@ class _ReportPlots:
     def _by_load(
         self, title: str, y_label: str, points: Callable[[BenchRow], list[svg.Point]], **settings: Any
     ) -> list[Markup]:
-        """Returns one plot for each panel."""
         return _draw(
             svg.Plot(
                 title=f"{title}: {panel}", x_label=self.unit, y_label=y_label, series=self._series(rows, points),
@@ -171,8 +165,6 @@ def _draw(plots: Iterable[svg.Plot]) -> list[Markup]:
 
 
 def _cumulative(name: str) -> Callable[[BenchRow], list[svg.Point]]:
-    """Returns the points of a latency's cumulative distribution."""
-
     def points(row: BenchRow) -> list[svg.Point]:
         times: Distribution | None = getattr(row.latency, name)
         levels = zip(times.quantiles, LEVELS, strict=True) if times else ()

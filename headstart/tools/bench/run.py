@@ -37,8 +37,6 @@ MARKS = (b"headstart-bench", b"<title>headstart bench:")  # in the first bytes o
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure."""
-
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
     url: str | None = None  # None: in this process
@@ -144,8 +142,6 @@ def run(options: BenchOptions, progress: Progress = no_progress) -> tuple[Report
 
 
 class BenchRun:
-    """Measures the cells of one bench and writes its document."""
-
     def __init__(self, options: BenchOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
         tasks = workloads.read_tasks(options.prompts) if options.prompts else []

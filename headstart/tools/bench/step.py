@@ -42,8 +42,6 @@ MIN_EXTRA_POSITIONS = 64  # beyond the context: for a generation, or a draft
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """What to time."""
-
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
     rows: tuple[int, ...] = ()  # empty: ROWS, as far as the model's context holds them
@@ -201,8 +199,7 @@ def spread(seconds: Iterable[float]) -> dict[str, Any]:
 
 
 def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str, Any]:
-    """The cost of one row count. KV counts once per pass, since rows of one sequence share it; so does recurrent
-    state, which is read and written."""
+    """The cost of one row count. KV counts once per pass, since rows share it; recurrent state is read and written."""
     cost = spread(seconds)
     num_bytes = data["weights"]["bytes_per_pass"] + data["kv_bytes_per_position"] * (data["context"] + rows)
     num_bytes += 2 * data["state_bytes"]
@@ -265,8 +262,7 @@ def profile(bench: StepBench, progress: Progress) -> dict[str, Any]:
 def _repeat_profiled(
     bench: StepBench, run: Callable[[], object], turns: Iterable[int], seconds: float
 ) -> tuple[int, dict[str, Any]]:
-    """Runs once a turn until the time is over. Returns the count, and milliseconds of a run and of its parts; `python`
-    is the time outside the backend's parts."""
+    """Runs once a turn until the time is over. Returns the count, and milliseconds of a run and of its parts."""
     bench.meter.reset()
     begin, count, wall = time.perf_counter(), 0, 0.0
     for _ in turns:
@@ -281,8 +277,7 @@ def _repeat_profiled(
 
 
 def weight_bytes(model: Model) -> int:
-    """Returns the bytes of weights that every pass reads: all but the embedding table, and of experts as many as one
-    row takes."""
+    """Bytes of weights that every pass reads: all but the embedding table, and of experts as many as one row takes."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
 
 

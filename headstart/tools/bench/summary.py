@@ -71,8 +71,7 @@ def paired(pairs: tuple[tuple[float, float], ...]) -> Interval | None:
 
 
 def unpaired(before: Seq[float], after: Seq[float]) -> Interval | None:
-    """Returns the ratio of medians of runs that did not alternate, each side drawn anew; `pairs` is the smaller count.
-    Drift of the machine between the two is not in the interval."""
+    """The ratio of medians of runs that did not alternate: drift is not in it. `pairs`: the smaller count."""
     if not before or not after or min(*before, *after) <= 0:
         return None
     first, second = (np.log(np.array(side)) for side in (before, after))
@@ -88,7 +87,6 @@ def _interval(point: float, count: int, resample: Callable[[], Float32]) -> Inte
 
 
 def _medians(values: NDArray[np.float64], seed: int = 0) -> Float32:
-    """[RESAMPLES] medians."""
     medians: Float32 = np.median(values[draw_resamples(len(values), seed)], axis=1)
     return medians
 
@@ -105,9 +103,8 @@ def never_slower(off: Seq[BenchCell], auto: Seq[BenchCell]) -> SpeedCheck:
 
 
 def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> SpeedCheck:
-    """Checks that `auto` is within 3 % of the best fixed depth. The best is chosen on pairs of even `repeat` and
-    compared with on the odd ones, since the best of several noisy numbers is too good. `fixed`: cells by mode, "off"
-    may be one."""
+    """Checks that `auto` is within 3 % of the best of `fixed` (cells by mode). The best is chosen on pairs of even
+    `repeat` and compared with on the odd ones, since the best of several noisy numbers is too good."""
     even, odd = ([cell for cell in auto if cell.repeat % 2 == rest] for rest in (0, 1))
     ratios = {mode: speedup(even, cells) for mode, cells in fixed.items()}
     known = {mode: ratio.point for mode, ratio in ratios.items() if ratio}
@@ -202,8 +199,7 @@ def cost_per_million(price_per_hour: float | None, tokens_per_s: float) -> float
 
 
 def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
-    """Returns the distribution of all values together, read off the quantiles of each: exact in count and mean, and
-    near enough in between."""
+    """The distribution of all values together, read off the quantiles of each: exact in count and mean only."""
     known = [part for part in parts if part is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -298,17 +294,14 @@ COMPARED = (
 
 
 def compare_documents(before: Path, after: Path) -> Report:
-    """Compares the rows that both have, by workload, load and mode. The runs did not alternate, so the intervals of
-    the ratios do not cover how the machine changed in between. Raises UsageError for a file that is no bench document,
-    and when nothing was measured in both."""
+    """Compares the rows that both have, by workload, load and mode. The intervals of the ratios do not cover how the
+    machine changed in between. Raises UsageError for a file that is no bench document, or without common rows."""
     first, second = BenchDocument.read(before), BenchDocument.read(after)
     theirs = {_key(row): row for row in second.rows}
     shared = [(row, theirs[_key(row)]) for row in first.rows if _key(row) in theirs]
     if not shared:
-        raise UsageError(
-            f"{before} and {after} have no workload, load and mode in common",
-            f"the first has {_names(first)}; the second {_names(second)}",
-        )
+        hint = f"the first has {_names(first)}; the second {_names(second)}"
+        raise UsageError(f"{before} and {after} have no workload, load and mode in common", hint)
     rows = [_compare_rows(first, second, one, two) for one, two in shared]
     differences = [
         f"{label}{name}: {old.get(name)} → {new.get(name)}"
@@ -327,7 +320,6 @@ def compare_documents(before: Path, after: Path) -> Report:
 
 
 def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Returns texts for COLUMNS, before → after."""
     return [
         (
             each["workload"], each["load"], each["mode"], _change(each["output_tokens_per_s"], "{:.1f}"),
@@ -350,11 +342,8 @@ def _names(document: BenchDocument) -> str:
 
 
 def _compare_rows(first: BenchDocument, second: BenchDocument, one: BenchRow, two: BenchRow) -> dict[str, Any]:
-    speeds = [
-        [cell.speed for cell in document.cells if cell.complete and _key(cell) == _key(one)]
-        for document in (first, second)
-    ]
-    ratio = unpaired(*speeds)
+    kept = ([cell for cell in document.cells if cell.complete] for document in (first, second))
+    ratio = unpaired(*([cell.speed for cell in cells if _key(cell) == _key(one)] for cells in kept))
     times = [[getattr(row.latency, name) for row in (one, two)] for name in ("ttft", "tpot")]
     ttft, tpot = ([each.mean if each else None for each in pair] for pair in times)
     plain = ("output_tokens_per_s", "acceptance_length", "cost_per_million")

@@ -23,8 +23,6 @@ _SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One conversation and its sampling parameters."""
-
     turns: tuple[str, ...]  # user messages, each sent when the one before has been answered
     system: str = ""
     max_tokens: int = DEFAULT_TOKENS
@@ -76,7 +74,6 @@ PRESETS = {
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of the built-in workloads."""
     return (*(name for name in _data() if name not in ("sentences", "slots")), "mixed", "synthetic")
 
 
@@ -156,8 +153,7 @@ def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
 
 
 def _fill(template: str, number: int) -> str:
-    """Replaces {name} by entry `number` of a list, {name2} by the one after it. The lists' lengths have no common
-    factor, so combinations repeat late."""
+    """Replaces {name} by entry `number` of a list, {name2} by the next one; combinations repeat late."""
     slots: Mapping[str, list[str]] = {**_data()["slots"], "number": [str(n) for n in range(3, 40)]}
 
     def entry(match: re.Match[str]) -> str:
@@ -195,8 +191,7 @@ def _cycle(name: str, tasks: list[Task]) -> Workload:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Returns the tasks of a JSONL file. Raises UsageError for a file that cannot be read, is empty or has bad lines,
-    and names the first of these."""
+    """The tasks of a JSONL file. Raises UsageError for a file that cannot be read, is empty or has bad lines."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -220,7 +215,6 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def _parse(line: str) -> Task:
-    """Raises ValueError saying what is wrong."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -235,13 +229,8 @@ def _parse(line: str) -> Task:
         raise ValueError(f"has max_tokens {tokens!r}, not a whole number above 0")
     if not isinstance(temperature, int | float) or isinstance(temperature, bool) or not 0 <= temperature < 100:
         raise ValueError(f"has temperature {temperature!r}, not a number from 0 on")
-    return Task(
-        turns=tuple(turns),
-        system=str(record.get("system", system)),
-        max_tokens=tokens,
-        temperature=float(temperature),
-        category=str(record.get("category", "")),
-    )
+    system, category = str(record.get("system", system)), str(record.get("category", ""))
+    return Task(turns=tuple(turns), system=system, max_tokens=tokens, temperature=float(temperature), category=category)
 
 
 def _turns(record: Mapping[str, Any]) -> tuple[list[Any], str]:

@@ -25,19 +25,14 @@ Write = Callable[[HeadCheckpoint, Arrays], Written]
 
 
 def block_plan(source: Source, write: Write, use: str) -> Plan:
-    """All tensors in bfloat16. Raises ModelError for a head of another kind, and for what the layout has no place
-    for."""
+    """All tensors in bfloat16. Raises ModelError for a head of another kind, and for what has no place there."""
     block, trunk = source.head.spec.block, source.checkpoint.path
     if block is None:
         hint = "headstart train --kind block makes one; others go with --to vllm-mimo or vllm-eagle3"
         raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, no block drafter", hint)
     name = str(trunk.resolve()) if trunk.is_dir() else source.name
-    head = replace(
-        source.head,
-        spec=replace(source.head.spec, block=replace(block, mask_embedding=False)),
-        trunk=name,
-        trunk_layers=source.sizes.num_layers,
-    )
+    spec = replace(source.head.spec, block=replace(block, mask_embedding=False))
+    head = replace(source.head, spec=spec, trunk=name, trunk_layers=source.sizes.num_layers)
     document, named = write(head, _tensors(source, block))
     if (verifier := document.get("speculators_config", {}).get("verifier")) is not None:
         verifier["architectures"] = architectures(source.checkpoint.config)

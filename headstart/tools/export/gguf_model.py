@@ -63,8 +63,7 @@ class HeadModel:
 
 
 def head_model(source: Checkpoint) -> HeadModel | None:
-    """The module as llama.cpp has it; None for a family of which its form is not declared. ModelError for one that is
-    not whole, or that the declared data cannot describe."""
+    """The module as llama.cpp has it; None where its form is not declared. ModelError for one that is not whole."""
     place = find_module(source.config)
     if place is None or place.layout.llama_cpp_draft is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,8 +83,7 @@ class ModulePlace:
 
 
 def find_module(config: Mapping[str, Any], model_type: str | None = None) -> ModulePlace | None:
-    """Of a config.json, or of the model type that is given; None for a family without a module, or one that does not
-    run. Raises ModelError where there is nothing to go by."""
+    """Of a config.json, or of a model type; None for a family without a module. Raises ModelError."""
     if not (model_type or config.get("model_type") or architectures(config)):
         raise ModelError("config.json names neither model_type nor architectures", "say it with --model-type")
     found = find_mtp_family({"model_type": model_type.lower()} if model_type else config)
@@ -133,26 +133,17 @@ def cut_module(
         raise ModelError(f"{source.name} holds no tensors under {under}", "headstart inspect says which are there")
     weights = Weights(source.tensors, source.config)
     _check_whole(source, place, {stored.name for stored in weights.stored.values() if stored.main.name in own}, modules)
-    for name in _borrowed_twice(names):
+    taken = Counter(names.values())  # the module's own tensors stand for those of the trunk
+    borrowed = [name for name in names if not re.search(r"\.layers\.\d+\.", name)]
+    for name in [name for name in borrowed if taken[names[name]] > 1]:
         del names[name]
     described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
     plain = make_plain(names, weights, described)
     known = place.layout.xllm is not None and place.layout.xllm.fp8_blocks
     if plain.converted and not (known and all(name.endswith("_scale_inv") for name in plain.scales)):
-        plain.notes.append(
-            f"{len(plain.converted)} quantized tensors were turned into bfloat16; export_mtp.py copies them without "
-            "their scales"
-        )
+        turned = f"{len(plain.converted)} quantized tensors were turned into bfloat16"
+        plain.notes.append(f"{turned}; export_mtp.py copies them without their scales")
     return MTPModule({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
-
-
-def _borrowed_twice(names: Mapping[str, str]) -> list[str]:
-    """Tensors of the trunk for which the module has its own."""
-    taken: dict[str, list[str]] = {}
-    for name, new in names.items():
-        taken.setdefault(new, []).append(name)
-    twice = [name for group in taken.values() if len(group) > 1 for name in group]
-    return [name for name in twice if not re.search(r"\.layers\.\d+\.", name)]
 
 
 def _check_whole(source: Checkpoint, place: ModulePlace, names: set[str], modules: int) -> None:
@@ -187,9 +178,8 @@ class DequantizedTensors:
 
 
 def make_plain(names: Mapping[str, str], weights: Weights, described: bool = False) -> DequantizedTensors:
-    """Plan the tensors that `names` has (name -> new name), quantized ones turned back. `described`: another file says
-    how integers are to be read, so that their scales stay. ModelError for packings, for codes without scales and scales
-    without codes."""
+    """Plan the tensors of `names` (name -> new name), quantized ones turned back. `described`: another file says how to
+    read integers, so that their scales stay. ModelError for packings, codes without scales and scales without codes."""
     plain = DequantizedTensors([], [], set(), [])
     for stored in weights.stored.values():
         main, beside = stored.main, [each for each in stored.beside.values() if each.name in names]

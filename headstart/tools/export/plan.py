@@ -72,6 +72,14 @@ def index_text(files: dict[str, str], total: int | None = None, indent: int = 2)
     return as_json({**head, "weight_map": files}, indent=indent)
 
 
+def vllm_use(method: str, depth: int | str) -> str:
+    """How vLLM serves a model with the drafter in `{out}`."""
+    return (
+        "vllm serve MODEL --speculative-config "
+        f"""'{{{{"method": "{method}", "model": "{{out}}", "num_speculative_tokens": {depth}}}}}'"""
+    )
+
+
 def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) -> Plan:
     """A directory of one safetensors file and its config.json."""
     texts = {"config.json": as_json(config) + "\n"}
@@ -100,36 +108,19 @@ def check_replaced(plan: Plan, out: Path) -> None:
     """What is replaced must be what such a command has written. Raises UsageError for anything else in `out`."""
     if not out.exists():
         return
-    names, hint = _names(plan, out), "give --out another name, or remove the directory yourself"
-    entries = {str(path.relative_to(out)): path for path in out.rglob("*") if not _holds_more(path)}
-    foreign = [name for name, path in entries.items() if name not in names or not _is_plain(path)]
+    names = {*plan.texts, *plan.copies, *plan.links, *plan.tensors, *plan.writers, *TAKEN_OVER}
+    for mark in plan.marks:
+        with suppress(ModelError):  # what the command before this one had written
+            names |= {str(name) for name in read_object(out / mark).get("files") or ()}
+    # the files of a folder speak for it
+    entries = [path for path in out.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir())]
+    foreign = [str(path.relative_to(out)) for path in entries if path.is_symlink() or not path.is_file()]
+    foreign += {str(path.relative_to(out)) for path in entries} - names
+    hint = "give --out another name, or remove the directory yourself"
     if foreign:
         raise UsageError(f"{out} holds {min(foreign)}, which was not written by such a command", hint)
     if entries and not _is_own(plan, out):
         raise UsageError(f"{out} holds something else, which was not written by such a command", hint)
-
-
-def _holds_more(path: Path) -> bool:
-    """A folder that is not empty: its files speak for it."""
-    return path.is_dir() and not path.is_symlink() and any(path.iterdir())
-
-
-def files_of(folder: Path) -> list[str]:
-    """All files under a folder, by their places in it."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def _is_plain(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
-
-
-def _names(plan: Plan, out: Path) -> set[str]:
-    """Names that this plan writes, and those that the one before it had written."""
-    names = {*plan.texts, *plan.copies, *plan.links, *plan.tensors, *plan.writers, *TAKEN_OVER}
-    for mark in plan.marks:
-        with suppress(ModelError):
-            names |= {str(name) for name in read_object(out / mark).get("files") or ()}
-    return names
 
 
 def _is_own(plan: Plan, out: Path) -> bool:
@@ -200,7 +191,6 @@ def _link(source: Path, target: Path, meter: _Meter) -> None:
 
 
 def _existing(out: Path) -> Path:
-    """The nearest folder above that is there."""
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 

@@ -16,19 +16,16 @@ DEFAULT = "xllm"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to write. `head` None: the one that goes with the model. `model_type` None: as the config says."""
-
     model: str | None = None
-    head: Path | None = None
+    head: Path | None = None  # None: the one that goes with the model
     to: str = DEFAULT
     out: Path
-    model_type: str | None = None
+    model_type: str | None = None  # None: as the config says
     force: bool = False
 
 
 def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
-    """Write a directory, whole or not at all. Raises UsageError or ModelError before anything is written, CapacityError
-    when it cannot be written."""
+    """Write a directory, whole or not at all. Raises UsageError, ModelError or CapacityError."""
     targets = [name.replace("_", "-") for name in registry.available("exports")]
     if options.to not in targets:
         raise UsageError(f"--to is {options.to!r}, which is unknown", f"choose one of {', '.join(targets)}")

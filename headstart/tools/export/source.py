@@ -28,8 +28,7 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 
 def open_directory(name: str | None) -> Checkpoint:
-    """A Hugging Face directory by path, Hub name or alias, with the tensors of all its files. ModelError for what is no
-    directory with a config.json, and for damaged files."""
+    """A Hugging Face directory by path, Hub name or alias, with the tensors of all its files. Raises ModelError."""
     path = hub.resolve(name)
     if not path.is_dir():
         hint = "give the Hugging Face directory (config.json and *.safetensors) it was made from"
@@ -45,21 +44,16 @@ def side_files(folder: Path) -> dict[str, Path]:
 
 
 def inner_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Files of its folders that hold no weights, and the weights that are left out; hidden folders are no part of a
-    model, and links out of it are not followed."""
+    """Files of its folders that hold no weights, and weights; hidden folders and links out of it are left out."""
     files, weights = {}, []
     for path in sorted(folder.glob("*/**/*")):
-        name = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts) and _inside(path, folder):
+        name, is_inside = path.relative_to(folder), path.parent.resolve().is_relative_to(folder.resolve())
+        if path.is_file() and not any(part.startswith(".") for part in name.parts) and is_inside:
             if path.name.endswith(WEIGHT_ENDINGS):
                 weights.append(str(name))
             else:
                 files[str(name)] = path
     return files, weights
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    return path.parent.resolve().is_relative_to(folder.resolve())
 
 
 def other_weights(folder: Path) -> list[str]:
@@ -70,8 +64,6 @@ def other_weights(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and a head directory that has been read."""
-
     name: str
     checkpoint: Checkpoint
     sizes: DecoderConfig

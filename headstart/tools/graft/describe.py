@@ -30,7 +30,8 @@ FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynami
 
 def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, Any] | None:
     """quantization_config with `modules` left alone; None for a method that has no known way to say so."""
-    method = str(quantization.get("quant_method") or _unnamed(quantization))
+    old = any(key.startswith(("load_in_", "llm_int8_", "bnb_4bit_")) for key in quantization)  # names no method
+    method = str(quantization.get("quant_method") or ("bitsandbytes" if old else ""))
     key = next((each.excludes[method] for each in quantizations().values() if method in each.excludes), None)
     if key is None:
         return None
@@ -42,11 +43,6 @@ def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, 
         return {**quantization, key: {**(quantization.get(key) or {}), **plain}}
     listed = list(quantization.get(key) or [])
     return {**quantization, key: listed + [name for name in modules if name not in listed]}
-
-
-def _unnamed(quantization: Mapping[str, Any]) -> str:
-    """The method of a config that does not name it, as old ones of bitsandbytes."""
-    return "bitsandbytes" if any(key.startswith(("load_in_", "llm_int8_", "bnb_4bit_")) for key in quantization) else ""
 
 
 def check_method(quantization: Mapping[str, Any]) -> None:
@@ -104,15 +100,12 @@ MODELOPT = "hf_quant_config.json"
 
 def keys_for(target: Mapping[str, Any], base: Mapping[str, Any]) -> dict[KeyPath, Any]:
     """The head's keys of `base`, at the level where `target` describes its language model."""
-    ours, theirs = _level(target), _level(base)
-    return {
-        (*ours, path[-1]) if path[:-1] == theirs else path: value  # a wrapper's own keys stay the wrapper's
-        for path, value in head_keys(base).items()
-    }
+    ours, theirs, keys = _level(target), _level(base), head_keys(base)
+    # a wrapper's own keys stay the wrapper's
+    return {(*ours, path[-1]) if path[:-1] == theirs else path: value for path, value in keys.items()}
 
 
 def _level(config: Mapping[str, Any]) -> KeyPath:
-    """Where a config describes its language model."""
     if "hidden_size" in config:
         return ()
     return next(((key,) for key in NESTED if isinstance(inner := config.get(key), dict) and "hidden_size" in inner), ())

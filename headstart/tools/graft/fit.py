@@ -64,8 +64,7 @@ def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
 
 
 def _check_blocks(target: Checkpoint, base: Checkpoint) -> None:
-    """The head's attention is of the kind that the trunk's layers have: one with an indexer reads what another trunk
-    does not make."""
+    """The head's attention is of the trunk's kind: one with an indexer reads what another trunk does not make."""
     ours, theirs = (_mixers(_trunk(each)) for each in (target, base))
     head = _mixers(head_names(base.tensors, base.config)) & theirs
     if lacking := sorted(head - ours):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ from headstart.models.mtp import declared
 from headstart.stats import DraftStats
 from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
 from headstart.tools.export.module import CODES, make_plain
-from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, files_of, index_text
+from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, index_text
 from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
 from headstart.tools.graft.describe import check_method, describe, fp8_blocks, keys_for, modelopt_of, modelopt_text
 from headstart.tools.graft.fit import check_fit
-from headstart.tools.prompts import builtin_prompts
+from headstart.tools.prompts import builtin_prompts, measure_acceptance
 from headstart.version import __version__
 
 HEAD_FILE = "model-mtp.safetensors"
@@ -43,8 +43,6 @@ PROVENANCE = "headstart-graft.json"
 MAX_TOKENS = 48
 PAYS, DEAD = 1.4, 1.05
 """Acceptance lengths: from here on one head saves time on CPUs; below, it hardly guesses anything."""
-
-
 Wrote = Callable[[int], None]
 
 
@@ -62,8 +60,7 @@ class GraftOptions:
 
 
 def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
-    """Write the checkpoint, whole or not at all; then measure. Raises UsageError or ModelError before anything is
-    written, CapacityError when it cannot be written."""
+    """Write the checkpoint, whole or not at all; then measure. Raises UsageError, ModelError or CapacityError."""
     if options.strip == (options.base is not None):
         wrong = "--strip and --from are both given" if options.strip else "neither --from nor --strip is given"
         raise UsageError(wrong, "--from BASE puts a head in, --strip takes it out")
@@ -81,7 +78,8 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
         wanted = {"verdict": "acceptance not measured, as asked"} if options.no_measure else None
         data["acceptance"] = acceptance = wanted or measure(options.out, progress)
         lines.append(acceptance["verdict"])
-        _add_to_provenance(options.out, acceptance)
+        provenance = {**read_object(options.out / PROVENANCE), "acceptance": dict(acceptance)}
+        write_atomic(options.out / PROVENANCE, as_json(provenance) + "\n")
     return Report(True, data, lines)
 
 
@@ -90,11 +88,10 @@ def _strip(target: Checkpoint) -> Plan:
     if not names and not declared(target.config).modules:
         raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
     data = {"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
-    plan = Plan(metadata={"format": "pt"}, data=data)
+    plan = Plan(metadata={"format": "pt"}, data=data, marks=(PROVENANCE,))
     _take_trunk(plan, target, names)
     plan.texts["config.json"] = as_json(without_head(target.config)) + "\n"
     _write_index(plan, target, names, {})
-    plan.marks = (PROVENANCE,)
     plan.writers[PROVENANCE] = partial(_write_provenance, target, None, None, plan)
     return plan
 
@@ -110,7 +107,8 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     notes = check_fit(target, base)
     new = _renamed(target, base, there)
     planned, config, more = _head(target, base, new, quantize)
-    plan = Plan(metadata={"format": "pt"}, notes=[*notes, *more])
+    data = {"what": f"{len(planned)} tensors of the head of {base.name} added", "tensors": len(planned)}
+    plan = Plan(metadata={"format": "pt"}, notes=[*notes, *more], data=data, marks=(PROVENANCE,))
     if here:
         plan.notes.append(f"{len(here)} tensors of an incomplete head were replaced")
     _take_trunk(plan, target, here)
@@ -121,8 +119,6 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     plan.tensors[head_file] = planned
     plan.texts["config.json"] = as_json(config) + "\n"
     _write_index(plan, target, here, dict.fromkeys((each.name for each in planned), head_file))
-    plan.data = {"what": f"{len(planned)} tensors of the head of {base.name} added", "tensors": len(planned)}
-    plan.marks = (PROVENANCE,)
     plan.writers[PROVENANCE] = partial(_write_provenance, target, base, head_file, plan)
     return plan
 
@@ -130,10 +126,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
 def _renamed(target: Checkpoint, base: Checkpoint, names: set[str]) -> dict[str, str]:
     """Names of the head's tensors in the target, whose layers may stand under another prefix (text-only fine-tunes)."""
     ours, theirs = trunk_prefix(target.tensors), trunk_prefix(base.tensors)
-    moved = f"{theirs}layers."
-    return {
-        name: f"{ours}layers.{name.removeprefix(moved)}" if name.startswith(moved) else name for name in sorted(names)
-    }
+    return {name: re.sub(rf"^{re.escape(theirs)}layers\.", f"{ours}layers.", name) for name in sorted(names)}
 
 
 def _head(
@@ -153,7 +146,11 @@ def _head(
         notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
     planned = plain.planned
     if quantize:
-        planned = _quantized(planned, {name: tensors[old] for old, name in new.items() if old not in plain.converted})
+        floats = {name: tensors[old] for old, name in new.items() if old not in plain.converted}
+        planned = []
+        for each in plain.planned:
+            fits = each.name in floats and len(each.shape) == 2 and can_be_quantized(each.name)
+            planned += fp8_blocks(each.name, floats[each.name]) if fits else [each]
         notes.append("the head is in FP8 blocks: headstart does not run those, vLLM, SGLang and transformers do")
     return planned, describe(config, target, planned, quantize, notes), notes
 
@@ -161,14 +158,6 @@ def _head(
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     keys = ("quant_method", "weight_block_size", "bits", "group_size", "config_groups", "quant_algo")
     return bool(ours) and all(ours.get(key) == theirs.get(key) for key in keys)
-
-
-def _quantized(planned: list[Planned], plain: Mapping[str, Tensor]) -> list[Planned]:
-    written = []
-    for each in planned:
-        fits = each.name in plain and len(each.shape) == 2 and can_be_quantized(each.name)
-        written += fp8_blocks(each.name, plain[each.name]) if fits else [each]
-    return written
 
 
 def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
@@ -222,25 +211,22 @@ def _write_provenance(
     target: Checkpoint, base: Checkpoint | None, head_file: str | None, plan: Plan, path: Path, wrote: Wrote
 ) -> None:
     """`base` and `head_file` None: the head was taken out."""
+    head: dict[str, Any] = {"head": None}
+    if base and head_file:
+        keys = {".".join(where): value for where, value in head_keys(base.config).items()}
+        digest = _sha256(path.with_name(head_file))
+        head = {"head": _origin(base), "head_file": head_file, "head_sha256": digest, "config_keys": keys}
+    files = (str(each.relative_to(path.parent)) for each in path.parent.rglob("*") if each.is_file())
     document = {
         "made_by": f"headstart {__version__}",
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "files": sorted({path.name, *files_of(path.parent)}),
+        "files": sorted({path.name, *files}),
         "trunk": _origin(target),
-        **(_head_origin(base, path.with_name(head_file)) if base and head_file else {"head": None}),
+        **head,
         "head_tensors": plan.data["tensors"],
         "notes": plan.notes,
     }
     path.write_text(as_json(document) + "\n", "utf-8")
-
-
-def _head_origin(base: Checkpoint, head_file: Path) -> dict[str, Any]:
-    return {
-        "head": _origin(base),
-        "head_file": head_file.name,
-        "head_sha256": _sha256(head_file),
-        "config_keys": {".".join(where): value for where, value in head_keys(base.config).items()},
-    }
 
 
 def _origin(directory: Checkpoint) -> dict[str, Any]:
@@ -251,11 +237,6 @@ def _origin(directory: Checkpoint) -> dict[str, Any]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _add_to_provenance(out: Path, acceptance: Mapping[str, Any]) -> None:
-    document = json.loads((out / PROVENANCE).read_text("utf-8"))
-    write_atomic(out / PROVENANCE, as_json({**document, "acceptance": dict(acceptance)}) + "\n")
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:
@@ -296,9 +277,7 @@ def memory_needed(model: Path) -> int:
 
 
 def _draft(model: str, progress: Progress) -> DraftStats:
-    """Greedy, depth 3, the built-in prompts."""
     from headstart.api import LLM  # the engine is loaded only when there is something to measure
-    from headstart.tools.prompts import measure_acceptance
 
     finished, number = count(1), len(builtin_prompts())
     llm = LLM(model, EngineConfig(drafter="mtp", depth=3))

@@ -12,8 +12,6 @@ from typing import Any
 from headstart import hub
 from headstart.core import Report
 from headstart.errors import HeadstartError, UsageError
-from headstart.formats import open_checkpoint
-from headstart.tools.inspect.run import describe
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ def prune() -> Report:
 
 
 def _files(folder: str) -> Iterator[tuple[Path, int]]:
-    """The files of a folder of the cache, and their bytes."""
     for path in sorted((hub.cache_dir() / folder).glob("*")):
         if path.is_file():
             yield path, path.stat().st_size
@@ -117,6 +114,9 @@ def _described(model: Cached) -> tuple[str | None, str | None]:
     """Format, and the heads: those that come with a built-in model, else what inspect says of its own."""
     if model.path is None:
         return None, None
+    from headstart.formats import open_checkpoint  # doctor and prune have no need of these
+    from headstart.tools.inspect.run import describe
+
     try:
         checkpoint = open_checkpoint(model.path)
         heads: str = describe(checkpoint)["heads"]["verdict"]

@@ -23,7 +23,7 @@ from headstart.heads.base import Head, HeadSpec
 from headstart.heads.published import MARK
 from headstart.layers.decoder import tapped_layers
 from headstart.stats import DraftStats
-from headstart.tools.prompts import builtin_prompts
+from headstart.tools.prompts import builtin_prompts, measure_acceptance
 
 if TYPE_CHECKING:
     from headstart.engine.load import Model
@@ -52,13 +52,14 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
 
 def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
-    from headstart.tools.prompts import measure_acceptance
 
     assert model.head
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
     deepest = drafter.max_depth if drafter else 0
     depths = [deepest] if model.head.spec.block else [depth for depth in DEPTHS if depth <= deepest]
-    others = list(other_readings(model.head.spec, model.config.num_layers, ours=_is_ours(Path(model.head.source))))
+    written = Path(model.head.source) / "config.json"
+    ours = written.is_file() and MARK in read_object(written)
+    others = list(other_readings(model.head.spec, model.config.num_layers, ours=ours))
     texts = len(builtin_prompts())
     done, whole = count(1), [texts * (len(depths) + len(others))]
 
@@ -103,12 +104,6 @@ def _read_as(model: Model, spec: HeadSpec) -> Head:
     assert model.head
     path = Path(model.head.source)
     return fit_head(model, replace(read_head(path), spec=spec), path)
-
-
-def _is_ours(head: Path) -> bool:
-    """Is its config.json in headstart's own words?"""
-    config = head / "config.json"
-    return config.is_file() and MARK in read_object(config)
 
 
 def _rates(stats: DraftStats) -> list[float]:

@@ -53,7 +53,6 @@ def faults(checkpoint: Checkpoint, published: DrafterFormat, sizes: Sizes) -> It
 
 
 def aux_layers(sizes: Sizes) -> list[int]:
-    """The layers of the target that it reads."""
     for key in SIZE_KEYS["taps"]:
         value = lookup(sizes.config, key)
         if isinstance(value, list):
@@ -109,8 +108,6 @@ Scalar = int | str | list[int] | None
 
 @dataclass(frozen=True)
 class FitCheck:
-    """One thing that a drafter and its target must agree on."""
-
     what: str
     drafter: Scalar
     target: Scalar
@@ -149,9 +146,8 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]
     names = {published.canonical(name): weight for name, weight in weights.items()}
     count = published.num_parts(sizes)
     if count > MAX_MODULES:
-        raise ModelError(
-            f"{checkpoint.name}: config.json asks for {count} layers or heads of a {published.title} drafter"
-        )
+        asked = f"{count} layers or heads of a {published.title} drafter"
+        raise ModelError(f"{checkpoint.name}: config.json asks for {asked}")
     mask, verifier = names.get("t2d"), lookup(checkpoint.config, "speculators_config.verifier.name_or_path")
     return Drafter(
         format=published,

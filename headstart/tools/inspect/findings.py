@@ -45,8 +45,6 @@ note, warning = partial(Finding, "note"), partial(Finding, "warning")
 
 @dataclass(frozen=True)
 class Subject:
-    """What findings are about."""
-
     checkpoint: Checkpoint
     weights: Mapping[str, WeightHeader]
     heads: NativeHeads
@@ -122,14 +120,11 @@ def _quantized(subject: Subject) -> Iterator[Finding]:
     packed = {weight.kind for weight in head if weight.quantized}
     blocks = [subject.heads.parts.get(part, {}) for part in ("layers", "experts")]
     trunk = {weight.kind for group in blocks for weight in group.values() if weight.quantized}
-    if packed:
-        text = f"the head is quantized ({', '.join(sorted(packed))})"
-        small = any(_SMALL.search(kind) for kind in packed)
-        yield (
-            warning("quantization", f"{text}; 4-bit heads often accept far less")
-            if small
-            else note("quantization", text)
-        )
+    text = f"the head is quantized ({', '.join(sorted(packed))})"
+    if any(_SMALL.search(kind) for kind in packed):
+        yield warning("quantization", f"{text}; 4-bit heads often accept far less")
+    elif packed:
+        yield note("quantization", text)
     elif head and trunk and subject.checkpoint.format == "safetensors" and not _excluded(subject):
         patterns = ", ".join(key for key in _EXCLUDING if key in settings_of(subject.config)) or "ignore"
         text = f"trunk {', '.join(sorted(trunk))}, head not quantized, but quantization_config does not leave it out"
@@ -155,19 +150,15 @@ def _excluded(subject: Subject) -> bool:
 def _names(pattern: str, module: str) -> bool:
     """Does a pattern name a module? compressed-tensors writes re:, ModelOpt *, the others a part of the name."""
     if pattern.startswith("re:"):
+        # a config could hold on purpose what takes very long to search for; it gets the benefit of the doubt
+        is_slow = len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+?{]", pattern)
         try:
-            return _is_slow(pattern) or re.search(pattern[3:], module) is not None
+            return bool(is_slow or re.search(pattern[3:], module))
         except re.error:
             return False
     if "*" in pattern:
         return fnmatch.fnmatchcase(module, pattern) or fnmatch.fnmatchcase(module, f"{pattern}*")
     return pattern in module
-
-
-def _is_slow(pattern: str) -> bool:
-    """May searching for it take very long? A config could hold such a pattern on purpose; it gets the benefit of the
-    doubt."""
-    return len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or bool(re.search(r"\)[*+?{]", pattern))
 
 
 def _conventions(subject: Subject) -> Iterator[Finding]:

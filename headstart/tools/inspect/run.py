@@ -78,12 +78,12 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         data["heads"] |= dead(data["deep"]["acceptance"]).document()
     elif data["deep"] and data["deep"].get("better"):
         data["heads"] |= misread(data["deep"]).document()
-    return Report(ok=_is_fine(data), data=data, lines=lines(data))
+    fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
+    return Report(ok=not data["heads"]["broken"] and all(fits), data=data, lines=lines(data))
 
 
 def _opened(name: str, progress: Progress) -> Checkpoint:
-    """A checkpoint, or a head in a pickle; where nothing but its config.json is there, or weights that are never
-    opened, one of no tensors."""
+    """A checkpoint, or a head in a pickle; one of no tensors for a config.json without weights to be opened."""
     try:
         return find_checkpoint(name, progress)
     except ModelError:
@@ -120,11 +120,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _is_fine(data: Mapping[str, Any]) -> bool:
-    fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
-    return not data["heads"]["broken"] and all(fits)
 
 
 def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
@@ -230,7 +225,6 @@ def _document(
 
 
 def summary(weights: Iterable[WeightHeader]) -> dict[str, Any]:
-    """Parameters, bytes (scales included) and bytes by type."""
     bytes_of: Counter[str] = Counter()
     parameters = 0
     for weight in weights:
@@ -272,8 +266,7 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
-    """`runs`; `why` not, in one line, and `fix`: what to do. `widened`: types that become float32, and the bytes of
-    such weights then."""
+    """`runs`; `why` not, and `fix`: what to do. `widened`: types that become float32, and the bytes of them then."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:

@@ -90,8 +90,6 @@ def published(engine: str) -> PublishedArguments | None:
 
 @dataclass(frozen=True)
 class ArgumentTable:
-    """The arguments of one version of an engine."""
-
     version: str
     kinds: Mapping[str, str]  # first name -> kind of value: switch, boolean, logical, int, size, float, json, text
     numbers: Mapping[str, str]  # first name -> how many values, as in argparse
@@ -100,8 +98,7 @@ class ArgumentTable:
     spellings: frozenset[str]  # what the engine's parser accepts: underscores, one dash, prefixes, joined, dotted
 
     def find(self, name: str) -> tuple[str, ...]:
-        """Returns the first names that a spelling may mean: several for an ambiguous prefix, none for an unknown
-        argument."""
+        """The first names that a spelling may mean: several for an ambiguous prefix, none for an unknown argument."""
         for word in self._spelled(name):
             if first := self.exact(word):
                 return (first,)
@@ -121,7 +118,6 @@ class ArgumentTable:
         return positive if self.kinds.get(positive) == "boolean" else ""
 
     def similar(self, name: str) -> str | None:
-        """Returns the argument with the most similar name."""
         return next(iter(difflib.get_close_matches(name, [*self.kinds, *self.aliases], n=1, cutoff=0.75)), None)
 
     def _spelled(self, name: str) -> list[str]:
@@ -136,7 +132,6 @@ class ArgumentTable:
 
 @cache
 def argument_table(engine: str) -> ArgumentTable | None:
-    """Returns the table as it was read; None for an engine that was never read."""
     own = read_packaged("headstart.tools.launch", "arguments.json").get(engine)
     if own is None:
         return None
@@ -152,8 +147,7 @@ def argument_table(engine: str) -> ArgumentTable | None:
 
 @cache
 def table_for(engine: str, version: Version) -> ArgumentTable | None:
-    """Returns the table adapted to a version: arguments that the version lacks are left out, and arguments that only
-    it has take any text."""
+    """The table adapted to a version: without arguments that it lacks; those that only it has take any text."""
     table, known = argument_table(engine), published(engine)
     if table is None or known is None or known.nearest(version) == known.nearest(parse_version(table.version)):
         return table
@@ -173,8 +167,6 @@ def table_for(engine: str, version: Version) -> ArgumentTable | None:
 
 @dataclass
 class ParsedArguments:
-    """A parsed command line."""
-
     values: dict[str, Any] = field(default_factory=dict)  # first name -> value; True: a switch; a dict: JSON
     positional: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)  # what the engine would refuse
@@ -331,7 +323,6 @@ TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @cache
 def rules(engine: str) -> tuple[EngineRule, ...]:
-    """Returns the rules of an engine, from rules.json."""
     return tuple(EngineRule(**each) for each in read_packaged("headstart.tools.launch", "rules.json").get(engine, ()))
 
 
@@ -374,8 +365,8 @@ def check_arguments(
     *,
     num_positional: int = 1,
 ) -> ArgumentCheck:
-    """Checks the words after the program. `facts`: further entries of rules; configs in files are among them as
-    dictionaries. `num_positional`: how many words without a flag are allowed."""
+    """Checks the words after the program. `facts`: further entries of rules, configs in files as dictionaries.
+    `num_positional`: how many words without a flag are allowed."""
     table = table_for(program.name, version)
     if table is None:
         return ArgumentCheck()
@@ -441,12 +432,10 @@ def check_model(program: NamedEngine, version: Version, model_type: str) -> None
         return
     first, model = row["first"][program.name], f"{row['title']} ({model_type})"
     oldest, newest = read_packaged("headstart.tools.launch", "models.json")["read"][program.name]
-    if first is None:
-        if at_least(parse_version(newest), version_text(version)):
-            raise UsageError(
-                f"{program.title} {newest} has no model {model}", "choose another engine or a newer version"
-            )
-    elif first != oldest and not at_least(version, first):
+    if first is None and at_least(parse_version(newest), version_text(version)):
+        what = f"{program.title} {newest} has no model {model}"
+        raise UsageError(what, "choose another engine or a newer version")
+    if first not in (None, oldest) and not at_least(version, first):
         what = f"{program.title} {version_text(version)} does not know {model}"
         raise UsageError(what, f"it takes version {first} or newer")
 

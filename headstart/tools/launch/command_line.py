@@ -15,8 +15,6 @@ Edit = tuple[int, int, str]  # begin and end in the text, and the replacement
 
 @dataclass
 class ArgumentWord:
-    """A flag with its value, or a positional word."""
-
     flag: str = ""  # empty: positional
     value: str | None = None
     joined: bool = False  # written as --flag=value
@@ -51,8 +49,6 @@ class ArgumentWord:
 
 @dataclass
 class CommandLine:
-    """One command of a text."""
-
     text: str
     prefix: Sequence[ShellToken] = ()  # up to the program, with a container's flags and assignments
     words: list[ArgumentWord] = field(default_factory=list)
@@ -65,8 +61,7 @@ class CommandLine:
     def parse(
         cls, text: str, tokens: Sequence[ShellToken], begin: int, table: ArgumentTable | None, *, has_model: bool
     ) -> CommandLine:
-        """`begin`: place of the program among the tokens. `has_model`: the first positional word is the model, not a
-        flag that lost its dashes."""
+        """`begin`: the program's place. `has_model`: the first word without dashes is the model."""
         line, rest = cls(text, tokens[: begin + 1]), list(tokens[begin + 1 :])
         while rest:
             token = rest.pop(0)
@@ -215,8 +210,6 @@ RESERVED = {"do", "then", "else", "if", "while", "until", "!", "time", "{"}  # w
 
 @dataclass(frozen=True)
 class ShellToken:
-    """A word of the shell."""
-
     begin: int  # place in the text
     end: int
     value: str  # without quotes
@@ -290,8 +283,7 @@ def _end_of(text: str, place: int, closing: str) -> int:
 
 
 def quoted(value: str, *, expands: bool = True) -> str:
-    """Quotes a word for the shell. Expansions stay open, in double quotes beside blanks, unless `expands` is False; a
-    leading ~ stays."""
+    """Quotes a word for the shell. A leading ~ stays, and so do expansions if `expands`, in double quotes at need."""
     if expands and ("$" in value or "`" in value):
         escaped = value.replace('"', '\\"')
         return f'"{escaped}"' if re.search(r"[\s'\"{}();&|<>*?]", re.sub(r"\$\{\w+\}", "", value)) else value
@@ -308,8 +300,7 @@ DASHES = re.compile(r"(?<![^\s\\])[\u2010-\u2015\u2212]+-?(?=[A-Za-z])")
 
 
 def unpasted(text: str) -> str:
-    """Returns the text with the shell's quotes, spaces and dashes. A backslash between blanks was at the end of a line;
-    one before a comment joins no lines."""
+    """The text with the shell's quotes, spaces and dashes; backslashes between blanks were at the ends of lines."""
     text = DASHES.sub("--", text.translate(PASTED))
     text = re.sub(r"[ \t]+\\[ \t]*#[^\n]*\n", " \\\\\n", text)
     return re.sub(r"[ \t]+\\[ \t]+(?=\S)", " \\\\\n  ", text)

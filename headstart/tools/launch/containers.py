@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -34,7 +34,6 @@ def _read(file: str) -> str:
 
 @cache
 def skeletons() -> dict[str, Any]:
-    """Returns manifests.yaml."""
     import yaml
 
     return dict(yaml.safe_load(_read("manifests.yaml")))
@@ -44,10 +43,12 @@ def shell_line(environment: Mapping[str, str], words: Sequence[str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
 
 
+def documents(lines: Iterable[tuple[LaunchStep, str]]) -> list[dict[str, str]]:
+    return [{"where": step.where, "command": line} for step, line in lines]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContainerSpec:
-    """One container."""
-
     step: LaunchStep
     image: str
     words: tuple[str, ...]
@@ -98,10 +99,7 @@ def container_commands(prepared: PreparedLaunch) -> dict[str, list[dict[str, str
     own = [replace(containers[0], step=step, words=step.words) for step in joins.values()]
     lines += [(each.step, _docker_run(prepared, each)) for each in own]
     host = [(step, shell_line(step.environment, step.words)) for step in before if not step.in_container]
-    return {
-        name: [{"where": step.where, "command": line} for step, line in steps]
-        for name, steps in (("before", host), ("serve", lines))
-    }
+    return {"before": documents(host), "serve": documents(lines)}
 
 
 def _docker_run(prepared: PreparedLaunch, container: ContainerSpec, before: LaunchStep | None = None) -> str:
@@ -144,8 +142,7 @@ def emit(prepared: PreparedLaunch, kind: str) -> str:
 
 
 def fill(skeleton: Any, values: Mapping[str, Any]) -> Any:
-    """Puts values into a skeleton: "{name}" alone becomes any object, within a text its own text. Leaves out entries
-    whose value is None."""
+    """Puts values into a skeleton: "{name}" alone becomes any object, within a text its text. Leaves out None."""
     if isinstance(skeleton, dict):
         filled = {key: fill(item, values) for key, item in skeleton.items()}
         return {key: item for key, item in filled.items() if item is not None}
@@ -264,7 +261,6 @@ def _pod(prepared: PreparedLaunch, container: ContainerSpec, words: Sequence[str
 
 
 def _resources(prepared: PreparedLaunch, platform: str) -> Object | None:
-    """The devices of one pod."""
     parallel = prepared.spec.parallel
     count = -(-parallel.tensor * parallel.data // parallel.nodes) if parallel.gpus else 0
     return {"limits": {skeletons()["platforms"][platform]["resource"]: str(count)}} if count else None
@@ -301,12 +297,9 @@ def _slurm(prepared: PreparedLaunch) -> str:
     num_nodes = max(parallel.nodes, *(1 + step.node for step in (*plan.before, *plan.serve)))
     num_gpus = len({step.server for step in plan.engines}) * parallel.tensor * parallel.data if parallel.gpus else 0
     gres, per_node = skeletons()["platforms"].get(spec.platform, {}).get("gres"), -(-num_gpus // num_nodes)
-    joins = [
-        f"on {node} {_slurm_line(step)}"
-        for step in plan.before
-        if step.in_container
-        for node in (range(step.node, num_nodes) if step.node else (0,))
-    ]
+    joins = []
+    for step in (each for each in plan.before if each.in_container):
+        joins += [f"on {node} {_slurm_line(step)}" for node in (range(step.node, num_nodes) if step.node else (0,))]
     before = [_slurm_line(step) for step in plan.before if not step.in_container] + joins
     values = {
         "name": f"headstart-{prepared.launcher.name}",
@@ -333,9 +326,5 @@ def _quoted(word: str) -> str:
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
 
 
-KINDS: Mapping[str, Callable[[PreparedLaunch], str]] = {
-    "compose": _compose,
-    "k8s": _kubernetes,
-    "kuberay": _kuberay,
-    "slurm": _slurm,
-}
+Emitter = Callable[[PreparedLaunch], str]
+KINDS: Mapping[str, Emitter] = {"compose": _compose, "k8s": _kubernetes, "kuberay": _kuberay, "slurm": _slurm}

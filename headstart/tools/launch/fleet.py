@@ -24,8 +24,6 @@ HEALTH_INTERVAL_S = 5  # a router leaves a server out, or takes it back, after t
 
 
 class RoutedServer(NamedTuple):
-    """A server behind a router."""
-
     url: str
     role: str = ""  # prefill, decode, or empty
     bootstrap_port: int | None = None  # of a prefill server, where the engine has one
@@ -140,8 +138,6 @@ def _worker_cpus(num_workers: int, spec: LaunchSpec, target: LaunchTarget) -> tu
 
 
 class ServerShare(NamedTuple):
-    """What each server of a fleet gets."""
-
     parallel: Parallelism
     on_node: int  # servers on a node
     nodes: int

@@ -35,8 +35,6 @@ class EngineFlag:
 
 @dataclass(frozen=True)
 class InstalledProgram:
-    """A program on this machine."""
-
     program: Path
     python: Path | None  # beside a Python program
     distribution: str | None  # the Python distribution that installed it
@@ -50,13 +48,11 @@ def other_engine_hint(word: str) -> str:
 
 
 def engine_data(engine: str) -> Mapping[str, Any]:
-    """Returns NAME.json of the launchers' folder."""
     return dict(read_packaged("headstart.tools.launch.launchers", f"{engine}.json"))
 
 
 class EngineProgram:
-    """A program by its data. `class Vllm(EngineLauncher, data="vllm.json")` reads these attributes from a file of the
-    launchers' folder."""
+    """A program by its data: `class Vllm(EngineLauncher, data="vllm.json")` reads them from the launchers' folder."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -76,8 +72,7 @@ class EngineProgram:
                 setattr(cls, name, value)
 
     def supports(self, version: Version, name: str, value: object = None) -> bool:
-        """Does this version take an argument, or a config key (`speculative_config.method`), with this value? Values
-        are checked where the known ones are listed."""
+        """Does this version take an argument, or a config key (`speculative_config.method`), with this value?"""
         if self.flags:
             return any(flag.name == name and flag.serves(version) for flag in self.flags)
         known = published(self.name)
@@ -94,8 +89,7 @@ class EngineProgram:
         return ", ".join(ranges or [each for each in read if self.supports(parse_version(each), name, value)]) or "none"
 
     def find_installed(self, place: str | None) -> InstalledProgram | None:
-        """Returns the program at `place` (a path, or its folder), or in PATH. Raises UsageError where `place` has
-        none."""
+        """The program at `place` (a path, or its folder), or in PATH. Raises UsageError where `place` has none."""
         name = place or self.program
         if place and (folder := Path(place).expanduser()).is_dir():
             own, python = folder / self.program, folder / "python"
@@ -124,8 +118,7 @@ class EngineProgram:
         return (known, False) if known else (parse_version(self.newest), True)
 
     def resolve(self, words: Sequence[str], installed: InstalledProgram | None) -> list[str]:
-        """Returns a command with the programs that are installed; a program without its own distribution runs as a
-        module."""
+        """A command with the programs that are installed; one without its own distribution runs as a module."""
         if installed is not None and words[0] == "python" and installed.python:
             return [str(installed.python), *words[1:]]
         if installed is None or words[0] != self.program:
@@ -305,7 +298,6 @@ class EngineLauncher(EngineProgram):
         return step.words[begin + 1 :]
 
     def repositories(self) -> set[str]:
-        """Returns the names of its images without tags."""
         return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved_images.keys()
 
     def check_platform(self, platform: str) -> None:

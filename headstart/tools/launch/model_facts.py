@@ -31,8 +31,6 @@ GPU_DEPTH = 3  # SGLang's own default for heads of one module that are used agai
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A model as a launcher sees it."""
-
     source: str  # what the engine is given
     model_type: str
     format: str  # safetensors, gguf
@@ -47,8 +45,7 @@ class ModelFacts:
 
 
 def read_facts(model: str | None) -> ModelFacts:
-    """Reads a directory, a .gguf file or a Hub repo, of which config.json alone is fetched. Raises UsageError or
-    ModelError."""
+    """Reads a directory, a .gguf file or the config.json of a Hub repo. Raises UsageError or ModelError."""
     path = Path(model).expanduser() if model else None
     if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
         return _config_facts(model, read_object(hub.config_file(model)), None, local=False)
@@ -56,9 +53,8 @@ def read_facts(model: str | None) -> ModelFacts:
     if gguf.detect(trunk):
         return _gguf_facts(trunk)
     has_weights = any(trunk.glob("*.safetensors")) or (trunk / INDEX).exists()
-    return _config_facts(
-        str(trunk), read_object(trunk / "config.json"), open_checkpoint(trunk).tensors if has_weights else None
-    )
+    tensors = open_checkpoint(trunk).tensors if has_weights else None
+    return _config_facts(str(trunk), read_object(trunk / "config.json"), tensors)
 
 
 def _gguf_facts(path: Path) -> ModelFacts:
@@ -113,8 +109,7 @@ def _config_facts(
 
 
 def drafter_of(head: str) -> DrafterKind:
-    """Returns the kind of a separate head. Raises UsageError for a head that must be exported first, or that no engine
-    is known to run."""
+    """The kind of a separate head. Raises UsageError for one that must be exported first, or that no engine runs."""
     found = classify_path(head)
     if found.method == "headstart":
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
@@ -124,9 +119,8 @@ def drafter_of(head: str) -> DrafterKind:
 
 
 def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int) -> tuple[int, str]:
-    """Returns a depth and its reason: of the user, else of the drafter (its block, one module for each draft), else the
-    fixed depth that `headstart tune` found for this model. `drafter` None: the model's own MTP modules. Raises
-    UsageError for an impossible depth."""
+    """A depth and its reason: of the user, else of the drafter (None: the model's own MTP modules), else the fixed
+    depth that `headstart tune` found for this model. Raises UsageError for an impossible depth."""
     if depth is not None:
         _check_depth(facts, depth, drafter)
         return depth, "as asked"
@@ -144,15 +138,12 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
             return min(facts.modules, GPU_DEPTH), f"the head has {facts.modules} modules, one for each draft"
     if not gpus:
         return CPU_DEPTH, "deeper drafts cost more than they save on a CPU"
-    return (
-        GPU_DEPTH,
-        f"{drafter.title}, one step for each draft" if drafter else "one module, used again for each draft",
-    )
+    why = f"{drafter.title}, one step for each draft" if drafter else "one module, used again for each draft"
+    return GPU_DEPTH, why
 
 
 def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:
-    """Raises UsageError for drafts without a head, for more than a drafter makes at once, and for depths that are no
-    multiple of the number of modules."""
+    """Raises UsageError for drafts without a head, too many at once, or no multiple of the number of modules."""
     if drafter is not None:
         most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)
         if most and depth > most:

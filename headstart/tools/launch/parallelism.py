@@ -108,8 +108,7 @@ def _divide_cpu(facts: ModelFacts, hardware: Hardware) -> Parallelism:
 
 
 def cores_of_workers(num_workers: int, num_numa_nodes: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the cores of each worker on a CPU; empty where one worker takes all, or each has a NUMA node to itself,
-    which engines find themselves. Raises UsageError."""
+    """The cores of each worker on a CPU; empty where engines find them: one worker, or one for each NUMA node."""
     if num_workers > len(cores):
         what = f"this takes {num_workers} cores, one for each worker, but there are {len(cores)}"
         raise UsageError(what, "a smaller --tp, --dp or --disaggregate")

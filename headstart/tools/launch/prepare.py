@@ -54,7 +54,6 @@ class LaunchOptions(LaunchRequest):
     emit: str | None = None  # a name of manifests.KINDS
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a value out of range."""
         EngineConfig(depth_by_batch=self.depth_by_batch)
         lowest = {"nodes": 1, "tp": 1, "dp": 1, "kv_offload_gb": 1, "depth": 0, "port": 1}
         for name, low in lowest.items():
@@ -90,8 +89,7 @@ class PreparedLaunch:
 
 
 def launcher_of(engine: str) -> EngineLauncher:
-    """Returns the launcher of an engine. Raises UsageError for an engine without one; the hint says what to do instead
-    where that is known."""
+    """The launcher of an engine. Raises UsageError for an engine without one, with a hint where one is known."""
     if hint := other_engine_hint(engine):
         raise UsageError(f"{engine} has no launcher here", hint)
     launcher: EngineLauncher = registry.find("launchers", engine.lower().replace("-", "_")).LAUNCHER
@@ -99,8 +97,7 @@ def launcher_of(engine: str) -> EngineLauncher:
 
 
 def prepare(options: LaunchOptions) -> PreparedLaunch:
-    """Plans all commands of a launch and checks them. Raises UsageError, ModelError or CapacityError for what cannot be
-    launched."""
+    """Plans all commands and checks them. Raises UsageError, ModelError or CapacityError for an impossible launch."""
     launcher = launcher_of(options.engine)
     installed = launcher.find_installed(options.program)
     version, assumed = launcher.choose_version(options.engine_version, installed)
@@ -161,12 +158,10 @@ def _plan(
 def check_plan(
     launcher: EngineLauncher, version: Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
 ) -> list[str]:
-    """Returns notes on what the engine takes otherwise than it looks. Raises UsageError for a command that it would
-    refuse."""
+    """Notes on what the engine takes otherwise than it looks. Raises UsageError for a command that it would refuse."""
     known = {"model.type": facts.model_type, "model.modules": facts.modules, "device": spec.platform, **plan.facts}
-    known |= {
-        f"head.{name}": getattr(spec.drafter, name, None) for name in ("kind", "reduced_vocabulary", "max_drafts")
-    }
+    for name in ("kind", "reduced_vocabulary", "max_drafts"):
+        known[f"head.{name}"] = getattr(spec.drafter, name, None)
     notes: dict[str, None] = {}
     for step in plan.engines:
         check = check_arguments(launcher, version, launcher.arguments_of(step), known, num_positional=2)

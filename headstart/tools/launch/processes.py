@@ -80,7 +80,6 @@ class ServerProcess:
             return False  # not listening
 
     def last_error(self) -> str:
-        """Returns the last error in the log."""
         lines = self.log.read_text("utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return (errors or lines or [""])[-1].strip()[:300]
@@ -102,8 +101,6 @@ class ServerProcess:
 
 @dataclass
 class ServerGroup:
-    """The processes of one launch, the router's last."""
-
     processes: list[ServerProcess]
     folder: Path
     started_s: float = 0.0
@@ -124,8 +121,7 @@ class ServerGroup:
         return self.processes[0].log if len(self.processes) == 1 else self.folder
 
     def wait(self, progress: Progress) -> None:
-        """Waits until all are healthy; starts the router, which checks seldom, when its servers are. Raises UsageError
-        for a process that ends before, or takes too long."""
+        """Waits until all are healthy, the router last. Raises UsageError for a process that ends or is too late."""
         begin = time.monotonic()
         for left in (self.engines, [each for each in self.processes if each.step.role == "router"]):
             for each in left:

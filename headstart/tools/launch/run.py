@@ -12,7 +12,7 @@ from typing import Any
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
 from headstart.tools.engine_metrics import EngineCounters, advise
-from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_commands, emit, shell_line
+from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_commands, documents, emit, shell_line
 from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, launch_document, prepare, with_absolute_paths
 from headstart.tools.launch.processes import Say, ServerGroup, start
 from headstart.tools.launch.spec import LaunchSpec
@@ -40,12 +40,9 @@ def document(prepared: PreparedLaunch, *, docker: bool) -> dict[str, Any]:
     """`docker`: commands for the engine's container image."""
     if docker:
         return launch_document(prepared, container_commands(prepared))
-    before = [(step, step.words) for step in prepared.plan.before]
-    commands = {
-        name: [{"where": step.where, "command": shell_line(step.environment, words)} for step, words in steps]
-        for name, steps in (("before", before), ("serve", prepared.commands()))
-    }
-    return launch_document(prepared, commands)
+    before = ((step, shell_line(step.environment, step.words)) for step in prepared.plan.before)
+    serve = ((step, shell_line(step.environment, words)) for step, words in prepared.commands())
+    return launch_document(prepared, {"before": documents(before), "serve": documents(serve)})
 
 
 def lines_of(data: dict[str, Any]) -> list[str]:
@@ -65,7 +62,6 @@ def lines_of(data: dict[str, Any]) -> list[str]:
 
 
 def check_lines(data: dict[str, Any]) -> list[str]:
-    """Returns the verdict of the warm-up as shell comments."""
     check, length = data["check"], data["check"]["acceptance_length"]
     if check["alive"]:  # by flags of the user's own too
         verdict = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
@@ -79,8 +75,6 @@ def check_lines(data: dict[str, Any]) -> list[str]:
 
 @dataclass
 class RunningLaunch:
-    """Engines that run, and what they were started from."""
-
     prepared: PreparedLaunch
     servers: ServerGroup
 
@@ -101,8 +95,7 @@ class RunningLaunch:
 
 @contextmanager
 def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
-    """Runs the engine as a child process, or several and their router; they end with the context. Raises UsageError
-    for what one machine cannot do."""
+    """Runs engines and their router as child processes, which end with the context. Raises UsageError."""
     prepared = prepare(options)
     steps = prepared.plan.serve
     if prepared.installed is None:

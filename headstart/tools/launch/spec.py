@@ -29,8 +29,6 @@ def option_flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How one server divides its model over devices."""
-
     gpus: int = 0  # over all nodes; 0: a CPU
     tensor: int = 1
     data: int = 1
@@ -55,8 +53,6 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlacement:
-    """Where one server of a fleet runs."""
-
     server: str = "server"
     number: int = 0  # of the server
     node: int = 0
@@ -103,8 +99,6 @@ class LaunchSpec(LaunchRequest):
 
 @dataclass(frozen=True)
 class LaunchStep:
-    """One command, and where it runs."""
-
     words: tuple[str, ...]
     where: str = ""  # a label such as "node 1"
     in_container: bool = False  # uses the engine's own programs

@@ -53,8 +53,7 @@ class Translation:
 
 
 def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
-    """Translates every known command in a text. Raises UsageError for a text without one, or with a quote that does not
-    end."""
+    """Translates every known command in a text. Raises UsageError for a text without one, or with an open quote."""
     done = Translation(unpasted(text), engine_version, program)
     if done.text != text:
         done.changes.append("typographic quotes, dashes and blanks -> those of a shell")
@@ -130,8 +129,6 @@ def _has_command(text: str) -> bool:
 
 @dataclass(frozen=True)
 class LegacyScript:
-    """A row of legacy_scripts.json."""
-
     program: str  # what replaces the script
     flags: Mapping[str, str] = field(default_factory=dict)  # old -> new; empty: the value becomes a positional word
     adds: str = ""
@@ -172,8 +169,7 @@ def _replace_script(done: Translation, tokens: Sequence[ShellToken], place: int)
 
 
 def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | None:
-    """Returns the engine of a command, and the place of the last word before its arguments: the program, its
-    subcommand, or the image of its container."""
+    """The engine of a command, and the place of its program, its subcommand, or the image of its container."""
     image: tuple[EngineLauncher, int] | None = None
     names = registry.available("launchers")
     launchers: list[EngineLauncher] = [registry.find("launchers", name).LAUNCHER for name in names]

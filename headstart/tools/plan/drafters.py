@@ -30,8 +30,7 @@ LENGTH_DEPTH = 3  # depth of an acceptance length without a depth
 
 
 def expected_tokens(acceptances: Sequence[float], depth: int) -> float:
-    """1 + sum over i <= depth of the product of the first i conditional acceptances; the last one holds for all later
-    positions."""
+    """1 + sum over i <= depth of the product of the first i conditional acceptances, of which the last goes on."""
     total, product = 1.0, 1.0
     for position in range(depth):
         product *= acceptances[min(position, len(acceptances) - 1)]
@@ -48,8 +47,7 @@ def acceptances_of_lengths(lengths: Sequence[float]) -> tuple[float, ...]:
 
 
 def acceptances_of_length(length: float, depth: int) -> tuple[float]:
-    """The acceptance, equal at all positions, that gives an acceptance length at a depth. Raises UsageError for an
-    impossible length."""
+    """The acceptance, equal at all positions, that gives `length` at a depth. Raises UsageError where none does."""
     if not 1 <= length <= depth + 1:
         what = f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}"
         raise UsageError(what, "give --depth as well, or acceptances by position such as 0.85,0.7,0.6")
@@ -80,18 +78,17 @@ def parse_acceptances(text: str, depths: Sequence[int]) -> tuple[tuple[float, ..
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterType:
-    """A kind of drafter, as in released checkpoints."""
-
     title: str
     acceptances: tuple[float, ...]  # conditional, by position; the last holds for all later positions
     source: str
     typical: Mapping[str, Any] | None = None  # sizes of released ones; None: a kind that needs a file
 
-
-def _drafter_type(row: Mapping[str, Any]) -> DrafterType:
-    measured = "length" in row
-    shares = acceptances_of_length(row["length"], row["depth"]) if measured else tuple(row["acceptances"])
-    return DrafterType(title=row["title"], acceptances=shares, source=row["source"], typical=row.get("typical"))
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> DrafterType:
+        """A row of drafters.json, which has acceptances or a measured length."""
+        measured = "length" in row
+        shares = acceptances_of_length(row["length"], row["depth"]) if measured else tuple(row["acceptances"])
+        return cls(title=row["title"], acceptances=shares, source=row["source"], typical=row.get("typical"))
 
 
 def _plain_block(hidden: int, inner: float, inputs: int) -> LayerCost:
@@ -131,9 +128,8 @@ def typical_drafter(shape: ModelShape, kind: str) -> DrafterShape:
     return _with_markov(drafter, row["markov_rank"]) if "markov_rank" in row else drafter
 
 
-DRAFTER_TYPES: Mapping[str, DrafterType] = {
-    name: _drafter_type(row) for name, row in read_packaged("headstart.tools.plan", "drafters.json").items()
-}
+ROWS = read_packaged("headstart.tools.plan", "drafters.json")
+DRAFTER_TYPES = {name: DrafterType.of(row) for name, row in ROWS.items()}
 TYPE_OF_FILES = {
     "eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
     "dspark": "dspark", "medusa": "medusa", "assistant": "assistant",
@@ -168,7 +164,6 @@ def with_drafter(shape: ModelShape, kind: str | None) -> ModelShape:
 
 
 def draft_model(shape: ModelShape, draft: ModelShape) -> ModelShape:
-    """Returns the shape with a whole model as drafter."""
     sizes = draft.parameters()
     drafter = DrafterShape(
         kind="draft_model",
@@ -219,7 +214,6 @@ def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Conf
 def _block_drafter(
     shape: ModelShape, drafter: DrafterKind, config: Config, layers: tuple[LayerGroup, ...]
 ) -> DrafterShape:
-    """Block drafter of a config.json."""
     sizes = (as_size(lookup(config, key)) for key in SIZE_KEYS["taps"])
     typical, hidden = typical_drafter(shape, "dflash"), as_size(config.get("hidden_size")) or shape.hidden_size
     taps = next((size for size in sizes if size), typical.projection // shape.hidden_size**2)

@@ -67,8 +67,6 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FleetLoad:
-    """A load and its latency targets."""
-
     rate: float  # requests/s
     prompt: float  # mean tokens
     output: float  # mean tokens
@@ -109,8 +107,6 @@ def parse_load(text: str) -> FleetLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSize:
-    """Machines that one drafter needs."""
-
     drafter: str
     machines: int | None  # None: no number suffices
     result: SimulationResult | None = None
@@ -152,9 +148,8 @@ class RooflineSteps:
             rows = prefill.rows / prefill.prompts
             works.append(roofline.Pass(prefill.prompts, rows, prefill.context, logit_rows=prefill.finished))
         logits = decoding * (1 + depth) + prefill.finished
-        return (
-            roofline.pass_seconds(self._setup.model, self._machine, *works) + rates.step_s + rates.step_row_s * logits
-        )
+        pass_s = roofline.pass_seconds(self._setup.model, self._machine, *works)
+        return pass_s + rates.step_s + rates.step_row_s * logits
 
 
 def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
@@ -181,8 +176,6 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregatedFleet:
-    """Prefill machines and decode machines."""
-
     num_prefill: int
     num_decode: int
     result: SimulationResult  # `busy` and `batch` of the decode machines
@@ -248,8 +241,7 @@ class FleetPlanner:
         return RooflineSteps(self.setup, self.machine, self.load.prompt + self.load.output / 2, self._depths)
 
     def size(self, rows: int | None = None, limit: int = MAX_MACHINES) -> FleetSize:
-        """The fewest machines, up to `limit`, that meet the latency targets. `rows` per step; None: those of
-        engines."""
+        """The fewest machines, up to `limit`, that meet the targets. `rows` per step; None: those of engines."""
         steps = self._new_steps()
         if reason := self._unreachable_reason(steps):
             return FleetSize(drafter=self.name, machines=None, reason=reason)
@@ -303,10 +295,8 @@ class FleetPlanner:
         arrivals = make_arrivals(load, load.rate, MAX_DISAGGREGATED_REQUESTS)
         lengths, indices = np.unique(arrivals.prompts, return_inverse=True)
         transfer_s = np.array([self._transfer_seconds(self._prompt_bytes(tokens)) for tokens in lengths])[indices]
-        prefill, decode = (
-            EngineLimits(step=steps, slots=self._max_sequences(tokens), rows=self._rows)
-            for tokens in (load.prompt, load.prompt + load.output)
-        )
+        slots = [self._max_sequences(tokens) for tokens in (load.prompt, load.prompt + load.output)]
+        prefill, decode = (EngineLimits(step=steps, slots=each, rows=self._rows) for each in slots)
 
         def prefills_in_time(machines: int) -> bool:
             run = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), machines)

@@ -40,7 +40,6 @@ class Rates:
     measured_draft: tuple[float, float] | None = None  # seconds of a whole draft step: a + b * sequences
 
     def seconds(self, num_bytes: float, operations: float, *, attention: bool = False) -> float:
-        """Seconds of one part of a pass."""
         bandwidth = (attention and self.cache_bandwidth) or self.bandwidth
         memory, compute = num_bytes / bandwidth, operations / (self.attention if attention else self.compute)
         if self.overlap is None or not memory or not compute:
@@ -54,8 +53,6 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """A device of the catalogue."""
-
     name: str
     memory: float  # bytes, as drivers report them
     bandwidth: float  # bytes/s
@@ -181,8 +178,6 @@ def _precision(wanted: str, tflops: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Price:
-    """A price in dollars and its source."""
-
     dollars: float
     source: str = ""  # a description; empty: the user's own number
 

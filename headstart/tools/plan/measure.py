@@ -113,9 +113,8 @@ def calibrate(shape: ModelShape, measured: dict[str, Any]) -> tuple[SizedModel, 
     kv = measured["cache_bytes"] / max(sum(group.count * group.cost.mixer.pool_width for group in shape.layers), 1)
     model = SizedModel(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weight_format), kv=kv)
     bandwidth = float(measured["read_bandwidth"])
-    device = DeviceSpec(
-        name=HERE, memory=measured["memory"], bandwidth=bandwidth, tflops={}, kind="cpu", source="measured"
-    )
+    memory = measured["memory"]
+    device = DeviceSpec(name=HERE, memory=memory, bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")
     blank = Machine(device=device, rates=Rates(bandwidth=bandwidth, compute=1, attention=1))
     fields = ("sequences", "rows", "context", "logit_rows")
     points = [(Pass(*(each[key] for key in fields)), each["seconds"]) for each in measured["passes"]]
@@ -197,7 +196,6 @@ class PassTimer(PrefilledEngine):
         return self.pass_seconds([Span(each, start, rows, logits) for each in self.sequences[: work.sequences]])
 
     def time(self, passes: Sequence[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
-        """Median seconds of each pass."""
         times = time_in_turns(passes, self.seconds, budget_s, progress)
         return {work: median(each) for work, each in times.items()}
 

@@ -68,18 +68,12 @@ class PublishedSetup:
     def _compared(
         self, what: str, value: float | list[float], predicted: float, depth: int | None, *, rate: float | None = None
     ) -> dict[str, Any]:
-        """One published figure. `value`: a number, or the ends of a range; `error`: predicted / published - 1 with the
-        nearer end, 0 inside a range."""
+        """One figure, or range. `error`: predicted / published (its nearer end) - 1; 0 inside a range."""
         low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
         error = predicted / min(max(predicted, low), high) - 1
-        return {
-            "who": self.point["who"],
-            "what": what,
-            "published": (low, high),
-            "predicted": predicted,
-            "error": error,
-            "verdict": self._verdict(error, rate or high, depth),
-        }
+        verdict = self._verdict(error, rate or high, depth)
+        return {"who": self.point["who"], "what": what, "published": (low, high), "predicted": predicted,
+                "error": error, "verdict": verdict}  # fmt: skip
 
     def _verdict(self, error: float, rate: float, depth: int | None) -> str:
         missing = self._missing_memory()
@@ -113,7 +107,6 @@ class PublishedSetup:
         )
 
     def _batch_for(self, rate: float, depth: int) -> str:
-        """The batch at which the prediction reaches a rate."""
         for batch in (2**i for i in range(MAX_BATCH.bit_length())):
             if self.tokens_per_s(depth, batch) >= rate:
                 return f"; as a total of about {batch} streams the model gives it" if batch > self.batch else ""

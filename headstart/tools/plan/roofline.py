@@ -73,8 +73,6 @@ class StepSpeed:
 
 @dataclass(frozen=True)
 class DraftingSetup:
-    """A model with its drafter."""
-
     model: SizedModel
     acceptances: tuple[float, ...]  # conditional, by position
     note: str  # the acceptances and their source
@@ -90,8 +88,7 @@ class DraftingSetup:
 
 
 def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> list[PartCost]:
-    """Costs of a pass of the trunk by part. Replicas run at the same time. `others`: sequences of the same pass with
-    other numbers of rows and contexts; they share the weights."""
+    """Costs of a pass of the trunk by part. `others`: its sequences with other rows and contexts."""
     works = (work, *others)
     locals_ = [_per_replica(machine, each) for each in works]
     work, local, shape = _combined(works), _combined(locals_), model.shape
@@ -141,15 +138,9 @@ def step_speed(
     """Speed of a step that verifies depth + 1 rows of every sequence and drafts `depth` tokens."""
     pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
     draft_s = draft_seconds(model, machine, batch, context, depth)
-    engine_s = machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
-    return StepSpeed(
-        batch=batch,
-        depth=depth,
-        tokens_per_step=expected_tokens(acceptances, depth),
-        pass_s=pass_s,
-        draft_s=draft_s,
-        step_s=pass_s + draft_s + engine_s,
-    )
+    step_s = pass_s + draft_s + machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
+    tokens = expected_tokens(acceptances, depth)
+    return StepSpeed(batch=batch, depth=depth, tokens_per_step=tokens, pass_s=pass_s, draft_s=draft_s, step_s=step_s)
 
 
 def fastest(speeds: Sequence[StepSpeed]) -> StepSpeed:
@@ -164,8 +155,7 @@ def first_token_seconds(model: SizedModel, machine: Machine, prompt: int) -> flo
 
 
 def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
-    """Bytes that a pass over depth + 1 rows of every sequence must read: weights (of experts the expected ones) and
-    caches, each once."""
+    """Bytes that a pass over depth + 1 rows of every sequence must read: weights (expected experts) and caches."""
     rows, shape = batch * (1 + depth), model.shape
     layers = sum(
         model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv
@@ -176,8 +166,7 @@ def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) ->
 
 
 def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
-    """Upper bound for any engine: every draft is accepted, drafting costs nothing, and all memories read at full
-    bandwidth."""
+    """Upper bound for any engine: every draft is accepted and costs nothing, all memories read at full bandwidth."""
     num_bytes = min_pass_bytes(model, batch, context, depth)
     return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
 
@@ -269,9 +258,8 @@ def _links(
 def _merged(costs: list[PartCost]) -> list[PartCost]:
     """Adds up costs of the same name, in the order of first appearance."""
     by_name: dict[str, PartCost] = {}
-    for cost in costs:
-        old = by_name.get(cost.name, PartCost(cost.name))
-        by_name[cost.name] = PartCost(
-            cost.name, old.bytes + cost.bytes, old.operations + cost.operations, old.seconds + cost.seconds
-        )
+    for each in costs:
+        old = by_name.get(each.name, PartCost(each.name))
+        sums = (old.bytes + each.bytes, old.operations + each.operations, old.seconds + each.seconds)
+        by_name[each.name] = PartCost(each.name, *sums)
     return list(by_name.values())

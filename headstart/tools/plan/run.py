@@ -54,8 +54,6 @@ MAX_CONTEXT, MAX_BATCH = 2**24, 2**20
 
 @dataclass(frozen=True)
 class Prices:
-    """Prices that a plan compares."""
-
     hour: Price | None = None  # one device for an hour
     api: Price | None = None  # an API's for a million output tokens
 
@@ -104,8 +102,7 @@ class PlanOptions:
         return parse_load(self.fleet) if self.fleet is not None else None
 
     def prices(self, device: str) -> Prices:
-        """Prices of a device of the catalogue; without a name on-demand and spot are not looked up. Raises
-        UsageError."""
+        """Prices of a device; without a name on-demand and spot are not looked up. Raises UsageError."""
         hour, api = self.price_per_hour, self.api_price
         has_hour = hour is not None and (device or hour not in (ON_DEMAND, SPOT))
         return Prices(
@@ -235,9 +232,8 @@ def _row(
     plain, shown, candidates = speed_at(drafting[0], 0), [], []
     for each in drafting:
         drafter = each.model.shape.drafter
-        default = (
-            range(each.max_depth + 1) if drafter.single_pass else roofline.DEPTHS
-        )  # a block's last tokens cost little
+        # a block's last tokens cost little
+        default = range(each.max_depth + 1) if drafter.single_pass else roofline.DEPTHS
         possible = [depth for depth in depths or default if depth <= each.max_depth]
         speeds = [(each, speed_at(each, depth)) for depth in possible or [each.max_depth]]
         candidates += speeds
@@ -316,11 +312,11 @@ def _break_even(prices: Prices, machine: Machine, rows: list[dict[str, Any]]) ->
     if prices.api is None or prices.hour is None:
         return None
     needed = roofline.break_even(prices.hour.dollars * machine.count, prices.api.dollars)
-    highest = [max(each["tokens_per_s"] for each in (row["plain"], *row["drafting"])) for row in rows]
-    return [
-        {"batch": row["batch"], "tokens_per_s": needed, "utilisation": needed / rate}
-        for row, rate in zip(rows, highest, strict=True)
-    ]
+    found = []
+    for row in rows:
+        highest = max(each["tokens_per_s"] for each in (row["plain"], *row["drafting"]))
+        found.append({"batch": row["batch"], "tokens_per_s": needed, "utilisation": needed / highest})
+    return found
 
 
 def _assumptions(drafting: Sequence[roofline.DraftingSetup], machine: Machine, prices: Prices) -> list[str]:
@@ -358,7 +354,6 @@ def _lines(data: dict[str, Any], prices: Prices) -> list[str]:
 
 
 def compare_published() -> Report:
-    """Compares every published figure with its prediction."""
     points = published.POINTS
     rows = [each for point in points for each in published.compare(point)]
     unknown = [{key: point[key] for key in ("who", "published", "unknown")} for point in points if "unknown" in point]

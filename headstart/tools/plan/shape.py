@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import floor
@@ -67,8 +68,6 @@ class DrafterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model and its drafter."""
-
     name: str
     hidden_size: int
     vocab_size: int
@@ -265,9 +264,8 @@ class MemoryEstimate:
         if self.verdict == "too small":
             return f"the weights take {weights:.1f} GB of each device, which has {have:.0f} GB"
         if not self.fits:
-            return (
-                f"weights and activations take {1 - self.free / self.usable:.0%} of what engines use of {have:.0f} GB"
-            )
+            share = 1 - self.free / self.usable
+            return f"weights and activations take {share:.0%} of what engines use of {have:.0f} GB"
         if self.verdict == "fits":
             return ""
         need, free = self.users * self.per_sequence / self.replicas / 1e9, self.free / 1e9
@@ -335,10 +333,6 @@ def _inner(group: LayerGroup, hidden: int) -> float:
 
 def _max_context(model: SizedModel, split: Split, free: float) -> int | None:
     """The longest context whose caches take no more than `free` bytes of a device."""
-    if cache_bytes(model, split, MAX_CONTEXT) <= free:
-        return None
-    low, high = 0, MAX_CONTEXT  # too long always
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cache_bytes(model, split, middle) <= free else (low, middle)
-    return low
+    contexts = range(1, MAX_CONTEXT + 1)
+    fitting = bisect_right(contexts, free, key=lambda context: cache_bytes(model, split, context))
+    return None if fitting == MAX_CONTEXT else fitting

@@ -60,8 +60,6 @@ def percentile(values: NDArray[np.float64], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """Latencies of all requests, and the load of an engine."""
-
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
     outputs: NDArray[np.float64]  # tokens
@@ -79,8 +77,6 @@ class SimulationResult:
 
 @dataclass
 class _Engine:
-    """State of one engine."""
-
     waiting: deque[int] = field(default_factory=deque)  # requests
     prefilling: deque[list[float]] = field(default_factory=deque)  # [request, rows left]
     decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (`decoded` at its end, request)
@@ -98,8 +94,6 @@ class _Engine:
 
 
 class _Fleet:
-    """One simulated run."""
-
     def __init__(self, step: StepTime, engines: int, slots: int, rows: int, arrivals: Arrivals) -> None:
         self._step, self._slots, self._rows = step, slots, rows
         # lists: single numbers of arrays are slow

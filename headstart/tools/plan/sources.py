@@ -47,6 +47,9 @@ LIKELY_BYTES = (0.2, 4.6)
 MAX_LAYERS, MAX_EXPERTS = 4096, 2**16
 CARDS: Mapping[str, Any] = read_packaged("headstart.tools.plan", "cards.json")
 """Name of a model -> its config without weights, acceptance lengths, and sources."""
+PART_OF: Mapping[str, Part] = {
+    "experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding", "norms and rest": "mlp",
+}  # fmt: skip
 CARD_NAMES = [name for name, card in CARDS.items() if "config" in card]
 CARD_OF = {alias: name for name in CARD_NAMES for alias in (name, *CARDS[name]["aliases"])}
 """Name or alias -> card with a config."""
@@ -56,7 +59,12 @@ def find_shape(name: str | None, weights: str | None = None) -> ModelShape:
     """A model by card, alias, path or Hub id; `weights` replaces its format. Raises UsageError or ModelError."""
     if weights is not None:
         weight_format(weights)
-    shape = from_card(CARD_OF[name]) if name in CARD_OF else from_model(name)
+    if name in CARD_OF:
+        card = CARDS[CARD_OF[name]]
+        shape = with_acceptance(shape_of(CARD_OF[name], card["config"], weights=card["weights"]), CARD_OF[name])
+        shape = shape.with_notes(f"shape of {CARD_OF[name]}: {card['source']}")
+    else:
+        shape = from_model(name)
     return shape if weights is None else replace(shape, weight_format=weights, bytes_per_weight={})
 
 
@@ -112,12 +120,6 @@ def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
     return replace(drafter, projection=projection, num_modules=modules, own_vocab=lm_heads, assumed=False)
 
 
-def from_card(name: str) -> ModelShape:
-    card = CARDS[name]
-    shape = shape_of(name, card["config"], weights=card["weights"])
-    return with_acceptance(shape, name).with_notes(f"shape of {name}: {card['source']}")
-
-
 def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
     """Returns the shape with the acceptance lengths of a card, where it has some."""
     if not (known := CARDS.get(name, {}).get("acceptance")):
@@ -156,10 +158,9 @@ def _refuse(name: str, drafter: DrafterKind) -> None:
 
 def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     _refuse(name, classify(config))
-    shape = shape_of(name, config, weights=declared_format(config))
-    return shape.with_notes(
-        f"shape of {name}: its config.json; no weights were looked at, format {shape.weight_format}"
-    )
+    declared = declared_format(config)
+    note = f"shape of {name}: its config.json; no weights were looked at, format {declared}"
+    return shape_of(name, config, weights=declared).with_notes(note)
 
 
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
@@ -181,8 +182,7 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
 
 
 def sized_model(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> SizedModel:
-    """A model by its config.json, with weights in the declared format, or with the bytes of `tensors`. Raises
-    ModelError for a config without sizes."""
+    """A model by its config.json, in the declared format or with the bytes of `tensors`. Raises ModelError."""
     shape = shape_of(name, config, weights=declared_format(config))
     if tensors:
         shape = replace(shape, bytes_per_weight=measured_bytes(shape, tensors)[0])
@@ -196,11 +196,8 @@ def undescribed_kinds(shape: ModelShape, tensors: Mapping[str, Tensor]) -> list[
     latent = any(mixer.kv_width and mixer.splits == 1 for mixer in mixers)
     hidden = ["recurrent"] if not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors) else []
     hidden += ["latent"] if not latent and any("kv_a" in name for name in tensors) else []
-    return [
-        f"the file has {kind} attention that its metadata do not describe: its cache is overestimated; use a card or a "
-        "config.json"
-        for kind in hidden
-    ]
+    why = "attention that its metadata do not describe: its cache is overestimated; use a card or a config.json"
+    return [f"the file has {kind} {why}" for kind in hidden]
 
 
 def measured_bytes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
@@ -220,15 +217,11 @@ def _part(name: str, shape: ModelShape) -> Part | None:
     where = part_of(name, shape.num_layers)
     if where == "layers":
         return "attention" if "attn" in name else "mlp"
-    names: dict[str, Part] = {
-        "experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding", "norms and rest": "mlp",
-    }  # fmt: skip
-    return names.get(where)
+    return PART_OF.get(where)
 
 
 def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelShape:
-    """Returns the shape with a drafter by name: a card or a whole model for `draft_model`, else a drafter's directory
-    or repo id. Raises UsageError or ModelError."""
+    """The shape with a drafter: a card, a whole model, a directory or a repo id. Raises UsageError or ModelError."""
     path = Path(name).expanduser()
     if kind == "draft_model" or name in CARD_OF:
         return draft_model(shape, find_shape(name))
@@ -245,8 +238,7 @@ def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelSha
 
 
 def available() -> Report:
-    """Published models worth running with their own heads: repository, size and memory in bytes, what drafts, and a
-    reported gain."""
+    """Published models worth running with their own heads: repository, size and memory in bytes, drafter, gain."""
     return Report(True, {"default": hub.DEFAULT_MODEL, "models": [_available(name) for name in hub.published_models()]})
 
 
@@ -254,8 +246,5 @@ def _available(name: str) -> dict[str, Any]:
     shape, published = find_shape(name), hub.published_models()[name]
     model = SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes("bf16"))
     size = sum(model.weight_bytes().values())
-    cache = cache_bytes(model, Split(device=0.0), AVAILABLE_CONTEXT)
-    return {
-        "name": name, **published, "bytes": round(size), "memory": round(size + cache),
-        "drafts": shape.drafter.kind,
-    }  # fmt: skip
+    memory = round(size + cache_bytes(model, Split(device=0.0), AVAILABLE_CONTEXT))
+    return {"name": name, **published, "bytes": round(size), "memory": memory, "drafts": shape.drafter.kind}

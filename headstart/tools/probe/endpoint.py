@@ -57,7 +57,6 @@ class Endpoint:
         return {"model": self.model, **asked, self.length_field: max_tokens, **self.extras, **fields}
 
     async def post(self, body: dict[str, Any]) -> Response:
-        """Raises EndpointRefused and EndpointLost."""
         try:
             answer = await post(self.server, self.path, body)
         except (OSError, ValueError) as error:

@@ -54,8 +54,6 @@ Row = dict[str, Any]  # one condition, greedy or sampled, as in the JSON documen
 
 @dataclass(frozen=True)
 class TextDifference:
-    """The first difference of two answers."""
-
     case: str
     character: int  # characters that both texts share
     token: int | None  # tokens that both share; None: unknown
@@ -64,7 +62,6 @@ class TextDifference:
 
 
 def find_difference(case: RequestCase, one: ProbeResponse, other: ProbeResponse) -> TextDifference:
-    """Returns where two answers to one request first differ."""
     place, token = first_difference(one.text, other.text) or 0, None
     if one.token_ids is not None and other.token_ids is not None:
         token = first_difference(one.token_ids, other.token_ids)
@@ -91,8 +88,6 @@ def upper_bound(differences: int, trials: int) -> float:
 
 @dataclass
 class TrialCounts:
-    """Trials of one condition in one case."""
-
     trials: int = 0
     differences: int = 0
     first: TextDifference | None = None
@@ -100,8 +95,6 @@ class TrialCounts:
 
 @dataclass
 class Comparisons:
-    """All comparisons of a run."""
-
     counts: dict[tuple[Condition, RequestCase], TrialCounts] = field(default_factory=dict)
 
     def add(
@@ -129,22 +122,14 @@ class Comparisons:
         return [each for each in found if each]
 
     def _result(self, condition: Condition, sampled: bool) -> Row | None:
-        forms = {
-            case.form: counts
-            for (name, case), counts in self.counts.items()
-            if name == condition and case.sampled == sampled
-        }
+        here = [(name, case.form, counts) for (name, case), counts in self.counts.items() if case.sampled == sampled]
+        forms = {form: counts for name, form, counts in here if name == condition}
         if not forms:
             return None
-        trials, differences = (
-            sum(getattr(each, name) for each in forms.values()) for name in ("trials", "differences")
-        )
+        trials = sum(each.trials for each in forms.values())
+        differences = sum(each.differences for each in forms.values())
         controls = () if condition in CONTROLS else CONTROLS if condition == "drafting" else CONTROLS[:1]
-        is_unknown = any(
-            counts.differences
-            for (name, case), counts in self.counts.items()
-            if name in controls and case.sampled == sampled
-        )
+        is_unknown = any(counts.differences for name, _, counts in here if name in controls)
         first = next((each.first for each in forms.values() if each.first), None)
         return {
             "condition": condition,
@@ -185,16 +170,12 @@ def recognize_engine(server: Server, model: dict[str, Any]) -> RecognizedEngine:
         return RecognizedEngine()
     page = get_object(server, engine["page"])
     version, slots = page.get(engine["member"]), page.get("total_slots")
-    version = version if isinstance(version, str) else None
-    return RecognizedEngine(
-        engine["name"], version, slots if isinstance(slots, int) else None, engine.get("faults", ())
-    )
+    version, slots = version if isinstance(version, str) else None, slots if isinstance(slots, int) else None
+    return RecognizedEngine(engine["name"], version, slots, engine.get("faults", ()))
 
 
 @dataclass
 class ExactnessResult:
-    """Everything that one run found out about a server."""
-
     engine: RecognizedEngine
     comparisons: Comparisons = field(default_factory=Comparisons)
     untested: list[tuple[str, str]] = field(default_factory=list)  # (what, why)
@@ -222,7 +203,6 @@ class ExactnessResult:
 
 
 def _summary(rows: Seq[Row]) -> str:
-    """Returns the verdict in a sentence."""
     verdict, compared = overall_verdict(rows), sum(row["trials"] for row in rows)
     if verdict == "exact":
         sure = f"a rate above {upper_bound(0, compared):.1%} would have shown, {CONFIDENCE:.0%} sure"
@@ -310,8 +290,7 @@ class SoloTrial:
 
 
 def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
-    """Compares answers of an endpoint under several conditions; `ok`: nothing differed. Raises UsageError where nothing
-    could be compared."""
+    """Compares answers of an endpoint under all conditions; `ok`: nothing differed. Raises UsageError."""
     server = Server.at(options.url, options.api_key)
     model = find_model(server, options.model)
     result = ExactnessResult(recognize_engine(server, model))
@@ -331,8 +310,6 @@ def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
 
 
 class ExactnessTrials:
-    """The rounds of one run."""
-
     def __init__(self, client: ExactClient, against: ExactClient | None, result: ExactnessResult, seed: int) -> None:
         self._client, self._against, self._result, self._seed = client, against, result, seed
         self._comparisons = result.comparisons
@@ -421,8 +398,7 @@ class ExactnessTrials:
         await self._compare("drafting", trial, first)
 
     async def _compare(self, condition: Condition, trial: SoloTrial, answer: ProbeResponse) -> None:
-        """After a difference the control is made once more, with two new answers: the cache of the prompt may be
-        another by now, computed in company or without drafts."""
+        """After a difference the control is made again: the prompt's cache may be another by now."""
         known = (trial.cold, trial.again)
         if not self._comparisons.add(condition, trial.case, trial.warm, answer, known=known):
             one, other = [await self._client.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]
@@ -431,10 +407,8 @@ class ExactnessTrials:
     async def _run_in_company(self, trials: list[SoloTrial], number: int) -> None:
         """Asks all requests of a round at once, with others that go on for longer."""
         client, num_fillers = self._client, max(NUM_CONCURRENT - len(trials), 1)
-        fillers = [
-            asyncio.create_task(client.fill(make_filler(self._seed, number, place), place + 1))
-            for place in range(num_fillers)
-        ]
+        prompts = [make_filler(self._seed, number, place) for place in range(num_fillers)]
+        fillers = [asyncio.create_task(client.fill(prompt, seed)) for seed, prompt in enumerate(prompts, 1)]
         tasks = [asyncio.create_task(client.ask(each.case, each.prompt, each.seed)) for each in trials]
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*fillers, return_exceptions=True)

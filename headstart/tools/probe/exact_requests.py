@@ -39,8 +39,6 @@ FIELDS: dict[Form, list[dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class RequestCase:
-    """One kind of request."""
-
     form: Form
     sampled: bool  # at temperature 1 with a seed; else greedy
 
@@ -57,8 +55,7 @@ def sampling_name(sampled: bool) -> str:
 
 
 def make_prompt(case: RequestCase, seed: int, trial: int, question: Question) -> str:
-    """Returns a text whose beginning belongs to this run, case and trial alone, so that no cache holds it; both
-    questions share that beginning."""
+    """A text that no cache holds, by this run, case and trial; both questions share its beginning."""
     drawn = random.Random(f"{seed} {case} {trial}")
     number = "".join(drawn.choices("0123456789", k=9))
     first, second, third = drawn.sample(WORDS, 3)
@@ -164,7 +161,6 @@ class ExactClient:
         return self._read(await self.endpoint.post(body), streamed)
 
     async def takes(self, **fields: Any) -> bool:
-        """Does the server take these fields?"""
         body = self._body("Say something.", False, 1) | {self.endpoint.length_field: TRY_TOKENS} | fields
         try:
             await self.endpoint.post(body)

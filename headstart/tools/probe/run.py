@@ -38,8 +38,6 @@ NAIVE = "the naive test (200 tokens against 50, whole answers) is confounded by 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What to probe, and how."""
-
     url: str
     model: str | None = None
     api_key: str | None = None
@@ -50,8 +48,6 @@ class ProbeOptions:
 
 @dataclass
 class ProbeMeasurement:
-    """Everything that was seen of a server."""
-
     traces: list[StreamTrace] = field(default_factory=list)
     counters: EngineCounters | None = None  # since the probe began
     before: EngineCounters | None = None  # of other requests since the server began
@@ -64,8 +60,7 @@ class ProbeMeasurement:
 
 
 def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
-    """Finds out whether an endpoint drafts; `ok`: drafting is on and drafts are accepted. Raises UsageError for an
-    endpoint that does not answer as one."""
+    """Finds out whether an endpoint drafts; `ok`: it does, and drafts are accepted. Raises UsageError."""
     endpoint = Endpoint(Server.at(options.url, options.api_key), options.model)
     measured = measure(endpoint, options, progress)
     verdict = measured.verdict()
@@ -95,7 +90,6 @@ def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> Pr
 
 
 def random_text(seed: int) -> str:
-    """Returns digits and letters that cannot be guessed."""
     source = random.Random(seed)
     return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 

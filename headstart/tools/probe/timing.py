@@ -29,8 +29,6 @@ SAME, BATCHED = 0.05, 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTrace:
-    """One streamed answer as it arrived."""
-
     kind: Kind
     max_tokens: int
     tokens: int | None  # None: the server does not count them
@@ -90,8 +88,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(traces: Sequence[StreamTrace]) -> TimingSummary:
-    """Returns medians over traces. The first piece is the prompt's own token, so n tokens in m bursts are
-    (n - 1) / (m - 1) a step."""
+    """Medians over traces. The first piece is the prompt's: n tokens in m bursts are (n - 1) / (m - 1) a step."""
     useful = [trace for trace in traces if len(trace.arrivals) > 1]
     counted = [trace for trace in useful if trace.tokens is not None and trace.tokens > 1]
     per_burst = [(trace.num_tokens - 1) / (trace.bursts - 1) for trace in useful if trace.bursts > 1]
@@ -113,8 +110,7 @@ def summarize(traces: Sequence[StreamTrace]) -> TimingSummary:
 
 
 def pace_by_length(traces: Sequence[StreamTrace]) -> dict[int, dict[str, float]]:
-    """Returns milliseconds a token by the number asked for: without the first token's time, and over the whole answer
-    as a naive test would divide it."""
+    """Milliseconds a token by the number asked for: without the first token's time, and as a naive test divides."""
     paces = {}
     for length in sorted({trace.max_tokens for trace in traces}):
         own = [trace for trace in traces if trace.max_tokens == length and (trace.tokens or 0) > 1 and trace.arrivals]
@@ -128,8 +124,6 @@ def pace_by_length(traces: Sequence[StreamTrace]) -> dict[int, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingVerdict:
-    """An answer to the question whether drafting is on."""
-
     answer: Answer
     confidence: float = 0.5  # 0.5 to 1
     source: Literal["metrics", "timing", "nothing"]
@@ -150,9 +144,10 @@ def judge_drafting(
 
 def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
     """Counters that moved, stood still, or are not there."""
-    length, answer = counters.acceptance_length, "off"
+    length, confidence = counters.acceptance_length, 0.99
+    answer: Answer = "off"
     if counters.is_drafting:
-        answer, confidence = "dead" if length is not None and length < DEAD else "on", 0.99
+        answer = "dead" if length is not None and length < DEAD else "on"
         drafted = counters.drafts or counters.drafted
         said = f"metrics: {drafted:.0f} drafts over both kinds of text" if drafted else "gauge"
         said += "" if length is None else f", acceptance length {length:.2f}"
@@ -162,12 +157,9 @@ def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
         confidence, said = 0.95, "metrics have nothing on drafts, as without speculation"
     else:
         return DraftingVerdict(answer="unknown", source="metrics")
+    told = [f"{counters.engine}'s {said}"]
     return DraftingVerdict(
-        answer=answer,  # type: ignore[arg-type]
-        confidence=confidence,
-        source="metrics",
-        acceptance_length=length,
-        evidence=[f"{counters.engine}'s {said}"],
+        answer=answer, confidence=confidence, source="metrics", acceptance_length=length, evidence=told
     )
 
 

@@ -42,8 +42,7 @@ class RowScores:
 
 
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
-    """Scores and compares one configuration. Raises UsageError where torch, which the reference needs, is not
-    installed."""
+    """Scores and compares one configuration. Raises UsageError where torch is not installed, for the reference."""
     asked = options.config
     # the user's other choices, such as a weight format, are what is measured
     reference_config = EngineConfig(backend=ORACLE, threads=asked.threads, block_size=asked.block_size)
@@ -86,9 +85,8 @@ class TeacherForcing:
     def logits(self, tokens: Seq[int]) -> Iterator[Float32]:
         """[up to ROWS, V] after each token but the last, in order."""
         runner, memory = self._engine.runner, self._engine.memory
-        request = Request(
-            request_id="forced", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset()
-        )
+        prompt, params = tuple(tokens), SamplingParams()
+        request = Request(request_id="forced", prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset())
         sequence = Sequence(request, 0, list(tokens), 0)
         assert memory.reserve(sequence, len(tokens)), "the blocks are made for the longest text"
         for start in range(0, len(tokens) - 1, ROWS):

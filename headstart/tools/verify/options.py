@@ -61,8 +61,7 @@ class VerifyOptions:
 
 
 def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:
-    """Returns the head by its kind, lookup, both, and the other heads that are shipped with the model. `head` None: the
-    model has none."""
+    """The head by its kind (None: the model has none), lookup, both, and other heads shipped with the model."""
     if head is None:
         return ("ngram",)
     shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}

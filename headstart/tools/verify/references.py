@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,19 +53,6 @@ def _forced_logprob(llm: LLM, context: Sequence[int], token: int) -> float:
     return entry.logprob
 
 
-@dataclass(frozen=True)
-class TransformersComparison:
-    """One prompt's greedy answer by both."""
-
-    prompt: int
-    num_tokens: int
-    position: int | None = None  # of the first output token that differs; None: nowhere
-    ours: int = -1  # -1: one text ends there
-    theirs: int = -1
-    margin: float = 0.0
-    tie: bool = True
-
-
 def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     """Compares greedy answers to every prompt. Raises UsageError where transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
@@ -76,19 +63,19 @@ def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     completions = llm.generate(prompts, params, raw=options.raw)
     reference = _TransformersModel(llm)
     referee = TieReferee(options.model, options.config)
-    compared = []
+    found: list[dict[str, Any]] = []
     for index, completion in enumerate(completions):
         prompt, ours = completion.prompt_token_ids, completion.token_ids
-        theirs, result = reference.greedy(prompt, options.max_tokens), TransformersComparison(index, len(ours))
-        at = first_difference(ours, theirs)
-        if at is not None and at == min(len(ours), len(theirs)):
-            result = replace(result, position=at, tie=False)
-        elif at is not None:
-            margin, tie = referee.margin([*prompt, *ours[:at]], ours[at], theirs[at], params)
-            result = replace(result, position=at, ours=ours[at], theirs=theirs[at], margin=margin, tie=tie)
-        compared.append(result)
+        theirs = reference.greedy(prompt, options.max_tokens)
+        if (at := first_difference(ours, theirs)) is not None:
+            pair, margin, tie = (-1, -1), 0.0, False  # one text ends there
+            if at < min(len(ours), len(theirs)):
+                pair = (ours[at], theirs[at])
+                margin, tie = referee.margin([*prompt, *ours[:at]], *pair, params)
+            found.append({"prompt": index, "num_tokens": len(ours), "position": at, "ours": pair[0], "theirs": pair[1],
+                          "margin": margin, "tie": tie})  # fmt: skip
         progress(index + 1, len(completions), "transformers")
-    return _report(llm, compared)
+    return _report(llm, len(completions), sum(len(each.token_ids) for each in completions), found)
 
 
 class _TransformersModel:
@@ -111,28 +98,23 @@ class _TransformersModel:
         return [int(token) for token in output[0, len(prompt) :]]
 
 
-def _report(llm: LLM, compared: list[TransformersComparison]) -> Report:
-    found = [each for each in compared if each.position is not None]
-    wrong = [each for each in found if not each.tie]
-    tokens, identical = sum(each.num_tokens for each in compared), len(compared) - len(found)
+def _report(llm: LLM, texts: int, tokens: int, found: list[dict[str, Any]]) -> Report:
+    wrong = sum(not each["tie"] for each in found)
     data = {
         "ok": not wrong,
         "model": llm.model.name,
         "against": "transformers",
-        "texts": len(compared),
-        "identical": identical,
+        "texts": texts,
+        "identical": texts - len(found),
         "tokens": tokens,
-        "ties": len(found) - len(wrong),
-        "differences": len(wrong),
-        "found": [vars(each) for each in found],
+        "ties": len(found) - wrong,
+        "differences": wrong,
+        "found": found,
     }
     lines = [
-        f"  {'tie' if each.tie else 'DIFFERENT'}: prompt {each.prompt}, output token {each.position}: "
-        f"{each.ours} and {each.theirs}, margin {each.margin:.2g}"
+        f"  {'tie' if each['tie'] else 'DIFFERENT'}: prompt {each['prompt']}, output token {each['position']}: "
+        f"{each['ours']} and {each['theirs']}, margin {each['margin']:.2g}"
         for each in found
     ]
-    lines.append(
-        f"greedy text identical to transformers for {identical}/{len(compared)} prompts ({tokens} tokens); "
-        f"ties {data['ties']}, differences {len(wrong)}"
-    )
-    return Report(ok=not wrong, data=data, lines=lines)
+    identical = f"greedy text identical to transformers for {data['identical']}/{texts} prompts ({tokens} tokens)"
+    return Report(ok=not wrong, data=data, lines=[*lines, f"{identical}; ties {data['ties']}, differences {wrong}"])

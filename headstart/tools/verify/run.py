@@ -30,7 +30,7 @@ from headstart.tools.verify.options import (
 )  # fmt: skip
 from headstart.tools.verify.references import TIE, TieReferee, compare_transformers
 
-PLAIN = "none"
+PLAIN_CELL = {"depth": 0, "drafter": "none", "batch": 1, "chunk": 512, "cache": False, "preemption": False}
 GRID_SEED = 0  # of the choice of cells; `VerifyOptions.seeds` are those of the texts
 
 
@@ -49,8 +49,6 @@ class TokenDifference:
 
 @dataclass
 class CellResult:
-    """One cell over all prompts."""
-
     cell: GridCell
     num_tokens: int
     acceptance_length: float
@@ -59,8 +57,6 @@ class CellResult:
 
 
 class DecodedPrompt(NamedTuple):
-    """Token ids of one prompt and of its answer."""
-
     prompt: list[int]
     answer: list[int]
 
@@ -137,15 +133,15 @@ class VerificationRun:
             self.name = model.name
             self._fit_depths(model)
             for temperature, seed in self._baselines:
-                cell, text = plain_cell(temperature, seed, threads), f"plain decoding, T = {temperature:g}"
-                self._plain[temperature, seed] = self._decode(LLM(model, _config(options, cell)), cell, text)
+                cell = PLAIN_CELL | {"temperature": temperature, "seed": seed, "threads": threads}
+                llm, text = LLM(model, _config(options, cell)), f"plain decoding, T = {temperature:g}"
+                self._plain[temperature, seed] = self._decode(llm, cell, text)
         for number, cell in enumerate(self._cells, 1):
             if cell["threads"] == threads:
                 self.results.append(self._run_cell(model, cell, f"cell {number}/{len(self._cells)}"))
 
     def _fit_depths(self, model: Model) -> None:
-        """Lowers default depths to what each drafter can. Raises UsageError, before the work begins, for depths that
-        the user asked for, and for a drafter that does not fit."""
+        """Lowers default depths to what drafters can. Raises UsageError for a depth that was asked for."""
         options, limits = self.options, {}
         deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
         is_default = options.depths in (DEPTHS, FULL_DEPTHS)
@@ -193,8 +189,7 @@ class VerificationRun:
         return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
 
     def judge_ties(self, referee: TieReferee) -> None:
-        """Adds a margin to every difference but the end of a text, which no tie can explain. Comes last: loading the
-        referee's model may change torch's threads."""
+        """Adds a margin to every difference but the end of a text. Comes last: loading may change torch's threads."""
         for each in (each for result in self.results for each in result.differences if each.plain >= 0):
             plain = self._plain[_key(each.cell)][each.prompt]
             context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, each.prompt, 1)
@@ -204,12 +199,6 @@ class VerificationRun:
 def _key(cell: GridCell) -> tuple[float, int]:
     """Plain decoding depends on temperature and seed only."""
     return cell["temperature"], cell["seed"]
-
-
-def plain_cell(temperature: float, seed: int, threads: int) -> GridCell:
-    """Returns the cell of plain decoding: one sequence, no drafter, no cached prefix, prompts in one chunk."""
-    fixed = {"depth": 0, "drafter": PLAIN, "batch": 1, "chunk": 512, "cache": False, "preemption": False}
-    return {"temperature": temperature, "seed": seed, "threads": threads, **fixed}
 
 
 def _config(options: VerifyOptions, cell: GridCell) -> EngineConfig:
@@ -273,8 +262,13 @@ def summarize(
     }  # fmt: skip
     seeds = ", ".join(map(str, options.seeds))
     arithmetic = f", {options.config.dtype}" if backend_kind(backend).uses_dtype else ""
+    cells = []
+    for each in results:
+        same, preempted = num_prompts - len(each.differences), f", {each.preemptions} preemptions"
+        line = f"{_name(each.cell)}: identical {same}/{num_prompts}, acceptance length {each.acceptance_length:.2f}"
+        cells.append(line + (preempted if each.preemptions else ""))
     lines = [
-        *(_cell_line(result, num_prompts) for result in results),
+        *cells,
         *(_difference_line(each) for each in differences),
         f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results, num_prompts)}",
         f"identical {pairs - len(differences)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
@@ -287,11 +281,8 @@ def summarize(
 
 def _preempted(results: list[CellResult], num_prompts: int) -> str:
     """The number of preemptions, and of the cells in which sequences could preempt each other."""
-    able = [
-        result
-        for result in results
-        if result.cell["preemption"] and min(result.cell["batch"], result.cell["chunk"], num_prompts) > 1
-    ]
+    made = [result for result in results if result.cell["preemption"]]
+    able = [each for each in made if min(each.cell["batch"], each.cell["chunk"], num_prompts) > 1]
     if not able:
         return "no cell in which sequences could preempt each other (two prompts or more, batches above 1)"
     hit = sum(result.preemptions > 0 for result in able)
@@ -311,9 +302,3 @@ def _name(cell: GridCell) -> str:
         f"T {cell['temperature']:g}, {cell['drafter']} depth {cell['depth']}, batch {cell['batch']}, "
         f"chunk {cell['chunk']}, {switches}, threads {cell['threads']}, seed {cell['seed']}"
     )
-
-
-def _cell_line(result: CellResult, num_prompts: int) -> str:
-    same = num_prompts - len(result.differences)
-    line = f"{_name(result.cell)}: identical {same}/{num_prompts}, acceptance length {result.acceptance_length:.2f}"
-    return line + (f", {result.preemptions} preemptions" if result.preemptions else "")

@@ -13,7 +13,6 @@ from headstart.core import DraftStats
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
-from headstart.tools import prompts
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.deep import LONGER, TOKENS, is_better, other_readings
 from headstart.tools.tiny import write_tiny
@@ -80,7 +79,7 @@ def test_deep_names_the_reading_that_fits(
         better_here = turned and (better or times == 1)
         return counts(*(times * each for each in ((36, 16, 8) if better_here else (30, 11, 4))), drafts=60 * times)
 
-    monkeypatch.setattr(prompts, "measure_acceptance", accepted)
+    monkeypatch.setattr("headstart.tools.inspect.deep.measure_acceptance", accepted)
     report = inspect.run(inspect.InspectOptions(model=str(head), target=str(trunk), deep=True))
     deep, text = report.data["deep"], "\n".join(report.lines)
     assert deep["ran"], deep

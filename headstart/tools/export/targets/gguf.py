@@ -123,9 +123,8 @@ def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(model.architecture.pre_tokenizer)
     writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
-    writer.add_token_types(
-        [int(kinds.get(n, TokenType.NORMAL) if n in vocabulary else TokenType.UNUSED) for n in range(size)]
-    )
+    used = {number: int(kinds.get(number, TokenType.NORMAL)) for number in vocabulary}
+    writer.add_token_types([used.get(number, int(TokenType.UNUSED)) for number in range(size)])
     special = SpecialVocab(source.path, load_merges=True)
     ids = {token: number for number, token in vocabulary.items()}
     special.special_token_ids |= {name: ids[each] for name, each in model.architecture.special.items() if each in ids}

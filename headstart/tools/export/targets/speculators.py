@@ -99,12 +99,8 @@ def _mtp(source: Checkpoint) -> Plan:
     cut = cut_module(source, place, modules=count_modules(place, several=True))
     planned = _fused([replace(each, name=_renamed(place, each.name)) for each in cut.planned])
     shared = {key: value for key, value in inner.items() if key not in ("quantization_config", "text_config")}
-    config = {
-        "architectures": ["MTPDraftModel"],
-        **_container("mtp", source.name, architectures(source.config)),
-        "num_nextn_predict_layers": 1,
-        "transformer_layer_config": shared,
-    }
+    config = {"architectures": ["MTPDraftModel"], **_container("mtp", source.name, architectures(source.config))}
+    config |= {"num_nextn_predict_layers": 1, "transformer_layer_config": shared}
     plan = single_file(planned, config, FINETUNE)
     plan.notes += cut.notes
     plan.notes.append("vLLM 0.32 does not load this container for MTP; it reads the module out of the model itself")

@@ -13,13 +13,9 @@ from __future__ import annotations
 from headstart.errors import ModelError
 from headstart.formats.safetensors import copied
 from headstart.tools.export.module import architectures, count_modules, cut_module, find_module
-from headstart.tools.export.plan import Plan, single_file
+from headstart.tools.export.plan import Plan, single_file, vllm_use
 from headstart.tools.export.source import Request
 
-USE = (
-    "vllm serve MODEL --speculative-config "
-    """'{{"method": "eagle", "model": "{out}", "num_speculative_tokens": 1}}'"""
-)
 NAMES = {"eh_proj": "fc", "shared_head.norm": "norm", "enorm": "enorm", "hnorm": "hnorm"}
 SHARED = ("embed_tokens.", "shared_head.head.")
 
@@ -51,7 +47,7 @@ def plan(request: Request) -> Plan:
         "num_nextn_predict_layers": 1,
         "first_k_dense_replace": 0,
     }
-    return single_file(planned, config, USE)
+    return single_file(planned, config, vllm_use("eagle", 1))
 
 
 EXPORT = plan

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from headstart.errors import ModelError
-from headstart.tools.export.plan import Plan
+from headstart.tools.export.plan import Plan, vllm_use
 from headstart.tools.export.source import Request
 
-USE = (
-    "vllm serve MODEL --speculative-config "
-    """'{{"method": "eagle3", "model": "{out}", "num_speculative_tokens": 3}}'"""
-)
+USE = vllm_use("eagle3", 3)
 
 
 def plan(request: Request) -> Plan:

@@ -130,7 +130,6 @@ def _draft_config(place: ModulePlace, draft: XllmDraft, count: int) -> dict[str,
 
 
 def _filled(declared: Mapping[str, object], count: int) -> dict[str, Any]:
-    """Declared keys for so many modules (see XllmDraft)."""
     values = {key: count if value == "count" else value for key, value in declared.items()}
     return {key: value * count if isinstance(value, list) else value for key, value in values.items()}
 

@@ -12,8 +12,6 @@ P_MIN = 0.75
 
 
 class LlamaCpp(EngineLauncher, data="llamacpp.json"):
-    """`llama-server`."""
-
     def build(self, server: ServerBuilder) -> None:
         spec = server.spec
         if spec.parallel.nodes > 1:

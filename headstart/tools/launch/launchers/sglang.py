@@ -18,8 +18,6 @@ MAX_TREE_TOKENS = 8  # tokens of a tree that SGLang itself chooses for 5 steps a
 
 
 class Sglang(EngineLauncher, data="sglang.json"):
-    """`python -m sglang.launch_server`."""
-
     def build(self, server: ServerBuilder) -> None:
         spec, parallel = server.spec, server.spec.parallel
         if spec.role and spec.platform == "cpu":

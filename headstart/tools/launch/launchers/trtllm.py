@@ -65,17 +65,15 @@ class TrtLlm(EngineLauncher, data="trtllm.json"):
         old_key, key = "max_draft_len", "num_nextn_predict_layers"
         if is_new := at_least(version, RENAMED_IN):
             old_key, key = key, old_key
-        warnings = [
-            f"{stale} is now part of sa_config" for stale in ("use_sa_spec", "sa_spec_threshold") if stale in text
-        ]
+        stale = (key for key in ("use_sa_spec", "sa_spec_threshold") if key in text)
+        warnings = [f"{key} is now part of sa_config" for key in stale]
         if old_key not in text or not (is_new or "MTP" in text):  # other drafters have always had max_draft_len
             return text, [], warnings
         return text.replace(old_key, key), [f"{old_key} -> {key}"], warnings
 
 
 def _schedule(table: list[list[int]]) -> dict[int, int]:
-    """Returns largest batch size -> depth; larger batches draft nothing. Raises UsageError where the smallest batches
-    are not the deepest."""
+    """Largest batch size -> depth; larger ones draft nothing. Raises UsageError unless the smallest are the deepest."""
     depths = [depth for _, _, depth in table]
     if not depths[0] or max(depths) > depths[0]:
         what = f"--depth-by-batch drafts {depths[0]} tokens for the smallest batches, but TensorRT-LLM wants most there"

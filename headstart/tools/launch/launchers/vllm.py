@@ -24,8 +24,6 @@ WITHOUT_RAY = "0.19"  # from here on vLLM's image has no Ray, and vLLM joins nod
 
 
 class Vllm(EngineLauncher, data="vllm.json"):
-    """`vllm serve`."""
-
     def build(self, server: ServerBuilder) -> None:
         facts, spec, parallel = server.facts, server.spec, server.spec.parallel
         if spec.platform == "cpu" and _asks_for_ray(spec.extra):
@@ -80,8 +78,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return own.words
 
     def _environment(self, server: ServerBuilder) -> dict[str, str]:
-        """On a CPU the size of the KV cache, and the cores of each worker: vLLM takes a whole NUMA node otherwise. In
-        disaggregation the side channel."""
+        """On a CPU cache size and cores: vLLM takes a whole NUMA node otherwise. In disaggregation the side channel."""
         spec, environment = server.spec, dict[str, str]()
         if spec.platform == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(_cpu_cache_gb(server))
@@ -94,7 +91,6 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return environment
 
     def _speculation(self, server: ServerBuilder) -> dict[str, Any]:
-        """Returns the JSON of --speculative-config."""
         spec, version = server.spec, server.version
         if spec.role == "prefill":
             server.note(BOTH_SIDES)

@@ -7,8 +7,6 @@ from headstart.tools.launch.spec import VISIBLE, LaunchStep
 
 
 class Xllm(EngineLauncher, data="xllm.json"):
-    """The `xllm` server."""
-
     def build(self, server: ServerBuilder) -> None:
         facts, spec = server.facts, server.spec
         model = facts.source
