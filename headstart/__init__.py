@@ -1,7 +1,5 @@
 """headstart: an LLM engine built around multi-token prediction."""
 
-from __future__ import annotations
-
 from headstart.version import __version__ as __version__
 
 TYPE_CHECKING = False  # importing typing takes longer than the start of --version
@@ -21,7 +19,7 @@ _HOMES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a public name at its first use: `headstart --help` needs none."""
     if name not in _HOMES:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")

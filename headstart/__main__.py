@@ -1,7 +1,5 @@
 """`python -m headstart`."""
 
-from __future__ import annotations
-
 import sys
 
 from headstart.cli.main import main

@@ -4,8 +4,6 @@ Partial files lie beside their target (SUFFIX) and are continued by an HTTP rang
 against a known checksum and renamed into place.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -107,7 +105,7 @@ def _receive(url: str, file: BinaryIO, num_bytes: int, progress: Progress) -> No
         raise httpx.RemoteProtocolError(f"{num_bytes - file.tell()} bytes are missing")
 
 
-def large_files(repo: str, list_files: Callable[[], list[DryRunFileInfo]]) -> None:
+def large_files(repo: str, list_files: "Callable[[], list[DryRunFileInfo]]") -> None:
     """Download missing large files into the cache of the Hub's client, whose own downloads do not resume after a kill.
     Raises the client's errors of downloads, and DownloadFailed; errors of listing are left to the client."""
     from huggingface_hub import errors
@@ -122,7 +120,7 @@ def large_files(repo: str, list_files: Callable[[], list[DryRunFileInfo]]) -> No
             _download_large_file(repo, each)
 
 
-def _download_large_file(repo: str, info: DryRunFileInfo) -> None:
+def _download_large_file(repo: str, info: "DryRunFileInfo") -> None:
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get, repo_folder_name
     from huggingface_hub.utils import build_hf_headers

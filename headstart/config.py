@@ -1,7 +1,5 @@
 """`EngineConfig`: the single source of engine flags, their defaults and their documentation."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, lru_cache

@@ -1,7 +1,5 @@
 """Errors shown to users: what was wrong, which value, what to do. Any other exception is a bug."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

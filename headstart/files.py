@@ -4,8 +4,6 @@ Temporary names are `.NAME.` and twelve hex digits, beside the target; the write
 same name removes temporary files that a killed process has left.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -4,8 +4,6 @@ Trunks of built-in aliases (`BUILTIN`) are kept in the user cache: checked by sh
 interrupted or concurrent download does no harm. Small models are part of the package: folders of `CHECKPOINTS`.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import hashlib

@@ -3,8 +3,6 @@
 `root` is the folder with the system's files; tests pass folders of their own.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

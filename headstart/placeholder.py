@@ -1,7 +1,5 @@
 """Files that stand in the place of a checkpoint's file: pointers, web pages, downloads that have not ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ A plug-in is a file that defines the constant of its kind (`KINDS`: `FAMILY`, `D
 other files of the folder are helpers. A file whose name begins with an underscore is private to its folder.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util
@@ -177,7 +175,7 @@ def _constants(path: Path, changed_ns: int, num_bytes: int) -> frozenset[str]:
 
 
 @cache
-def _entry_points(kind: str) -> dict[str, EntryPoint]:
+def _entry_points(kind: str) -> "dict[str, EntryPoint]":
     return {point.name.replace("-", "_"): point for point in _installed().select(group=f"headstart.{kind}")}
 
 

@@ -1,7 +1,5 @@
 """Statistics of drafting."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,7 +41,7 @@ class DraftStats:
                 self.drafted_at[i] += 1
                 self.per_position[i] += i < accepted
 
-    def add(self, other: DraftStats) -> None:
+    def add(self, other: "DraftStats") -> None:
         """Add the counts of another text."""
         for name in ("drafts", "drafted", "accepted", "passes", "emitted", "forced"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

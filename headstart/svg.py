@@ -3,8 +3,6 @@
 Each series has its own colour, marker and dash, so that series differ in greyscale too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field, replace

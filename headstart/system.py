@@ -5,8 +5,6 @@ instead. headstart runs on Linux; support of macOS and Windows is checked by typ
 systems lack, and was never tried there.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -150,7 +148,7 @@ def line_editing(history: Path, max_lines: int) -> Iterator[None]:
             readline.write_history_file(history)
 
 
-def add_signal_handler(loop: asyncio.AbstractEventLoop, number: int, work: Callable[[], None]) -> None:
+def add_signal_handler(loop: "asyncio.AbstractEventLoop", number: int, work: Callable[[], None]) -> None:
     """Run `work` on the event loop when a signal comes."""
     try:
         loop.add_signal_handler(number, work)
@@ -158,7 +156,7 @@ def add_signal_handler(loop: asyncio.AbstractEventLoop, number: int, work: Calla
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(work))
 
 
-def end_process_group(process: subprocess.Popen[bytes], *, kill: bool) -> bool:
+def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool:
     """Interrupt or kill a process with a session of its own, and its children. False if there are none. On Windows
     only the process itself."""
     try:

@@ -1,7 +1,5 @@
 """headstart in process: `LLM.generate`, `LLM.chat`, `LLM.stream`, and `AsyncLLM` with the same for asyncio."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from headstart.api.llm import LLM, Prompt

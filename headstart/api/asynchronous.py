@@ -1,7 +1,5 @@
 """`AsyncLLM`: an LLM for asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """`LLM`: a model with its engine, in process."""
 
-from __future__ import annotations
-
 import difflib
 import gc
 import os
@@ -227,7 +225,7 @@ class LLM:
         return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
 
     @cached_property
-    def grammars(self) -> GrammarCompiler:
+    def grammars(self) -> "GrammarCompiler":
         """The compiler of constraints. Its library is loaded when it is first used."""
         from headstart.text.grammar import GrammarCompiler
 

@@ -1,7 +1,5 @@
 """KV blocks: reference counts, a prefix index over full blocks, and the parts of a block that are stored together."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence as Seq

@@ -1,7 +1,5 @@
 """KV cache of an engine: block tables, prefix cache, and what is loaded from or saved to files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING

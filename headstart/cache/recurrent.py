@@ -5,8 +5,6 @@ first in the next pass (core.StateSteps): a draft needs no copy of the state, wh
 snapshot is written by the pass that computes its prefix, and found by the key of the prefix's last block.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field

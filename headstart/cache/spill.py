@@ -5,8 +5,6 @@ copy bytes between files and blocks held for them, and return results in queues.
 when blocks run short, saves and loads are cancelled.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -8,8 +8,6 @@ disk, because the digest detects files that a crash left incomplete.
 The system's page cache is the memory tier above the disk: recently used files are read from there, by every process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The `headstart` application: finds and runs the command of a command line; errors become a line and an exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

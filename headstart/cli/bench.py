@@ -1,7 +1,5 @@
 """Commands that measure speed: `headstart bench` (under load, or single passes), `tune` and `demo`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`headstart chat`: a conversation in the terminal, with commands such as /set and /save."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -87,7 +85,7 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
     return 0
 
 
-def _answer(llm: LLM, session: ChatSession, text: str) -> None:
+def _answer(llm: "LLM", session: "ChatSession", text: str) -> None:
     """Print the answer to one text and record the turn, unless it does not fit the context."""
     from headstart.text.conversation import plain_text
 

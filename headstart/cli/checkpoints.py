@@ -1,7 +1,5 @@
 """`headstart inspect`, `export` and `graft`: the content of a checkpoint, its layout for another engine, its head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

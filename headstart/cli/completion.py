@@ -1,7 +1,5 @@
 """`headstart completion`: scripts for shells, and the completions that these scripts ask for."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

@@ -1,7 +1,5 @@
 """Commands and flags of other programs (llama.cpp, vLLM, SGLang, Ollama, mlx-lm), with what to type here instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 

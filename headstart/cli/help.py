@@ -1,7 +1,5 @@
 """Text of `--help`: options in panels, as wide as the terminal; rare panels with --help-all only."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """`headstart launch`: another engine, with the flags that make it draft."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -95,7 +93,7 @@ def run(flags: LaunchFlags, server: ServerFlags, place: PlaceFlags, output: Outp
     return start(options, stay=not flags.check, as_json=output.as_json)
 
 
-def start(options: LaunchOptions, *, stay: bool, as_json: bool) -> int:
+def start(options: "LaunchOptions", *, stay: bool, as_json: bool) -> int:
     """Start an engine, print its check as soon as it is ready, and stay until the engine ends."""
     from headstart.tools.launch import run as launch
 

@@ -1,7 +1,5 @@
 """The `headstart` program. Other modules are imported inside `main`, so that Ctrl-C prints one line from the start."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os
@@ -18,7 +16,7 @@ GC_THRESHOLD = 50_000
 searched again and again."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: "Sequence[str] | None" = None) -> int:
     """Run one command; returns the exit code."""
     if arguments is None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it

@@ -1,7 +1,5 @@
 """Commands about this machine (`headstart doctor`, `models`, `pull`) and a running server's memory (`ps`, `stop`)."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -187,7 +185,7 @@ def doctor(settings: Settings, output: OutputOptions) -> int:
     return finish(_with_settings(doctor_run.run(), settings), output.as_json)
 
 
-def _with_settings(report: Report, settings: Settings) -> Report:
+def _with_settings(report: "Report", settings: Settings) -> "Report":
     file = str(settings.file) if settings.file else None
     order = f"command line > environment > {file or 'headstart.toml (none here)'} > default"
     rows, lines = [], [f"{'settings':10} {order}"]

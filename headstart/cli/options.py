@@ -1,7 +1,5 @@
 """Groups of options that several commands share."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -53,7 +51,7 @@ class OutputOptions(OptionGroup):
     as_json: bool = option("Print exactly one JSON document on stdout.", "--json", default=False)
 
     def run(
-        self, what: str, work: Callable[[Progress], Report], table: Callable[[dict[str, Any]], None] | None = None
+        self, what: str, work: "Callable[[Progress], Report]", table: Callable[[dict[str, Any]], None] | None = None
     ) -> int:
         """Run `work` under a progress bar named `what` and show its report, for people below a table; returns the exit
         code."""
@@ -96,7 +94,7 @@ def read_text(path: Path, flag: str) -> str:
         raise UsageError(f"{flag}: cannot read {path}: {reason}", "is the path right?") from None
 
 
-def read_template(name: str | None) -> ChatTemplate | None:
+def read_template(name: str | None) -> "ChatTemplate | None":
     """The template of --chat-template, read before the model is loaded. Raises UsageError or ModelError."""
     from headstart.text.chat import ChatTemplate
 

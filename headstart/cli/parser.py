@@ -4,8 +4,6 @@ Not argparse: options may stand between arguments, values may begin with a dash,
 does not wait for its import.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -323,7 +321,7 @@ def command(*examples: str, rewrite: Rewrite | None = None) -> Callable[[Callabl
 class CommandGroup:
     """A command of commands."""
 
-    commands: Mapping[str, Command | CommandGroup]
+    commands: "Mapping[str, Command | CommandGroup]"
     help: str
     examples: tuple[str, ...]
     default: str = ""  # the command that runs when none is named

@@ -1,7 +1,5 @@
 """`headstart plan`: speed, memory and cost of a model on a machine, predicted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`headstart serve --engine NAME`: translates options of serve to those of another engine, or refuses them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -49,7 +47,7 @@ class OtherEngineOptions(OptionGroup):
 
 def launch_options(
     engine_name: str, model: str | None, serving: OptionGroup, engine: EngineOptions, vllm: Mapping[str, str | bool]
-) -> LaunchOptions:
+) -> "LaunchOptions":
     """Options of the launcher. Raises UsageError for an option without a counterpart in the other engine."""
     from headstart.tools.launch.prepare import LaunchOptions
 

@@ -5,8 +5,6 @@ option. The environment has them as HEADSTART_PORT or HEADSTART_SERVE_PORT. Prec
 file, default; in each of them a value for one command comes before a value for all.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """Commands that train: `headstart train` (a head, or a small model with one), `data` (its text) and `adapt`."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from dataclasses import dataclass, replace
@@ -123,7 +121,7 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     return finish(run(options), output.as_json)
 
 
-def _with_own_text(options: TrainOptions, *, quiet: bool) -> TrainOptions:
+def _with_own_text(options: "TrainOptions", *, quiet: bool) -> "TrainOptions":
     """Let the model write the training text of its head; another run adds to it."""
     from headstart.config import EngineConfig
     from headstart.train import self_distillation

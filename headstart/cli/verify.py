@@ -1,7 +1,5 @@
 """`headstart verify` and `probe`: check exactness and drafting, of this engine or of another endpoint."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

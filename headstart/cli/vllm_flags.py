@@ -1,7 +1,5 @@
 """vLLM's flags on the command line of `serve`: rewritten to options here, honoured, or refused with a hint."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -295,7 +293,7 @@ def _takes_value(name: str) -> bool:
     return not is_switch and not name.startswith("--no-") and name not in data["switches"]
 
 
-def _vllm_tables() -> tuple[ArgumentTable, Mapping[str, Any]]:
+def _vllm_tables() -> "tuple[ArgumentTable, Mapping[str, Any]]":
     from headstart.tools.launch.arguments import argument_table
     from headstart.tools.launch.launcher import engine_data
 

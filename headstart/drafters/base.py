@@ -1,8 +1,6 @@
 """The drafter interface: attach to a target model, propose drafts, release sequences. One file per drafter, named after
 its method."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass

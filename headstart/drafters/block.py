@@ -6,8 +6,6 @@ these slots. All tokens are sampled at once, unless a token's distribution depen
 penalties, masks): then one by one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace

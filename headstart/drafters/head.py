@@ -6,8 +6,6 @@ drafted token and the output vector of the module's last row; such rows are comp
 states. A head without KV needs only the newest pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import Self, cast

@@ -1,7 +1,5 @@
 """Prompt lookup where the text repeats, the model's head elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Self

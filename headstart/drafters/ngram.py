@@ -1,8 +1,6 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed the same n-gram earlier in the sequence, or in outputs
 of other requests of the same owner. Needs no model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
@@ -30,7 +28,7 @@ class NgramDrafter(Drafter):
 
     method = "ngram"
 
-    def __init__(self, smallest: int, largest: int, shared: SharedLookup | None = None) -> None:
+    def __init__(self, smallest: int, largest: int, shared: "SharedLookup | None" = None) -> None:
         self._sizes, self._shared = range(smallest, largest + 1), shared
         self._indexes: dict[Sequence, _Index] = {}
 

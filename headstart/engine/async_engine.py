@@ -4,8 +4,6 @@
 communicate by the command queue and `call_soon_threadsafe`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -26,7 +24,7 @@ class RequestStream:
     """Requests opened together; iterates over (index of the request, delta)."""
 
     def __init__(
-        self, engine: AsyncEngine, requests: Seq[Request], on_close: Callable[[RequestStream], None] | None
+        self, engine: "AsyncEngine", requests: Seq[Request], on_close: "Callable[[RequestStream], None] | None"
     ) -> None:
         self.requests, self.loop = requests, asyncio.get_running_loop()
         self.sequences: dict[tuple[str, int], Sequence] = {}  # by request id and choice

@@ -1,7 +1,5 @@
 """Builds an engine from a loaded model: the drafter, the KV cache of all networks, the spill directory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable
@@ -256,7 +254,7 @@ def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def open_spill(runner: Runner, memory: KVCacheManager, model: Model, config: EngineConfig) -> KVSpill | None:
+def open_spill(runner: Runner, memory: KVCacheManager, model: Model, config: EngineConfig) -> "KVSpill | None":
     """The spill directory (--kv-spill) of an engine; None if not configured. Raises UsageError."""
     if config.kv_spill is None or not config.enable_prefix_caching:
         return None

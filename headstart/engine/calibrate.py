@@ -1,7 +1,5 @@
 """Calibration at start: measures what passes, drafts and long contexts cost, with real steps of the engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

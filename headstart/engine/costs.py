@@ -1,7 +1,5 @@
 """Costs of passes and drafts on this machine: measured once, then corrected by every step."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ rows in a pass make drafted rows more expensive (a pass that computes anyway doe
 change the value of a token: they are paid for whatever is drafted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -147,7 +145,7 @@ class AutoDepth:
         worth, cost = factor * self.token_s, self.row_s
         return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
 
-    def _probe(self, candidate: DraftCandidate, gate: AutoGate) -> None:
+    def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
         """Starts a draft that does not pay, if there is time to learn from it."""
         if self.costs.draft_seconds([1], candidate.num_uncached) < self._probe_credit_s:
             self._probe_credit_s, gate.should_start = 0.0, True

@@ -1,7 +1,5 @@
 """Drafting between passes: which sequences get a draft and how deep, what is learned, and pauses of a failed head."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence as Seq

@@ -1,7 +1,5 @@
 """The engine loop: schedule -> forward -> verify -> commit -> propose. Works on token ids only."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace

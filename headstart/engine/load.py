@@ -1,7 +1,5 @@
 """Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Plans and runs the passes of all networks: the trunk's and the drafters'. Owns all pools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Builds SamplingRows: the sampling parameters of each token to be drawn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence as Seq
 from functools import lru_cache

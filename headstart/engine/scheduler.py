@@ -1,8 +1,6 @@
 """Scheduler: selects the rows of the next pass. There is no prefill or decode phase: each sequence needs len(tokens) +
 len(draft) - num_computed rows, within one token budget."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq

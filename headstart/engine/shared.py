@@ -4,8 +4,6 @@ A step serves all running requests, so requests of all threads share one batch. 
 empty. `AsyncEngine` (async_engine.py) is a caller with its own thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

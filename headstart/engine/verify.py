@@ -6,8 +6,6 @@ et al. (2302.01318): the same distribution, not the same text. `SyntheticVerifie
 measure speed where no head is right (random weights); its output is not the model's text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from itertools import pairwise

@@ -5,8 +5,6 @@ LM head and its cost are measured on held-out states; if it disagrees too often 
 used. The result is stored in the user cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

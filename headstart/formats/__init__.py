@@ -1,7 +1,5 @@
 """Checkpoint formats, one file each: `FORMAT = Format(detect, open_checkpoint)`; and opening by detection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headstart import hub, registry

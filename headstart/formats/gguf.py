@@ -4,8 +4,6 @@ Rows of q_proj and k_proj stay in the file's order: a family whose converter per
 `rows.unpermute_rows`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -84,13 +82,13 @@ def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
 
 
-def _tokenizer(file: GgufFile, path: Path) -> Tokenizer:
+def _tokenizer(file: GgufFile, path: Path) -> "Tokenizer":
     from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
 
     return Tokenizer.from_gguf(file.metadata, str(path))
 
 
-def _template(file: GgufFile, path: Path) -> ChatTemplate | None:
+def _template(file: GgufFile, path: Path) -> "ChatTemplate | None":
     from headstart.text.chat import ChatTemplate
 
     return ChatTemplate.from_gguf(file.metadata, str(path))

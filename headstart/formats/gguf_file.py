@@ -3,8 +3,6 @@
 Nothing but the header is read, so the first bytes of a remote file will do.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tensor names and configuration keys of GGUF files -> canonical names and Hugging Face's config keys. Data only."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 

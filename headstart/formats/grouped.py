@@ -11,8 +11,6 @@ With scales of E4M3 a float32 comes before the units, which multiplies the row's
 in float32, rounded once. csrc/packing_sources.cpp names the types that the kernels take.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Weights that are integers times scales: in ggml's blocks where those hold every value, in groups with zero points, or
 as floats. Sums of their products are exact integers inside a group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -126,7 +124,7 @@ class Regrouped(Deferred):
     main: Tensor
 
     @classmethod
-    def of(cls, make: Callable[[], Integers], main: Tensor) -> Regrouped:
+    def of(cls, make: Callable[[], Integers], main: Tensor) -> "Regrouped":
         found = make()
         return cls(found.name, found.shape, found.dtype, make, main)
 

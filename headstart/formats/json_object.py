@@ -1,7 +1,5 @@
 """Reading JSON files of a checkpoint, with errors that name the file."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib import resources

@@ -5,8 +5,6 @@ not compressed. The pickle can name nothing but what is in KNOWN, so that readin
 refused, as torch's `weights_only` does. Layout: torch 2.13, `serialization.py`, `_utils._rebuild_tensor_v2`.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

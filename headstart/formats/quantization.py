@@ -4,8 +4,6 @@ A quantization is a file of `quantized/` that defines `QUANTIZATION = Quantizati
 belong together, `describe` what they stand for, `decode` what their values are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -392,7 +390,7 @@ class Made(Deferred):
             return self.read().take_rows(rows)
         return self._made(np.asarray(rows), (len(rows), self.shape[-1]))
 
-    def part(self, index: int) -> Made:
+    def part(self, index: int) -> "Made":
         first = self.first + index * math.prod(self.shape[1:-1])
         return Made(self.stored, self.kept, self.shape[1:], first, f"{self.name}[{index}]")
 

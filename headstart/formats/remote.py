@@ -4,8 +4,6 @@ HF_ENDPOINT, HF_HOME, HF_TOKEN and offline mode mean what they mean to huggingfa
 what is in the local cache is listed instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that are made when they are wanted, so that nothing is kept twice; rows in another order, or some of them."""
 
-from __future__ import annotations
-
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Hugging Face directories: config.json and one or many *.safetensors files, of which headers are read; and writing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -89,13 +87,13 @@ def sidecar_heads(
     return {} if found and any(part_of(name, num_layers) == MTP for name in tensors) else found
 
 
-def _tokenizer(path: Path) -> Tokenizer:
+def _tokenizer(path: Path) -> "Tokenizer":
     from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
 
     return Tokenizer.from_directory(path)
 
 
-def _template(path: Path) -> ChatTemplate | None:
+def _template(path: Path) -> "ChatTemplate | None":
     from headstart.text.chat import ChatTemplate
 
     return ChatTemplate.from_directory(path)

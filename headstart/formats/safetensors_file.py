@@ -4,8 +4,6 @@ A header is 8 bytes of length, then JSON. Every number is checked against the fi
 so a piece of the file will do. Layout: https://github.com/huggingface/safetensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Part of a model that a tensor belongs to, by its name."""
 
-from __future__ import annotations
-
 import re
 
 from headstart.formats.base import WRAPPER

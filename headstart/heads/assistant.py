@@ -12,8 +12,6 @@ and llama.cpp's `gemma4-assistant`. Canonical tensors: `pre.weight` [h, 2 H], `l
 0, then those of group 1, and so on.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace

@@ -16,8 +16,6 @@ Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `
 [1, H + r] and `confidence.bias` [1]; a head may have `embed_tokens.weight` and `lm_head.weight` of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 It has no modules and reads nothing of the trunk; engine/load.py loads it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -9,8 +9,6 @@ Published directories: `fc`, `layers.0.*` in safetensors or in `pytorch_model.bi
 which is not read; config.json is that of a Llama model with one layer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ d2t[draft id]; `t2d`: a mask over the target's ids; with `norm_before_fc` an `in
 `fc_norm.0` and so on. config.json is that of a Llama model with one layer. Any other tensor is refused.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace

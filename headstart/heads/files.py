@@ -1,7 +1,5 @@
 """Head directories: `config.json` (the head's kind and sizes, its trunk) and `model.safetensors`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace

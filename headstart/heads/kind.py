@@ -1,7 +1,5 @@
 """`HeadKind`: what a kind of head declares; `HeadCheckpoint`: a head that was read. One file per kind."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager

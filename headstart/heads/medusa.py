@@ -8,8 +8,6 @@ Published directories: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{
 `token_map`: the target ids of a draft vocabulary).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass

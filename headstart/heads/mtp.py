@@ -6,8 +6,6 @@ norm (or none: y = x'), lm_head (or none: the trunk's). With residual streams (D
 streams: each makes an x, the block mixes them, and `streams` sums them before the norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 A file of heads/ declares the formats of its kind in `HEAD.formats`, formats that the engine does not run among them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Backend plug-ins: what each file of backends/ declares, and which backend a config selects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

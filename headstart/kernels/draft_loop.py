@@ -1,7 +1,5 @@
 """Drafting several tokens in one call, for backends that support it (Backend.prepare_draft_loop)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable

@@ -7,8 +7,6 @@ Key: a request's 64-bit seed. Counter: (token id // 4, position, choice, stream)
 Source: J. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

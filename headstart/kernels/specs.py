@@ -1,7 +1,5 @@
 """Shapes and options of single ops (see kernels/ops.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Base of the backends over torch tensors: pools, copies between slots, sampling on the host."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

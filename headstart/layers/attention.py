@@ -3,8 +3,6 @@
 Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`, `sinks` [heads].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,7 +43,7 @@ class AttentionConfig(MixerConfig):
     def kv_specs(self) -> tuple[AttentionSpec, ...]:
         return (self.spec,) if self.source_layer is None else ()
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Attention:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Attention":
         """See MixerConfig.build."""
         name = f"{prefix}.self_attn"
         linears = {

@@ -1,7 +1,5 @@
 """`DecoderConfig`: sizes and layers of a decoder; builds the decoder from named tensors and counts its costs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Weights follow from the shapes of a layer's tensors; cache and attention work fo
 Units are elements and multiply-adds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

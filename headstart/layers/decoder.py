@@ -1,7 +1,5 @@
 """Decoder layers and the decoder; `LayerConfig` describes a layer, builds it and counts its costs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -90,7 +88,7 @@ class LayerConfig:
     shortcut: FeedForwardConfig | None = None  # reads the MLP's input, added after the next layer (LongCat-Flash)
     streams: StreamSpec | None = None  # several residual streams (layers/streams.py)
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> DecoderLayer:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> "DecoderLayer":
         """Builds the layer from the tensors under `prefix` (no trailing dot). `in_features`: columns of the mixer's
         input; None: the hidden size."""
         norms: list[Norm] = [

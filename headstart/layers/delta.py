@@ -7,8 +7,6 @@ Canonical tensors under `{layer}.linear_attn`: `in_proj_{qkv,z,a,b}.weight`, `co
 first), `decay_rate` [heads] (negative), `decay_bias` [heads], `norm.weight` [value_dim], `out_proj.weight`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,7 +40,7 @@ class DeltaConfig(MixerConfig):
         """Columns of the values of all heads."""
         return self.delta.num_heads * self.delta.value_dim
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> GatedDeltaNet:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "GatedDeltaNet":
         """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""
         heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
         a, b = (weights.get(f"{name}.in_proj_{part}.weight", heads, in_features, precise=True) for part in "ab")

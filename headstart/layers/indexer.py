@@ -8,8 +8,6 @@ order; so is the Hadamard transform of q and k, which keeps q . k. Formula: tran
 Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +31,7 @@ class IndexerConfig:
     rope: RopeSpec
     interleaved: bool = False  # the file stores the two features of a rotary pair next to each other
 
-    def build(self, weights: Weights, attention: str, rank: int, *, in_features: int) -> Indexer:
+    def build(self, weights: Weights, attention: str, rank: int, *, in_features: int) -> "Indexer":
         """The indexer of the layer whose tensor names begin with `attention`; its queries read `rank` columns."""
         spec, name, order = self.spec, f"{attention}.indexer", self._order()
         heads, dim = spec.num_heads, spec.head_dim

@@ -7,8 +7,6 @@ L^T W^T W L, P = V^T L^-1 and B = V^T L^T. The plain SVD of W (Shim et al. 2017,
 times as many of the best tokens. Rows B w are int4. Only drafts use a sketch, so the text never changes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -9,8 +9,6 @@ Canonical tensors under `{layer}.mamba`: `in_proj.weight` [2 inner + 2 G N + hea
 `decay_rate` [heads] (negative), `step_bias` [heads], `skip` [heads], `norm.weight` [inner], `out_proj.weight`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -52,7 +50,7 @@ class Mamba2Config(MixerConfig):
         """Rows of the input projection."""
         return self.scan.inner + self.scan.channels + self.scan.num_heads
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mamba2:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Mamba2":
         """See MixerConfig.build. Steps are never quantized: errors would accumulate over a whole text."""
         name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
         taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))

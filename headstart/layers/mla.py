@@ -12,8 +12,6 @@ Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layern
 `o_proj`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +63,7 @@ class MLAConfig(MixerConfig):
     def num_kernels(self) -> int:
         return 18 if self.indexer else 12
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> MLA:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "MLA":
         """See MixerConfig.build."""
         heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
         attn, width = f"{prefix}.self_attn", self.latent + self.rotary

@@ -1,7 +1,5 @@
 """MLPs, gated (SwiGLU, Shazeer 2020, and other activations) or not; sparse activations of Gemma 3n."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -62,7 +60,7 @@ class MLPConfig:
     def routed_experts(self, hidden: int) -> RoutedExperts:
         return NO_EXPERTS
 
-    def build(self, weights: Weights, prefix: str, hidden: int) -> GatedMLP | MLP:
+    def build(self, weights: Weights, prefix: str, hidden: int) -> "GatedMLP | MLP":
         """See FeedForwardConfig.build."""
         parts = {
             name: weights.linear(f"{prefix}.{name}", *shape, bias=self.bias)

@@ -7,8 +7,6 @@ by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts
 experts that read L columns (LatentMoE of Nemotron 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -50,7 +48,7 @@ class MoEConfig:
         active = max(round(router.top_k * router.num_matrices / router.num_experts), 1)
         return RoutedExperts(count=router.num_matrices, active=active, weights=num_elements(one))
 
-    def build(self, weights: Weights, prefix: str, hidden: int) -> MoE:
+    def build(self, weights: Weights, prefix: str, hidden: int) -> "MoE":
         """See FeedForwardConfig.build. Raises ModelError for missing tensors."""
         count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
         return MoE(

@@ -1,7 +1,5 @@
 """A network is anything with layers: trunk, head, block drafter, draft model. A runner treats all alike."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol

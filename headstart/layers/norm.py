@@ -1,7 +1,5 @@
 """Norms: RMSNorm (Zhang, Sennrich 2019), LayerNorm (Ba, Kiros, Hinton 2016), and none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -12,8 +12,6 @@ MLP's under `{layer}.mlp`; under `{layer}`: `router.{proj.weight,scale,per_exper
 `pre_feedforward_layernorm`, `pre_feedforward_layernorm_2`, `post_feedforward_layernorm_{1,2}`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -56,7 +54,7 @@ class ParallelMixersConfig(MixerConfig):
     def num_kernels(self) -> int:
         return self.attention.num_kernels + self.mamba.num_kernels
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> ParallelMixers:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "ParallelMixers":
         """See MixerConfig.build."""
         return ParallelMixers(
             attention=self.attention.build(weights, prefix, hidden, eps=eps, in_features=in_features),
@@ -108,7 +106,7 @@ class ParallelMoEConfig:
     def inner(self) -> int:
         return self.mlp.inner
 
-    def build(self, weights: Weights, prefix: str, hidden: int) -> ParallelMoE:
+    def build(self, weights: Weights, prefix: str, hidden: int) -> "ParallelMoE":
         """See FeedForwardConfig.build; `prefix` is that of the layer's MLP."""
         layer, count = prefix.rpartition(".")[0], self.experts.router.num_experts
         scale = weights.raw(f"{layer}.router.scale", (hidden,)).affine(hidden**-0.5, 0)

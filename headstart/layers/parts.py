@@ -1,7 +1,5 @@
 """Interfaces of a layer's parts (mixer, feed-forward part, post block) and of the configs that build them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -40,7 +38,7 @@ class MixerConfig:
         """One state pool each."""
         return ()
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Mixer":
         """Builds the mixer of the layer `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of its
         norms."""
         raise NotImplementedError
@@ -49,7 +47,7 @@ class MixerConfig:
         """Names and shapes of what `build` takes."""
         raise NotImplementedError
 
-    def cost(self, weights: int, source: MixerConfig | None = None) -> MixerCost:
+    def cost(self, weights: int, source: "MixerConfig | None" = None) -> MixerCost:
         """Cost of a mixer with so many weights. `source`: the mixer of `source_layer`."""
         spec, specs = self.attention_spec, self.kv_specs
         indexes = [each for each in (*specs, *(source.kv_specs if source else ())) if isinstance(each, IndexSpec)]

@@ -11,8 +11,6 @@ Canonical tensors of all layers: `embed_tokens_per_layer.weight` [V, layers * wi
 `per_layer_input_gate`, `per_layer_projection`, `post_per_layer_input_norm`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -39,7 +37,7 @@ class PerLayerConfig:
     activation: Activation
     num_extra_tokens: int = 0  # tokens after the table's last, which have the embedding of token 0
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PerLayer:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> "PerLayer":
         """Builds it from its part of the shared tensors and its own tensors under `prefix` (no trailing dot)."""
         shapes, width = self.shapes(prefix, hidden), self.width
         table = weights.raw(TABLE, shapes[TABLE]).shaped(self.vocab_size * self.count, width)

@@ -14,8 +14,6 @@ depend on its division into passes. Here, as in vLLM and llama.cpp, they depend 
 Without a requested context the frequencies are those of short texts, and the context ends there (`max_rope_length`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ Canonical tensors under `{layer}.conv`: `in_proj.weight` [3 H, in], `conv.weight
 `out_proj.weight` [H, H].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,7 +34,7 @@ class ShortConvConfig(MixerConfig):
     def state_specs(self) -> tuple[StateSpec, ...]:
         return (self.conv,)
 
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> ShortConv:
+    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "ShortConv":
         """See MixerConfig.build."""
         name, width = f"{prefix}.conv", self.conv_width
         three = weights.raw(f"{name}.in_proj.weight", (3 * hidden, in_features))

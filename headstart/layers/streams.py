@@ -8,8 +8,6 @@ The streams are summed once more before the final norm and at the end of an MTP 
 Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (of a sum alone: [1]).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

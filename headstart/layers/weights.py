@@ -1,7 +1,5 @@
 """Named tensors of a checkpoint with shape checks, converted for a backend; fingerprints of weights."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Formulas: transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`;
 `qwen3_next_mtp.py`. Names in GGUF files and what is folded into them: llama.cpp's `conversion/qwen.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence as Seq

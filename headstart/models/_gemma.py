@@ -1,7 +1,5 @@
 """What the Gemma families share: tensor names of wrappers, whose text part is served, and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from headstart.errors import ModelError

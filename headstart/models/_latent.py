@@ -4,8 +4,6 @@ Formula: DeepSeek-V3 report, sections 2.1 and 2.2; transformers `models/deepseek
 have their own epsilon, 1e-6, whatever the config says (as in DeepSeek's code).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from headstart.errors import ModelError

@@ -4,8 +4,6 @@ Formulas: transformers 5.23, `models/granitemoehybrid`, `models/nemotron_h`, `mo
 into its files: its `conversion/mamba.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

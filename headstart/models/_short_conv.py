@@ -4,8 +4,6 @@ Formulas: transformers 5.23, `models/lfm2` and `models/lfm2_moe`; names in GGUF 
 No native MTP: the published drafters (DSpark) are block drafters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Formula: inclusionAI's `modeling_bailing_moe_v2.py` (Ling-V2). MTP module: e fir
 `final_layernorm`, whose result is recycled.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headstart.errors import ModelError

@@ -1,8 +1,6 @@
 """`Family`: what the file of a model family declares. One file per family here; its name is the `model_type` of
 config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

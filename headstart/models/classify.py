@@ -4,8 +4,6 @@ inspect, launch, export, plan and train all ask here: `classify` of a config.jso
 .gguf file or a Hub repo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Attention and MLP read one centering norm. Layers with windows have interleaved 
 Formula: transformers `models/cohere2`; `models/cohere` (Command R) has no windows, and may norm q and k.
 """
 
-from __future__ import annotations
-
 from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys

@@ -4,8 +4,6 @@ Formula: transformers 5.23 `models/cohere2_moe`; MTP module (full attention, rot
 llama.cpp `models/cohere2moe.cpp`. A module without a norm of its own takes the trunk's last one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Formula: models/_latent.py; Kimi-K2.5: transformers 5.23 `models/kimi_k25`, whose text_config is a deepseek_v3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.heads.base import HeadSpec

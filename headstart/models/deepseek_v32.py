@@ -4,8 +4,6 @@ Each layer, the MTP module too, has an indexer that chooses the positions a row 
 transformers 5.23 `models/deepseek_v32`; MTP module: vLLM 0.32, `models/deepseek_v32`.
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys

@@ -6,8 +6,6 @@ all streams of the trunk; its projections of token and stream are one matrix her
 drafter in place of a module; it is not read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

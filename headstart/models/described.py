@@ -4,8 +4,6 @@ All are read by the keys that most config.json files share (`read_common`), whic
 whose formula no file of layers/ has are `DeclaredMixer`s: tensor shapes, cache and states, and no code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

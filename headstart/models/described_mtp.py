@@ -4,8 +4,6 @@ Sources: vLLM 0.32 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transfo
 b11434 (src/models, conversion/).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 
 from headstart.formats.sizes import Sizes

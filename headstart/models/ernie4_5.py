@@ -3,8 +3,6 @@
 Llama's layers with interleaved rotary pairs. Formula: transformers `models/ernie4_5`.
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

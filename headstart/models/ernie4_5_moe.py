@@ -5,8 +5,6 @@ first pair masked, a dense block and no final norm: LM head and next draft step 
 assumed to be the trunk's. GGUF files hold no module.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.heads.base import HeadSpec

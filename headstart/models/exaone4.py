@@ -4,8 +4,6 @@ Norms after each part; 32B has windows in three of four layers, and rotary posit
 transformers `models/exaone4`; MTP module: vLLM 0.32 `exaone4_5_mtp.py`: e first, a layer like the first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.heads.base import HeadSpec

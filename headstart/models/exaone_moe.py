@@ -4,8 +4,6 @@ Formula: transformers `models/exaone_moe`; MTP module: vLLM 0.32 `exaone_moe_mtp
 the attention of `mtp_layer_types`, by default of the first layer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from headstart.heads.base import HeadSpec

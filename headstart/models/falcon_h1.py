@@ -4,8 +4,6 @@ Formula: transformers 5.23 `models/falcon_h1`. In GGUF files (llama.cpp `convers
 folded into the tensors, but for that of a tied LM head: logits are then larger by one factor.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Literal

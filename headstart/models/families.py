@@ -1,8 +1,6 @@
 """Finds model families by `model_type`: those that run (a file each, models/<model_type>.py) and those that are only
 described (described.py); reads any config.json by the family it names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

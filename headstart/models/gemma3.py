@@ -4,8 +4,6 @@ Formula: transformers 5.23 `models/gemma3`; GGUF names and folded norms: llama.c
 scale there: `models/gemma3.cpp`.
 """
 
-from __future__ import annotations
-
 import math
 
 from headstart.layers.build import DecoderConfig

@@ -3,8 +3,6 @@
 Formula: transformers 5.23 `models/gemma3n`; GGUF names: llama.cpp `conversion/gemma.py`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import NormalDist

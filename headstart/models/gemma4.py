@@ -4,8 +4,6 @@ Its assistant is a checkpoint of its own (heads/assistant.py). Formula: transfor
 llama.cpp `conversion/gemma.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 As glm4, with norms before each part only. Formula: transformers `models/glm`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

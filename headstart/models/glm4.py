@@ -3,8 +3,6 @@
 Formula: transformers `models/glm4`, `models/glm4v`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headstart.layers.build import DecoderConfig

@@ -5,8 +5,6 @@ vector after `shared_head.norm` (as SGLang, llama.cpp, transformers), or with `"
 the one before it (as vLLM).
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys

@@ -4,8 +4,6 @@ Formula: transformers 5.23 `models/glm4_moe_lite`; MTP module: vLLM 0.32 `glm4_m
 glm4_moe.
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys

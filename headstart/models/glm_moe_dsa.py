@@ -5,8 +5,6 @@ A `shared` layer has no indexer and attends to the positions that the last `full
 `glm-dsa`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.errors import ModelError

@@ -5,8 +5,6 @@ the softmax of all, normalized among the chosen. Gate and up rows alternate in H
 are [experts, in, out]; llama.cpp keeps them apart (`conversion/gpt_oss.py`).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

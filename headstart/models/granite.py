@@ -3,8 +3,6 @@
 Llama's layers with scaled embeddings, scores, residual updates and logits. Formula: transformers `models/granite`.
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

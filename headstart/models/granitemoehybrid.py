@@ -3,8 +3,6 @@
 Formula: transformers 5.23 `models/granitemoehybrid`; GGUF names: llama.cpp `conversion/granite.py`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.kernels.ops import RawTensor

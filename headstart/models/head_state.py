@@ -1,7 +1,5 @@
 """One word for the state of a checkpoint's heads, the reason, and what to do; loading refuses with the same words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -55,7 +53,7 @@ def state_of(heads: NativeHeads, checkpoint: Checkpoint) -> HeadState:
     return _compared(heads, heads.modules[: heads.promised.modules or len(heads.modules)], words)
 
 
-def _compared(heads: NativeHeads, wanted: list[ModuleCheck], words: _Words) -> HeadState:
+def _compared(heads: NativeHeads, wanted: list[ModuleCheck], words: "_Words") -> HeadState:
     """Of the modules that engines load."""
     promise = words.promise()
     if not any(module.found for module in wanted):

@@ -3,8 +3,6 @@
 Llama's layers with q and k normed after the rope. Formula: transformers `models/hunyuan_v1_dense`.
 """
 
-from __future__ import annotations
-
 from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys

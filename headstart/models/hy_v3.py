@@ -4,8 +4,6 @@ Formula: transformers `models/hy_v3`; MTP module: vLLM 0.32 `hy_v3_mtp.py`, llam
 first one masked (vLLM), a layer with experts, `final_layernorm`, whose result is recycled.
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys

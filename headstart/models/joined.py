@@ -1,7 +1,5 @@
 """Projections that a file keeps in one matrix: q, k and v; gate and up; in MTP modules after the trunk's layers too."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """What config.json says, read into the configs of layers. Each function raises ModelError for a key that is missing,
 impossible, or names a variant that is not served."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

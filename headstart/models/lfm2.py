@@ -1,7 +1,5 @@
 """LFM2 and LFM2.5 (dense): short convolutions and attention."""
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models import _short_conv

@@ -1,7 +1,5 @@
 """LFM2 and LFM2.5 with experts (8B-A1B, 24B-A2B)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.layers.build import DecoderConfig

@@ -1,7 +1,5 @@
 """Llama, and other checkpoints of its layout (SmolLM2)."""
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.layers.parts import FeedForwardConfig
 from headstart.models import keys

@@ -6,8 +6,6 @@ sigmoid scales an expert's input. GGUF files (llama.cpp b11434, `llama4.cpp`) do
 turn of full layers and the norm, which only models of 128 experts lack.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

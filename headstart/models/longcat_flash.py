@@ -5,8 +5,6 @@ Formula: transformers 5.23 `models/longcat_flash`; MTP module: vLLM 0.32 `longca
 scaled by sqrt(hidden size / rank): queries in the scale of scores, latents in their norm's weight.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ Formula: transformers 5.23 `models/mellum`, its MTP module in `modeling_layers.p
 `mtp_layer_types` and `mtp_mlp_layer_types`.
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys

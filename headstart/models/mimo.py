@@ -5,8 +5,6 @@ token_layernorm(e)], h the trunk's stream before its final norm; a Qwen2 block; 
 recycling; the embedding of the first pair is masked.
 """
 
-from __future__ import annotations
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig

@@ -7,8 +7,6 @@ llama.cpp; vLLM: after it) and recycle the block's output. Draft step i runs mod
 third.
 """
 
-from __future__ import annotations
-
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.layers.attention import AttentionConfig

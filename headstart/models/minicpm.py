@@ -4,8 +4,6 @@ Llama's layers with scaled embeddings, residual updates and logits. Formula: the
 llama.cpp `conversion/minicpm.py`.
 """
 
-from __future__ import annotations
-
 from math import sqrt
 
 from headstart.layers.build import DecoderConfig

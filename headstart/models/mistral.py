@@ -4,8 +4,6 @@ Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3` 
 `models/mistral3`. llama.cpp calls the older ones llama.
 """
 
-from __future__ import annotations
-
 from headstart.kernels.ops import AttentionTemperature
 from headstart.layers.build import DecoderConfig
 from headstart.layers.rope import scaling_of

@@ -3,8 +3,6 @@
 Mistral's attention, experts in every layer. llama.cpp calls it llama.
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

@@ -1,7 +1,5 @@
 """`MTPLayout`: where the checkpoints of a family keep their MTP modules, how many, and what other engines call them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Hugging Face's tensor names and ours, each from the other by one table."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

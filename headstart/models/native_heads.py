@@ -4,8 +4,6 @@ One decision for `inspect` and for loading. Of a family that runs, the checkpoin
 renaming (models/tensors.py), and what comes out is compared with the shapes that the head's layers declare.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

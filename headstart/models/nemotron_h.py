@@ -5,8 +5,6 @@ vLLM, llama.cpp and the published code. MTP module: attention and experts (`mtp.
 `nemotron_h_mtp.py`). GGUF names: llama.cpp `conversion/nemotron.py`, where the module is the layer after the trunk's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Norms after each part, q and k normed over all heads. OLMo 3 has windows in thre
 scaled. Formula: transformers `models/olmo2`, `models/olmo3`.
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

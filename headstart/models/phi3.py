@@ -3,8 +3,6 @@
 Formula: transformers `models/phi3`. Older files call LongRoPE `su`, or `yarn`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from headstart.layers.build import DecoderConfig

@@ -3,8 +3,6 @@
 Formula: transformers `models/qwen2`, `models/qwen2_5_vl`: for text all axes of the rope have the same position.
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

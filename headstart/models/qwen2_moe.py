@@ -1,7 +1,5 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B."""
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

@@ -1,7 +1,5 @@
 """Qwen3.5 and 3.6 (dense), text part: gated DeltaNet and attention layers."""
 
-from __future__ import annotations
-
 from headstart.models import _gated_delta
 from headstart.models.mtp import MTPLayout
 

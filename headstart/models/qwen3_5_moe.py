@@ -1,7 +1,5 @@
 """Qwen3.5 and 3.6 with experts, text part."""
 
-from __future__ import annotations
-
 from headstart.models import _gated_delta
 from headstart.models.mtp import MTPLayout
 

@@ -4,8 +4,6 @@ Formula: transformers `models/qwen3_moe`; `models/qwen3_vl_moe` always normalize
 as [experts, in, out].
 """
 
-from __future__ import annotations
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family

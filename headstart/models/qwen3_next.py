@@ -3,8 +3,6 @@
 Released configs do not say whether a checkpoint has its one MTP module.
 """
 
-from __future__ import annotations
-
 from headstart.models import _gated_delta
 from headstart.models.mtp import MTPLayout
 

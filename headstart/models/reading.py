@@ -1,7 +1,5 @@
 """Nothing of a config is ignored in silence: every key is read, known to change nothing, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any
@@ -99,7 +97,7 @@ class Reading(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def inside(self, inner: Mapping[str, Any]) -> Reading:
+    def inside(self, inner: Mapping[str, Any]) -> "Reading":
         """With the keys of an object inside, which hold before the others."""
         both = copy(self)
         both._parts = (inner, *self._parts)

@@ -3,8 +3,6 @@
 Llama's layers with biases on q, k and v.
 """
 
-from __future__ import annotations
-
 from headstart.models.base import Family
 from headstart.models.llama import parse
 

@@ -1,7 +1,5 @@
 """Sizes of the small models that tests run and `train --from-scratch` begins with, and random tensors for them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Formula: transformers 5.23 `models/smollm3`. GGUF files do not say which layers; llama.cpp takes every fourth.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headstart.layers.build import DecoderConfig

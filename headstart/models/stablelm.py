@@ -3,8 +3,6 @@
 StableLM 2 12B, whose heads have a norm weight each, is refused. Formula: transformers 5.23 `models/stablelm`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from headstart.errors import ModelError

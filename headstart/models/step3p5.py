@@ -7,8 +7,6 @@ each. They read the trunk's stream before its final norm (vLLM: after it) and re
 runs module i modulo their number (vLLM).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From a checkpoint to a decoder: its family, its tensors under canonical names, its weights on a backend."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping

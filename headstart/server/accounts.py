@@ -5,8 +5,6 @@ from those of tokens. An output is never cut for want of tokens, so the last one
 Keys are stored and shown as hashes only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import math
@@ -198,7 +196,7 @@ class Accounts:
         self._open = Account("", b"")
 
     @classmethod
-    def of(cls, keys: Seq[str], file: Path | None) -> Accounts:
+    def of(cls, keys: Seq[str], file: Path | None) -> "Accounts":
         """Accounts of keys without limits, and of a file's keys. Raises UsageError."""
         found = [_account(hashlib.sha256(key.encode()).digest(), AccountLimits()) for key in keys]
         found += read_file(file) if file is not None else []

@@ -1,7 +1,5 @@
 """Admission of requests to one model: places in its queue, budgets of API keys, and the end of the server."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq

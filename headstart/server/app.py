@@ -1,7 +1,5 @@
 """The ASGI application: endpoints, errors and middleware over the models of a server."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import AsyncIterator, Sequence as Seq
 from contextlib import asynccontextmanager

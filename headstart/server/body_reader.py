@@ -3,8 +3,6 @@
 The cost of every body is bounded before it is parsed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json
@@ -63,7 +61,7 @@ class ByteBudget:
 class IncomingBody:
     """A body while it is received and prepared."""
 
-    reader: BodyReader
+    reader: "BodyReader"
     arrived: float  # by the event loop's clock
     size: int = 0  # bytes that count against the budgets
 

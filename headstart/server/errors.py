@@ -1,7 +1,5 @@
 """Error responses, in the shape of the API that was called: OpenAI's, except for the paths of `_SHAPES`."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

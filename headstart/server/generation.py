@@ -1,7 +1,5 @@
 """`Generation`: the choices of one HTTP request of any API, while the engine writes them."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence as Seq
@@ -95,7 +93,7 @@ class GeneratedChoice:
     prompt: str  # text to echo
     choice: Choice
     parser: Parser | None
-    first: GeneratedChoice | None = None  # of the same prompt: it has the prompt's logprobs; None: this one
+    first: "GeneratedChoice | None" = None  # of the same prompt: it has the prompt's logprobs; None: this one
     passes: PassReporter | None = None
     events: list[Event] = field(default_factory=list)  # of the parser
     completion: Completion | None = None  # once the text has ended
@@ -136,7 +134,7 @@ class ChoiceStep:
     finish_reason: str | None  # with the last step
     passes: list[Json] = field(default_factory=list)
 
-    def extend(self, later: ChoiceStep) -> None:
+    def extend(self, later: "ChoiceStep") -> None:
         """Append a later step of the same choice."""
         self.text += later.text
         self.events += later.events

@@ -1,7 +1,5 @@
 """Middleware in front of all endpoints: request ids, access log, HEAD, paths, API keys."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

@@ -1,7 +1,5 @@
 """Every limit of the server in one place. Bytes, seconds, counts; far above what clients send, far below what hurts."""
 
-from __future__ import annotations
-
 MiB = 2**20
 
 # A connection.

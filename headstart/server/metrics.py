@@ -1,7 +1,5 @@
 """The server's metrics: Prometheus counters under vLLM's names, and a log line every ten seconds."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq

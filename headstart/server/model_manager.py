@@ -5,8 +5,6 @@ model is unloaded when its keep-alive is over, or, the longest idle first, when 
 while it has requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

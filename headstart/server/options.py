@@ -3,8 +3,6 @@
 Imports nothing heavy, since every start of the command line reads it.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,7 +70,7 @@ class KeepAlive:
     seconds: float | None = DEFAULT_KEEP_ALIVE_S  # None: as long as the server runs
 
     @classmethod
-    def of(cls, given: float | str) -> KeepAlive:
+    def of(cls, given: float | str) -> "KeepAlive":
         """Seconds, or a text such as 5m or 1h30m, as Ollama writes it; below zero: None. Raises UsageError."""
         text = str(given).strip()
         parts = _PART.findall(text.removeprefix("-"))

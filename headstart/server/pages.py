@@ -2,8 +2,6 @@
 
 The static files hold no secrets and need no API key; the requests that they make do."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

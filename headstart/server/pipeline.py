@@ -1,7 +1,5 @@
 """Request pipeline of all APIs: body -> prepared request -> engine -> renderer; the response is JSON or a stream."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine

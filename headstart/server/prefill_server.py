@@ -3,8 +3,6 @@
 A decode server that shares the directory of --kv-spill finds the files there; others fetch them over HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Templates, tokenizing and grammars may take a while, so all of this runs in worker threads.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What every server process needs before its models: the log, and the sockets that it listens on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """uvicorn's HTTP protocol with limits of header size and time, and with streams for HTTP/1.0 clients."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -4,8 +4,6 @@
 "temperature"}. The folder is its owner's alone (0700, files 0600). A line that a crash has cut short is no record.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

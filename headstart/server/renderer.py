@@ -1,7 +1,5 @@
 """`ResponseRenderer`: renders a generation as the response of one API; and JSON that is written in small pieces."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence as Seq

@@ -1,7 +1,5 @@
 """Endpoints beside generation: models, tokenizing, prompts as token ids, health and metrics."""
 
-from __future__ import annotations
-
 import uuid
 from datetime import UTC, datetime
 from typing import Any, Literal

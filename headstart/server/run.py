@@ -1,7 +1,5 @@
 """`serve`: runs a server process, its event loop and its signals."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gc

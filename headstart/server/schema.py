@@ -3,8 +3,6 @@
 Every list, text and name has a maximum length (limits.py), and a list is refused at its first wrong element.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A `tokenizers.Tokenizer` from the metadata of a GGUF file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

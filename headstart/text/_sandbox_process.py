@@ -3,8 +3,6 @@
 The fork has limits of time, memory and stack. Its reply fits one write to the pipe.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -7,8 +7,6 @@ The file is one protocol buffer message, `sentencepiece_model.proto`'s ModelProt
 4 remove_extra_whitespaces). Only these fields are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import zlib

@@ -4,8 +4,6 @@ Neighbours whose joined bytes are a token are merged, the lowest rank first; a w
 (tiktoken's `byte_pair_encode`). Format of tekken.json: mistral-common's `tokens/tokenizers/tekken.py`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -4,8 +4,6 @@ A mark is put into such names before the template is rendered; parts of the resu
 as plain text. Messages without such names are rendered and encoded directly.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field

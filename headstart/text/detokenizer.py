@@ -3,8 +3,6 @@
 Text is made token by token, so it does not depend on how many tokens a pass commits.
 """
 
-from __future__ import annotations
-
 import codecs
 from bisect import bisect_left
 from collections.abc import Iterable

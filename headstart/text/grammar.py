@@ -4,8 +4,6 @@
 sequence advances a copy of it. A constraint that may be expensive is compiled in another process first.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import OrderedDict
@@ -41,7 +39,7 @@ class GrammarCompiler:
     of its value).
     """
 
-    def __init__(self, tokenizer: Tokenizer | TokenTable, vocab_size: int, limits: GrammarLimits = LIMITS) -> None:
+    def __init__(self, tokenizer: "Tokenizer | TokenTable", vocab_size: int, limits: GrammarLimits = LIMITS) -> None:
         self.vocab_size = vocab_size
         self.limits = limits
         self._tokenizer = tokenizer

@@ -1,8 +1,6 @@
 """Limits of constraints: of their values, of their compilation (grammar_sandbox.py), and of light constraints, which
 are compiled without a sandbox."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass

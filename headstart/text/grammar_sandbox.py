@@ -5,8 +5,6 @@ whether the limits suffice; then the constraint is compiled again here, with twi
 with the first constraint, holds the vocabulary, forks for each constraint, and ends when its pipe is closed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -9,8 +9,6 @@ Kinds and their values:
   tools        `ToolCalls`
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -82,7 +80,7 @@ class GrammarSpec:
         object.__setattr__(self, "key", _text_of(self.kind, value))
 
     @classmethod
-    def of_key(cls, kind: Kind, key: str) -> GrammarSpec:
+    def of_key(cls, kind: Kind, key: str) -> "GrammarSpec":
         """The spec with this `key`."""
         value = json.loads(key)
         if kind == "tools":

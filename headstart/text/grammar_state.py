@@ -4,8 +4,6 @@ Masks are as in SamplingRows.allowed: bit v % 32 of word v // 32 is token v. If 
 allows only the token that the tokenizer itself would use for it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence as Seq
 from copy import copy
@@ -53,7 +51,7 @@ class GrammarState:
         with_text: Mask,
         ends: Mask,
         special: Mask,
-        restart: Callable[[SharedLexer], GrammarState | None] = lambda _: None,
+        restart: "Callable[[SharedLexer], GrammarState | None]" = lambda _: None,
     ) -> None:
         """restart: a start state of this grammar with another lexer than the given one; None if that takes too long."""
         self.lexer = lexer
@@ -206,7 +204,7 @@ class GrammarState:
         if taken:
             self.rollback(taken)
 
-    def copy(self) -> GrammarState:
+    def copy(self) -> "GrammarState":
         """An independent copy."""
         twin = copy(self)
         twin._matcher, twin._tokens = self._matcher.deep_copy(), self._tokens.copy()

@@ -4,8 +4,6 @@ The patterns are those of the models' own tokenizer.json files. llama.cpp approx
 expressions have no character classes beyond ASCII.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Two kinds of vocabulary: *byte-level* (each character of a token stands for one 
 (U+2581 for a space, `<0xAB>` for a byte, and often a space to strip at the start of a text).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

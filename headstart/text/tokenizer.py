@@ -4,8 +4,6 @@ Decoding is defined per token (token_bytes.py): the bytes of all tokens joined, 
 bytes. So streamed text never changes later.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -47,7 +45,7 @@ class Tokenizer:
         self.bos_id = bos_id  # the id that starts a text
 
     @classmethod
-    def from_directory(cls, path: Path) -> Tokenizer:
+    def from_directory(cls, path: Path) -> "Tokenizer":
         """From the first of FILES and the configs beside it. Raises ModelError for a missing or broken file."""
         inner, tokens, file = _build(path, read_config(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
@@ -57,7 +55,7 @@ class Tokenizer:
         return cls(inner, eos_ids=ends, bos_id=bos, where=str(file))
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> "Tokenizer":
         """From GGUF metadata. Raises ModelError for an unknown type of tokenizer."""
         inner = _gguf_tokenizer.build(metadata, where)
         bos = metadata.get("tokenizer.ggml.bos_token_id")

@@ -4,8 +4,6 @@ One connection per request. Data is parsed when the answer is complete, since cl
 cores.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -205,7 +203,6 @@ def _parse(collector: _Collector, answer: Response, sent: float) -> None:
 
 
 def _events(parts: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Yields data lines of a stream with the time at which each was complete."""
     rest = b""
     for when, data in parts:
         *lines, rest = (rest + data).split(b"\n")

@@ -1,7 +1,5 @@
 """`headstart demo`: the same prompts with drafting off and on; is the text the same, and what does it save?"""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from statistics import median
@@ -27,8 +25,6 @@ class DemoOptions:
 
 @dataclass
 class PromptRuns:
-    """All runs of one prompt, by whether drafting was on."""
-
     kind: str
     runs: dict[bool, list[Completion]] = field(default_factory=lambda: {False: [], True: []})
 
@@ -111,7 +107,6 @@ def _report(measured: list[PromptRuns], options: DemoOptions, rounds: int, model
 
 
 def lines_of(data: dict[str, Any]) -> list[str]:
-    """Returns the summary for people."""
     return [
         f"identical {data['identical']}/{data['total']}",
         f"passes    {data['passes_off']} -> {data['passes_on']} for {data['tokens']} tokens "

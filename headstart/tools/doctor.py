@@ -1,7 +1,5 @@
 """`headstart doctor`: the machine, the backend, packages and cached models. Imports no torch."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
@@ -46,7 +44,6 @@ def run() -> Report:
 
 
 def backend() -> dict[str, str | None]:
-    """Returns which backend `auto` selects here, and why."""
     try:
         name, kind, why = select_backend(EngineConfig())
     except UsageError as error:

@@ -1,7 +1,5 @@
 """`headstart ps` and `headstart stop`: models in the memory of a running server, through Ollama's API."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Coroutine
@@ -16,7 +14,6 @@ MAX_DAYS = 10 * 365  # a model that leaves later than that stays
 
 
 def ps(url: str, api_key: str | None) -> Report:
-    """Lists the models in memory. Raises UsageError."""
     server = Server.at(url, api_key)
     models = [
         {

@@ -1,7 +1,5 @@
 """Times single passes over prefilled sequences, and checks whether other programs used the processor meanwhile."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
@@ -159,7 +157,6 @@ class PrefilledEngine:
         return self.meter.trunk[-1]
 
     def release(self) -> None:
-        """Gives the caches back to the engine."""
         for sequence in self.sequences:
             self.engine.memory.release(sequence)
         self.sequences = []

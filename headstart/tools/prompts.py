@@ -1,7 +1,5 @@
 """Built-in prompts of several kinds, the acceptance of a head on them, and where two outputs differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ def builtin_prompts() -> tuple[tuple[str, str], ...]:
     return tuple((item["kind"], item["prompt"]) for item in read_packaged("headstart.tools", "demo_prompts.json"))
 
 
-def measure_acceptance(llm: LLM, max_tokens: int, finished: Callable[[], None]) -> DraftStats:
+def measure_acceptance(llm: "LLM", max_tokens: int, finished: Callable[[], None]) -> DraftStats:
     """The counts of greedy answers to the built-in prompts, at the engine's depth; calls `finished` after each."""
     llm.engine.head_health.is_enabled = False
     stats = DraftStats()

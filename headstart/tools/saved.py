@@ -1,7 +1,5 @@
 """Results that later starts use: settings of `headstart tune` and heads of `headstart adapt`, in the user cache."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -78,7 +76,6 @@ def identity_of(model: str | None) -> Any:
 
 
 def load_setting(model: str | None, config: EngineConfig) -> TunedSetting | None:
-    """Returns the setting that was saved for this model on this machine, if there is one."""
     with contextlib.suppress(OSError, ValueError, UsageError):
         return _read(TunedSetting, setting_path(model, config))
     return None
@@ -109,7 +106,6 @@ class AdaptedHead:
 
 
 def folder_of(model: str | None) -> Path:
-    """Returns the folder of this model's heads, by kind. Raises UsageError for a model that is not there."""
     known = json.dumps(identity_of(model), default=str)
     return hub.cache_dir() / "adapted" / hashlib.sha256(known.encode()).hexdigest()[:24]
 

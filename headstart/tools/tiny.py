@@ -4,8 +4,6 @@ The tokenizer is byte-level with one id per common byte and a few merges, so tha
 strings across tokens can be tried on a vocabulary of about a hundred ids.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`headstart tune`: which drafter, and how deep, pays on this machine for this model and workload."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import astuple, dataclass, field, replace
@@ -121,7 +119,6 @@ class TuningRun:
         return cell
 
     def _fits(self) -> bool:
-        """Is there time for one more cell?"""
         return time.monotonic() + self._seconds < self._deadline
 
     def _round(self, load: RequestLoad) -> None:
@@ -138,7 +135,6 @@ class TuningRun:
             (candidate.cells if candidate else self.plain).append(self._timed(target, mode, load))
 
     def _decided(self) -> bool:
-        """Drops candidates that cannot win any more; is one left?"""
         gains = {each.name: each.gain(self.plain) for each in self.candidates if not each.is_out}
         points = {name: gain for name, gain in gains.items() if gain and gain.low is not None}
         best = max(points.values(), key=lambda gain: gain.point, default=None)

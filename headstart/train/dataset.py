@@ -3,8 +3,6 @@
 The order of batches depends on (examples, seed, epoch) only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence

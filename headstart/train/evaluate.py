@@ -1,7 +1,5 @@
 """What a head is worth: held-out acceptance against the trunk's greedy tokens, and the measured speed-up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +52,7 @@ class Acceptance:
             "sampled_length": round(sampled, 4),
         }
 
-    def __add__(self, other: Acceptance) -> Acceptance:
+    def __add__(self, other: "Acceptance") -> "Acceptance":
         accepted = zip(self.accepted, other.accepted, strict=True)
         expected = zip(self.expected, other.expected, strict=True)
         return Acceptance(

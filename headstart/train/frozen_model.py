@@ -1,7 +1,5 @@
 """The model that gets a head: its frozen trunk in torch and on the native backend, and its text side."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,7 +39,7 @@ class FrozenModel:
         """What fills the feature cache."""
         return NativeTrunk(self.native_model, self.trunk.tap) if self.native_model else self.trunk
 
-    def with_spec(self, spec: HeadSpec) -> FrozenModel:
+    def with_spec(self, spec: HeadSpec) -> "FrozenModel":
         """The same model for another head spec, with the streams that this head taps."""
         return replace(self, spec=spec, trunk=replace(self.trunk, tap=tapped_layers(spec.tap)))
 

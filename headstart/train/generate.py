@@ -3,8 +3,6 @@
 A head learns best from text of the model that it drafts for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -55,7 +53,7 @@ class ConversationPrompt:
     source: str = ""
     later_questions: tuple[str, ...] = ()  # asked once the model has answered this one
 
-    def next_prompt(self, answer: str) -> ConversationPrompt:
+    def next_prompt(self, answer: str) -> "ConversationPrompt":
         """The conversation's next question, after the model's own answer to this one."""
         turns = ({"role": "assistant", "content": answer}, {"role": "user", "content": self.later_questions[0]})
         return replace(self, messages=(*self.messages, *turns), later_questions=self.later_questions[1:])

@@ -1,7 +1,5 @@
 """Float32 weights of a head: of a new one, of an existing one to continue from, and written to its directory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

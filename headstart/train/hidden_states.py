@@ -5,8 +5,6 @@ The cache is a folder of shards. A shard is written aside and then renamed, so i
 without loss), `shard-N/index.json` {example key: [first row, rows]}.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -3,8 +3,6 @@
 Shapes: N rows that carry loss, W width, V draft vocabulary, M candidate tokens of a batch, r rank of a Markov head.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ position p + i and predicts t_{p+i+1}. Its attention sees the same keys as at ru
 hides step-1 keys of later origins, and so all padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

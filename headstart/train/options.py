@@ -1,7 +1,5 @@
 """Options of `headstart train`, and their checks. Nothing here needs torch: refusals come in the first second."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence

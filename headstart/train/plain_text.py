@@ -1,7 +1,5 @@
 """Plain text from files and folders (documentation, source code): pieces to train on, and passages for prompts."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Progress of a run on stderr (a bar on a terminal, else lines), and the plot of its acceptance."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

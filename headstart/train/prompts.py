@@ -11,8 +11,6 @@ The templates and word lists are in `prompt_lists.json`; this module fills them.
 An entry may contain placeholders, which are filled separately.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -6,8 +6,6 @@ the model may carry its exact tokens as `prompt_ids` and `response_ids`, beside 
 false) says whether the line is held out; without it a hash of the prompt decides.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

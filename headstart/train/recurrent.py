@@ -11,8 +11,6 @@ Mamba2's selective scan (Dao, Gu 2024, section 6):
 Shapes: B sequences of T rows, C rows of a chunk, H (value) heads, K key dim (N state dim), V value dim (P head dim).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

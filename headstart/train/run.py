@@ -4,8 +4,6 @@ Beside the head `OUT`, the folder `OUT.training/` holds checkpoint.pt, log.jsonl
 states. The same command continues from them; data files are read again, so that new records are used.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator, Mapping

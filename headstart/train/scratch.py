@@ -5,8 +5,6 @@ Gradients of both losses reach all weights. The family's own code runs over the 
 checkpoint like any other.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -93,7 +91,7 @@ class TokenizedText:
     held_out: list[Int32]
 
     @staticmethod
-    def of(records: Sequence[TrainingRecord], vocab_size: int) -> TokenizedText:
+    def of(records: Sequence[TrainingRecord], vocab_size: int) -> "TokenizedText":
         """Raises UsageError for too little text."""
         training = [record for record in records if not record.held_out]
         held_out = [record for record in records if record.held_out] or training[:1]

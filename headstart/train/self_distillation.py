@@ -5,8 +5,6 @@ The output folder holds `answers-*.jsonl` (prompts and the model's answers, with
 continues an earlier run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The training loop over loaded objects: optimizer steps, evaluations, checkpoints."""
 
-from __future__ import annotations
-
 import io
 import math
 import time

@@ -1,7 +1,5 @@
 """Two FP4 codes in a byte, the even column in the low half."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Codes times scales: one for a tensor, for each row, or for each block of rows and columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Words are packed along the output; the eight numbers of a word are interleaved.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -6,8 +6,6 @@ in float32; bitsandbytes rounds that once to the model's type. Kernels keep code
 floats.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

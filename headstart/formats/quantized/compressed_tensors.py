@@ -3,8 +3,6 @@
 Zero points are packed along the output. Its 8-bit integers are read by int8, its floats by fp8, nvfp4 and mxfp4.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -5,8 +5,6 @@ is a power of two (MXFP8). Value: float32(code) * scale. Kernels keep the codes 
 group; blocks of other widths than groups of 16, 32 or 64 columns, and E5M2, become bfloat16.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -5,8 +5,6 @@ for the tensor, or for each matrix of a stack, may stand beside it (`formats/qua
 128 columns and a sign bit for each, which are two of Q4_0's sixteen levels.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ Words are packed along the input. Files store zero points minus one, but for `ch
 GPTQModel).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -3,8 +3,6 @@
 Value: (code - zero point) * scale.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

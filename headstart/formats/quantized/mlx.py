@@ -1,7 +1,5 @@
 """MLX: integers packed along the input into 32-bit words; described, not loaded."""
 
-from __future__ import annotations
-
 from headstart.formats.quantization import Described, Quantization, Stored, WeightBytes, bits_of
 
 

@@ -4,8 +4,6 @@ Read as ggml's blocks of the same numbers: twice the value of a code is a small 
 exact integers.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

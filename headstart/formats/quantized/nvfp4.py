@@ -5,8 +5,6 @@ code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_gl
 codes, scales and factor: twice the value of a code is a small integer, so sums inside a group are exact integers.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -4,8 +4,6 @@ z-lab, SpecForge, DeepSpec and speculators agree on them; what vLLM 0.32 (`model
 5.23 (`muse_glimmer_assistant`) read besides is accepted too, and not written.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path

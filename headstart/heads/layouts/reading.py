@@ -15,8 +15,6 @@ reads; transformers 5.23 `muse_glimmer_assistant`. Where they disagree, a file m
 `is_causal` and `dflash_config.causal` overrule all of them. RoPE is half-split unless `is_neox_style` is false.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +90,7 @@ class _Drafter:
     path: Path
 
     @classmethod
-    def of(cls, document: Document, path: Path) -> _Drafter:
+    def of(cls, document: Document, path: Path) -> "_Drafter":
         published = identify(document)
         kind = published.key if published else "dflash"
         if kind == "dflash2":

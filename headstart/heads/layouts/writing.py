@@ -6,8 +6,6 @@ which vLLM reads; speculators knows causal blocks in windowed layers only, so la
 long as the context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

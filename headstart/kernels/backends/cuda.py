@@ -1,7 +1,5 @@
 """One GPU: Triton kernels, bit-exact. Tested in Triton's interpreter on the CPU, not yet on a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +29,7 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     return None
 
 
-def open_cuda(config: EngineConfig, files: tuple[Path, ...]) -> CudaBackend:
+def open_cuda(config: EngineConfig, files: tuple[Path, ...]) -> "CudaBackend":
     from headstart.kernels.cuda.backend import CudaBackend  # imports torch
 
     narrow = config.kv_cache_dtype != "float32"

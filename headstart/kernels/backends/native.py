@@ -1,7 +1,5 @@
 """Compiled kernels on the CPU, bit-exact, without torch: the default."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +29,7 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     return None
 
 
-def open_native(config: EngineConfig, files: tuple[Path, ...]) -> NativeBackend:
+def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend":
     from headstart.kernels.native.backend import NativeBackend
     from headstart.kernels.native.packing import PackedCache, key_of
     from headstart.kernels.native.placement import choose_placement

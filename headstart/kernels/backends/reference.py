@@ -1,7 +1,5 @@
 """Plain torch on CPU or CUDA in any precision: the reference for tests. Rows may round differently in other batches."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     return None
 
 
-def open_reference(config: EngineConfig, files: tuple[Path, ...]) -> ReferenceBackend:
+def open_reference(config: EngineConfig, files: tuple[Path, ...]) -> "ReferenceBackend":
     from headstart.kernels.reference.backend import ReferenceBackend  # imports torch
 
     threads = config.threads or machine.threads().usable

@@ -4,8 +4,6 @@ Bits do not depend on rows, batch, chunks or threads. Buffers are numpy arrays o
 runs again. Several Python threads may run engines: a call takes the thread pool and scratch memory for itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -48,7 +46,7 @@ from headstart.kernels.specs import CompressSpec, StateSpec
 
 Array = NDArray[np.float32]
 SlotPool = KVPool | RowPool | HiddenPool | StatePool
-_instances: WeakSet[NativeBackend] = WeakSet()
+_instances: "WeakSet[NativeBackend]" = WeakSet()
 _leaked_pools: list[ThreadPool] = []
 _KV_FORMATS: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}  # Store in csrc/kernels.h
 
@@ -207,7 +205,7 @@ class NativeBackend:
         vocab_size: int,
         token_ids: NDArray[np.int64] | None = None,
         is_block: bool = False,
-    ) -> NativeDraftLoop:
+    ) -> "NativeDraftLoop":
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
         return NativeDraftLoop(self, Chain(self.path, programs, before, is_block, vocab_size, token_ids))
 

@@ -1,7 +1,5 @@
 """Packs a file's weights for the native kernels (csrc/matrix.h), and caches packed weights in files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -156,7 +154,7 @@ class PackedCache:
     _new: dict[str, Matrix] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, key: Key | None) -> PackedCache:
+    def open(cls, key: Key | None) -> "PackedCache":
         """Open a checkpoint's cache; empty without a valid file. Without a key nothing is cached."""
         path = hub.cache_dir() / "packed" / f"{key.place}.pack" if key else None
         cache = cls(path, key)

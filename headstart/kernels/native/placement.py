@@ -4,8 +4,6 @@ Threads that share a last-level cache form a group, within which barriers and wo
 Weights are placed on the node of the threads that read them. With one cache and few cores nothing is placed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

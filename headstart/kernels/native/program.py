@@ -4,8 +4,6 @@ Matrix products are recorded when their result is first read, so that products o
 one phase, and activate(gate(x)) * up(x) becomes one step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -48,7 +46,7 @@ class Symbol:
 
     width: int
     index: int = -1  # of the buffer; -1: not recorded
-    x: Symbol | None = None  # input of the product
+    x: "Symbol | None" = None  # input of the product
     matrix: Matrix | None = None
     bias: Vector | None = None
 

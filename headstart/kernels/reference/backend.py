@@ -1,7 +1,5 @@
 """The reference backend: plain torch, executed op by op, on CPU or CUDA."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 

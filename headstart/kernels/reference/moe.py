@@ -1,7 +1,5 @@
 """Mixture of experts in plain torch: activations, routing, and the weighted sum of expert outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 

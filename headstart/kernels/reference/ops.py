@@ -6,8 +6,6 @@ Shapes: R rows, S spans of a group, Q rows of the longest span, L cached positio
 head, D features of a key, V features of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +41,7 @@ class SpanGroup:
     slots: Tensor  # int64 [S, L]: slot of each position
     mask: Tensor  # [S, Q, L]: 0 where the row sees the position, -inf elsewhere
 
-    def with_visible(self, visible: Tensor) -> SpanGroup:
+    def with_visible(self, visible: Tensor) -> "SpanGroup":
         """The same spans, whose rows see the positions in `visible` [S, Q, L] bool."""
         return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~visible, float("-inf")))
 
@@ -59,7 +57,7 @@ class Spans:
     ends: NDArray[np.int32]  # [S] last position that any row of the span sees, + 1
 
     @classmethod
-    def of(cls, plan: StepPlan) -> Spans:
+    def of(cls, plan: StepPlan) -> "Spans":
         visible_end = plan.positions if plan.visible_end is None else plan.visible_end
         if plan.paths is None:
             ends = np.maximum.reduceat(visible_end, plan.row_starts[:-1]) + 1

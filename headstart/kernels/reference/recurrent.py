@@ -3,8 +3,6 @@
 Shapes: S sequences, T rows of the longest sequence (kept rows and rows of the pass), W columns of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 Scores are float64 (exact for float32 logits). Sums of probability mass (top-p, logprobs) are fixed-point int64, so
 their order does not matter. Ties and cut-offs go to the lowest token id."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +30,7 @@ class NoiseKeys:
     stream: int = philox.TOKEN
 
     @classmethod
-    def of(cls, rows: SamplingRows, picked: Int64, device: torch.device) -> NoiseKeys:
+    def of(cls, rows: SamplingRows, picked: Int64, device: torch.device) -> "NoiseKeys":
         """The keys of the picked rows."""
         seed = rows.seed[picked]
         parts = (seed & np.uint64(_MASK), seed >> np.uint64(32), rows.position[picked] & _MASK, rows.choice[picked])

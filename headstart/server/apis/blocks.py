@@ -1,7 +1,5 @@
 """Shared by the translated APIs: bodies as chat requests, and responses as blocks of reasoning, text and tool calls."""
 
-from __future__ import annotations
-
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping

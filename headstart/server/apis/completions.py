@@ -1,7 +1,5 @@
 """OpenAI's completions and chat completions: responses, whole or as chunks of a stream."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from abc import abstractmethod

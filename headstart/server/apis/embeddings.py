@@ -4,8 +4,6 @@ An embedding is the mean of the trunk's hidden states after the final norm over 
 length 1. The trunk was trained to continue texts, not to compare them: good for clusters and rough search.
 """
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Sequence as Seq

@@ -1,7 +1,5 @@
 """Anthropic's Messages API (https://platform.claude.com/docs/en/api/messages): bodies, translation, responses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -55,7 +53,7 @@ class MessageBlock(Body):
     name: StrictStr | None = None
     input: dict[str, Any] | None = None
     tool_use_id: Name | None = None
-    content: StrictStr | Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None = None
+    content: "StrictStr | Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None" = None
 
 
 Parts = Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)]

@@ -1,7 +1,5 @@
 """Ollama's API (https://docs.ollama.com/api): bodies, their translation to chat requests, and responses."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

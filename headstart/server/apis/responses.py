@@ -1,7 +1,5 @@
 """OpenAI's Responses API (https://platform.openai.com/docs/api-reference/responses): bodies, translation, responses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count

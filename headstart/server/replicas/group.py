@@ -1,7 +1,5 @@
 """A group of replicas: their parts of the machine, and the file by which they know each other."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -46,7 +44,7 @@ class ReplicaGroup:
         write_atomic(folder / FILE, json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> ReplicaGroup:
+    def read(cls, folder: Path) -> "ReplicaGroup":
         """Read the group from its file. Raises OSError or ValueError."""
         document: dict[str, Any] = json.loads((folder / FILE).read_text("utf-8"))
         known = tuple(ReplicaInfo(**each | {"cpus": tuple(each["cpus"])}) for each in document.pop("replicas"))
@@ -62,7 +60,7 @@ class ReplicaId:
     token: str = field(default="", repr=False, compare=False)
 
     @classmethod
-    def of(cls, text: str) -> ReplicaId:
+    def of(cls, text: str) -> "ReplicaId":
         """Reads FOLDER:NUMBER, the supervisor's argument. Raises UsageError."""
         folder, _, number = text.rpartition(":")
         if not folder or not number.isdecimal() or not (Path(folder) / FILE).is_file():

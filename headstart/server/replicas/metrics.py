@@ -1,7 +1,5 @@
 """Metrics and list of all replicas: any replica answers such requests, with the metrics of the others."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ The router's list of engines changes before the processes do: a dead engine is r
 retry goes to another one; a renewed engine is removed when its successor answers, and ends when its requests have.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -4,8 +4,6 @@ One file is one tool format: it defines `PARSER`, which is made from the request
 `headstart.text.reasoning`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from headstart import registry

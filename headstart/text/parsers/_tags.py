@@ -1,7 +1,5 @@
 """Calls whose arguments stand one by one between tags, and the conversion of these arguments to JSON."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

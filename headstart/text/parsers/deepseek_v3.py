@@ -1,7 +1,5 @@
 """DeepSeek-V3 and R1: type, name and a fenced block of JSON arguments between special tokens."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import MarkedToolParser
 

@@ -1,7 +1,5 @@
 """DeepSeek-V3.1: a name and JSON arguments between special tokens."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.deepseek_v3 import CALL_BEGIN, CALL_END, CALLS_END, OPENS, SEPARATOR
 from headstart.text.parsers.stream import Steps
 from headstart.text.parsers.tools import MarkedToolParser

@@ -1,7 +1,5 @@
 """DeepSeek-V3.2 and V4 (DSML): functions and parameters in tags, which say whether a value is a string or JSON."""
 
-from __future__ import annotations
-
 from headstart.text.parsers._tags import ANY, InvokeParser
 from headstart.text.parsers.stream import Steps
 

@@ -1,7 +1,5 @@
 """Gemma 4: a name and an object whose keys are bare and whose strings stand between special tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 

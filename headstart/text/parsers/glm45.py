@@ -1,7 +1,5 @@
 """GLM-4.5 and later: a name, then keys and values in tags; values that are no strings by their schema are JSON."""
 
-from __future__ import annotations
-
 from headstart.text.parsers._tags import ANY, TaggedArgumentsParser
 from headstart.text.parsers.stream import Steps
 

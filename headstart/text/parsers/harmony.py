@@ -1,7 +1,5 @@
 """Harmony (gpt-oss): messages on channels. Reasoning is on `analysis`, calls have a recipient, the rest is content."""
 
-from __future__ import annotations
-
 import re
 
 from headstart.text.parsers.stream import EndOfText, Mismatch, Steps

@@ -1,7 +1,5 @@
 """Hermes and Qwen: a JSON object for each call between `<tool_call>` tags."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import EndOfText, Mismatch, Steps
 from headstart.text.parsers.tools import MarkedToolParser, ObjectCallParser
 

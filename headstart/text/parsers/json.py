@@ -1,7 +1,5 @@
 """The whole answer is a call in JSON, as Llama 3 writes it: an object, several with `;` between, or an array."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import ObjectCallParser
 

@@ -1,7 +1,5 @@
 """Kimi-K2: an id that holds the name, and JSON arguments, between special tokens."""
 
-from __future__ import annotations
-
 import re
 
 from headstart.text.parsers.stream import Steps

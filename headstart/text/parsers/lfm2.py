@@ -1,7 +1,5 @@
 """LFM2 and LFM2.5: a list of Python calls between special tokens."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.pythonic import PythonCallParser
 from headstart.text.parsers.stream import Steps
 from headstart.text.parsers.tools import MarkedToolParser

@@ -1,7 +1,5 @@
 """MiniMax-M2: functions and parameters in tags; values that are no strings by their schema are JSON."""
 
-from __future__ import annotations
-
 from headstart.text.parsers._tags import ANY, InvokeParser
 
 

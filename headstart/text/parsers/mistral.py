@@ -1,7 +1,5 @@
 """Mistral: a name and JSON arguments after `[TOOL_CALLS]`, or an array of objects (older models)."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import MarkedToolParser, ObjectCallParser
 

@@ -1,7 +1,5 @@
 """Calls written in Python, `[f(a="b", n=1), g()]`, as the whole answer (Llama 3.2, Llama 4), converted to JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 

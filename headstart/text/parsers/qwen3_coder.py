@@ -1,7 +1,5 @@
 """Qwen3-Coder: function and parameters in tags; values are strings unless the tool's schema says otherwise."""
 
-from __future__ import annotations
-
 from headstart.text.parsers._tags import TaggedArgumentsParser
 from headstart.text.parsers.stream import Mismatch, Steps
 

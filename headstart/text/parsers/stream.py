@@ -4,8 +4,6 @@ A parser is a generator; `yield` waits for more text. So a grammar is written to
 its events do not depend on how the text was split.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@
 One newline before a call's opening marker is part of the format and no content.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from abc import abstractmethod

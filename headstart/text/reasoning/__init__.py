@@ -1,7 +1,5 @@
 """Formats of the reasoning before an answer, one file each: REASONING wraps the answer's parser."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import Event, Parser
 
 

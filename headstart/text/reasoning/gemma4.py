@@ -1,7 +1,5 @@
 """Gemma 4: reasoning on a channel before the answer."""
 
-from __future__ import annotations
-
 from headstart.text.reasoning.think import ThinkParser
 
 

@@ -1,7 +1,5 @@
 """Harmony: reasoning is a message, which the parser of its calls finds."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.harmony import START, HarmonyParser
 from headstart.text.parsers.stream import Parser
 from headstart.text.reasoning import ReasoningParser

@@ -1,7 +1,5 @@
 """Mistral: reasoning between special tokens before the answer."""
 
-from __future__ import annotations
-
 from headstart.text.reasoning.think import ThinkParser
 
 

@@ -1,7 +1,5 @@
 """Reasoning between `<think>` tags at the start of an answer; the rest goes to the answer's parser."""
 
-from __future__ import annotations
-
 from headstart.text.parsers.stream import EndOfText, Parser, Steps
 from headstart.text.reasoning import ReasoningParser
 

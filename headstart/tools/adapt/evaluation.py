@@ -6,8 +6,6 @@ others decides (Broder's min-hash), which similar prompts most likely share. Oth
 prompt, such as a later turn of the same conversation, are left out of the training.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -118,7 +116,7 @@ class EvalPrompt:
     params: SamplingParams
 
     @classmethod
-    def of(cls, record: TextRecord) -> EvalPrompt:
+    def of(cls, record: TextRecord) -> "EvalPrompt":
         """The recorded request, up to as many tokens as its answer had."""
         length = min(max(len(record.response_ids), 8), MAX_ANSWER_TOKENS)
         params = SamplingParams(max_tokens=length, temperature=record.temperature, seed=record_seed(record))

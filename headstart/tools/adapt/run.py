@@ -4,8 +4,6 @@ Intermediate files lie beside the adapted heads, in a folder of the owner's alon
 there, and a run that ends removes it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """The BenchTarget over an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets
@@ -139,7 +137,6 @@ class _HttpRun:
             await self._talk(task, due)
 
     async def _talk(self, task: Task, due: float | None = None) -> None:
-        """All turns of a task, until one fails."""
         messages = [{"role": "system", "content": task.system}] if task.system else []
         for turn in task.turns:
             if self._lost:

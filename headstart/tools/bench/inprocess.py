@@ -1,7 +1,5 @@
 """The BenchTarget over engines of this process."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence as Seq
@@ -110,8 +108,6 @@ def speculation(stats: DraftStats) -> DraftCounts:
 
 
 class _Conversation:
-    """A task while it runs: the messages so far, and the next request."""
-
     def __init__(self, llm: LLM, task: Task, depth: int | None) -> None:
         self._llm, self._depth, self._left = llm, depth, list(task.turns)
         self._messages = [{"role": "system", "content": task.system}] if task.system else []
@@ -158,8 +154,6 @@ def _sample(choice: Choice) -> AnswerSample:
 
 
 class _InProcessRun:
-    """All tasks of a run through one engine."""
-
     def __init__(self, session: Session, conversations: list[_Conversation], load: RequestLoad, notify: Notify) -> None:
         self._session, self._load, self._notify = session, load, notify
         self._queue = deque(zip(load.arrivals(len(conversations)), conversations, strict=True))

@@ -1,7 +1,5 @@
 """One run of a workload, under one load, in one mode, against any BenchTarget; and the energy that it takes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess
@@ -125,7 +123,7 @@ def measure(
     *,
     num_requests: int | None = None,
     repeat: int = 0,
-    meter: EnergyMeter | None = None,
+    meter: "EnergyMeter | None" = None,
     notify: Notify = lambda: None,
 ) -> BenchCell:
     """One run. Tasks, their seeds and their arrivals depend on `load.seed` only, so that all modes and repeats get the

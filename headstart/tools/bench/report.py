@@ -1,7 +1,5 @@
 """A bench document as one HTML file that loads nothing and prints: report.html, filled with tables and plots."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence as Seq
@@ -102,7 +100,6 @@ class _ReportPlots:
         )  # fmt: skip
 
     def _by_workload(self) -> list[Markup]:
-        """Returns one plot for each load; none for a single workload."""
         names = list(self.panels)
 
         def point(row: BenchRow) -> list[svg.Point]:

@@ -1,7 +1,5 @@
 """`headstart bench`: runs every workload under every load in every mode, in alternating order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -61,7 +59,6 @@ class BenchOptions:
     force: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UsageError for options that contradict each other, or are too large to mean anything."""
         self._check_numbers()
         if self.preset and self.preset not in workloads.PRESETS:
             raise UsageError(f"--preset is {self.preset!r}, which is unknown", f"known: {', '.join(workloads.PRESETS)}")
@@ -256,7 +253,6 @@ def _targets(options: BenchOptions, progress: Progress) -> Iterator[BenchTarget]
 
 
 def _workloads(options: BenchOptions, count_tokens: Callable[[str], int], texts: tuple[str, ...]) -> list[Workload]:
-    """Raises UsageError."""
     if options.preset or options.input_tokens:
         preset = workloads.PRESETS.get(options.preset or "")
         tokens = options.input_tokens or (preset.input_tokens if preset else 0)
@@ -326,7 +322,6 @@ def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Worklo
 
 
 def _write(path: Path, text: str) -> None:
-    """Raises CapacityError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)

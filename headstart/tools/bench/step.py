@@ -1,7 +1,5 @@
 """`headstart bench step`: what one pass costs by its rows, what a draft costs, and where the time goes."""
 
-from __future__ import annotations
-
 import platform
 import time
 from collections import Counter
@@ -67,7 +65,6 @@ class StepBench(PrefilledEngine):
         self.fill(self.context, self.context + max(self.rows))
 
     def seconds(self, rows: int) -> float:
-        """Returns the backend's time for one pass."""
         (sequence,) = self.sequences
         return self.pass_seconds([Span(sequence, self.context, rows, rows if rows <= MAX_LOGIT_ROWS else 1)])
 

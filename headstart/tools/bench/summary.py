@@ -6,8 +6,6 @@ the percentile bootstrap of that median, from 2.5 % to 97.5 %: pairs are drawn a
 under a fixed seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from dataclasses import asdict

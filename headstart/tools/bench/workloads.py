@@ -1,7 +1,5 @@
 """Workloads of a bench: built-in ones, made of headstart's own sentences, and those of a JSONL file."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -44,12 +42,12 @@ class Workload:
         """Returns the first tasks, each with a seed of its own."""
         return [replace(self.task(index), seed=seed + index) for index in range(count)]
 
-    def at(self, temperature: float) -> Workload:
+    def at(self, temperature: float) -> "Workload":
         """Returns the same tasks at another temperature, which is added to the name."""
         name = f"{self.name} T={temperature:g}"
         return Workload(name, lambda index: replace(self.task(index), temperature=temperature))
 
-    def limited(self, max_tokens: int | None, *, exactly: bool = False) -> Workload:
+    def limited(self, max_tokens: int | None, *, exactly: bool = False) -> "Workload":
         """Limits answers to at most `max_tokens`, or to exactly so many."""
         if max_tokens is None:
             return self

@@ -1,7 +1,5 @@
 """A block drafter's directory in one of the published layouts, from a head and the trunk it was trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

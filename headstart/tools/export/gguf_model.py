@@ -4,8 +4,6 @@ Declared data for the families whose conversion is renaming, stacking of experts
 llama.cpp b11434 `conversion/{base,qwen,glm}.py`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,7 +90,6 @@ def head_model(source: Checkpoint) -> HeadModel | None:
 def _metadata(
     architecture: LlamaCppDraft, config: Mapping[str, Any], layers: int, count: int
 ) -> dict[str, tuple[Any, str]]:
-    """Raises ModelError for a value that is not there, or of another type."""
     keys: dict[str, tuple[Any, str]] = {
         "block_count": (layers + count, U32),
         "nextn_predict_layers": (count, U32),
@@ -117,7 +114,6 @@ def _metadata(
 
 
 def _typed(config: Mapping[str, Any], key: str, kind: str) -> tuple[Any, str]:
-    """A value as GGUF's types hold it."""
     value = config[key]
     whole = isinstance(value, int) and 0 <= value < 2**32
     if not (whole if kind == U32 else isinstance(value, bool) if kind == BOOL else isinstance(value, int | float)):
@@ -181,7 +177,6 @@ def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> lis
 
 
 def _gguf_tensor(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: LlamaCppDraft) -> GgufTensor:
-    """One tensor of all parts in order."""
     plain = len(shape) == 1 or name.endswith(IN_FLOAT32)
     shift = architecture.norm_shift if name.endswith("norm.weight") else 0.0
 

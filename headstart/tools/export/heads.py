@@ -1,7 +1,5 @@
 """Which tensors and config keys of a checkpoint are its MTP head, for all families, by how they are called."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +24,6 @@ def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
 
 
 def trunk_prefix(names: Iterable[str]) -> str:
-    """What stands before the trunk's `layers.`."""
     return next((name.removesuffix(strip_wrapper(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
 
 

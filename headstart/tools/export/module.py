@@ -1,7 +1,5 @@
 """The MTP module of a checkpoint on its own: found by its family's names, checked to be whole, and dequantized."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping

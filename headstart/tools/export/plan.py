@@ -1,7 +1,5 @@
 """What is to be written, decided and checked in full before the first byte; then written aside and renamed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -67,7 +65,6 @@ def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
 
 
 def index_text(files: dict[str, str], total: int | None = None, indent: int = 2) -> str:
-    """A Hugging Face index; `total` bytes go into its metadata."""
     head = {} if total is None else {"metadata": {"total_size": total}}
     return as_json({**head, "weight_map": files}, indent=indent)
 
@@ -195,7 +192,6 @@ def _existing(out: Path) -> Path:
 
 
 def check_room(out: Path, nbytes: int) -> None:
-    """Raises CapacityError when the file system has less free."""
     total, _, free = shutil.disk_usage(_existing(out))
     if total and free < nbytes:
         raise CapacityError(f"{out} needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free", "make room")

@@ -1,7 +1,5 @@
 """`headstart export`: a head, or a model with its head, in the layout of another engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

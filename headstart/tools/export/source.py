@@ -1,7 +1,5 @@
 """What every layout starts from: a checkpoint directory as it is, or a trunk and its head as arrays."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ FP8 is in blocks of 128 x 128: `weight` in E4M3 and `weight_scale_inv` in float3
 transformers read that (`quant_method: fp8` with `weight_block_size`); no engine reads an int8 or int4 head alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -112,7 +110,6 @@ def _level(config: Mapping[str, Any]) -> KeyPath:
 
 
 def modelopt_of(folder: Path) -> dict[str, Any]:
-    """Settings of ModelOpt's own file; empty where there is none. Raises ModelError for a damaged one."""
     path = folder / MODELOPT
     found = read_object(path).get("quantization") if path.exists() else None
     return {"quant_method": "modelopt", **found} if isinstance(found, dict) else {}

@@ -1,7 +1,5 @@
 """Does the head of one checkpoint fit another? What must agree is looked up in configs, headers and a few norms."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """`headstart graft`: the MTP head of one checkpoint put into another that lost it, or a head taken out."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -132,7 +130,6 @@ def _renamed(target: Checkpoint, base: Checkpoint, names: set[str]) -> dict[str,
 def _head(
     target: Checkpoint, base: Checkpoint, new: Mapping[str, str], quantize: bool
 ) -> tuple[list[Planned], dict[str, Any], list[str]]:
-    """The head's tensors, the config that describes them, and notes."""
     tensors = base.tensors
     config = with_keys(target.config, keys_for(target.config, base.config))
     weights = Weights(tensors, base.config)

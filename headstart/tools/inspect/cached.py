@@ -1,7 +1,5 @@
 """Models that are kept on this machine, and what their headers say: our own cache, and that of the Hub's client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -104,7 +102,6 @@ def cached() -> Iterator[Cached]:
 
 
 def _checkpoint(snapshot: Path) -> Path | None:
-    """What a repo's files can be opened as."""
     if any(snapshot.glob("*.safetensors")):
         return snapshot
     return next(iter(sorted(snapshot.glob("*.gguf"))), None)

@@ -6,8 +6,6 @@ have wrong without any error: RoPE style, mask of a block, layer ids off by one 
 speculators inputs), and whether the row of the last token drafts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -50,7 +48,7 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
         return {"ran": False, "why": error.message}
 
 
-def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str, Any]:
+def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
 
     assert model.head
@@ -96,8 +94,7 @@ def _measure(model: Model, config: EngineConfig, progress: Progress) -> dict[str
     }
 
 
-def _read_as(model: Model, spec: HeadSpec) -> Head:
-    """The head's own weights under another spec."""
+def _read_as(model: "Model", spec: HeadSpec) -> Head:
     from headstart.engine.load import fit_head
     from headstart.heads.files import read_head
 

@@ -1,7 +1,5 @@
 """Drafters that are checkpoints of their own: which tensors they should have, against those that are there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -139,7 +137,6 @@ class Drafter:
 
 
 def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], published: DrafterFormat) -> Drafter:
-    """A drafter whose config was recognized as of this format."""
     if published is OWN:
         return _own(checkpoint, weights)
     sizes = Sizes(checkpoint.config)
@@ -245,7 +242,6 @@ def _target_width(sizes: Sizes, names: Mapping[str, WeightHeader]) -> int | None
 
 
 def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter:
-    """A head in headstart's own layout. Raises ModelError for a damaged one."""
     from headstart.heads.files import spec_of  # it needs more than headers do
     from headstart.heads.kind import head_kind
 
@@ -276,7 +272,6 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
 
 
 def state_of_drafter(drafter: Drafter, checks: list[FitCheck] | None) -> HeadState:
-    """The state of a separate drafter, and its fit where a target was given."""
     again = "download the drafter again"
     if not drafter.num_tensors:
         return unchecked(f"config.json is of this kind: {drafter.title}")

@@ -3,8 +3,6 @@
 Each function of ABOUT looks at one thing.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Do heads fit a target? A drafter beside it, or native heads that are to be put into it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +16,6 @@ from headstart.tools.inspect.findings import Finding, note, warning
 
 
 def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[FitCheck]:
-    """Does a separate drafter with this config fit a target?"""
     sizes = Sizes(target.config)
     layers, vocabulary = sizes.get("layers"), sizes.get("vocabulary")
     checks = [_equal("hidden size", drafter.target_hidden_size, sizes.get("hidden"))]

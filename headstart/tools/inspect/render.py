@@ -1,7 +1,5 @@
 """The report of `headstart inspect` as lines of text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +9,6 @@ Data = dict[str, Any]
 
 
 def lines(data: Data) -> list[str]:
-    """The document of tools.inspect as text."""
     return [*_model(data), "", *_parts(data), "", *_heads(data), *_attached(data), *_deep(data)]
 
 

@@ -4,8 +4,6 @@ Heads are looked for twice: what the config promises and which tensors are there
 Fine-tuning and quantization tools often keep the first and drop the second. docs/inspect.md describes the document.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -100,7 +98,6 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
 
 
 def _pickled(path: Path) -> Checkpoint | None:
-    """A head that is published as a pickle. Raises ModelError for a damaged one."""
     pickles = pickles_in(path)
     if not pickles or any(path.glob("*.safetensors")):
         return None

@@ -5,8 +5,6 @@ version; `published.json` (written by benchmarks/engine_arguments.py) has which 
 `rules.json` has combinations that an engine refuses or changes; `models.json` has the first version for a model.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

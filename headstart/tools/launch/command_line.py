@@ -30,7 +30,6 @@ class ArgumentWord:
         return [f"{self.flag}={self.value}"] if self.joined else [self.flag, self.value]
 
     def shown(self) -> str:
-        """Returns the word quoted for the shell."""
         if self.value is None:
             return self.flag
         is_closed = "$" in (self.written[1] or "") and all(token.plain for token in self.tokens)  # '{"model": "$X"}'
@@ -38,7 +37,6 @@ class ArgumentWord:
         return f"{self.flag}={value}" if self.joined else " ".join(part for part in (self.flag, value) if part)
 
     def edits(self) -> list[Edit]:
-        """Returns what has changed since the word was read."""
         (flag, value), first, last = self.written, self.tokens[0], self.tokens[-1]
         if (flag, value) == (self.flag, self.value):
             return []

@@ -3,8 +3,6 @@
 Manifests are filled in from the skeletons of manifests.yaml.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,7 +101,6 @@ def container_commands(prepared: PreparedLaunch) -> dict[str, list[dict[str, str
 
 
 def _docker_run(prepared: PreparedLaunch, container: ContainerSpec, before: LaunchStep | None = None) -> str:
-    """Containers of several servers or nodes share the host's network."""
     spec, plan = prepared.spec, prepared.plan
     shares_network = len(plan.serve) > 1 or spec.parallel.nodes > 1
     devices = [] if container.is_router else skeletons()["platforms"][spec.platform]["docker"]
@@ -163,7 +160,6 @@ def _object(skeleton: str, /, **values: Any) -> Object:
 
 
 def _compose(prepared: PreparedLaunch) -> str:
-    """Containers on one host's network; the router waits until its servers are healthy."""
     containers = containers_of(prepared)
     if any(each.step.node for each in containers):
         raise UsageError("Compose runs on one machine", "--emit slurm or k8s, or fewer --nodes")

@@ -1,7 +1,5 @@
 """Several servers behind a router: copies of one model, or prefill/decode disaggregation."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -107,7 +105,6 @@ class LaunchTarget:
         return "${NODES[0]}" if self.kind == "slurm" else self.head_node
 
     def address(self, node: int, num_nodes: int) -> str:
-        """Returns the address of a machine, as servers on others reach it."""
         if self.in_pods:
             return "$(POD_IP)"
         if self.kind == "slurm":
@@ -117,7 +114,6 @@ class LaunchTarget:
         return f"NODE_{node}" if node else self.head_node
 
     def url(self, spec: LaunchSpec) -> str:
-        """Returns the address of a server, as the router reaches it."""
         place = spec.placement
         return f"http://{place.server if self.in_pods else place.address}:{spec.port}"
 

@@ -1,7 +1,5 @@
 """Programs that `launch` runs: their data, installation and arguments by version; base class of all launchers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -169,8 +167,6 @@ OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versi
 
 
 class CommandBuilder:
-    """Builds the command line of one program; refuses arguments that its version lacks."""
-
     def __init__(self, program: EngineProgram, version: Version) -> None:
         self.program, self.version = program, version
         self.words: list[str] = []
@@ -210,11 +206,9 @@ class CommandBuilder:
 
 
 class ServerBuilder(CommandBuilder):
-    """Builds the plan of one server: its command line, files and notes."""
+    program: "EngineLauncher"
 
-    program: EngineLauncher
-
-    def __init__(self, launcher: EngineLauncher, facts: ModelFacts, spec: LaunchSpec, version: Version) -> None:
+    def __init__(self, launcher: "EngineLauncher", facts: ModelFacts, spec: LaunchSpec, version: Version) -> None:
         super().__init__(launcher, version)
         self.facts, self.spec, self.plan = facts, spec, LaunchPlan()
 
@@ -301,7 +295,6 @@ class EngineLauncher(EngineProgram):
         return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved_images.keys()
 
     def check_platform(self, platform: str) -> None:
-        """Raises UsageError for a platform that the engine does not run on."""
         if platform not in self.images:
             hint = self.alternatives.get(platform, f"it runs on {', '.join(self.images)}")
             raise UsageError(f"{self.title} does not run on {PLATFORMS.get(platform, platform)}", hint)

@@ -1,7 +1,5 @@
 """What a launcher knows about a model, from config.json and headers alone, and how deep an engine drafts with it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +56,6 @@ def read_facts(model: str | None) -> ModelFacts:
 
 
 def _gguf_facts(path: Path) -> ModelFacts:
-    """Reads only keys that all architectures share."""
     file = read_gguf(path)
     kind = str(file.metadata.get("general.architecture", "unknown"))
 

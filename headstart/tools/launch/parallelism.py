@@ -1,7 +1,5 @@
 """The devices of a launch, and how a model is divided over them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Prepares a launch: reads engine, model and machine, plans the commands, checks them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -68,8 +66,6 @@ class LaunchOptions(LaunchRequest):
 
 @dataclass
 class PreparedLaunch:
-    """A plan, and what it was made from."""
-
     launcher: EngineLauncher
     version: Version
     assumed: bool  # no version was named or installed
@@ -197,7 +193,6 @@ def with_absolute_paths(options: LaunchOptions) -> LaunchOptions:
 
 
 def launch_document(prepared: PreparedLaunch, commands: dict[str, Any]) -> dict[str, Any]:
-    """The JSON document of a launch; `commands`: its entries `before` and `serve`."""
     plan, spec, facts = prepared.plan, prepared.spec, prepared.facts
     return {
         "engine": prepared.launcher.name,

@@ -1,7 +1,5 @@
 """Engines and their router as child processes: started, waited for, supervised, ended."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -32,8 +30,6 @@ Say = Callable[[str], None]
 
 @dataclass
 class ServerProcess:
-    """One process: an engine's server, or the router before several."""
-
     step: LaunchStep
     words: list[str]
     environment: Mapping[str, str]
@@ -62,7 +58,6 @@ class ServerProcess:
                 raise UsageError(f"cannot run {self.words[0]}: {error.strerror}", "is --program right?") from None
 
     def exit_reason(self) -> str | None:
-        """Returns how the process ended; None while it runs."""
         code = self.process.poll() if self.process else 0
         if code is None:
             return None

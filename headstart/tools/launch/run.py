@@ -1,7 +1,5 @@
 """`headstart launch`: the exact command that makes another engine draft, or that engine started and checked."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +44,6 @@ def document(prepared: PreparedLaunch, *, docker: bool) -> dict[str, Any]:
 
 
 def lines_of(data: dict[str, Any]) -> list[str]:
-    """Returns the commands of a launch document as shell text, with its notes as comments."""
     model, assumed = data["model"], " (assumed)" if data["version_assumed"] else ""
     lines = [
         f"# {data['engine']} {data['version']}{assumed}; {model['type']}, MTP modules: {model['modules']}",
@@ -111,7 +108,6 @@ def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
 
 
 def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
-    """Brings old command lines up to date for the installed (or named) version."""
     return translate_text(text, engine_version, program).report()
 
 

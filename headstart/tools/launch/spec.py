@@ -1,7 +1,5 @@
 """What a launch is asked for and what it runs: LaunchRequest, LaunchSpec, LaunchStep, LaunchPlan."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,8 +61,6 @@ class ServerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec(LaunchRequest):
-    """A complete description of one server, from which a launcher writes its command."""
-
     depth: int  # 0: no drafting
     parallel: Parallelism = Parallelism()
     drafter: DrafterKind | None = None  # kind of `head`; None: the model's own MTP modules
@@ -111,8 +107,6 @@ class LaunchStep:
 
 @dataclass(kw_only=True)
 class LaunchPlan:
-    """All commands of a launch, with the files they need."""
-
     before: list[LaunchStep] = field(default_factory=list)  # run once, before the servers
     serve: list[LaunchStep] = field(default_factory=list)  # the router comes last
     files: dict[str, str] = field(default_factory=dict)

@@ -1,7 +1,5 @@
 """Translates old command lines into current ones: flags and values are replaced, the shell's own text stays."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +24,6 @@ OLD_METRICS = {
 
 @dataclass
 class Translation:
-    """A text whose commands are brought up to date."""
-
     text: str
     engine_version: str | None
     program: str | None
@@ -87,7 +83,6 @@ def _translate_command(done: Translation, tokens: Sequence[ShellToken]) -> None:
 
 
 def _translate_config(done: Translation) -> None:
-    """Translates the YAML file of TensorRT-LLM's --extra_llm_api_options."""
     launcher: EngineLauncher = registry.find("launchers", "trtllm").LAUNCHER
     version, done.assumed = launcher.choose_version(done.engine_version, launcher.find_installed(done.program))
     done.engines["trtllm"] = version
@@ -105,7 +100,6 @@ def _rename_metrics(done: Translation, tokens: Sequence[ShellToken]) -> None:
 
 
 def _translate_nested(done: Translation, tokens: Sequence[ShellToken]) -> None:
-    """Translates commands within a word, as in bash -c '...'."""
     for token in tokens:
         if not re.search(r"\s", token.value) or not _has_command(token.value):
             continue

@@ -1,7 +1,5 @@
 """Drafters: sizes, way of drafting and acceptance rates of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,7 +82,7 @@ class DrafterType:
     typical: Mapping[str, Any] | None = None  # sizes of released ones; None: a kind that needs a file
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> DrafterType:
+    def of(cls, row: Mapping[str, Any]) -> "DrafterType":
         """A row of drafters.json, which has acceptances or a measured length."""
         measured = "length" in row
         shares = acceptances_of_length(row["length"], row["depth"]) if measured else tuple(row["acceptances"])

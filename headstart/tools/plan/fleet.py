@@ -4,8 +4,6 @@ Disaggregation means prefill and decode on separate machines, with a transfer of
 from the roofline, latencies from a simulation.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 from collections.abc import Callable, Sequence
@@ -205,7 +203,6 @@ def simulate_disaggregated(
 
 
 def _simulate_side(side: EngineLimits, arrivals: Arrivals, engines: int) -> SimulationResult:
-    """Simulates at most MAX_ENGINES engines, with arrivals slowed down in proportion."""
     fewer = min(engines, MAX_ENGINES)
     slower = replace(arrivals, times=arrivals.times * (engines / fewer))
     return simulate(side.step, slower, engines=fewer, slots=side.slots, rows=side.rows)
@@ -353,7 +350,6 @@ class FleetPlanner:
 
 
 def make_arrivals(load: FleetLoad, rate: float, limit: int = MAX_REQUESTS) -> Arrivals:
-    """Requests of one simulated run."""
     answer_s = load.ttft_s + load.output * load.tpot_s
     count = int(min(max(rate * ANSWERS_PER_RUN * answer_s, MIN_REQUESTS), limit))
     return poisson_arrivals(rate, load.prompt, load.output, count)

@@ -1,7 +1,5 @@
 """Machines: devices of the catalogue, the rates that they reach, their prices."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping
@@ -209,7 +207,6 @@ def api_price(text: str, file: str | None) -> Price:
 
 
 def _dollars(what: str, value: object, wanted: str) -> float:
-    """Dollars above 0. Raises UsageError for anything else."""
     try:
         dollars = float(str(value))
     except ValueError:
@@ -220,7 +217,6 @@ def _dollars(what: str, value: object, wanted: str) -> float:
 
 
 def _price_list(file: str | None) -> tuple[dict[str, Any], str]:
-    """(price list, its source and date)."""
     path = Path(file).expanduser() if file else None
     if path and not path.is_file():
         raise UsageError(f"--price-list: there is no file {path}", "a TOML file like headstart/tools/plan/prices.toml")

@@ -1,7 +1,5 @@
 """The machine `here`: rates fitted to measured passes of the model on this machine; the user cache keeps them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -79,7 +77,7 @@ def measured_machine(
     return calibrate(shape, measured)
 
 
-def measure(timer: PassTimer, seconds: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
+def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
     """Input of a calibration as a JSON document: seconds, and bytes as the backend holds them. `seconds`: of passes."""
     loaded = timer.model
     progress(0, 1, "reading memory")
@@ -223,7 +221,6 @@ def _check_memory(loaded: LoadedModel, positions: int) -> None:
 
 
 def cache_bytes(loaded: LoadedModel) -> int:
-    """Bytes of keys and values of one position."""
     return sum(loaded.backend.kv_bytes(spec) for spec in loaded.decoder.kv_specs)
 
 

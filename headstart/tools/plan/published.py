@@ -1,7 +1,5 @@
 """Published speeds and costs beside the roofline's predictions, with the same factors for every point."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,8 +25,6 @@ def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class PublishedSetup:
-    """A published point's machine, model and speeds, plain and drafting."""
-
     def __init__(self, point: Mapping[str, Any]) -> None:
         self.point = point
         shape = with_drafter(find_shape(point["model"], point.get("weights")), point.get("drafter"))

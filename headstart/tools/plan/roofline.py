@@ -4,8 +4,6 @@ Each part takes the larger of memory and compute time; interconnect and fixed co
 share the weights that are read; rows of one sequence also share its cache.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +39,6 @@ class Pass:
 
 @dataclass(frozen=True)
 class PartCost:
-    """One part of a pass: bytes read and operations on one device, and their seconds."""
-
     name: str
     bytes: float = 0.0
     operations: float = 0.0
@@ -62,12 +58,10 @@ class StepSpeed:
 
     @property
     def per_stream(self) -> float:
-        """Tokens/s of one sequence."""
         return self.tokens_per_step / self.step_s
 
     @property
     def total(self) -> float:
-        """Tokens/s of all sequences."""
         return self.batch * self.per_stream
 
 
@@ -182,7 +176,6 @@ def break_even(price_per_hour: float, api_price: float) -> float:
 
 
 def _combined(works: Sequence[Pass]) -> Pass:
-    """One pass with all rows."""
     if len(works) == 1:
         return works[0]
     sequences = sum(work.sequences for work in works)

@@ -1,7 +1,5 @@
 """`headstart plan`: speed, memory and cost of a model on a machine, predicted by a roofline with stated factors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -140,7 +138,6 @@ def _context(options: PlanOptions, shape: ModelShape) -> int:
 
 
 def _shapes(options: PlanOptions, trunk: ModelShape, *, here: bool) -> list[ModelShape]:
-    """The model with each drafter. Raises UsageError or ModelError."""
     kinds = parse_drafters(options.drafter)
     if here and (options.head or any(kind not in (None, "none", trunk.drafter.kind) for kind in kinds)):
         hint = "leave --drafter and --head out, name a machine, or measure it: headstart bench"
@@ -194,7 +191,6 @@ def _sized_model(
 def _document(
     options: PlanOptions, drafting: Sequence[roofline.DraftingSetup], machine: Machine, context: int, prices: Prices
 ) -> dict[str, Any]:
-    """JSON document of a plan; memory and cost are those with the first of `drafting`."""
     model = drafting[0].model
     memory = estimate_memory(model, split_of(machine), context, users=max(options.batches))
     price = None if prices.hour is None else prices.hour.dollars * machine.count

@@ -1,7 +1,5 @@
 """Sizes of a model: costs of layers (layers/costs.py), drafter, weight and cache formats, and device memory."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -104,14 +102,12 @@ class ModelShape:
         layers = sum(group.count * group.cost.active_weights for group in self.layers)
         return layers + self.outer + self.vocab_size * self.hidden_size
 
-    def with_notes(self, *notes: str) -> ModelShape:
+    def with_notes(self, *notes: str) -> "ModelShape":
         return replace(self, notes=(*self.notes, *notes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedModel:
-    """A shape with the size of its weights and cache."""
-
     shape: ModelShape
     format: WeightBytes
     kv: float  # bytes per cached element
@@ -121,7 +117,7 @@ class SizedModel:
         by_format = getattr(self.format, part) if part in ("attention", "mlp", "experts") else self.format.lm_head
         return self.shape.bytes_per_weight.get(part, by_format)
 
-    def drafter_model(self) -> SizedModel:
+    def drafter_model(self) -> "SizedModel":
         """The drafter as a model. Some formats do not quantize a head."""
         shape = replace(self.shape, hidden_size=self.shape.drafter.hidden_size)
         size = self.shape.bytes_per_weight.get("head", self.format.head)
@@ -204,8 +200,6 @@ MAX_CONTEXT = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How a model is divided among devices."""
-
     device: float  # bytes of one device
     tp: int = 1  # devices that share attention, dense matrices and caches
     ep: int = 1  # devices that share experts; 1: tp
@@ -240,7 +234,6 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Do weights and activations fit?"""
         return self.free >= 0
 
     @property

@@ -4,8 +4,6 @@ An engine step decodes all running sequences and prefills prompts with the remai
 engine with the fewest. Lengths are uniform between 0.5 and 1.5 times their mean; arrivals are a Poisson process.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable
@@ -17,8 +15,6 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Rows of prompts in one step."""
-
     prompts: int = 0
     rows: float = 0.0  # of all prompts together
     context: float = 0.0  # mean number of positions that a row sees

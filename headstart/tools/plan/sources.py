@@ -1,7 +1,5 @@
 """Builds a ModelShape from a built-in card, a checkpoint's tensor headers or a config.json, by its family."""
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Mapping
@@ -93,7 +91,6 @@ def shape_of(name: str, config: Mapping[str, Any], *, weights: str = "bf16") -> 
 
 
 def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
-    """Bounds sizes before layers are built. Raises ModelError."""
     bounds = {"num_hidden_layers": MAX_LAYERS, "num_layers": MAX_LAYERS, "num_attention_heads": 2**16}
     bounds |= {"hidden_size": 2**24, "vocab_size": 2**28}
     for key, limit in bounds.items():
@@ -150,7 +147,6 @@ def _unknown(name: str) -> UsageError:
 
 
 def _refuse(name: str, drafter: DrafterKind) -> None:
-    """Raises UsageError for a drafter, which runs beside a model."""
     if drafter.separate:
         what = f"{name} is a drafter ({drafter.title}), and no model by itself"
         raise UsageError(what, f"headstart plan MODEL --head {name}")

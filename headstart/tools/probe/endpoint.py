@@ -1,7 +1,5 @@
 """An OpenAI-compatible endpoint, asked in the way that it understands."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,8 +30,6 @@ class EndpointLost(Exception):
 
 @dataclass
 class Endpoint:
-    """A server, and the request fields that it takes."""
-
     server: Server
     model: str | None = None  # None: the first that the server lists
     paths: Sequence[str] = (COMPLETIONS, CHAT)  # in order of preference

@@ -6,8 +6,6 @@ answer differs under a condition only if it is none of those that A got alone. T
 server whose answers differ anyway (one that ignores seeds) is not blamed for the condition.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -219,7 +217,6 @@ def _summary(rows: Seq[Row]) -> str:
 
 
 def lines_of(data: dict[str, Any]) -> list[str]:
-    """Returns the text below the table of conditions."""
     lines = []
     for row in data["conditions"]:
         if (place := row["first_difference"]) is not None:
@@ -237,7 +234,6 @@ def lines_of(data: dict[str, Any]) -> list[str]:
 
 
 def table(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns the columns and rows of the conditions."""
     columns = ["condition", "sampling", "trials", "equal", "differ in", "rate below", "outcome"]
     rows = []
     for row in data["conditions"]:

@@ -1,7 +1,5 @@
 """What `probe --exact` asks: prompts that no cache holds, in four forms, greedy and sampled, and a client for them."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field
@@ -109,7 +107,7 @@ class ExactClient:
     drafts: int | None = None  # of all answers so far, where they tell
 
     @classmethod
-    async def connect(cls, server: Server, model: str, max_tokens: int, seed: int) -> ExactClient:
+    async def connect(cls, server: Server, model: str, max_tokens: int, seed: int) -> "ExactClient":
         """Asks for each form once, greedy, and for a seed. Raises UsageError for a server that gives no text at all."""
         optional = {"return_token_ids": True}
         endpoint = Endpoint(server, model, (CHAT, COMPLETIONS), optional=optional, chat_instruction="")
@@ -143,7 +141,6 @@ class ExactClient:
 
     @property
     def cases(self) -> list[RequestCase]:
-        """All kinds of requests that the server takes."""
         samplings = (False, True) if self.takes_seed else (False,)
         return [RequestCase(form, sampled) for form in self.fields for sampled in samplings]
 

@@ -6,8 +6,6 @@ Times count from the first piece of text on. The usual test, the time of 200 tok
 by the time to the first token.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

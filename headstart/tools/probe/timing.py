@@ -3,8 +3,6 @@
 Pure functions, so that recorded traces can be judged again.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Both score the same texts, each prompt with this backend's greedy answer, by tea
 serve requests. Every row that predicts a token of its text is compared. R rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
@@ -64,7 +62,6 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
 
 
 def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Progress) -> list[list[int]]:
-    """Returns token ids of each prompt and its greedy answer."""
     done = count(1)
 
     def finished(index: int, completion: Any) -> None:
@@ -75,8 +72,6 @@ def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Pro
 
 
 class TeacherForcing:
-    """Teacher forcing on one model, for texts of up to `longest` tokens."""
-
     def __init__(self, model: Model, config: EngineConfig, longest: int) -> None:
         blocks = -(-longest // config.block_size)
         alone = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)

@@ -1,7 +1,5 @@
 """The options of `headstart verify`, and the grid of cells that covers every pair of their levels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product

@@ -1,8 +1,6 @@
 """References of `headstart verify`: a float64 engine that judges ties, and transformers, which reads the same weights
 (GGUF files through its own reader) and is no dependency of headstart."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,8 +77,6 @@ def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
 
 
 class _TransformersModel:
-    """The same checkpoint in transformers, float32."""
-
     def __init__(self, llm: LLM) -> None:
         from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,6 @@ up to rounding (`reference` in float32), a difference is a *tie* when a float64 
 tokens' scores (l + g) within TIE of each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -36,8 +34,6 @@ GRID_SEED = 0  # of the choice of cells; `VerifyOptions.seeds` are those of the 
 
 @dataclass
 class TokenDifference:
-    """The first token of a prompt that differs from plain decoding."""
-
     cell: GridCell
     prompt: int
     position: int  # output token, from 0
@@ -109,8 +105,6 @@ def check_ranges(options: VerifyOptions) -> None:
 
 
 class VerificationRun:
-    """The cells of a run, the texts of plain decoding, and the results so far."""
-
     def __init__(self, options: VerifyOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
         self.prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])

@@ -6,8 +6,6 @@ file by the missing first block. An EAGLE-3 head is an architecture of its own w
 llama.cpp b11434, `conversion/`, `src/models/`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -67,7 +65,6 @@ def plan(request: Request) -> Plan:
 
 
 def _converted(source: Checkpoint) -> Plan:
-    """From a Hugging Face directory."""
     model_type = str(source.config.get("model_type"))
     found = find_mtp_family(source.config)
     if found and (why := found.layout.not_llama_cpp):

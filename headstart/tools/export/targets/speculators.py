@@ -4,8 +4,6 @@ Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `mode
 `transformers_utils/configs/speculators` (it has no entry for "mtp").
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A block drafter in DFlash's layout, for vLLM, SGLang and llama.cpp's converter."""
 
-from __future__ import annotations
-
 from headstart.heads.layouts.writing import as_dflash
 from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.plan import Plan, vllm_use

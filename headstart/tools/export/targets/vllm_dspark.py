@@ -1,7 +1,5 @@
 """A block drafter with a Markov head in DSpark's layout, for vLLM and SGLang."""
 
-from __future__ import annotations
-
 from headstart.heads.layouts.writing import as_dspark
 from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.plan import Plan, vllm_use

@@ -8,8 +8,6 @@ EAGLE drafters of other families (`llama_eagle.py` and its kin) have no norms be
 so they cannot hold an MTP module.
 """
 
-from __future__ import annotations
-
 from headstart.errors import ModelError
 from headstart.formats.safetensors import copied
 from headstart.tools.export.module import architectures, count_modules, cut_module, find_module

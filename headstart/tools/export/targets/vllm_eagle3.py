@@ -1,7 +1,5 @@
 """An EAGLE-3 head in its own layout, for vLLM, SGLang, llama.cpp's converter and OpenVINO."""
 
-from __future__ import annotations
-
 from headstart.errors import ModelError
 from headstart.tools.export.plan import Plan, vllm_use
 from headstart.tools.export.source import Request

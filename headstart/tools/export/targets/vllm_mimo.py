@@ -6,8 +6,6 @@ embedding], hidden being the stream before the trunk's final norm, later the hea
 twice. The directory brings the code that declares the type to transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,7 +47,6 @@ class MiMoConfig(Qwen2Config):
 
 
 def check(source: Source) -> None:
-    """Raises ModelError where MiMo's formula is another one."""
     head, layers = source.head, source.sizes.layers
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
     turned = [each.rope and each.rope.rotary_dim == each.spec.head_dim for each in attentions]
@@ -84,7 +81,6 @@ def _is_qwen2s(layer: LayerConfig) -> bool:
 
 
 def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
-    """The parts of every layer of a trunk that `check` has let through."""
     mixer, mlp = source.sizes.layers[0].mixer, source.sizes.layers[0].mlp
     assert isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)
     return mixer, mlp
@@ -108,12 +104,10 @@ def plan(request: Request) -> Plan:
 
 
 def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: values) -> Planned:
-    """The tensor in bfloat16, made when it is written."""
     return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(convert(tensor.float32()))[0]])
 
 
 def _biases(source: Source, prefix: str) -> list[Planned]:
-    """Zeros for q, k and v."""
     spec = _layer(source)[0].spec
     planned = []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):

@@ -4,8 +4,6 @@ Names, config keys, files and bytes are those of that tool. Where the tool silen
 tensors, missing parts or shards, stray files), this export writes right data or refuses.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +60,6 @@ def plan(request: Request) -> Plan:
 
 
 def _find_draft(source: Checkpoint, model_type: str | None) -> tuple[ModulePlace, XllmDraft]:
-    """Raises ModelError for a family of which xLLM has no draft."""
     found = find_mtp_family(source.config)
     if found and found.layout.not_xllm and (not model_type or found.layout.requires):
         raise ModelError(f"model type {found.key} cannot be written as a draft of xLLM", found.layout.not_xllm)
@@ -99,7 +96,6 @@ def _renamed(name: str, place: ModulePlace, draft: XllmDraft) -> str | None:
 
 
 def _check_shared(source: Checkpoint, place: ModulePlace) -> None:
-    """Raises ModelError where the trunk's embedding or LM head, which go along, are not there."""
     there = {place.family.names.canonical(name) for name in source.tensors}
     if "embed_tokens.weight" not in there:
         raise ModelError(f"{source.name} has no embedding", "is a shard missing? download it again")
@@ -109,7 +105,6 @@ def _check_shared(source: Checkpoint, place: ModulePlace) -> None:
 
 
 def _draft_config(place: ModulePlace, draft: XllmDraft, count: int) -> dict[str, Any]:
-    """config.json of the draft: the model's own with what describes the one module."""
     config = place.config
     changes = {
         "num_hidden_layers": count,

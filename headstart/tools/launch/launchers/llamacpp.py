@@ -1,7 +1,5 @@
 """llama.cpp: drafting is switched on by type; its flags were renamed in 2026."""
 
-from __future__ import annotations
-
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import Version
 from headstart.tools.launch.command_line import CommandLine

@@ -1,7 +1,5 @@
 """SGLang: steps and draft tokens are counted apart, algorithms have names of their own, 48 requests are the default."""
 
-from __future__ import annotations
-
 import json
 
 from headstart.errors import UsageError
@@ -43,7 +41,6 @@ class Sglang(EngineLauncher, data="sglang.json"):
             server.serve(*words, node=rank, where=where, answers=rank == 0)
 
     def _caches(self, server: ServerBuilder) -> None:
-        """Adds prefill/decode disaggregation, and a KV cache that spills to host memory."""
         spec = server.spec
         if spec.role:
             server.add("--disaggregation-mode", spec.role)

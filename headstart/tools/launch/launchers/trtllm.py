@@ -4,8 +4,6 @@ Version 1.3 renamed the key of the depth, and brought depths by batch size to MT
 keyed by the largest batch size it is for, before by the smallest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from headstart.errors import UsageError

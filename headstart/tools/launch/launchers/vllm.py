@@ -1,7 +1,5 @@
 """vLLM: one JSON for speculation, names of methods that change, a batch table that data parallelism ignores."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -116,7 +114,6 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return config
 
     def _kv_transfer(self, server: ServerBuilder) -> None:
-        """Adds prefill/decode disaggregation, or a KV cache that spills to host memory."""
         spec = server.spec
         if spec.role and spec.kv_offload_gb:
             raise UsageError("--role and --kv-offload need two KV connectors at once", "give one of them")
@@ -194,7 +191,6 @@ def _modernize_speculation(line: CommandLine, version: Version) -> None:
 
 
 def _read(word: ArgumentWord | None) -> dict[str, Any]:
-    """Returns the JSON that is there, with the shell's variables as text. Raises UsageError for invalid JSON."""
     if word is None or not word.value:
         return {}
     quoted = re.sub(r"(?<=[:\s,\[])(\$\{?\w+\}?)(?=[\s,}\]])", r'"\1"', word.value)
@@ -292,7 +288,6 @@ def _update_method(line: CommandLine, config: dict[str, Any], version: Version) 
 
 
 def _update_connector(line: CommandLine, version: Version) -> None:
-    """Renames the class of a KV connector."""
     word, known = line.find("--kv-transfer-config"), published("vllm")
     for old, new in MOVED_CONNECTORS.items():
         there = known is not None and known.has(f"kv_transfer_config.kv_connector={new}", version)

@@ -1,7 +1,5 @@
 """xLLM: the head is a checkpoint of its own, exported first; each device has a process of its own."""
 
-from __future__ import annotations
-
 from headstart.tools.launch.launcher import CommandBuilder, EngineLauncher, ServerBuilder
 from headstart.tools.launch.spec import VISIBLE, LaunchStep
 
