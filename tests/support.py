@@ -28,6 +28,7 @@ from headstart.core import (
     Request,
     SamplingParams,
     Sequence,
+    Span,
     TokenLogprob,
 )
 from headstart.drafters.base import Drafter, DraftRequest
@@ -147,8 +148,12 @@ def make_head(
     seed: int = 1,
 ) -> Head:
     """An MTP head for any trunk: random, or one that repeats what a softened trunk says from its last token."""
-    hidden, spec = model.config.hidden_size, replace(spec, layer=model.config.head_layer)
-    one, arrays = replace(spec, num_modules=1), dict[str, Any]()
+    spec = replace(spec, layer=model.config.head_layer)
+    return head_of(model, spec, mtp_arrays(model, spec, agreeing, seed), draft_ids)
+
+
+def mtp_arrays(model: Model, spec: HeadSpec, agreeing: bool, seed: int = 1) -> Arrays:
+    hidden, one, arrays = model.config.hidden_size, replace(spec, num_modules=1), dict[str, Any]()
     for i in range(spec.num_modules):
         module = random_arrays(head_kind("mtp").shapes(one, hidden), seed + i)
         arrays |= {name.replace("mtp.0.", f"mtp.{i}."): array for name, array in module.items()}
@@ -158,7 +163,7 @@ def make_head(
             arrays[f"mtp.{i}.projection.weight"] = np.hstack(halves[::-1] if spec.hidden_first else halves)
             arrays[f"mtp.{i}.norm_embedding.weight"] = np.ones(hidden)
             arrays[f"mtp.{i}.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
-    return head_of(model, spec, arrays, draft_ids)
+    return arrays
 
 
 def plain_layer(config: DecoderConfig) -> LayerConfig:
@@ -291,6 +296,17 @@ def request(
         depth=depth,
         constraint=constraint,
     )
+
+
+def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None, computed: int = 0) -> Sequence:
+    """A sequence with blocks for all its tokens (and a draft), of which `known` are committed and the first `computed`
+    have been through the trunk."""
+    sequence = Sequence(request(tokens[:1]), 0, list(tokens[:known]), 0)
+    assert engine.memory.reserve(sequence, len(tokens) + 8)
+    if computed:
+        engine.runner.forward([Span(sequence, 0, computed, 0)])
+    sequence.num_computed = computed
+    return sequence
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from numpy.typing import NDArray
-from support import family_of, make, model_at, prompt_of
-from test_families import logits_in_chunks, new_sequence
+from support import family_of, make, model_at, new_sequence, prompt_of
+from test_families import logits_in_chunks
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from family_rows import ROWS, row_of
 from oracles import greedy_text, logits_of_oracle, mtp_oracle, oracle_of
-from support import ALL_FAMILIES, FAMILIES, VOCAB, family_of, make, prompt_of, request, run, tiny_model
+from support import ALL_FAMILIES, FAMILIES, VOCAB, family_of, make, new_sequence, prompt_of, request, run, tiny_model
 from torch import Tensor
 
-from headstart.core import Sampled, Sequence, Span
+from headstart.core import Sampled, Span
 from headstart.drafters.base import DraftRequest
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
@@ -105,13 +105,6 @@ class _Frozen(dict[str, Any]):
 class _FrozenList(list[Any]):
     def __hash__(self) -> int:
         return hash(tuple(self))
-
-
-def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None) -> Sequence:
-    """A sequence with blocks for all its tokens (and a draft), of which `known` are committed."""
-    sequence = Sequence(request(tokens[:1]), 0, list(tokens[:known]), 0)
-    assert engine.memory.reserve(sequence, len(tokens) + 8)
-    return sequence
 
 
 def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -> Tensor:
@@ -282,10 +275,7 @@ def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
     engine.runner.draw = forced = Forced(tokens)
     requests = []
     for length, depth in ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2)):
-        sequence = new_sequence(engine, tokens, length)
-        engine.runner.forward([Span(sequence, 0, length - 1, 0)])
-        sequence.num_computed = length - 1
-        requests.append(DraftRequest(sequence, depth))
+        requests.append(DraftRequest(new_sequence(engine, tokens, length, length - 1), depth))
     engine.drafting.drafter.propose(requests)
     assert len(forced.seen) == sum(each.depth for each in requests)
     for sequence, depth in [(each.sequence, each.depth) for each in requests]:

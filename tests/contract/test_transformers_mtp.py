@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from family_rows import ROWS
-from support import family_of, make, prompt_of, request, run, tiny_model
-from test_families import Forced, changed, new_sequence
+from support import family_of, make, new_sequence, prompt_of, request, run, tiny_model
+from test_families import Forced, changed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from headstart.core import Span
 from headstart.drafters.base import DraftRequest
 
 MAX_TOKENS = 40
@@ -52,18 +51,13 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
     tokens = found[0].tolist()
-    plain = run(
-        make(model, dtype="float32", drafter="mtp", depth=1), [request(prompt, max_tokens=MAX_TOKENS, stops=())]
-    )
-    assert plain["r", 0].tokens == tokens[len(prompt) :]
-
     engine = make(model, dtype="float32", drafter="mtp", depth=1)
+    plain = run(engine, [request(prompt, max_tokens=MAX_TOKENS, stops=())])
+    assert plain["r", 0].tokens == tokens[len(prompt) :]
     engine.runner.draw = forced = Forced([*tokens, 0])
     assert len(drafts.seen) > MAX_TOKENS // 2
     for length, expected in drafts.seen.items():
-        sequence = new_sequence(engine, tokens, length)
-        engine.runner.forward([Span(sequence, 0, length - 1, 0)])
-        sequence.num_computed = length - 1
+        sequence = new_sequence(engine, tokens, length, length - 1)
         engine.drafting.drafter.propose([DraftRequest(sequence, 1)])
         assert float((forced.seen[length, 0] - expected).abs().max()) <= 2e-4
         engine.memory.release(sequence)

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import support
 import torch
-from support import assert_same, make, prompt_of, request, run, tiny_model, varied_requests
+from support import assert_same, make, new_sequence, prompt_of, request, run, tiny_model, varied_requests
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from headstart.config import EngineConfig
-from headstart.core import Sequence, Span
 from headstart.drafters.base import DraftRequest
 from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import ModelError
@@ -109,10 +108,7 @@ def test_drafts_of_transformers(groups: int) -> None:
     tokens = prompt_of(40, 3)
     found, expected = [], []
     for length in range(2, len(tokens)):
-        sequence = Sequence(request(tokens[:1]), 0, tokens[:length], 0)
-        assert engine.memory.reserve(sequence, len(tokens) + 8)
-        engine.runner.forward([Span(sequence, 0, length - 1, 0)])
-        sequence.num_computed = length - 1
+        sequence = new_sequence(engine, tokens, length, length - 1)
         engine.drafting.drafter.propose([DraftRequest(sequence, 4)])
         found += sequence.draft.tokens
         expected += expected_drafts(oracle, oracle_at(groups)[0], tokens[:length], 4)

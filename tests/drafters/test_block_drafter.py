@@ -14,7 +14,7 @@ import support
 pytest.importorskip("torch")
 
 from headstart.config import EngineConfig
-from headstart.core import Rows, Sequence
+from headstart.core import Rows
 from headstart.drafters.base import DraftRequest
 from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import UsageError
@@ -127,13 +127,10 @@ def test_only_rows_that_promise_something_are_run() -> None:
 
     engine = support.make(replace(trunk("reference"), head=support.make_block(trunk("reference"))), depth=5)
     drafter, runner = engine.drafting.drafter, engine.runner
-    assert drafter is not None
-    sequence = Sequence(support.request(support.prompt_of(9, 1)), 0, support.prompt_of(9, 1), 0)
-    assert engine.memory.reserve(sequence, 16)
+    sequence = support.new_sequence(engine, support.prompt_of(9, 1))
     runner.run(runner.trunk, "forward", [Rows(sequence, 0, sequence.tokens[:8], 1)])
     drafter.propose([DraftRequest(sequence, 5, Gate())])
-    assert len(sequence.draft.tokens) == 2
-    assert len(sequence.draft.scores) == 2
+    assert len(sequence.draft.tokens) == len(sequence.draft.scores) == 2
 
 
 def test_what_it_is_asked_for_must_fit(tmp_path: Path) -> None:

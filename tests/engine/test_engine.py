@@ -22,6 +22,7 @@ from support import (
     headed_model,
     make,
     make_head,
+    new_sequence,
     prompt_of,
     request,
     run,
@@ -207,11 +208,7 @@ def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
 def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int) -> tuple[Engine, Sequence]:
     """The same tokens computed at once by an engine that never drafted."""
     other = make(headed_model(FAMILY), drafter="mtp", depth=1, enable_prefix_caching=False)
-    sequence = Sequence(request(tokens[:1]), 0, list(tokens), 0)
-    assert other.memory.reserve(sequence, len(tokens) + 1)
-    if num_computed:
-        other.runner.forward([Span(sequence, 0, num_computed, 0)])
-    sequence.num_computed = num_computed
+    sequence = new_sequence(other, tokens, computed=num_computed)
     if num_drafter > 1:
         sequence.tokens = tokens[:num_drafter]
         other.drafting.drafter.propose([DraftRequest(sequence, 1)])
@@ -492,8 +489,7 @@ def joint_of_three(prompt: tuple[int, ...]) -> np.ndarray:
 
     @cache
     def next_probs(*tokens: int) -> np.ndarray:
-        sequence = Sequence(request(prompt), 0, [*prompt, *tokens], 0)
-        assert engine.memory.reserve(sequence, 40)
+        sequence = new_sequence(engine, [*prompt, *tokens])
         logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
         engine.memory.release(sequence)
         return processed(logits[0].numpy())

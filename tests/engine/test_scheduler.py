@@ -7,9 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import OracleDrafter, Outputs, agreeing_model, assert_same, headed_model, make, prompt_of, request, run
+from support import (
+    OracleDrafter,
+    Outputs,
+    agreeing_model,
+    assert_same,
+    headed_model,
+    make,
+    new_sequence,
+    prompt_of,
+    request,
+    run,
+)
 
-from headstart.core import Request, Sequence, Span
+from headstart.core import Request, Span
 from headstart.engine.engine import Engine
 
 FAMILY = "mimo"
@@ -100,8 +111,6 @@ def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
 
 def test_numpy_gives_the_logits_of_a_pass() -> None:
     engine = make(headed_model(FAMILY), drafter="none")
-    sequence = Sequence(request([5, 6, 7]), 0, [5, 6, 7], 0)
-    assert engine.memory.reserve(sequence, 3)
+    sequence = new_sequence(engine, [5, 6, 7])
     logits = engine.runner.backend.numpy(engine.runner.forward([Span(sequence, 0, 3, 3)]).logits)
-    assert logits.dtype == np.float32
-    assert logits.shape == (3, engine.runner.vocab_size)
+    assert (logits.dtype, logits.shape) == (np.float32, (3, engine.runner.vocab_size))

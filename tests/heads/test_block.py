@@ -13,7 +13,7 @@ import support
 
 torch = pytest.importorskip("torch")
 
-from headstart.core import Rows, Sequence, StepPlan  # noqa: E402
+from headstart.core import Rows, StepPlan  # noqa: E402
 from headstart.drafters.block import BlockNetwork  # noqa: E402
 from headstart.engine.load import attach_head  # noqa: E402
 from headstart.errors import ModelError  # noqa: E402
@@ -170,8 +170,7 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
         support.run(engine, [support.request(prompt, name=f"r{i}", max_tokens=12, stops=())])
     assert engine.scheduler.prefix_hits > 0
     for tokens, drafted in made:
-        sequence = Sequence(support.request(tokens), 0, list(tokens), 0)
-        assert engine.memory.reserve(sequence, len(tokens))
+        sequence = support.new_sequence(engine, tokens)
         runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])
         size, table = engine.config.block_size, sequence.block_table
         streams = runner._hidden_pool[[table[i // size] * size + i % size for i in range(len(tokens))]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import assert_same, make, prompt_of, request, run, tiny_model, varied_requests
+from support import assert_same, make, new_sequence, prompt_of, run, tiny_model, varied_requests
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -49,8 +49,7 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
     """The share of drafts that are `expected(hidden states [T, H], tokens)`."""
     engine, tokens, same = make(model, drafter=kind, depth=depth), prompt_of(20, 4), list[bool]()
     for length in range(2, len(tokens)):
-        sequence = Sequence(request(tokens[:1]), 0, tokens[:length], 0)
-        assert engine.memory.reserve(sequence, len(tokens) + 8)
+        sequence = new_sequence(engine, tokens, length)
         forward = engine.runner.run(engine.runner.trunk, "forward", [rows_of(sequence, length)])
         sequence.num_computed = length - 1
         engine.drafting.drafter.propose([DraftRequest(sequence, depth)])

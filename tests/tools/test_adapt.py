@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+import torch
 from support import family_of, soften, write_model
 
 from headstart.cli.main import main
@@ -21,17 +22,9 @@ from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
-from headstart.models.small import random_arrays
 from headstart.server.records import RecordedModel, RecordFiles, TextRecord, claim_folder
 from headstart.tools.adapt.evaluation import HeadComparison, split_records
-from headstart.tools.saved import (
-    WORK,
-    AdaptedHead,
-    find_adapted_head,
-    folder_of,
-    forget,
-    save_head,
-)  # fmt: skip
+from headstart.tools.saved import WORK, AdaptedHead, find_adapted_head, folder_of, forget, save_head
 
 CONFIG = EngineConfig(threads=1)
 FACTS = AdaptedHead(kind="mtp", date="2026-11-22", base="", before=1.5, after=2.0)
@@ -56,15 +49,8 @@ def loaded(name: str) -> Model:
 def write(folder: Path, name: str, *, agreeing: bool) -> Path:
     """A head that is mostly right, or one that hardly ever is."""
     model = loaded(name)
-    hidden, spec = model.config.hidden_size, HeadSpec(layer=model.config.head_layer)
-    arrays = random_arrays(head_kind("mtp").shapes(spec, hidden), 1)
-    if agreeing:
-        arrays = soften(arrays, 0.1)
-        arrays["mtp.0.projection.weight"] = np.hstack([np.eye(hidden), np.zeros((hidden, hidden))])
-        arrays["mtp.0.norm_embedding.weight"] = np.ones(hidden)
-        arrays["mtp.0.norm.weight"] = model.weights.raw("norm.weight", (hidden,)).float32()
-    support.write_head(folder, model.config, spec, arrays)
-    return folder
+    spec = HeadSpec(layer=model.config.head_layer)
+    return support.write_head(folder, model.config, spec, support.mtp_arrays(model, spec, agreeing))
 
 
 def prompt(rng: np.random.Generator, length: int = 20) -> tuple[int, ...]:
@@ -93,8 +79,7 @@ def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
     before, after = split_records(first), split_records(first + more)
     assert 8 <= len(before.held_out) <= 40
     assert set(before.held_out) <= set(after.held_out)
-    assert not set(before.training) & set(after.held_out)
-    assert not set(after.training) & set(after.held_out)
+    assert not {*before.training, *after.training} & set(after.held_out)
 
 
 def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> None:
@@ -107,12 +92,10 @@ def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> 
         changed = TextRecord((*system, *asked[:-2], 7, 8), prompt(rng, 9))
         records += [first, later, changed]
     found = split_records(records)
-    sides = [{records[3 * i + k] in found.held_out for k in range(3) if records[3 * i + k] in kept} for i in range(100)
-             for kept in [found.held_out + found.training]]  # fmt: skip
-    assert all(len(side) == 1 for side in sides), "what is on both sides was trained on"
-    assert len(found.training) > 150
-    assert found.held_out
-    assert found.num_similar > 0
+    kept = found.held_out + found.training
+    talks = [[each for each in records[3 * i : 3 * i + 3] if each in kept] for i in range(100)]
+    assert all(len({each in found.held_out for each in talk}) == 1 for talk in talks), "one was trained on"
+    assert len(found.training) > 150 and found.held_out and found.num_similar > 0
 
 
 def test_few_or_equal_prompts() -> None:
@@ -191,11 +174,9 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
 
     def train(options: Any) -> None:
         lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
-        assert lines
         assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0])
         assert options.finetune
         head = read_head(trained)
-        torch = pytest.importorskip("torch")
         export_head(options.out, head, {n: torch.tensor(t.float32()) for n, t in head.tensors.items()})
 
     monkeypatch.setattr(run, "train", train)
@@ -206,7 +187,6 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
 def test_the_better_head_is_kept_and_the_worse_one_not(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch")
     good, bad = (write(tmp_path / str(side), model, agreeing=side) for side in (True, False))
     folder = recorded(tmp_path / "records", model, texts(80))
     (folder / "records-0.jsonl").write_bytes(b"{broken\n")
@@ -217,7 +197,6 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     assert document["texts"]["damaged_lines"] == 1
     assert document["held_out"]["after"] > document["held_out"]["before"] + 0.2
     kept = find_adapted_head(model, CONFIG)
-    assert kept is not None
     assert (document["path"], oct(kept[0].stat().st_mode)[-3:]) == (str(kept[0]), "700")
     assert [path.name for path in folder_of(model).iterdir()] == ["mtp"], "no text is left behind"
 
@@ -231,7 +210,6 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
 def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch")
     from headstart.tools.adapt import run
 
     save_head(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
@@ -258,7 +236,6 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
 
 
 def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
     head = write(tmp_path / "head", model, agreeing=True)
     (tmp_path / "empty").mkdir()
     claim_folder(tmp_path / "none", RecordedModel.of(loaded(model)))
@@ -284,7 +261,6 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_heads_that_cannot_be_adapted(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("torch")
     folder = recorded(tmp_path / "records", model, texts(40))
     words = ["adapt", str(folder), "--model", model]
     assert main(words) == 2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import support
+import torch
 from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
 
 from headstart.api import LLM
@@ -46,18 +49,14 @@ HEAD: dict[str, Array] = {
 
 def all_tensors(folder: Path) -> dict[str, Raw]:
     """By the index where there is one, so that what it does not name does not count."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return read_raw(folder / "model.safetensors")
-    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file: read_raw(folder / file) for file in set(weight_map.values())}
     assert sum(map(len, files.values())) == len(weight_map)
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    return json.loads((folder / "config.json").read_text())
 
 
 @pytest.fixture
@@ -72,6 +71,14 @@ def tuned(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0, "mine": 1}, trunk, shards=2)
 
 
+def nested(tensors: dict[str, Array]) -> dict[str, Array]:
+    return {name.replace("model.", "model.language_model.", 1): array for name, array in tensors.items()}
+
+
+def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+    return {"model_type": "deepseek_v3", "text_config": {**config, "model_type": "deepseek_v3_text"}}
+
+
 TOWERS: dict[str, Array] = {
     "audio_tower.layers.0.fc1.weight": tensor("BF16", F, H, seed=2),
     "model.visual.encoder.layers.5.fc1.weight": tensor("BF16", F, H, seed=3),
@@ -80,10 +87,9 @@ TOWERS: dict[str, Array] = {
 
 def test_layers_of_other_towers_are_no_head(base: Path, tmp_path: Path) -> None:
     """Though a tower may have more layers than the trunk, and may come first."""
-    nested = {name.replace("model.", "model.language_model.", 1): array for name, array in TRUNK.items()}
-    tuned = write_checkpoint(tmp_path / "tuned", {"text_config": CONFIG}, {**nested, **TOWERS})
+    tuned = write_checkpoint(tmp_path / "tuned", {"text_config": CONFIG}, {**nested(TRUNK), **TOWERS})
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    head = {name.replace("model.", "model.language_model.", 1): raw(array) for name, array in HEAD.items()}
+    head = {name: raw(array) for name, array in nested(HEAD).items()}
     assert all_tensors(tmp_path / "out") == all_tensors(tuned) | head
     run(GraftOptions(model=str(tmp_path / "out"), out=tmp_path / "bare", strip=True))
     assert all_tensors(tmp_path / "bare") == all_tensors(tuned)
@@ -97,20 +103,15 @@ def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tm
     for file in tuned.glob("*.safetensors"):
         assert file.samefile(out / file.name)
     assert report.data["acceptance"]["verdict"].startswith("acceptance not measured: config.json: ")
+    written = json.loads((out / graft.PROVENANCE).read_text())  # where the head came from
+    assert (written["head"]["name"], written["head_tensors"]) == (str(base), len(HEAD))
+    assert written["head_sha256"] == hashlib.sha256((out / written["head_file"]).read_bytes()).hexdigest()
+    assert written["config_keys"] == {"num_nextn_predict_layers": 1}
 
 
 def test_a_family_that_does_not_run_here_is_not_measured(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "other", {**CONFIG, "model_type": "hy_v4"}, TRUNK)
     assert "hy_v4 does not run here" in graft.measure(folder, lambda done, total, text: None)["verdict"]
-
-
-def test_where_the_head_came_from_is_written_down(base: Path, tuned: Path, tmp_path: Path) -> None:
-    run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    written = json.loads((tmp_path / "out" / graft.PROVENANCE).read_text())
-    assert written["head"]["name"] == str(base)
-    assert written["head_tensors"] == len(HEAD)
-    assert written["head_sha256"] == graft._sha256(tmp_path / "out" / written["head_file"])
-    assert written["config_keys"] == {"num_nextn_predict_layers": 1}
 
 
 def test_strip_and_graft_are_inverse(base: Path, tmp_path: Path) -> None:
@@ -131,10 +132,7 @@ def test_half_a_head_is_replaced(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_text_only_fine_tune_of_a_wrapped_model(tmp_path: Path) -> None:
-    inner = {key: value for key, value in CONFIG.items() if key != "model_type"}
-    wrapped = {"model_type": "deepseek_v3", "text_config": {**inner, "model_type": "deepseek_v3_text"}}
-    moved = {name.replace("model.", "model.language_model.", 1): array for name, array in {**TRUNK, **HEAD}.items()}
-    write_checkpoint(tmp_path / "base", wrapped, moved)
+    write_checkpoint(tmp_path / "base", wrapped(CONFIG), nested({**TRUNK, **HEAD}))
     write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0}, TRUNK, shards=1, index=False)
     (tmp_path / "tuned" / "model-00001-of-00001.safetensors").rename(tmp_path / "tuned" / "model.safetensors")
     run(GraftOptions(model=str(tmp_path / "tuned"), base=str(tmp_path / "base"), out=tmp_path / "out"))
@@ -165,77 +163,47 @@ def test_engines_are_told_that_the_head_is_not_quantized(method: str, base: Path
     assert set(quantization.get(key, [])) <= set(told[key])
 
 
-def test_a_quantized_head_in_a_plain_model_becomes_plain(tuned: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.o_proj.weight"
-    quantized = {**HEAD, name: tensor("F8_E4M3", 130, 200), f"{name}_scale_inv": np.ones((2, 2), np.float32)}
-    base = write_checkpoint(tmp_path / "fp8", CONFIG, {**TRUNK, **quantized})
+MATRIX = "model.layers.1.self_attn.o_proj.weight"
+
+
+def test_a_quantized_head_becomes_as_the_target_is(tuned: Path, tmp_path: Path) -> None:
+    """Plain, or quantized in the same way."""
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    head = {**HEAD, MATRIX: tensor("F8_E4M3", 130, 200), f"{MATRIX}_scale_inv": np.ones((2, 2), np.float32)}
+    base = write_checkpoint(tmp_path / "fp8", config, {**TRUNK, **head})
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
     found = all_tensors(tmp_path / "out")
-    assert found[name][:2] == ("BF16", (130, 200))
-    assert f"{name}_scale_inv" not in found
-
-
-def test_a_head_quantized_as_the_target_stays_so(tmp_path: Path) -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    name = "model.layers.1.self_attn.o_proj.weight"
-    head = {**HEAD, name: tensor("F8_E4M3", 130, 200), f"{name}_scale_inv": np.ones((2, 2), np.float32)}
-    base = write_checkpoint(tmp_path / "base", config, {**TRUNK, **head})
-    tuned = write_checkpoint(tmp_path / "tuned", {**config, "num_nextn_predict_layers": 0}, TRUNK)
-    run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    assert all_tensors(tmp_path / "out") == all_tensors(base)
-    assert config_of(tmp_path / "out") == config_of(base)
+    assert found[MATRIX][:2] == ("BF16", (130, 200)) and f"{MATRIX}_scale_inv" not in found
+    same = write_checkpoint(tmp_path / "same", {**config, "num_nextn_predict_layers": 0}, TRUNK)
+    run(GraftOptions(model=str(same), base=str(base), out=tmp_path / "again"))
+    assert all_tensors(tmp_path / "again") == all_tensors(base)
+    assert config_of(tmp_path / "again") == config_of(base)
 
 
 def test_quantized_heads_are_fp8_blocks(base: Path, tuned: Path, tmp_path: Path) -> None:
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out", quantize_head=True))
     found = all_tensors(tmp_path / "out")
-    name = "model.layers.1.self_attn.o_proj.weight"
-    dtype, shape, codes = found[name]
+    dtype, shape, codes = found[MATRIX]
     assert (dtype, shape) == ("F8_E4M3", (130, 200))
-    scale = np.frombuffer(found[f"{name}_scale_inv"][2], np.float32).reshape(2, 2)
-    values = make_tensor(name, shape, dtype, np.frombuffer(codes, np.uint8)).float32()
+    scale = np.frombuffer(found[f"{MATRIX}_scale_inv"][2], np.float32).reshape(2, 2)
+    values = make_tensor(MATRIX, shape, dtype, np.frombuffer(codes, np.uint8)).float32()
     again = values * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:130, :200]
-    exact = make_tensor(name, shape, "BF16", np.frombuffer(raw(HEAD[name])[2], np.uint8)).float32()
+    exact = make_tensor(MATRIX, shape, "BF16", np.frombuffer(raw(HEAD[MATRIX])[2], np.uint8)).float32()
     assert np.abs(again - exact).max() <= np.abs(exact).max() / 448 * 16  # half a step of the top binade
     assert found["model.layers.1.eh_proj.weight"] == raw(HEAD["model.layers.1.eh_proj.weight"])
     told = config_of(tmp_path / "out")["quantization_config"]
-    assert told["weight_block_size"] == [128, 128]
-    assert {"model.layers.0.mlp.up_proj", "model.layers.1.eh_proj", "lm_head"} <= set(told["modules_to_not_convert"])
-    assert "model.layers.1.self_attn.o_proj" not in told["modules_to_not_convert"]
+    kept = told["modules_to_not_convert"]
+    assert told["weight_block_size"] == [128, 128] and MATRIX.removesuffix(".weight") not in kept
+    assert {"model.layers.0.mlp.up_proj", "model.layers.1.eh_proj", "lm_head"} <= set(kept)
 
 
 def test_nearest_e4m3() -> None:
-    sizes = make_tensor("", (127,), "F8_E4M3", np.arange(127, dtype=np.uint8)).float32()
-    values = np.concatenate((sizes, -sizes, [500, (sizes[8] + sizes[9]) / 2, (sizes[9] + sizes[10]) / 2]))
-    codes = nearest_e4m3(values.astype(np.float32))
-    assert codes[:127].tolist() == list(range(127))
-    assert codes[127:254].tolist() == [128 + code for code in range(127)]
-    assert codes[254:].tolist() == [126, 8, 10]
-
-
-def test_no_second_quantization(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {**CONFIG, "num_nextn_predict_layers": 0, "quantization_config": {"quant_method": "awq"}}
-    tuned = write_checkpoint(tmp_path / "tuned", config, TRUNK)
-    out = str(tmp_path / "out")
-    assert main(["graft", str(tuned), "--from", str(base), "--quantize-head", "-o", out]) == 2
-    assert "quantized by 'awq'" in capsys.readouterr().err
-
-
-def other(change: str, folder: Path) -> Path:
-    """A checkpoint that no head of `base` fits."""
-    config: dict[str, Any] = {**CONFIG, "num_nextn_predict_layers": 0}
-    tensors = dict(TRUNK)
-    config |= {"type": {"model_type": "glm4_moe"}, "layers": {"num_hidden_layers": 2}, "vocab": {"vocab_size": 13}}.get(
-        change, {}
-    )
-    if change == "shape":
-        tensors["model.embed_tokens.weight"] = tensor("BF16", V + 1, H)
-    if change == "norms":
-        tensors |= {n: bfloat16(np.full(H, -0.05, np.float32)) for n in tensors if "norm" in n}
-    made = write_checkpoint(folder, config, tensors)
-    if change == "tokens":
-        (made / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "b": 0}}}))
-    return made
+    """As PyTorch rounds; what is too large becomes the largest."""
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 100
+    codes = torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert nearest_e4m3(values).tolist() == codes.tolist()
+    ties = torch.arange(126, dtype=torch.uint8).view(torch.float8_e4m3fn).float().unfold(0, 2, 1).mean(1)
+    assert nearest_e4m3(ties.numpy()).tolist() == ties.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
 
 
 def test_modelopts_own_file_is_told_too(base: Path, tuned: Path, tmp_path: Path) -> None:
@@ -247,6 +215,10 @@ def test_modelopts_own_file_is_told_too(base: Path, tuned: Path, tmp_path: Path)
     assert {"lm_head", "model.layers.1.eh_proj"} <= {*told["quantization"]["exclude_modules"]}
     with pytest.raises(UsageError, match="quantized by 'modelopt'"):
         run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "other", quantize_head=True))
+    config = {**CONFIG, "num_nextn_predict_layers": 0, "quantization_config": {"quant_method": "awq"}}
+    packed = write_checkpoint(tmp_path / "awq", config, TRUNK)
+    with pytest.raises(UsageError, match="quantized by 'awq'"):
+        run(GraftOptions(model=str(packed), base=str(base), out=tmp_path / "other", quantize_head=True))
 
 
 def test_a_head_with_an_indexer_fits_trunks_with_one(tmp_path: Path) -> None:
@@ -267,9 +239,7 @@ def test_a_head_with_an_indexer_fits_trunks_with_one(tmp_path: Path) -> None:
 
 def test_keys_go_where_the_target_describes_its_language_model(base: Path, tmp_path: Path) -> None:
     inner = {key: value for key, value in CONFIG.items() if key != "num_nextn_predict_layers"}
-    wrapped = {"model_type": "deepseek_v3", "text_config": {**inner, "model_type": "deepseek_v3_text"}}
-    moved = {name.replace("model.", "model.language_model.", 1): array for name, array in TRUNK.items()}
-    model = write_checkpoint(tmp_path / "wrapped", wrapped, moved)
+    model = write_checkpoint(tmp_path / "wrapped", wrapped(inner), nested(TRUNK))
     run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out", no_measure=True))
     config = config_of(tmp_path / "out")
     assert config["text_config"]["num_nextn_predict_layers"] == 1 and "num_nextn_predict_layers" not in config
@@ -300,24 +270,28 @@ def test_what_would_not_fit_into_memory_is_not_measured(tmp_path: Path, monkeypa
     assert "about 0.4 GB" in verdict and "headstart inspect --deep" in verdict
 
 
-REFUSED = {
-    "type": "is a glm4_moe model",
-    "layers": "num_hidden_layers is 2",
-    "vocab": "vocab_size is 13",
-    "shape": "embed_tokens.weight is [13, 8]",
-    "norms": "one stores w, the other 1 + w",
-    "tokens": "2 tokens have other ids",
-}
+NORMS = {name: bfloat16(np.full(H, -0.05, np.float32)) for name in TRUNK if "norm" in name}
 
 
-@pytest.mark.parametrize("change", REFUSED)
+@pytest.mark.parametrize(
+    ("config", "tensors", "ids", "said"),
+    [
+        ({"model_type": "glm4_moe"}, {}, (0, 1), "is a glm4_moe model"),
+        ({"num_hidden_layers": 2}, {}, (0, 1), "num_hidden_layers is 2"),
+        ({"vocab_size": 13}, {}, (0, 1), "vocab_size is 13"),
+        ({}, {"model.embed_tokens.weight": tensor("BF16", V + 1, H)}, (0, 1), "embed_tokens.weight is [13, 8]"),
+        ({}, NORMS, (0, 1), "one stores w, the other 1 + w"),
+        ({}, {}, (1, 0), "2 tokens have other ids"),
+    ],
+)
 def test_what_does_not_fit_is_refused(
-    change: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict[str, Any], tensors: dict[str, Array], ids: tuple[int, int], said: str, base: Path, tmp_path: Path
 ) -> None:
-    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
-    model = other(change, tmp_path / "other")
-    assert main(["graft", str(model), "--from", str(base), "-o", str(tmp_path / "out")]) == 2
-    assert REFUSED[change] in capsys.readouterr().err
+    model = write_checkpoint(tmp_path / "other", {**CONFIG, "num_nextn_predict_layers": 0, **config}, TRUNK | tensors)
+    for folder, (a, b) in ((base, (0, 1)), (model, ids)):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": a, "b": b}}}))
+    with pytest.raises((ModelError, UsageError), match=re.escape(said)):
+        run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -347,8 +321,7 @@ def test_a_fine_tune_with_other_positions_is_noted(base: Path, tmp_path: Path) -
 
 def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
     """Strip the head of a tiny MiMo, graft it back: the same tokens and the same drafts."""
-    config, arrays = support.family_of("mimo").tiny(num_hidden_layers=2)
-    whole = support.write_model(tmp_path / "whole", config, arrays)
+    whole = write_tiny("mimo", tmp_path / "whole", num_hidden_layers=2)
     run(GraftOptions(model=str(whole), strip=True, out=tmp_path / "bare"))
     report = run(GraftOptions(model=str(tmp_path / "bare"), base=str(whole), out=tmp_path / "again"))
     assert report.data["acceptance"]["drafts"] > 0
@@ -356,10 +329,8 @@ def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"threads": 1, "max_model_len": 96, "drafter": "mtp", "depth": 1}
     prompts = [support.prompt_of(12, seed) for seed in range(3)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    runs = [
-        LLM(str(tmp_path / name), EngineConfig(**settings)).generate(prompts, params) for name in ("whole", "again")
-    ]
-    assert [each.token_ids for each in runs[0]] == [each.token_ids for each in runs[1]]
-    assert [each.speculation for each in runs[0]] == [each.speculation for each in runs[1]]
+    runs = [LLM(str(tmp_path / n), EngineConfig(**settings)).generate(prompts, params) for n in ("whole", "again")]
+    first, again = ([(each.token_ids, each.speculation) for each in run] for run in runs)
+    assert first == again
     bare = LLM(str(tmp_path / "bare"), EngineConfig(**{**settings, "drafter": "none"})).generate(prompts, params)
-    assert [each.token_ids for each in bare] == [each.token_ids for each in runs[0]]
+    assert [each.token_ids for each in bare] == [tokens for tokens, _ in first]

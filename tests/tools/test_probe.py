@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,29 +16,15 @@ from headstart.tools import engine_metrics
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import EngineCounters, advise
 from headstart.tools.probe.endpoint import Endpoint
-from headstart.tools.probe.timing import (
-    DraftingVerdict,
-    Kind,
-    StreamTrace,
-    judge_drafting,
-    pace_by_length,
-    summarize,
-)  # fmt: skip
+from headstart.tools.probe.timing import DraftingVerdict, Kind, StreamTrace, judge_drafting, pace_by_length, summarize
 
 LENGTHS = (24, 48, 96) * 3
 
 
 def trace(
-    kind: Kind,
-    length: int,
-    *,
-    accepted: float = 0.0,
-    step_s: float = 0.01,
-    first_s: float = 0.2,
-    noise: float = 0.2,
-    pieces: str = "step",
-    seed: int = 0,
-) -> StreamTrace:
+    kind: Kind, length: int, *, accepted: float = 0.0, step_s: float = 0.01, first_s: float = 0.2, noise: float = 0.2,
+    pieces: str = "step", seed: int = 0,
+) -> StreamTrace:  # fmt: skip
     """An engine that drafts three tokens, each accepted with probability `accepted`. `pieces`: one a step, or one a
     token within the step's time."""
     rng = random.Random(seed * 1000 + length)
@@ -65,14 +52,11 @@ def judged(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace
 @pytest.mark.parametrize("pieces", ["step", "token"])
 @pytest.mark.parametrize(("predictable", "unguessable"), [(0.9, 0.1), (0.6, 0.3), (0.5, 0.2)])
 def test_drafting_shows_in_bursts_and_pace(pieces: str, predictable: float, unguessable: float) -> None:
-    verdict = judged(
-        traces("predictable", accepted=predictable, pieces=pieces),
-        traces("random", accepted=unguessable, pieces=pieces),
-    )
+    taken = traces("predictable", accepted=predictable, pieces=pieces)
+    verdict = judged(taken, traces("random", accepted=unguessable, pieces=pieces))
     assert (verdict.answer, verdict.source) == ("on", "timing")
-    assert verdict.acceptance_length == pytest.approx(
-        summarize(traces("predictable", accepted=predictable)).tokens_per_burst
-    )
+    whole = summarize(traces("predictable", accepted=predictable))
+    assert verdict.acceptance_length == pytest.approx(whole.tokens_per_burst)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
@@ -98,37 +82,28 @@ def test_a_long_first_token_does_not_matter() -> None:
     assert judged(traces("predictable", first_s=5.0), traces("random", first_s=0.1)).answer == "off"
 
 
-def collected(each: StreamTrace, every: int) -> StreamTrace:
-    """As a server sends it that collects so many tokens a piece."""
-    return StreamTrace(kind=each.kind, max_tokens=each.max_tokens, tokens=each.tokens, arrivals=each.arrivals[::every])
-
-
 def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
-    verdict = judged(
-        [collected(each, 8) for each in traces("predictable")], [collected(each, 8) for each in traces("random")]
-    )
+    """Eight tokens a piece."""
+    kinds: tuple[Kind, ...] = ("predictable", "random")
+    verdict = judged(*([replace(each, arrivals=each.arrivals[::8]) for each in traces(kind)] for kind in kinds))
     assert verdict.answer != "on"
     assert any("collects" in line for line in verdict.evidence)
 
 
-def test_an_answer_in_one_piece_tells_nothing() -> None:
+def test_an_answer_in_one_piece_or_none_tells_nothing() -> None:
     whole = [StreamTrace(kind="predictable", max_tokens=48, tokens=48, arrivals=(0.5,))] * 3
     verdict = judged(whole, whole)
     assert (verdict.answer, verdict.confidence) == ("unknown", 0.5)
+    assert judge_drafting(None, None, None).answer == "unknown"
 
 
 def test_a_server_that_counts_no_tokens_is_judged_by_bursts() -> None:
-    def uncounted(found: list[StreamTrace]) -> list[StreamTrace]:
-        return [StreamTrace(kind=t.kind, max_tokens=t.max_tokens, tokens=None, arrivals=t.arrivals) for t in found]
+    def uncounted(kind: Kind, **settings: Any) -> list[StreamTrace]:
+        return [replace(each, tokens=None) for each in traces(kind, **settings)]
 
-    drafting = uncounted(traces("predictable", accepted=0.8, pieces="token"))
-    plain = uncounted(traces("predictable"))
-    assert judged(drafting, uncounted(traces("random", accepted=0.2, pieces="token"))).answer == "on"
-    assert judged(plain, uncounted(traces("random"))).answer == "off"
-
-
-def test_nothing_measured_is_unknown() -> None:
-    assert judge_drafting(None, None, None).answer == "unknown"
+    drafting = uncounted("predictable", accepted=0.8, pieces="token")
+    assert judged(drafting, uncounted("random", accepted=0.2, pieces="token")).answer == "on"
+    assert judged(uncounted("predictable"), uncounted("random")).answer == "off"
 
 
 def test_confidence_grows_with_the_signs() -> None:
@@ -197,7 +172,6 @@ def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: flo
 def test_counters_count_from_where_they_stood() -> None:
     before = engine_metrics.read(VLLM)
     later = engine_metrics.read(VLLM.replace("100.0", "140.0").replace("150.0", "210.0").replace("80.0", "100.0"))
-    assert before is not None and later is not None
     new = later.since(before)
     assert (new.drafts, new.accepted, new.per_position) == (40, 60, {0: 20, 1: 0})
     assert new.acceptance_length == 2.5
@@ -255,12 +229,8 @@ def endpoint() -> Iterator[str]:
 def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> None:
     found = Endpoint(Server.at(endpoint)).stream("predictable", "a a a", 5, 0.0)
     assert (found.tokens, len(found.arrivals)) == (5, 3)
-    path, fields = ChatOnly.asked[-1]
-    assert path == "/v1/chat/completions"
-    assert fields == ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
-
-
-def test_an_endpoint_without_metrics_has_none(endpoint: str) -> None:
+    fields = ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
+    assert ChatOnly.asked[-1] == ("/v1/chat/completions", fields)
     assert Endpoint(Server.at(endpoint)).metrics() is None
 
 

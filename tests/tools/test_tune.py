@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import family_of, headed_model, new_folder, write_model
+from support import headed_model, new_folder
 
 from headstart import hub
 from headstart.cli.serve import with_tuned
@@ -15,8 +15,9 @@ from headstart.config import AUTO, EngineConfig
 from headstart.engine import load
 from headstart.errors import UsageError
 from headstart.tools import tune
-from headstart.tools.bench.document import BenchCell
-from headstart.tools.saved import TunedSetting, load_setting, save_setting
+from headstart.tools.bench.document import BenchCell, Latency
+from headstart.tools.saved import load_setting, save_setting
+from headstart.tools.tiny import write_tiny
 from headstart.tools.tune import Candidate, TuneOptions, TuningRun
 
 CONFIG = EngineConfig(threads=1, kv_blocks=128)
@@ -29,18 +30,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> str:
-    config, arrays = family_of("mimo").tiny(num_hidden_layers=2)
-    return str(write_model(new_folder(), config, arrays))
+    return str(write_tiny("mimo", new_folder(), num_hidden_layers=2))
 
 
 def cell(mode: str, repeat: int, rate: float) -> BenchCell:
-    nothing: dict[str, Any] = {"ttft": None, "tpot": None, "itl": None, "e2e": None}
-    from headstart.tools.bench.document import Latency
-
     return BenchCell(
         workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
         requests=1, failed=0, errors=(), seconds=1.0, prompt_tokens=1, cached_tokens=0, output_tokens=round(rate),
-        latency=Latency(**nothing), speculation=None, joules=None,
+        latency=Latency(ttft=None, tpot=None, itl=None, e2e=None), speculation=None, joules=None,
     )  # fmt: skip
 
 
@@ -63,25 +60,13 @@ def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOIS
 def test_the_fastest_wins() -> None:
     found = tuning({("mixed", 3): 1.5, ("mixed", AUTO): 1.2, ("ngram", AUTO): 1.1})
     assert found._decided()
-    assert (setting := found.setting()) is not None
-    assert (setting.drafter, setting.depth) == ("mixed", 3)
-
-
-def test_of_equals_the_one_that_decides_itself() -> None:
+    assert (found.setting().drafter, found.setting().depth) == ("mixed", 3)
     found = tuning({("mixed", 3): 1.505, ("mixed", AUTO): 1.5, ("ngram", AUTO): 1.1})
-    assert not found._decided()
-    assert (setting := found.setting()) is not None
-    assert setting.depth == AUTO
-
-
-def decided(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> TunedSetting:
-    setting = tuning(speeds, noise).setting()
-    assert setting is not None
-    return setting
+    assert not found._decided() and found.setting().depth == AUTO  # of equals the one that decides itself
 
 
 def test_what_does_not_pay_is_said() -> None:
-    setting = decided({("mixed", 3): 0.7, ("mixed", AUTO): 0.97})
+    setting = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.97}).setting()
     assert (setting.drafter, setting.depth, setting.pays) == ("none", 0, False)
     assert "does not pay here" in str(setting)
 
@@ -94,7 +79,7 @@ def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
         assert found.setting() is None
         assert found.undecided()[0].startswith("nothing decided: mixed auto has ")
         assert "quieter machine" in found.undecided()[1]
-    assert decided({("mixed", AUTO): 1.02}).pays
+    assert tuning({("mixed", AUTO): 1.02}).setting().pays
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 2, 5])
@@ -145,16 +130,12 @@ def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.
 def test_a_setting_is_kept_and_found(model: str) -> None:
     assert load_setting(model, CONFIG) is None
     assert with_tuned(model, CONFIG) == CONFIG
-    setting = decided({("ngram", 2): 1.3})
-    save_setting(model, CONFIG, setting)
+    setting = tuning({("ngram", 2): 1.3}).setting()
+    path = save_setting(model, CONFIG, setting)
     assert load_setting(model, CONFIG) == setting
     found = with_tuned(model, CONFIG)
     assert (found.drafter, found.depth) == ("ngram", 2)
     assert load_setting(model, replace(CONFIG, threads=2)) is None  # another setting, another setting
-
-
-def test_a_damaged_setting_is_none(model: str) -> None:
-    path = save_setting(model, CONFIG, decided({("ngram", 2): 1.3}))
     path.write_text("{")
     assert load_setting(model, CONFIG) is None
 
@@ -163,7 +144,7 @@ def test_a_damaged_setting_is_none(model: str) -> None:
 def test_it_measures_and_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
     monkeypatch.setattr(tune, "MIN_PAIRS", 1)
-    setting = decided({("ngram", 2): 1.3})
+    setting = tuning({("ngram", 2): 1.3}).setting()
     monkeypatch.setattr(TuningRun, "setting", lambda self: replace(setting, workload="repetitive"))
     options = TuneOptions(model=model, config=CONFIG, workload="repetitive", concurrency=(1,))
     report = tune.run(options)
@@ -185,6 +166,4 @@ def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "shipped_heads", lambda name: {"mtp": Path("first"), "eagle3": Path("second")})
     monkeypatch.setattr(load, "attach_head", lambda model, path: replace(model.head, source=str(path)))
     ((kind, other),) = load.other_heads(model).items()
-    assert kind == "eagle3"
-    assert other.head is not None
-    assert other.head.source == "second"
+    assert (kind, other.head.source) == ("eagle3", "second")

@@ -70,9 +70,12 @@ def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
         assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
 
 
-def test_absurd_promises_are_refused() -> None:
+def test_absurd_promises_and_sizes(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="1000000000"):
         declared({"num_nextn_predict_layers": 10**9})
+    animal = ZOO["deepseek_v3"]
+    config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**39}
+    assert look(tmp_path, config, trunk(animal) | heads(animal))["heads"]["verdict"] == "partial"
 
 
 @pytest.mark.parametrize("value", ["many", 2.5, [1, "x"]])
@@ -81,22 +84,12 @@ def test_sizes_that_are_no_numbers(tmp_path: Path, value: Any) -> None:
         look(tmp_path, {**SIZES, "model_type": "mimo", "num_hidden_layers": value}, trunk(QWEN))
 
 
-def test_absurd_sizes_cost_nothing(tmp_path: Path) -> None:
-    animal = ZOO["deepseek_v3"]
-    config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**39}
-    assert look(tmp_path, config, trunk(animal) | heads(animal))["heads"]["verdict"] == "partial"
-
-
-def key_of(config: dict[str, Any], *, from_gguf: bool = False) -> str:
-    found = find_mtp_family(config, from_gguf=from_gguf)
-    return found.key if found else ""
-
-
 def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
-    assert key_of({"model_type": "kimi_k2"}) == "deepseek_v3"
-    assert key_of({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}) == "qwen3_5"
-    assert key_of({"model_type": "qwen35"}, from_gguf=True) == "qwen3_5"
-    assert key_of({"model_type": "llama"}) == key_of({}) == ""
+    assert find_mtp_family({"model_type": "kimi_k2"}).key == "deepseek_v3"
+    assert find_mtp_family({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}).key == "qwen3_5"
+    assert find_mtp_family({"model_type": "qwen35"}, from_gguf=True).key == "qwen3_5"
+    assert not find_mtp_family({"model_type": "llama"}) and not find_mtp_family({})
+    assert text_config({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": N}})["num_hidden_layers"] == N
 
 
 def test_sizes() -> None:
@@ -109,97 +102,56 @@ def test_sizes() -> None:
     assert isinstance(Sizes({"hidden_size": 8, "num_attention_heads": 0})["head_dim"], Unknown)
 
 
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("model.embed_tokens.weight", "embedding"),
-        ("model.language_model.layers.3.mlp.up_proj.weight", "layers"),
-        ("layers.0.self_attn.q_proj.weight", "layers"),
-        ("model.layers.3.mlp.experts.7.up_proj.weight", "experts"),
-        ("model.layers.4.eh_proj.weight", "mtp"),
-        ("model.layers.4.mlp.experts.7.up_proj.weight", "mtp"),
-        ("model.mtp_layers.0.input_proj.weight", "mtp"),
-        ("model.mtp_emb_norm.0.weight", "mtp"),
-        ("mtp.layers.0.mlp.gate_proj.weight", "mtp"),
-        ("model.visual.blocks.0.attn.qkv.weight", "other modalities"),
-        ("model.vision_tower.encoder.layers.9.mlp.fc1.weight", "other modalities"),
-        ("lm_head.weight", "lm_head"),
-        ("model.norm.weight", "norms and rest"),
-    ],
-)
-def test_parts(name: str, part: str) -> None:
-    assert part_of(name, 4) == part
+PARTS = {
+    "embedding": ["model.embed_tokens"], "lm_head": ["lm_head"], "norms and rest": ["model.norm"],
+    "layers": ["model.language_model.layers.3.mlp.up_proj", "layers.0.self_attn.q_proj"],
+    "experts": ["model.layers.3.mlp.experts.7.up_proj"],
+    "mtp": ["model.layers.4.eh_proj", "model.layers.4.mlp.experts.7.up_proj", "model.mtp_layers.0.input_proj",
+            "model.mtp_emb_norm.0", "mtp.layers.0.mlp.gate_proj"],
+    "other modalities": ["model.visual.blocks.0.attn.qkv", "model.vision_tower.encoder.layers.9.mlp.fc1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts(part: str) -> None:
+    assert {part_of(f"{name}.weight", 4) for name in PARTS[part]} == {part}
 
 
 # packed weights
 
 X = "model.layers.0.mlp.up_proj"
-PACKED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]], tuple[Any, str]]] = {
-    # of a [256, 512] matrix: quantization_config, tensors, (shape, kind)
-    "plain": ({}, {"weight": ("BF16", (256, 512))}, ((256, 512), "BF16")),
-    "fp8 block": (
-        {"quant_method": "fp8"},
-        {"weight": ("F8_E4M3", (256, 512)), "weight_scale_inv": ("F32", (2, 4))},
-        ((256, 512), "FP8 (128x128 blocks)"),
-    ),
-    "fp8 channel": (
-        {"quant_method": "compressed-tensors"},
-        {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("BF16", (256, 1)), "input_scale": ("F32", ())},
-        ((256, 512), "FP8"),
-    ),
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4},
-        {"qweight": ("I32", (64, 256)), "scales": ("F16", (4, 256)), "g_idx": ("I32", (512,))},
-        ((256, 512), "int4 (gptq)"),
-    ),
-    "gptq 8": (
-        {"quant_method": "gptq", "bits": 8},
-        {"qweight": ("I32", (128, 256)), "qzeros": ("I32", (4, 64)), "scales": ("F16", (4, 256))},
-        ((256, 512), "int8 (gptq)"),
-    ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4},
-        {"qweight": ("I32", (512, 32)), "qzeros": ("I32", (4, 32)), "scales": ("F16", (4, 256))},
-        ((256, 512), "int4 (awq)"),
-    ),
-    "compressed-tensors": (
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
-        {"weight_packed": ("I32", (256, 128)), "weight_scale": ("BF16", (256, 4)), "weight_shape": ("I64", (2,))},
-        ((256, 512), "int8 (compressed-tensors)"),
-    ),
-    "nvfp4 packed": (
-        {"quant_method": "compressed-tensors"},
-        {"weight_packed": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "input_scale": ("F32", ())},
-        ((256, 512), "NVFP4"),
-    ),
-    "nvfp4": (
-        {"quant_method": "modelopt"},
-        {"weight": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "weight_scale_2": ("F32", ())},
-        ((256, 512), "NVFP4"),
-    ),
-    "mxfp4": ({}, {"weight": ("I8", (256, 256)), "scale": ("F8_E8M0", (256, 16))}, ((256, 512), "MXFP4")),
-    "int8": (
-        {"quant_method": "compressed-tensors"},
-        {"weight": ("I8", (256, 512)), "weight_scale": ("BF16", (256, 1))},
-        ((256, 512), "int8"),
-    ),
-    "bitsandbytes 8": ({}, {"weight": ("I8", (256, 512)), "SCB": ("F32", (256,))}, ((256, 512), "int8 (bitsandbytes)")),
-    "bitsandbytes 4": (
-        {},
-        {"weight": ("U8", (65536, 1)), "weight.absmax": ("F32", (2048,)), "weight.quant_map": ("F32", (16,))},
-        (None, "4-bit (bitsandbytes)"),
-    ),
-    "mlx": (
-        {"bits": 4},
-        {"weight": ("U32", (256, 64)), "scales": ("BF16", (256, 8)), "biases": ("BF16", (256, 8))},
-        ((256, 512), "int4 (mlx)"),
-    ),
-}  # fmt: skip
+COMPRESSED = {"quant_method": "compressed-tensors"}
+PACKED: list[tuple[str, dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]] = [
+    # of a [256, 512] matrix: its kind, quantization_config, tensors
+    ("BF16", {}, {"weight": ("BF16", (256, 512))}),
+    ("FP8 (128x128 blocks)", {"quant_method": "fp8"},
+     {"weight": ("F8_E4M3", (256, 512)), "weight_scale_inv": ("F32", (2, 4))}),
+    ("FP8", COMPRESSED,
+     {"weight": ("F8_E4M3", (256, 512)), "weight_scale": ("BF16", (256, 1)), "input_scale": ("F32", ())}),
+    ("int4 (gptq)", {"quant_method": "gptq", "bits": 4},
+     {"qweight": ("I32", (64, 256)), "scales": ("F16", (4, 256)), "g_idx": ("I32", (512,))}),
+    ("int8 (gptq)", {"quant_method": "gptq", "bits": 8},
+     {"qweight": ("I32", (128, 256)), "qzeros": ("I32", (4, 64)), "scales": ("F16", (4, 256))}),
+    ("int4 (awq)", {"quant_method": "awq", "bits": 4},
+     {"qweight": ("I32", (512, 32)), "qzeros": ("I32", (4, 32)), "scales": ("F16", (4, 256))}),
+    ("int8 (compressed-tensors)", COMPRESSED | {"config_groups": {"g": {"weights": {"num_bits": 8}}}},
+     {"weight_packed": ("I32", (256, 128)), "weight_scale": ("BF16", (256, 4)), "weight_shape": ("I64", (2,))}),
+    ("NVFP4", COMPRESSED,
+     {"weight_packed": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "input_scale": ("F32", ())}),
+    ("NVFP4", {"quant_method": "modelopt"},
+     {"weight": ("U8", (256, 256)), "weight_scale": ("F8_E4M3", (256, 32)), "weight_scale_2": ("F32", ())}),
+    ("MXFP4", {}, {"weight": ("I8", (256, 256)), "scale": ("F8_E8M0", (256, 16))}),
+    ("int8", COMPRESSED, {"weight": ("I8", (256, 512)), "weight_scale": ("BF16", (256, 1))}),
+    ("int8 (bitsandbytes)", {}, {"weight": ("I8", (256, 512)), "SCB": ("F32", (256,))}),
+    ("4-bit (bitsandbytes)", {},
+     {"weight": ("U8", (65536, 1)), "weight.absmax": ("F32", (2048,)), "weight.quant_map": ("F32", (16,))}),
+    ("int4 (mlx)", {"bits": 4},
+     {"weight": ("U32", (256, 64)), "scales": ("BF16", (256, 8)), "biases": ("BF16", (256, 8))}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PACKED)
-def test_packed_weights_are_what_they_stand_for(case: str) -> None:
-    settings, stored, (shape, kind) = PACKED[case]
+@pytest.mark.parametrize(("kind", "settings", "stored"), PACKED)
+def test_packed_weights_are_what_they_stand_for(kind: str, settings: dict[str, Any], stored: dict[str, Any]) -> None:
     tensors = {}
     for word, (dtype, size) in stored.items():
         nbytes = int(np.prod(size)) * BITS[dtype] // 8
@@ -207,9 +159,9 @@ def test_packed_weights_are_what_they_stand_for(case: str) -> None:
     found = weight_headers(tensors, {"quantization_config": settings})
     assert list(found) == [f"{X}.weight"]
     weight = found[f"{X}.weight"]
-    assert (weight.shape, weight.kind, weight.parameters) == (shape, kind, 256 * 512)
+    assert weight.shape == (None if kind == "4-bit (bitsandbytes)" else (256, 512))
+    assert (weight.kind, weight.parameters, weight.quantized) == (kind, 256 * 512, kind != "BF16")
     assert weight.nbytes == sum(entry.nbytes for entry in tensors.values())
-    assert weight.quantized is (case != "plain")
 
 
 def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> None:
@@ -218,7 +170,7 @@ def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> No
     rows, columns = tensors.pop(f"{name}.weight")[1]
     tensors[f"{name}.weight_packed"] = ("I32", (rows, columns // 8))
     tensors[f"{name}.weight_scale"] = ("BF16", (rows, 1))
-    data = look(tmp_path, config_of(QWEN) | {"quantization_config": {"quant_method": "compressed-tensors"}}, tensors)
+    data = look(tmp_path, config_of(QWEN) | {"quantization_config": COMPRESSED}, tensors)
     assert data["heads"]["verdict"] == "alive"
     assert "int4 (compressed-tensors)" in data["parts"]["mtp"]["types"]
     assert "warning: the head is quantized (int4 (compressed-tensors))" in remarks(data, "quantization")[0]
@@ -227,29 +179,24 @@ def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> No
 # remarks
 
 
-def quantized_trunk() -> Tensors:
-    name = "model.layers.0.mlp.up_proj"
-    tensors = trunk(QWEN) | heads(QWEN)
-    return tensors | {f"{name}.weight": ("F8_E4M3", (40, H)), f"{name}.weight_scale": ("F32", (40, 1))}
-
-
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [
-        ({"quant_method": "compressed-tensors", "ignore": ["lm_head"]}, True),
-        ({"quant_method": "compressed-tensors", "ignore": ["re:^mtp.*"]}, False),
+        (COMPRESSED | {"ignore": ["lm_head"]}, True),
+        (COMPRESSED | {"ignore": ["re:^mtp.*"]}, False),
         ({"quant_method": "fp8", "modules_to_not_convert": ["mtp"]}, False),
         ({"quant_method": "modelopt", "exclude_modules": ["mtp*"]}, False),
         ({"quant_method": "gptq", "dynamic": {"-:.*mtp.*": {}}}, False),
         ({"quant_method": "gptq", "dynamic": {"+:.*mtp.*": {}}}, True),
-        ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, True),
-        ({"quant_method": "compressed-tensors", "ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
+        (COMPRESSED | {"ignore": ["re:("]}, True),
+        (COMPRESSED | {"ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
     ],
 )
 def test_a_head_that_the_quantization_config_does_not_leave_out(
     tmp_path: Path, settings: dict[str, Any], warned: bool
 ) -> None:
-    data = look(tmp_path, config_of(QWEN) | {"quantization_config": settings}, quantized_trunk())
+    tensors = trunk(QWEN) | heads(QWEN) | {f"{X}.weight": ("F8_E4M3", (40, H)), f"{X}.weight_scale": ("F32", (40, 1))}
+    data = look(tmp_path, config_of(QWEN) | {"quantization_config": settings}, tensors)
     assert bool([text for text in remarks(data, "quantization") if "leave it out" in text]) is warned
 
 
@@ -266,12 +213,8 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
         handle.write(b"\1\2\3")
     data = inspect.run(InspectOptions(model=str(folder))).data
     assert data["heads"]["embedding"] == "changed" and "is not the trunk's" in remarks(data, "sharing")[0]
-
-
-def test_own_heads(tmp_path: Path) -> None:
     animal = ZOO["step3p5"]
-    data = look(tmp_path, config_of(animal), trunk(animal) | heads(animal))
-    assert data["heads"]["lm_head"] == "own"
+    assert look(tmp_path / "own", config_of(animal), trunk(animal) | heads(animal))["heads"]["lm_head"] == "own"
 
 
 @pytest.mark.parametrize(
@@ -301,24 +244,18 @@ def test_remarks(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, 
     assert any(text in each for each in remarks(data, topic)), data["findings"]
 
 
-def test_tensors_that_the_index_does_not_name(tmp_path: Path) -> None:
-    folder = write(tmp_path, config_of(QWEN), trunk(QWEN), shards=2)
+def test_tensors_that_no_index_and_no_table_names(tmp_path: Path) -> None:
+    folder = write(tmp_path / "index", config_of(QWEN), trunk(QWEN), shards=2)
     write_file(folder / "mtp.safetensors", heads(QWEN))
     report = inspect.run(InspectOptions(model=str(folder)))
     assert report.data["heads"]["verdict"] == "alive"
     assert "are in mtp.safetensors, but not in the index: vLLM" in remarks(report.data, "index")[0]
-
-
-def test_extra_tensors_and_modules(tmp_path: Path) -> None:
     animal = ZOO["mimo"]
     more = {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
-    data = look(tmp_path, config_of(animal), trunk(animal) | heads(animal) | more)
+    data = look(tmp_path / "more", config_of(animal), trunk(animal) | heads(animal) | more)
     assert (data["heads"]["verdict"], data["heads"]["extra"]) == ("alive", list(more))
-
-
-def test_an_unknown_family_is_not_judged_by_a_table(tmp_path: Path) -> None:
     config = {**SIZES, "model_type": "brand_new", "num_nextn_predict_layers": 1}
-    data = look(tmp_path, config, trunk(QWEN) | {"model.layers.4.eh_proj.weight": ("BF16", (H, 2 * H))})
+    data = look(tmp_path / "new", config, trunk(QWEN) | {"model.layers.4.eh_proj.weight": ("BF16", (H, 2 * H))})
     assert data["heads"]["verdict"] == "alive" and "were not checked" in data["heads"]["reason"]
 
 
@@ -377,14 +314,9 @@ def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3, joined: 
 
 @pytest.mark.parametrize(
     ("nextn", "drop", "verdict"),
-    [
-        (1, "", "alive"),
-        (1, "blk.2.", "stripped"),
-        (1, "blk.2.ffn_down", "partial"),
-        (1, "hnorm", "partial"),
-        (0, "blk.2.", "none"),
-    ],
-)
+    [(1, "", "alive"), (1, "blk.2.", "stripped"), (1, "blk.2.ffn_down", "partial"), (1, "hnorm", "partial"),
+     (0, "blk.2.", "none")],
+)  # fmt: skip
 def test_gguf(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", nextn, drop)
     report = inspect.run(InspectOptions(model=str(path)))
@@ -432,10 +364,6 @@ def test_deep_says_why_not(tmp_path: Path) -> None:
     write(tmp_path / "d", {"model_type": "eagle", **SIZES}, {"fc.weight": ("BF16", (H, 2 * H))})
     data = inspect.run(InspectOptions(model=str(tmp_path / "d"), deep=True)).data
     assert "--target" in data["deep"]["why"]
-
-
-def test_the_trunks_layers_are_those_of_the_text_model() -> None:
-    assert text_config({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": N}})["num_hidden_layers"] == N
 
 
 def test_saved_files_are_listed(tmp_path: Path) -> None:

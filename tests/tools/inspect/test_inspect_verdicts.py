@@ -111,12 +111,9 @@ def test_configs_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: 
     assert verdict == "mismatch" and re.search(words, reason)
 
 
-def test_a_gguf_module_that_joins_half(tmp_path: Path) -> None:
+def test_gguf_modules(tmp_path: Path) -> None:
     assert said(write_gguf(tmp_path / "half.gguf", 1, joined=H))[0] == "mismatch"
     assert said(write_gguf(tmp_path / "bare.gguf", 1, "shared_head_norm"))[0] == "partial"
-
-
-def test_a_gguf_module_without_its_key(tmp_path: Path) -> None:
     verdict, reason = said(write_gguf(tmp_path / "m.gguf", 0))
     assert verdict == "undeclared" and "all 8 tensors" in reason
 

@@ -82,9 +82,7 @@ def test_deep_names_the_reading_that_fits(
     monkeypatch.setattr("headstart.tools.inspect.deep.measure_acceptance", accepted)
     report = inspect.run(inspect.InspectOptions(model=str(head), target=str(trunk), deep=True))
     deep, text = report.data["deep"], "\n".join(report.lines)
-    assert deep["ran"], deep
-    assert [row["depth"] for row in deep["depths"]] == [3]
-    assert len(deep["readings"]) == 5
+    assert deep["ran"] and [row["depth"] for row in deep["depths"]] == [3] and len(deep["readings"]) == 5, deep
     assert report.ok == (better is None)
     assert (deep["better"] or {}).get("what") == better
     assert looked == [TOKENS] * 6 + ([LONGER * TOKENS] * 2 if drafts == 60 else [])

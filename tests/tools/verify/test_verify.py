@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from support import family_of, make, new_folder, prompt_of, request, run, soften, tiny_model
+from support import family_of, make, new_folder, new_sequence, prompt_of, request, run, soften, tiny_model
 
 from headstart import hub, machine
 from headstart.cli.main import main
@@ -28,23 +28,13 @@ from headstart.tools.verify.references import TIE, TieReferee
 FAMILY = "mimo"
 PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
 GRID: dict[str, Any] = {
-    "temperatures": (0.0, 0.7, 1.5),
-    "depths": (0, 1, 3, 5),
-    "drafters": ("mtp", "ngram"),
-    "batch_sizes": (1, 4, 16),
-    "chunk_sizes": (1, 37, 512),
-    "prefix_caching": (True, False),
-    "preemption": (True, False),
-}
+    "temperatures": (0.0, 0.7, 1.5), "depths": (0, 1, 3, 5), "drafters": ("mtp", "ngram"), "batch_sizes": (1, 4, 16),
+    "chunk_sizes": (1, 37, 512), "prefix_caching": (True, False), "preemption": (True, False),
+}  # fmt: skip
 SMALL_GRID: dict[str, Any] = {
-    "temperatures": (0.0, 1.0),
-    "depths": (3,),
-    "drafters": ("mtp",),
-    "batch_sizes": (8,),
-    "chunk_sizes": (32, 512),
-    "prefix_caching": (True, False),
-    "preemption": (False,),
-}
+    "temperatures": (0.0, 1.0), "depths": (3,), "drafters": ("mtp",), "batch_sizes": (8,), "chunk_sizes": (32, 512),
+    "prefix_caching": (True, False), "preemption": (False,),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +45,8 @@ def folder() -> Path:
 
 def options(folder: Path, grid: dict[str, Any] = SMALL_GRID, dtype: str = "float64", **changes: Any) -> Any:
     config = EngineConfig(backend="reference", dtype=dtype, threads=1, kv_blocks=40)
-    return VerifyOptions(
-        **{"model": str(folder), "config": config, "prompts": PROMPTS, "max_tokens": 16, **grid, **changes}
-    )
+    common = {"model": str(folder), "config": config, "prompts": PROMPTS, "max_tokens": 16}
+    return VerifyOptions(**{**common, **grid, **changes})
 
 
 @pytest.mark.slow
@@ -161,10 +150,8 @@ def test_exit_codes_of_the_command(
     ]  # fmt: skip
     assert main(command) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["ok"] is True
-    assert {(cell["chunk"], cell["threads"], cell["preemption"]) for cell in data["cells"]} == {
-        (1, 1, False), (32, 1, False),
-    }  # fmt: skip
+    cells = {(cell["chunk"], cell["threads"], cell["preemption"]) for cell in data["cells"]}
+    assert data["ok"] is True and cells == {(1, 1, False), (32, 1, False)}
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     assert main(command) == 1
     assert json.loads(capsys.readouterr().out)["differences"] > 0
@@ -222,11 +209,8 @@ def test_a_model_is_loaded_for_each_thread_count(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(verify, "load_model", load)
     report = verify.run(options(folder, thread_counts=(2, 1), prompts=PROMPTS[:1], max_tokens=4))
-    assert report.ok
-    assert loaded == [2, 1]
-    assert [cell["threads"] for cell in report.data["cells"]] == sorted(
-        (cell["threads"] for cell in report.data["cells"]), reverse=True
-    )
+    threads = [cell["threads"] for cell in report.data["cells"]]
+    assert report.ok and loaded == [2, 1] and threads == sorted(threads, reverse=True)
 
 
 def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +244,7 @@ def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
     model = tiny_model(FAMILY)
     context, params = prompt_of(20, 0), SamplingParams(temperature=temperature, seed=5)
     engine = make(model, drafter="none")
-    sequence = engine.submit(request(context))[0]
-    assert engine.memory.reserve(sequence, len(context))
-    logits = engine.runner.forward([Span(sequence, 0, len(context), 1)]).logits[0].numpy()
+    logits = engine.runner.forward([Span(new_sequence(engine, context), 0, len(context), 1)]).logits[0].numpy()
     best, second = np.argsort(-logits)[:2]
     judge = TieReferee(str(model.checkpoint.path), EngineConfig(threads=1))
     margin, tie = judge.margin(context, int(best), int(second), params)
@@ -270,15 +252,11 @@ def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
     if temperature == 0:
         assert margin == pytest.approx(logits[best] - logits[second], abs=1e-5)
     else:
-        drawn = run_one(model, context, params)
+        asked = request(context, temperature=temperature, seed=5, max_tokens=1)
+        drawn = run(make(model, drafter="none"), [asked])["r", 0].tokens[0]
         gaps = [judge.margin(context, drawn, token, params)[0] for token in range(3, 12) if token != drawn]
         assert min(gaps) > 0
         assert len({round(gap, 6) for gap in gaps}) == len(gaps)
-
-
-def run_one(model: Any, context: list[int], params: SamplingParams) -> int:
-    found = run(make(model, drafter="none"), [request(context, temperature=params.temperature, seed=5, max_tokens=1)])
-    return found["r", 0].tokens[0]
 
 
 def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
@@ -352,9 +330,14 @@ def test_the_full_grid_compares_two_thousand_texts() -> None:
         assert len({(cell[one], cell[other]) for cell in cells}) == len(factors[one]) * len(factors[other])
 
 
-def test_no_more_cells_than_there_are() -> None:
+def test_there_are_no_more_cells_than_there_can_be_and_few_of_many_candidates() -> None:
     assert len(pairwise({"a": (1, 2), "b": (1, 2, 3)}, at_least=99)) == 6
     assert len(pairwise({"a": (1, 2)}, at_least=99)) == 2
+    factors = {f"f{i}": range(4) for i in range(8)}  # 65536 cells
+    cells = pairwise(factors)
+    assert len(cells) < 50
+    for one, other in combinations(factors, 2):
+        assert len({(cell[one], cell[other]) for cell in cells}) == 16
 
 
 def test_min_texts_adds_cells(folder: Path) -> None:
@@ -369,11 +352,3 @@ def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     few = {"drafters": (), "depths": (1,), "chunk_sizes": (512,), "temperatures": (0.0,)}
     assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok
     assert len(made) == 1
-
-
-def test_many_candidates_are_sampled_and_still_cover() -> None:
-    factors = {f"f{i}": range(4) for i in range(8)}  # 65536 cells
-    cells = pairwise(factors)
-    assert len(cells) < 50
-    for one, other in combinations(factors, 2):
-        assert len({(cell[one], cell[other]) for cell in cells}) == 16
