@@ -16,7 +16,7 @@ from headstart.core import Request, SamplingParams
 from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, undisturbed
 from headstart.engine.engine import Engine
 
-MAX_SECONDS = 2.0  # time limit: no step starts later
+MAX_SECONDS = 1.2  # time limit: no step starts later
 FOR_CURVES = 0.75  # share of the time limit for the cost curves
 WORTH_KEEPING_S = 0.25  # shorter calibrations are not stored: they are repeated at each start
 PROMPT = 24  # prompt tokens of a measured sequence
