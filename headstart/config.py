@@ -4,6 +4,7 @@ import json
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headstart import registry
@@ -127,6 +128,9 @@ class EngineConfig:
     ngram_min: int = _flag(2, "Shortest n-gram that the ngram drafter looks up.", 1, MAX_NGRAM)
     ngram_max: int = _flag(4, "Longest n-gram that the ngram drafter looks up.")
     shared_lookup: bool = _flag(True, "Draft also from answers to earlier requests of the same API key.")
+    lookup_corpus: str | None = _flag(
+        None, "Text file that the ngram drafter looks up, too: code or documents that answers repeat. UTF-8."
+    )
     seed: int | None = _flag(
         None, "Seed of requests without a seed. Default: drawn at random, and reported.", 0, 2**64 - 1
     )
@@ -150,6 +154,8 @@ class EngineConfig:
         _depth_table(self.depth_by_batch)
         self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
+        if self.lookup_corpus is not None and not Path(self.lookup_corpus).is_file():
+            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
             if self.kv_blocks is not None:

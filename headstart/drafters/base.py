@@ -213,6 +213,7 @@ class TargetModel:
     token_budget: int  # maximum rows per pass
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
     shared_lookup: bool = False  # texts of other requests may be looked up
+    lookup_corpus: Seq[int] = ()  # token ids of a text that is looked up for all requests
     head: Head | None = None
     vocabulary: DraftVocabulary = DraftVocabulary()
 

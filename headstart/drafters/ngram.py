@@ -1,5 +1,5 @@
-"""Prompt lookup (Saxena 2023): drafts the tokens that followed the same n-gram earlier in the sequence, or in outputs
-of other requests of the same owner. Needs no model."""
+"""Prompt lookup (Saxena 2023): drafts the tokens that followed the same n-gram earlier in the sequence, in outputs of
+other requests of the same owner, or in a corpus (as REST does, He et al. 2023). Needs no model."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from headstart.core import Draft, Sequence
 from headstart.drafters.base import Drafter, DraftRequest, TargetModel
 
 MAX_MATCH = 16  # longest match in the sequence that is counted; longer ones are no more reliable
-SHARED = "shared"  # Draft.method of drafts from other requests' texts; their acceptance is estimated separately
+SHARED = "shared"  # Draft.method of drafts from other texts, whose acceptance is estimated separately
 
 
 @dataclass
@@ -28,25 +28,35 @@ class NgramDrafter(Drafter):
 
     method = "ngram"
 
-    def __init__(self, smallest: int, largest: int, shared: "SharedLookup | None" = None) -> None:
-        self._sizes, self._shared = range(smallest, largest + 1), shared
+    def __init__(
+        self, smallest: int, largest: int, shared: "SharedLookup | None" = None, corpus: "SharedLookup | None" = None
+    ) -> None:
+        self._sizes, self._shared, self._corpus = range(smallest, largest + 1), shared, corpus
         self._indexes: dict[Sequence, _Index] = {}
 
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
-        return cls(*target.ngram, SharedLookup() if target.shared_lookup else None)
+        corpus = None
+        if target.lookup_corpus:
+            corpus = SharedLookup(PER_TOKEN * (len(target.lookup_corpus) + MAX_SHARED_MATCH))
+            corpus.add(ANYONE, (), target.lookup_corpus)
+        return cls(*target.ngram, SharedLookup() if target.shared_lookup else None, corpus)
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
         for request in requests:
             sequence, tokens = request.sequence, request.sequence.tokens
             start, size = self._find(sequence)
             matched = _matched(tokens, start, size) if size else 0
-            if self._shared and matched < MAX_MATCH:
-                found, longer = self._shared.find(_owner(sequence), tokens, request.depth)
-                if longer > matched:
-                    sequence.draft = Draft(found, method=SHARED, scores=[longer / MAX_SHARED_MATCH] * len(found))
-                    continue
-            if size:
+            elsewhere, longest = list[int](), matched
+            for texts, owner in ((self._shared, _owner(sequence)), (self._corpus, ANYONE)):
+                if texts and longest < MAX_MATCH:
+                    found, longer = texts.find(owner, tokens, request.depth)
+                    if longer > longest:
+                        elsewhere, longest = found, longer
+            if elsewhere:
+                scores = [longest / MAX_SHARED_MATCH] * len(elsewhere)
+                sequence.draft = Draft(elsewhere, method=SHARED, scores=scores)
+            elif size:
                 following = tokens[start : start + request.depth]
                 # longer matches are right more often; engine.acceptance calibrates the scores
                 sequence.draft = Draft(following, method=self.method, scores=[matched / MAX_MATCH] * len(following))
@@ -96,6 +106,7 @@ PER_TOKEN = 36  # bytes per stored token
 SHORT, LONG = 4, 16  # minimum match length; n-gram length of the second chain
 MAX_SHARED_MATCH = 32  # longest match that is counted; longer ones are no more reliable
 CANDIDATES = 8  # latest places of each chain that are compared
+ANYONE = 0  # owner of the corpus
 END = -1  # separates texts in the ring; matches no token
 
 

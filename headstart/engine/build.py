@@ -20,6 +20,7 @@ from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
+from headstart.files import read_regular
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network, NetworkHandle
@@ -34,6 +35,7 @@ MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the free memory for the KV cache if --kv-blocks is not given. With recurrent state, the KV cache gets half
 of it, sequences' states and snapshots a quarter each. A GPU needs memory for nothing else but activations."""
 MAX_SNAPSHOTS = 256  # snapshots of recurrent state in the prefix cache
+MAX_CORPUS = 4 * 2**20  # tokens of a lookup corpus: 150 MB of memory
 GB = 10**9
 DIGESTS = "digests"  # folder of the user cache with digests of files, which take seconds to compute
 BLOCK_RECORD = 512  # bytes of bookkeeping per block
@@ -122,9 +124,25 @@ def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: Draf
         ngram=(config.ngram_min, config.ngram_max),
         # under rule rejection the text depends on drafts, so these must not depend on other requests
         shared_lookup=config.shared_lookup and config.rule == "exact",
+        lookup_corpus=_lookup_corpus(model, config.lookup_corpus),
         head=model.head,
         vocabulary=vocabulary,
     )
+
+
+def _lookup_corpus(model: Model, name: str | None) -> list[int]:
+    """Token ids of the file. Raises UsageError if it cannot be read, or has more tokens than are indexed."""
+    if name is None:
+        return []
+    try:
+        text = read_regular(Path(name)).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"--lookup-corpus: cannot read {name}: {reason}", "give a text file") from None
+    tokens = model.tokenizer.encode(text)
+    if len(tokens) > MAX_CORPUS:
+        raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"at most {MAX_CORPUS} are looked up")
+    return tokens
 
 
 def select_drafter(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:

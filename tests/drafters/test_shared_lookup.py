@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support import headed_model, make, prompt_of, request, run, varied_requests
 
+from headstart.config import EngineConfig
 from headstart.core import Request
 from headstart.drafters.ngram import MAX_SHARED_MATCH, PER_TOKEN, SHARED, SHORT, SharedLookup
 from headstart.engine.engine import Engine
+from headstart.errors import UsageError
 
 ME, OTHER = 1, 2
 
@@ -121,3 +125,33 @@ def test_it_can_be_switched_off(settings: dict[str, object]) -> None:
     run(engine, requests)
     run(engine, requests)
     assert engine.stats.sources[SHARED] == 0
+
+
+def test_a_corpus_is_looked_up_and_the_text_stays(tmp_path: Path) -> None:
+    requests = varied_requests(1.0)
+    plain = run(make(headed_model("mimo"), drafter="none"), requests)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(" ".join(str(token) for output in plain.values() for token in output.tokens))
+    tokenizer = SimpleNamespace(encode=lambda text: [int(word) for word in text.split()])
+    model = replace(headed_model("mimo"), tokenizer=tokenizer)
+    for settings in ({"drafter": "ngram"}, {"drafter": "mixed", "depth": "auto"}):
+        engine = make(model, **{"depth": 5, "shared_lookup": False, "lookup_corpus": str(corpus), **settings})
+        outputs = run(engine, requests)
+        assert {key: output.tokens for key, output in outputs.items()} == {
+            key: output.tokens for key, output in plain.items()
+        }
+        assert engine.stats.sources[SHARED] > (20 if settings["drafter"] == "ngram" else 0)
+
+
+def test_a_corpus_that_cannot_be_looked_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="missing.txt is not a file"):
+        EngineConfig(lookup_corpus=str(tmp_path / "missing.txt"))
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not UTF-8 text"):
+        engine_of(lookup_corpus=str(corpus))
+    corpus.write_text("1 2 3")
+    monkeypatch.setattr("headstart.engine.build.MAX_CORPUS", 2)
+    model = replace(headed_model("mimo"), tokenizer=SimpleNamespace(encode=str.split))
+    with pytest.raises(UsageError, match="has 3 tokens"):
+        make(model, drafter="ngram", lookup_corpus=str(corpus))

@@ -24,7 +24,7 @@ ENGINE = {
     "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
     "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
-    "--kv-spill", "--kv-spill-gb",
+    "--kv-spill", "--kv-spill-gb", "--lookup-corpus",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
