@@ -141,12 +141,7 @@ class EngineConfig:
             object.__setattr__(self, name, spellings.get(str(value), value))
         for name in config_fields():
             self._check(name)
-        if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
-            raise self._unknown("backend", (AUTO, *backends))
-        if self.drafter not in DRAFTER_WORDS:
-            names = {*registry.available("drafters"), *registry.available("heads")}
-            if self.drafter not in names:
-                raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
+        self._check_names()
         if self.synthetic_rates and self.rule != "exact":
             raise UsageError(f"--synthetic-acceptance takes the place of --rule {self.rule}", "leave --rule out")
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
@@ -154,13 +149,21 @@ class EngineConfig:
         _depth_table(self.depth_by_batch)
         self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
-        if self.lookup_corpus is not None and not Path(self.lookup_corpus).is_file():
-            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
             if self.kv_blocks is not None:
                 what = "--gpu-memory-utilization and --kv-blocks both size the KV cache"
                 raise UsageError(what, "give one of them")
+
+    def _check_names(self) -> None:
+        if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
+            raise self._unknown("backend", (AUTO, *backends))
+        if self.drafter not in DRAFTER_WORDS:
+            names = {*registry.available("drafters"), *registry.available("heads")}
+            if self.drafter not in names:
+                raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
+        if self.lookup_corpus is not None and not Path(self.lookup_corpus).is_file():
+            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 
     @property
     def rounding(self) -> Quantization | None:

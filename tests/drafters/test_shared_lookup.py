@@ -144,7 +144,7 @@ def test_a_corpus_is_looked_up_and_the_text_stays(tmp_path: Path) -> None:
 
 
 def test_a_corpus_that_cannot_be_looked_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="missing.txt is not a file"):
+    with pytest.raises(UsageError, match=r"missing\.txt is not a file"):
         EngineConfig(lookup_corpus=str(tmp_path / "missing.txt"))
     corpus = tmp_path / "corpus.txt"
     corpus.write_bytes(b"\xff\xfe")
