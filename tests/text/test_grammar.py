@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from pydantic import BaseModel, ConfigDict, Field
+from support import PATIENCE
 from toy_tokenizers import sentencepiece
 
 from headstart.errors import UsageError
@@ -18,6 +20,7 @@ from headstart.formats import open_checkpoint
 from headstart.hub import cached_trunk
 from headstart.text import grammar_spec
 from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState, Mask, ToolCalls
+from headstart.text.grammar_limits import LIMITS
 from headstart.text.tokenizer import Tokenizer
 from headstart.tools.tiny import tiny_tokenizer
 
@@ -75,7 +78,8 @@ def compiler(name: str) -> GrammarCompiler:
         tokenizer = open_checkpoint(path).load_tokenizer()
     else:
         tokenizer = tiny() if name == "tiny" else Tokenizer.from_gguf(sentencepiece())
-    return GrammarCompiler(tokenizer, tokenizer.vocab_size + PADDING)
+    patient = replace(LIMITS, seconds=PATIENCE, quick_seconds=PATIENCE, wall_seconds=int(PATIENCE))
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + PADDING, patient)
 
 
 def start(spec: GrammarSpec, name: str = "tiny") -> GrammarState:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from llguidance import LLMatcher
-from support import until
+from support import PATIENCE, until
 from test_grammar import compiler, ids, tiny
 
 from headstart.errors import BusyError, UsageError
@@ -168,9 +168,10 @@ def test_kept_within_bytes_and_failures_not_at_all(monkeypatch: pytest.MonkeyPat
     assert list(compiled._cache._states) == kept
 
 
-def test_what_one_text_fills_does_not_end_another() -> None:
+def test_what_one_text_fills_does_not_end_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """States of the library's lexer are shared by all texts of a grammar, and so is its failure: the others, and what
     only looked too far ahead, go on with a new one."""
+    monkeypatch.setattr("headstart.text.grammar_state.RESTART_SECONDS", PATIENCE)
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, lexer_states=300))
     spec = GrammarSpec("regex", "(.*a.{40})+")
     full, other, draw = compiled.compile(spec), compiled.compile(spec), random.Random(1)
@@ -266,8 +267,10 @@ def test_what_is_light(kind: Any, value: Any, light: bool) -> None:
     assert is_light(kind, spec.plain, len(spec.key)) == light
 
 
-def test_random_constraints_are_walked_or_refused() -> None:
+def test_random_constraints_are_walked_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A little of what `python -m tests.fuzz constraints` does."""
+    monkeypatch.setattr(constraints, "SLOW_LIGHT", 20.0)  # a processor may be slow
+    monkeypatch.setattr(constraints, "SLOW_STEP", 20.0)
     made = compiler("tiny")
     for number in range(120):
         draw = random.Random(number)
