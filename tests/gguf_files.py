@@ -109,6 +109,36 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_token_merges(["a b"])
 
 
+def write_file(path: Path, arch: str, told: Mapping[str, Any], tensors: Arrays, vocab_size: int) -> Path:
+    """`told`: what stands below the architecture's name; None: nothing does."""
+    writer = gguf.GGUFWriter(path, arch)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array,
+           str: writer.add_string}  # fmt: skip
+    for key, value in told.items():
+        if value is not None:
+            add[type(value)](f"{arch}.{key}", value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    add_vocabulary(writer, vocab_size)
+    return written(writer, path)
+
+
+def stacked(arrays: Arrays) -> Arrays:
+    """Experts, which files of Hugging Face have one by one, in stacks under the name without a number."""
+    found, stacks = Arrays(), dict[str, dict[int, Any]]()
+    for name, array in arrays.items():
+        if match := re.search(r"(\.experts|projections)\.(\d+)", name):
+            stacks.setdefault(name.replace(match[0], match[1]), {})[int(match[2])] = array
+        else:
+            found[name] = array
+    return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+
+
+def in_rope_order(array: Any, heads: int) -> Any:
+    """Rows of q and k as llama.cpp's converter has them: the two parts that turn together side by side."""
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
 def written(writer: gguf.GGUFWriter, path: Path) -> Path:
     """The file at `path`, complete."""
     writer.write_header_to_file()
@@ -195,13 +225,9 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> Non
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         arch = ARCH[config["model_type"]]
-        for key, name in {
-            "attention_factor": "attn_factor",
-            "beta_fast": "beta_fast",
-            "beta_slow": "beta_slow",
-        }.items():
+        for key in ("attention_factor", "beta_fast", "beta_slow"):
             if key in rope:
-                writer.add_float32(f"{arch}.rope.scaling.yarn_{name}", rope[key])
+                writer.add_float32(f"{arch}.rope.scaling.yarn_{key.replace('attention', 'attn')}", rope[key])
         if "mscale_all_dim" in rope:
             writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
@@ -240,8 +266,7 @@ def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
     """As llama.cpp's converter has them: experts stacked, kv_b in two parts for each head, norms and decay folded."""
     family, last = config["model_type"], config["num_hidden_layers"]
     found: Arrays = {}
-    stacks: dict[str, dict[int, Any]] = {}
-    for name, array in arrays.items():
+    for name, array in stacked(arrays).items():
         stem, _, end = name.rpartition(".")
         if family in (*HYBRID, "gemma3_text") and "norm" in name and "linear_attn" not in name:
             array = array + 1
@@ -253,12 +278,12 @@ def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
             layer, part = name.removeprefix("mtp.layers.").split(".", 1)
             layer = str(int(layer) + last)
         part = re.sub(r"\bw([123])\b", lambda w: ("gate_proj", "down_proj", "up_proj")[int(w[1]) - 1], part)
-        if match := re.fullmatch(r"(?:mlp|feed_forward)\.experts\.(\d+)\.(gate|up|down)_proj\.weight", part):
-            stacks.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = array
+        if match := re.fullmatch(r"(?:mlp|feed_forward)\.experts\.(gate|up|down)_proj\.weight", part):
+            found[f"blk.{layer}.ffn_{match[1]}_exps.weight"] = array
             continue
         parts = _of_experts(part, array) or _of_layer(config, part, array)
         found |= {f"blk.{layer}.{new}": each for new, each in parts.items()}
-    return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+    return found
 
 
 def _of_experts(part: str, array: Any) -> Arrays:
@@ -283,8 +308,7 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
     if part.startswith("linear_attn.") and family != "qwen3_next":
         array = reordered(part.removeprefix("linear_attn."), array, config)
     if family in PERMUTED and (match := re.match(r"self_attn\.([qk])_proj\.", part)):
-        heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
-        array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        array = in_rope_order(array, config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
     if part == "linear_attn.A_log":
         array = -np.exp(array)
     if part in ("linear_attn.conv1d.weight", "conv.conv.weight"):

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import add_vocabulary, written
+from gguf_files import stacked, write_file
 from support import family_of, model_at
 from test_checkpoints import logits_of
 
@@ -19,41 +19,42 @@ from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
-Writer = gguf.GGUFWriter
 KEYS = {
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads", "key_length": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
-"""GGUFWriter.add_* of every file -> keys of config.json."""
+"""Keys of every file -> those of config.json."""
+SIGMOID = gguf.ExpertGatingFuncType.SIGMOID.value
 
 
 @dataclass(frozen=True)
 class Converted:
-    """`keys`: what the converter adds; `renamed`: what it calls tensors before it looks them up; `modules`: MTP
-    modules, after the trunk's layers; `table`: the architecture whose table of names the released package has."""
+    """`keys`: what the converter says beside KEYS; `renamed`: what it calls tensors before it looks them up; `modules`:
+    MTP modules, after the trunk's layers; `table`: the architecture whose table of names the released package has."""
 
     arch: str
-    keys: Callable[[Writer, Config], None]
+    keys: Callable[[Config], Config]
     renamed: Callable[[Arrays, Config], Arrays] = lambda arrays, config: arrays
     modules: int = 0
     table: str = ""
 
 
-def mimo_v2_keys(writer: Writer, config: Config) -> None:
-    sliding = [False, True, True, *[True] * 3]
-    writer.add_head_count_kv([2 if each else 1 for each in sliding])
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern(sliding)
-    writer.add_value_length(config["v_head_dim"])
-    writer.add_expert_count(config["n_routed_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_rope_dimension_count(4)
-    writer.add_rope_freq_base(5e4)
-    writer.add_rope_freq_base_swa(300.0)
-    writer.add_float32("mimo2.attention.value_scale", 0.707)
+def experts(c: Config, count: str, used: str = "num_experts_per_tok", inner: str = "moe_intermediate_size") -> Config:
+    return {"expert_count": c[count], "expert_used_count": c[used], "expert_feed_forward_length": c[inner]}
+
+
+def sliding(config: Config, pattern: list[bool]) -> Config:
+    return {"attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": pattern}
+
+
+def mimo_v2_keys(config: Config) -> Config:
+    return experts(config, "n_routed_experts") | sliding(config, [False, *[True] * 5]) | {
+        "attention.head_count_kv": [1, *[2] * 5], "attention.value_length": config["v_head_dim"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]), "rope.dimension_count": 4,
+        "rope.freq_base": 5e4, "rope.freq_base_swa": 300.0, "attention.value_scale": 0.707,
+    }  # fmt: skip
 
 
 def mimo_v2_names(arrays: Arrays, config: Config) -> Arrays:
@@ -65,15 +66,12 @@ def mimo_v2_names(arrays: Arrays, config: Config) -> Arrays:
     return {new(name): array for name, array in arrays.items()}
 
 
-def ernie_keys(writer: Writer, config: Config) -> None:
-    writer.add_expert_count(config["moe_num_experts"])
-    writer.add_expert_used_count(config["moe_k"])
-    writer.add_interleave_moe_layer_step(1)
-    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_shared_count(config["moe_num_shared_experts"])
-    writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_theta"])
+def ernie_keys(config: Config) -> Config:
+    return experts(config, "moe_num_experts", "moe_k") | {
+        "interleave_moe_layer_step": 1, "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_shared_count": config["moe_num_shared_experts"], "rope.freq_base": float(config["rope_theta"]),
+        "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
+    }  # fmt: skip
 
 
 def ernie_names(arrays: Arrays, config: Config) -> Arrays:
@@ -81,14 +79,11 @@ def ernie_names(arrays: Arrays, config: Config) -> Arrays:
     return {name: array for name, array in new.items() if ".mtp_" not in name}
 
 
-def llama4_keys(writer: Writer, config: Config) -> None:
-    writer.add_feed_forward_length(config["intermediate_size_mlp"])
-    writer.add_expert_count(config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-    writer.add_expert_feed_forward_length(config["intermediate_size"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(config["head_dim"])
+def llama4_keys(config: Config) -> Config:
+    return experts(config, "num_local_experts", inner="intermediate_size") | {
+        "feed_forward_length": config["intermediate_size_mlp"], "rope.freq_base": float(config["rope_theta"]),
+        "interleave_moe_layer_step": config["interleave_moe_layer_step"], "rope.dimension_count": config["head_dim"],
+    }  # fmt: skip
 
 
 def llama4_names(arrays: Arrays, config: Config) -> Arrays:
@@ -104,25 +99,15 @@ def llama4_names(arrays: Arrays, config: Config) -> Arrays:
     return found
 
 
-def step_keys(writer: Writer, config: Config) -> None:
-    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
-    writer.add_head_count([6 if each else 4 for each in sliding])
-    writer.add_head_count_kv([2] * 6)
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern(sliding)
-    writer.add_value_length(config["head_dim"])
-    writer.add_expert_count(config["moe_num_experts"])
-    writer.add_expert_used_count(config["moe_top_k"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
-    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
-    writer.add_leading_dense_block_count(1)
-    writer.add_uint32("step35.moe_every_n_layers", 1)
-    writer.add_expert_weights_norm(True)
-    writer.add_array("step35.swiglu_clamp_exp", [0.0, 7.0, 0.0, 0.0, 0.0, 0.0])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(5e4)
-    writer.add_rope_freq_base_swa(300.0)
+def step_keys(config: Config) -> Config:
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    return experts(config, "moe_num_experts", "moe_top_k") | sliding(config, slides) | {
+        "attention.head_count": [6 if each else 4 for each in slides], "attention.head_count_kv": [2] * 6,
+        "attention.value_length": config["head_dim"], "expert_shared_feed_forward_length": config["share_expert_dim"],
+        "expert_weights_scale": float(config["moe_router_scaling_factor"]), "leading_dense_block_count": 1,
+        "moe_every_n_layers": 1, "expert_weights_norm": True, "swiglu_clamp_exp": [0.0, 7.0, 0.0, 0.0, 0.0, 0.0],
+        "rope.dimension_count": config["head_dim"], "rope.freq_base": 5e4, "rope.freq_base_swa": 300.0,
+    }  # fmt: skip
 
 
 def step_names(arrays: Arrays, config: Config) -> Arrays:
@@ -133,43 +118,33 @@ def step_names(arrays: Arrays, config: Config) -> Arrays:
     return {new(name): array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
-def gemma2_keys(writer: Writer, config: Config) -> None:
-    writer.add_value_length(config["head_dim"])
-    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    writer.add_sliding_window(config["sliding_window"])
+def gemma2_keys(config: Config) -> Config:
+    same = {key: float(config[key]) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return same | {"attention.value_length": config["head_dim"], "attention.sliding_window": config["sliding_window"]}
 
 
 def gemma2_names(arrays: Arrays, config: Config) -> Arrays:
     return {name: array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
-def latent_keys(writer: Writer, config: Config) -> None:
-    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(rank)
-    writer.add_key_length(rank + rotary)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_count(config["n_routed_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_group_count(config["n_group"])
-    writer.add_expert_group_used_count(config["topk_group"])
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(True)
-    writer.add_rope_dimension_count(rotary)
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_indexer_head_count(config["index_n_heads"])
-    writer.add_indexer_key_length(config["index_head_dim"])
-    writer.add_indexer_top_k(config["index_topk"])
-    if kinds := config.get("indexer_types"):
-        writer.add_array(f"{writer.arch}.attention.indexer.types", [kind == "full" for kind in kinds])
+def indexer(config: Config) -> Config:
+    names = {"head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk"}
+    return {f"attention.indexer.{key}": config[name] for key, name in names.items()}
+
+
+def latent_keys(config: Config) -> Config:
+    rank, rotary, kinds = config["kv_lora_rank"], config["qk_rope_head_dim"], config.get("indexer_types")
+    return experts(config, "n_routed_experts") | indexer(config) | {
+        "attention.head_count_kv": 1, "leading_dense_block_count": config["first_k_dense_replace"],
+        "attention.q_lora_rank": config["q_lora_rank"], "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary, "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary,
+        "attention.value_length_mla": config["v_head_dim"], "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"], "expert_gating_func": SIGMOID, "expert_weights_norm": True,
+        "expert_shared_count": config["n_shared_experts"], "rope.dimension_count": rotary,
+        "expert_weights_scale": float(config["routed_scaling_factor"]), "rope.freq_base": float(config["rope_theta"]),
+        "attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None,
+    }  # fmt: skip
 
 
 def latent_names(arrays: Arrays, config: Config) -> Arrays:
@@ -185,37 +160,26 @@ def latent_names(arrays: Arrays, config: Config) -> Arrays:
     return found
 
 
-def sigmoid_keys(writer: Writer, config: Config) -> None:
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_shared_feed_forward_length(config["moe_intermediate_size"] * config["num_shared_experts"])
-    writer.add_expert_shared_count(config["num_shared_experts"])
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_weights_norm(True)
-    writer.add_expert_weights_scale(config.get("router_scaling_factor") or config["routed_scaling_factor"])
-    if config["model_type"] != "hy_v3":  # whose tensors alone tell
-        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_expert_group_count(config.get("n_group", 1))
-    writer.add_expert_group_used_count(config.get("topk_group", 1))
-    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 1)))
-    writer.add_rope_freq_base(config["rope_theta"])
+def sigmoid_keys(config: Config) -> Config:
+    scale = config.get("router_scaling_factor") or config["routed_scaling_factor"]
+    dense = None if config["model_type"] == "hy_v3" else config["first_k_dense_replace"]  # its tensors alone tell
+    return experts(config, "num_experts") | {
+        "expert_shared_feed_forward_length": config["moe_intermediate_size"] * config["num_shared_experts"],
+        "expert_shared_count": config["num_shared_experts"], "expert_gating_func": SIGMOID, "expert_weights_norm": True,
+        "expert_weights_scale": float(scale), "leading_dense_block_count": dense,
+        "expert_group_count": config.get("n_group", 1), "expert_group_used_count": config.get("topk_group", 1),
+        "rope.dimension_count": int(config["head_dim"] * config.get("partial_rotary_factor", 1)),
+        "rope.freq_base": float(config["rope_theta"]),
+    }  # fmt: skip
 
 
-def exaone_moe_keys(writer: Writer, config: Config) -> None:
-    sigmoid_keys(writer, config)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_sliding_window_pattern([True, False, True])
+def exaone_moe_keys(config: Config) -> Config:
+    return sigmoid_keys(config) | sliding(config, [True, False, True]) | {"rope.scaling.type": "none"}
 
 
 def exaone_moe_names(arrays: Arrays, config: Config) -> Arrays:
-    parts = {
-        "fc": "eh_proj",
-        "pre_fc_norm_embedding": "enorm",
-        "pre_fc_norm_hidden": "hnorm",
-        "norm": "shared_head.norm",
-    }
+    norms = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+    parts = {"fc": "eh_proj", **norms}
     found = {}
     for name, array in arrays.items():
         name = re.sub(r"^mtp\.layers\.0\.", "model.layers.3.", name).replace("correction_bias", "correction.bias")
@@ -243,43 +207,29 @@ V4_NAMES = {
 
 def v4_names(arrays: Arrays, config: Config) -> Arrays:
     found: dict[str, Any] = {}
-    for name, array in arrays.items():
-        short = re.sub(r"\.experts\.\d+", ".experts", name)
+    for name, array in stacked(arrays).items():
+        short = name
         for old, new in V4_NAMES.items():
             short = re.sub(old, new, short)
-        if ".ffn.experts." in name:
-            array = np.concatenate((*found.get(short, ()), array)).reshape(-1, *array.shape)
         if not name.startswith("mtp."):
             found[short] = array.astype(np.int32) if "tid2eid" in name else array
     return found
 
 
-def v4_keys(writer: Writer, config: Config) -> None:
-    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_sliding_window(config["sliding_window"])
-    writer.add_expert_count(config["n_routed_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(True)
-    writer.add_uint32("deepseek4.expert_gating_func", 4)
-    writer.add_array("deepseek4.swiglu_clamp_exp", [10.0] * 3)
-    writer.add_array("deepseek4.swiglu_clamp_shexp", [10.0] * 3)
-    writer.add_indexer_head_count(config["index_n_heads"])
-    writer.add_indexer_key_length(config["index_head_dim"])
-    writer.add_indexer_top_k(config["index_topk"])
-    for key, ours in {
+def v4_keys(config: Config) -> Config:
+    same = {
         "attention.output_group_count": "o_groups", "attention.output_lora_rank": "o_lora_rank",
         "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
-        "hash_layer_count": "num_hash_layers",
-    }.items():  # fmt: skip
-        writer.add_uint32(f"deepseek4.{key}", config[ours])
-    writer.add_array("deepseek4.attention.compress_ratios", config["compress_ratios"])
-    writer.add_float32("deepseek4.attention.compress_rope_freq_base", config["compress_rope_theta"])
-    writer.add_float32("deepseek4.hyper_connection.epsilon", config["hc_eps"])
+        "hash_layer_count": "num_hash_layers", "attention.compress_ratios": "compress_ratios",
+        "rope.dimension_count": "qk_rope_head_dim", "attention.q_lora_rank": "q_lora_rank",
+        "attention.sliding_window": "sliding_window", "expert_shared_count": "n_shared_experts",
+        "hyper_connection.epsilon": "hc_eps",
+    }  # fmt: skip
+    return experts(config, "n_routed_experts") | indexer(config) | {key: config[ours] for key, ours in same.items()} | {
+        "rope.freq_base": float(config["rope_theta"]), "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": True, "expert_gating_func": 4, "swiglu_clamp_exp": [10.0] * 3,
+        "swiglu_clamp_shexp": [10.0] * 3, "attention.compress_rope_freq_base": float(config["compress_rope_theta"]),
+    }  # fmt: skip
 
 
 def bailing_names(arrays: Arrays, config: Config) -> Arrays:
@@ -301,10 +251,11 @@ CONVERTED = {
 }
 
 
-SAID: dict[str, Config] = {"deepseek_v4": {"compress_rates": None, "intermediate_size": 24},
-        "gemma2": {"query_pre_attn_scalar": 16},
-        "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
-        "step3p5": {"num_key_value_heads": 2}}  # fmt: skip
+SAID: dict[str, Config] = {
+    "deepseek_v4": {"compress_rates": None, "intermediate_size": 24}, "gemma2": {"query_pre_attn_scalar": 16},
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    "step3p5": {"num_key_value_heads": 2},
+}  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
     "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj", "final_layernorm": "layer_output_norm",
@@ -331,24 +282,10 @@ def write_converted(path: Path, config: Config, arrays: Arrays, how: Converted) 
     blocks = config["num_hidden_layers"] + how.modules
     table = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == (how.table or how.arch))
     names = gguf.get_tensor_name_map(table, blocks)
-    writer = Writer(path, how.arch)
-    for method, key in KEYS.items():
-        getattr(writer, f"add_{method}")(config[key])
-    writer.add_block_count(blocks)
-    if how.modules:
-        writer.add_nextn_predict_layers(how.modules)
-    how.keys(writer, config)
-    stacks: dict[str, dict[int, Any]] = {}
-    for name, array in how.renamed(arrays, config).items():
-        if match := re.search(r"\.experts\.(\d+)", name):
-            stacks.setdefault(name.replace(match[0], ".experts"), {})[int(match[1])] = array
-        else:
-            writer.add_tensor(new_name(names, name), np.ascontiguousarray(array))
-    for name, parts in stacks.items():
-        stack = np.stack([each for _, each in sorted(parts.items())])
-        writer.add_tensor(new_name(names, name), stack)
-    add_vocabulary(writer, config["vocab_size"])
-    return written(writer, path)
+    told = {key: config[ours] for key, ours in KEYS.items()} | how.keys(config) | {"block_count": blocks}
+    told["nextn_predict_layers"] = how.modules or None
+    tensors = {new_name(names, name): array for name, array in stacked(how.renamed(arrays, config)).items()}
+    return write_file(path, how.arch, told, tensors, config["vocab_size"])
 
 
 @pytest.mark.parametrize("family", CONVERTED)

@@ -34,13 +34,9 @@ from headstart.tools.verify.options import pairwise
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "temperature": TEMPERATURES,
-    "depth": (1, 3, 5),
-    "max_num_seqs": (1, 8),
-    "max_num_batched_tokens": (20, 512),
-    "enable_prefix_caching": (True, False),
-    "kv_blocks": (16, 200),
-}
+    "temperature": TEMPERATURES, "depth": (1, 3, 5), "max_num_seqs": (1, 8), "max_num_batched_tokens": (20, 512),
+    "enable_prefix_caching": (True, False), "kv_blocks": (16, 200),
+}  # fmt: skip
 CELLS = pairwise(FACTORS)
 CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200 and cell["depth"] == 5]
 """Batches that run out of blocks: where drafts, chunks, preemption and prefix hits meet, and the quickest cells."""
@@ -159,15 +155,10 @@ def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
 
 @pytest.mark.slow
 @given(
-    seed=st.integers(0, 2**31),
-    error=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-    depth=st.integers(1, 8),
-    temperature=st.sampled_from(TEMPERATURES),
-    batch=st.sampled_from([1, 3, 8]),
-    chunk=st.sampled_from([17, 33, 512]),
-    blocks=st.sampled_from([16, 24, 80]),
-    caching=st.booleans(),
-)
+    seed=st.integers(0, 2**31), error=st.sampled_from([0.0, 0.05, 0.3, 1.0]), depth=st.integers(1, 8),
+    temperature=st.sampled_from(TEMPERATURES), batch=st.sampled_from([1, 3, 8]), chunk=st.sampled_from([17, 33, 512]),
+    blocks=st.sampled_from([16, 24, 80]), caching=st.booleans(),
+)  # fmt: skip
 @settings(max_examples=20)
 def test_no_draft_changes_the_text(
     seed: int, error: float, depth: int, temperature: float, batch: int, chunk: int, blocks: int, caching: bool

@@ -8,27 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
-from gguf_files import add_vocabulary, written
-from support import family_of, make, new_folder, prompt_of, request, run
+from gguf_files import in_rope_order, stacked, write_file
+from support import family_of, make, model_at, new_folder, prompt_of, request, run
 from test_families import logits_in_chunks
 
-from headstart.config import EngineConfig
-from headstart.engine.load import Model, load_model
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 RENAMED = {
     r"model\.embed_tokens|backbone\.embeddings": "token_embd",
-    r"model\.(final_layer)?norm|backbone\.norm_f": "output_norm",
-    r"lm_head": "output",
+    r"model\.(final_layer)?norm|backbone\.norm_f": "output_norm", r"lm_head": "output",
     r"mtp\.layers\.0\.(enorm|hnorm|eh_proj)": r"blk.{last}.nextn.\1",
     r"mtp\.layers\.1\.final_layernorm": "blk.{last}.nextn.shared_head_norm",
     r"mtp\.layers\.1\.norm": "blk.{last}.post_attention_norm",
-}
+}  # fmt: skip
 PARTS = {
     r"(input_layer)?norm": "attn_norm", r"post_attention_layernorm": "ffn_norm",
     r"(?:self_attn|mixer)\.([qkv])_proj": r"attn_\1", r"(?:self_attn|mixer)\.o_proj": "attn_output",
@@ -37,15 +33,13 @@ PARTS = {
     r"block_sparse_moe\.router\.layer|mixer\.gate": "ffn_gate_inp", r"block_sparse_moe\.output_linear": "ffn_down_exps",
     r"shared_mlp\.output_linear": "ffn_down_shexp", r"mixer\.shared_experts\.(up|down)_proj": r"ffn_\1_shexp",
     r"mixer\.fc1_latent_proj": "ffn_latent_down", r"mixer\.fc2_latent_proj": "ffn_latent_up",
+    r"mixer\.experts\.(up|down)_proj": r"ffn_\1_exps",
     r"(?:feed_forward|mixer)\.(gate|up|down)_proj": r"ffn_\1",
 }  # fmt: skip
 WHOLE = {
-    r"(?:mamba|mixer)\.dt_bias": "ssm_dt.bias",
-    r"(?:mamba|mixer)\.A_log": "ssm_a",
-    r"(?:mamba|mixer)\.D": "ssm_d",
-    r"mixer\.gate\.e_score_correction_bias": "exp_probs_b.bias",
-    r"pre_ff_layernorm\.weight": "ffn_norm",
-}
+    r"(?:mamba|mixer)\.dt_bias": "ssm_dt.bias", r"(?:mamba|mixer)\.A_log": "ssm_a", r"(?:mamba|mixer)\.D": "ssm_d",
+    r"mixer\.gate\.e_score_correction_bias": "exp_probs_b.bias", r"pre_ff_layernorm\.weight": "ffn_norm",
+}  # fmt: skip
 """Names with their ends."""
 JOINED = {"block_sparse_moe.input_linear": "exps", "shared_mlp.input_linear": "shexp"}
 
@@ -70,12 +64,7 @@ def gguf_name(name: str, last: int) -> str:
 
 def converted(config: Config, arrays: Arrays, last: int) -> Iterator[tuple[str, np.ndarray]]:
     groups = config.get("mamba_n_groups") or config["n_groups"]
-    stacks: dict[str, dict[int, np.ndarray]] = {}
-    for name, array in scaled(config, arrays).items():
-        if match := re.fullmatch(r"(.+)\.mixer\.experts\.(\d+)\.(up|down)_proj\.weight", name):
-            block = gguf_name(f"{match[1]}.mixer.D", last).removesuffix("ssm_d")
-            stacks.setdefault(f"{block}ffn_{match[3]}_exps.weight", {})[int(match[2])] = array
-            continue
+    for name, array in stacked(scaled(config, arrays)).items():
         stem = name.removesuffix(".weight").partition(".layers.")[2].partition(".")[2]
         if stem in JOINED:
             block = f"blk.{name.split('.')[2]}"
@@ -83,15 +72,12 @@ def converted(config: Config, arrays: Arrays, last: int) -> Iterator[tuple[str, 
                 yield f"{block}.ffn_{part}_{JOINED[stem]}.weight", half
             continue
         if config["model_type"] == "granitemoehybrid" and (match := re.search(r"\.([qk])_proj\.", name)):
-            heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
-            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+            array = in_rope_order(array, config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
         if name.endswith((".A_log", ".D")):
             array = (-np.exp(array) if name.endswith("A_log") else array)[:, None]
         elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
             array = array.reshape(groups, -1)
         yield gguf_name(name, last), array[:, 0] if name.endswith("conv1d.weight") else array
-    for name, parts in stacks.items():
-        yield name, np.stack([each for _, each in sorted(parts.items())])
 
 
 def scaled(config: Config, arrays: Arrays) -> Arrays:
@@ -161,15 +147,8 @@ def metadata(config: Config) -> Config:
 
 
 def write(path: Path, arch: str, config: Config, arrays: Arrays) -> Path:
-    writer = gguf.GGUFWriter(path, arch)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for key, value in metadata(config).items():
-        if value is not None:
-            add[type(value)](f"{arch}.{key}", value)
-    for name, array in converted(config, arrays, len(config.get("hybrid_override_pattern", ""))):
-        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-    add_vocabulary(writer, config["vocab_size"])
-    return written(writer, path)
+    tensors = converted(config, arrays, len(config.get("hybrid_override_pattern", "")))
+    return write_file(path, arch, metadata(config), dict(tensors), config["vocab_size"])
 
 
 CASES: dict[str, tuple[str, str, Config]] = {
@@ -186,8 +165,7 @@ def test_a_converted_file_says_the_same(case: str, tmp_path: Path) -> None:
     family, arch, changes = CASES[case]
     config, arrays = family_of(family).tiny(**changes)
     paths = (write_model(new_folder(), config, arrays), write(tmp_path / "model.gguf", arch, config, arrays))
-    engine = EngineConfig(backend="reference", dtype="float32", threads=1)
-    models: list[Model] = [load_model(str(path), engine) for path in paths]
+    models = [model_at(path) for path in paths]
     tokens = prompt_of(30, 5)
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in models]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5

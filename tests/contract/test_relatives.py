@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from family_rows import ROWS, row_of
-from gguf_files import add_vocabulary, written
+from gguf_files import in_rope_order, stacked, write_file
 from oracles import greedy_text, logits_of_oracle, oracle_of
 from support import RELATIVES, family_of, make, model_at, new_folder, prompt_of, request, run
 from test_families import assert_logits, logits_in_chunks
@@ -66,11 +66,8 @@ def test_text_is_that_of_transformers_through_both_backends(variant: str) -> Non
     expected = greedy_text(oracle_of(VARIANTS[variant]["model_type"], model), prompt, NEW)
     native = model_at(files_of(variant)[0], "native", kv_cache_dtype="float32")
     settings = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
-    for drafter, chunk, found, more in (
-        ("none", 512, model, {}),
-        ("none", 512, native, settings),
-        ("ngram", 7, native, settings),
-    ):
+    for drafter, chunk, found, more in (("none", 512, model, {}), ("none", 512, native, settings),
+                                        ("ngram", 7, native, settings)):  # fmt: skip
         engine = make(found, drafter=drafter, depth=3, max_model_len=160, max_num_batched_tokens=chunk, **more)
         wanted = [request(prompt[: 24 - 5 * i], name=f"r{i}", max_tokens=NEW, stops=()) for i in range(2)]
         outputs = run(engine, wanted)
@@ -111,17 +108,12 @@ def converted(config: Config) -> Config:
 
 def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
     """Under the same names: rows of q and k in llama.cpp's order, experts stacked."""
-    found, stacks = {}, dict[str, dict[int, Any]]()
+    found = Arrays()
     for name, array in arrays.items():
         if row_of(config["model_type"]).has_gguf_rope_order and (match := re.search(r"\.([qk])_proj\.", name)):
-            heads = config["num_attention_heads"] if match[1] == "q" else config["num_key_value_heads"]
-            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-        name = f"{name}.weight" if name.endswith("_scale") else name
-        if match := re.search(r"(\.experts|projections)\.(\d+)", name):
-            stacks.setdefault(name.replace(match[0], match[1]), {})[int(match[2])] = array
-        else:
-            found[name] = array
-    return found | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+            array = in_rope_order(array, config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"])
+        found[f"{name}.weight" if name.endswith("_scale") else name] = array
+    return stacked(found)
 
 
 def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
@@ -129,32 +121,23 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
     kind, layers = config["model_type"], config["num_hidden_layers"]
     arch = ARCH[kind]
     names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), layers)
-    writer = gguf.GGUFWriter(path, arch)
-    for key, ours in GGUF_KEYS.items():
-        value = converted(config).get(ours)
-        if value is not None:
-            by_kind = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-            (writer.add_array if isinstance(value, list) else by_kind)(f"{arch}.{key}", value)
+    tensors = {str(names.get_name(name, (".weight", ".bias"))): array
+               for name, array in converted_tensors(config, arrays).items()}  # fmt: skip
+    told = {key: converted(config).get(ours) for key, ours in GGUF_KEYS.items()}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_rope_dimension_count(int(head_dim * config.get("partial_rotary_factor", 1)))
-    if kind == "olmo3":
-        writer.add_array(f"{arch}.attention.sliding_window_pattern", [(i + 1) % 4 != 0 for i in range(layers)])
+    told["rope.dimension_count"] = int(head_dim * config.get("partial_rotary_factor", 1))
+    if every := {"olmo3": 4, "exaone4": 2}.get(kind):
+        told["attention.sliding_window_pattern"] = [(i + 1) % every != 0 for i in range(layers)]
     if kind == "gemma3n":
-        slides = [each == "sliding_attention" for each in config["layer_types"]]
-        writer.add_array(f"{arch}.attention.sliding_window_pattern", slides)
+        told["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
         shares = config["activation_sparsity_pattern"]
-        writer.add_activation_sparsity_scale([NormalDist().inv_cdf(each) if each else -np.inf for each in shares])
-    if kind == "exaone4":
-        writer.add_array(f"{arch}.attention.sliding_window_pattern", [(i + 1) % 2 != 0 for i in range(layers)])
+        told["activation_sparsity_scale"] = [NormalDist().inv_cdf(each) if each else -np.inf for each in shares]
     if rope := config.get("rope_scaling"):
         for length in ("short", "long"):
-            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_attn_factors(np.sqrt(1 + np.log(2) / np.log(256)))
-    for name, array in converted_tensors(config, arrays).items():
-        writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(array))
-    add_vocabulary(writer, config["vocab_size"])
-    return written(writer, path)
+            tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
+        told["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        told["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(2) / np.log(256)))
+    return write_file(path, arch, told, tensors, config["vocab_size"])
 
 
 @pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if name in ARCH or "longrope" in name])
@@ -164,8 +147,6 @@ def test_a_converted_file_says_the_same(variant: str, tmp_path: Path) -> None:
     found = model_at(path)
     model, tokens = model_of("mistral, no window" if variant == "mistral" else variant), prompt_of(30, 5)
     if variant == "cohere2":  # every fourth layer has no window there
-        _, config, arrays = files_of(variant)
-        folder = write_model(new_folder(), {**config, "sliding_window_pattern": 4}, arrays)
-        model = model_at(folder)
+        model = model_at(write_model(new_folder(), {**config, "sliding_window_pattern": 4}, arrays))
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in (found, model)]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5

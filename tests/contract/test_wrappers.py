@@ -27,15 +27,12 @@ CASES: dict[str, tuple[str, str, Config]] = {
     "qwen2_5_vl": ("qwen2", "Qwen2_5_VLTextModel", {"rope_parameters": MROPE}),
     "qwen3_vl": ("qwen3", "Qwen3VLTextModel", {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}),
     "qwen3_vl_moe": (
-        "qwen3_moe", "Qwen3VLMoeTextModel", {
-            "rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, **EXPERTS, "norm_topk_prob": None,
-        },
+        "qwen3_moe", "Qwen3VLMoeTextModel",
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, **EXPERTS, "norm_topk_prob": None},
     ),
     "glm4v": ("glm4", "Glm4vTextModel", {"rope_parameters": HALF}),
     "glm4v_moe": (
-        "glm4_moe", "Glm4vMoeTextModel", {
-            "rope_parameters": HALF, "use_qk_norm": False, "num_nextn_predict_layers": 0,
-        },
+        "glm4_moe", "Glm4vMoeTextModel", {"rope_parameters": HALF, "use_qk_norm": False, "num_nextn_predict_layers": 0},
     ),
 }  # fmt: skip
 """model_type of a wrapper -> the family, transformers' class of the text part, and what its config says."""

@@ -79,16 +79,12 @@ def test_engines_of_one_process_share_the_memory(free: int) -> None:
 
 
 def test_a_full_memory_leaves_room_for_one_sequence(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, config = tiny_model("llama"), EngineConfig(**AUTO_SIZED)
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 0, None))
-    llm = LLM(model, config)
-    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=100, ignore_eos=True))[0].token_ids) == 100
-
-
-def test_more_blocks_than_memory(free: int) -> None:
     with pytest.raises(UsageError, match=r"--kv-blocks 9999999 take \d+\.\d GB, but there are 0\.1 GB") as error:
         LLM(tiny_model("llama"), EngineConfig(**{**AUTO_SIZED, "kv_blocks": 9_999_999}))
     assert "blocks take 25% of what is free" in error.value.hint
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 0, None))
+    llm = LLM(tiny_model("llama"), EngineConfig(**AUTO_SIZED))
+    assert len(llm.generate([[1, 2]], SamplingParams(max_tokens=100, ignore_eos=True))[0].token_ids) == 100
 
 
 FLAGS = (
@@ -101,8 +97,7 @@ FLAGS = (
 def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
     backend = "native" if limits(EngineConfig()) is None else "reference"
     base: dict[str, Any] = {"backend": backend, "threads": 1, "depth": 2, "drafter": "mtp"}
-    folder = str(write_tiny("mimo", new_folder()))
-    name = "--" + flag.replace("_", "-")
+    folder, name = str(write_tiny("mimo", new_folder())), "--" + flag.replace("_", "-")
     for value in (-1, 0, 1, 2, 3, 16, 10**5, 10**9, 2**63, 2**70, 1.5, "3", True):
         if flag == "max_num_seqs" and value not in (1, 16, 2**70):
             continue
@@ -113,7 +108,7 @@ def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
             assert name in str(error), value
 
 
-def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
     def refuse(*_: object) -> None:
@@ -122,9 +117,6 @@ def test_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "ThreadPool", refuse)
     with pytest.raises(UsageError, match="the system starts no 3 threads: Resource temporarily unavailable"):
         backend.NativeBackend(threads=3)
-
-
-def test_threads_that_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "threads", lambda: machine.Threads(4, 4, None))
     with pytest.raises(UsageError, match="--threads is 33, but this machine has 4 cores"):
         native.open_native(EngineConfig(threads=33), ())
@@ -134,13 +126,10 @@ def test_threads_that_would_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
 def test_a_drafter_cannot_reach_past_the_vocabulary(token: int) -> None:
     """Somebody else's drafter: its ids are checked before a kernel reads by them."""
     llm = LLM(headed_model("mimo"), replace(EngineConfig(**SMALL), depth=2))
-    drafter = llm.engine.drafting.drafter
-    assert drafter is not None
-
     def wild(requests: Any) -> None:
         for request in requests:
             request.sequence.draft = Draft([5, token], method="mtp")
 
-    drafter.propose = wild
+    llm.engine.drafting.drafter.propose = wild
     with pytest.raises(AssertionError, match=f"mtp drafts ids past {VOCAB - 1}"):
         llm.generate([[1, 2, 3]])

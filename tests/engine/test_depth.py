@@ -35,16 +35,12 @@ def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
 # Costs.
 
 
-def test_a_curve_goes_through_what_was_measured() -> None:
+def test_a_curve_goes_through_what_was_measured_and_never_falls() -> None:
     curve = CostCurve.fit({1: [9.0, 3.1, 9.0, 3.0, 9.0], 4: [4.0], 64: [64.0]})
     assert [curve.at(n) for n in (1, 4, 64)] == pytest.approx([3.1, 4.0, 64.0])
     assert curve.at(34) == pytest.approx(34.0)
     assert curve.at(600) == pytest.approx(600.0)
-
-
-def test_more_rows_never_look_cheaper() -> None:
-    curve = CostCurve.fit({1: [3.0], 2: [2.0], 3: [3.5]})
-    assert curve.at(2) == 3.0
+    assert CostCurve.fit({1: [3.0], 2: [2.0], 3: [3.5]}).at(2) == 3.0
 
 
 def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
@@ -80,22 +76,15 @@ def test_costs_of_an_earlier_start_follow_a_machine_that_is_slower_as_a_whole() 
 def test_a_calibration_measures_this_engine() -> None:
     engine = LLM(headed_model("mimo"), EngineConfig(**SMALL)).engine
     costs = calibrate(engine)
-    assert costs.passes.at(1) > 0
-    assert costs.passes.at(16) >= costs.passes.at(1)
-    assert costs.drafts.at(1) > 0
-    assert not engine.has_work
-    assert engine.stats.passes == 0
+    assert costs.passes.at(16) >= costs.passes.at(1) > 0 < costs.drafts.at(1)
+    assert not engine.has_work and engine.stats.passes == 0
 
 
 # Odds.
 
 
-def draft_of(tokens: list[int], scores: list[float]) -> Draft:
-    return Draft(tokens, method="mtp", scores=scores)
-
-
 def learn(acceptance: AcceptanceEstimator, each: Sequence, score: float, right: bool) -> None:
-    acceptance.record_draft(each, draft_of([7 if right else 8], [score]))
+    acceptance.record_draft(each, Draft([7 if right else 8], method="mtp", scores=[score]))
     each.tokens.append(7)
     acceptance.record_outcomes(each)
 
@@ -106,20 +95,21 @@ def test_scores_are_calibrated() -> None:
     for _ in range(600):
         score = float(rng.choice([0.15, 0.55, 0.97]))
         learn(acceptance, sequence(), score, rng.random() < score / 2)
-    found = [acceptance.probability(sequence(), draft_of([7], [score]), 0) for score in (0.15, 0.55, 0.97)]
+    drafts = [Draft([7], method="mtp", scores=[score]) for score in (0.15, 0.55, 0.97)]
+    found = [acceptance.probability(sequence(), draft, 0) for draft in drafts]
     assert found == pytest.approx([0.075, 0.275, 0.485], abs=0.08)
 
 
 def test_nothing_is_learned_behind_a_miss() -> None:
     acceptance, each = AcceptanceEstimator(), sequence()
-    acceptance.record_draft(each, draft_of([7, 8, 9], [0.5] * 3))
+    acceptance.record_draft(each, Draft([7, 8, 9], method="mtp", scores=[0.5] * 3))
     each.tokens += [7, 1, 9]
     acceptance.record_outcomes(each)
     assert acceptance.table(each, "mtp", 0).num_tries == 1
     assert acceptance.table(each, "mtp", 1).num_tries == 1  # the miss itself; the third token says nothing
 
 
-def test_a_sequence_has_a_record_of_its_own() -> None:
+def test_sequences_and_temperatures_have_records_of_their_own() -> None:
     acceptance, good, bad = AcceptanceEstimator(), sequence(), sequence()
     for _ in range(40):
         learn(acceptance, good, 0.5, True)
@@ -128,9 +118,6 @@ def test_a_sequence_has_a_record_of_its_own() -> None:
     assert acceptance.factor(bad, "mtp") < 0.6
     acceptance.release(bad)
     assert acceptance.factor(bad, "mtp") == 1.0
-
-
-def test_temperatures_have_tables_of_their_own() -> None:
     acceptance, cold, hot = AcceptanceEstimator(), sequence(), sequence(temperature=1.0)
     for _ in range(100):
         learn(acceptance, cold, 0.5, True)
@@ -221,25 +208,17 @@ def plain(costs: Costs, count: int) -> float:
     return costs.pass_seconds(PassShape(count)) / count
 
 
-def test_free_rows_and_right_guesses_go_deep() -> None:
-    costs = Known(FLAT, CHEAP_DRAFTS)
-    per_token, depth, _ = World(costs, 1, always(0.97)).run(200)
-    assert depth > 5
-    assert per_token < 0.3 * plain(costs, 1)
-
-
-def test_wrong_guesses_cost_next_to_nothing() -> None:
-    costs = Known(FLAT, CHEAP_DRAFTS)
-    per_token, _, drafting = World(costs, 1, always(0.02)).run(400)
-    assert per_token < 1.01 * plain(costs, 1)
-    assert drafting < 0.01
-
-
-def test_dear_rows_are_left_alone() -> None:
-    costs = Known(STEEP, CHEAP_DRAFTS)
-    per_token, depth, _ = World(costs, 1, always(0.8)).run(300)
-    assert per_token < 1.01 * plain(costs, 1)
-    assert depth < 0.05
+@pytest.mark.parametrize(
+    ("passes", "rate", "slowest", "depths", "drafting"),
+    [(FLAT, 0.97, 0.3, (5, 8), 1.0), (FLAT, 0.02, 1.01, (0, 8), 0.01), (STEEP, 0.8, 1.01, (0, 0.05), 1.0)],
+    ids=["free rows, right guesses", "wrong guesses", "dear rows"],
+)
+def test_depth_by_cost_and_rate(
+    passes: CostCurve, rate: float, slowest: float, depths: tuple[float, float], drafting: float
+) -> None:
+    costs = Known(passes, CHEAP_DRAFTS)
+    per_token, depth, share = World(costs, 1, always(rate)).run(300)
+    assert per_token < slowest * plain(costs, 1) and depths[0] <= depth < depths[1] and share < drafting
 
 
 def test_the_depth_falls_with_the_number_of_sequences() -> None:
@@ -249,32 +228,27 @@ def test_the_depth_falls_with_the_number_of_sequences() -> None:
         per_token, depth, _ = World(costs, count, always(0.6)).run(150)
         assert per_token < 1.01 * plain(costs, count)
         depths.append(depth)
-    assert depths[0] > 2
-    assert depths[-1] < 0.1
-    assert depths == sorted(depths, reverse=True)
+    assert depths[0] > 2 and depths[-1] < 0.1 and depths == sorted(depths, reverse=True)
+
+
+def best_fixed(costs: Costs, rate: float) -> float:
+    """Seconds per token at the best of all depths."""
+    steps = [costs.pass_seconds(PassShape(1 + k)) + costs.draft_seconds([1] * k, 0) for k in range(9)]
+    return min(seconds / sum(rate**i for i in range(k + 1)) for k, seconds in enumerate(steps))
 
 
 def test_never_far_from_the_best_fixed_depth() -> None:
     costs = Known(CostCurve.fit({1: [1.0], 8: [1.6], 64: [9.0]}), CostCurve.fit({1: [0.08], 64: [0.8]}))
     for rate in (0.3, 0.5, 0.7, 0.9):
-        fixed = [
-            (costs.pass_seconds(PassShape(1 + k)) + costs.draft_seconds([1] * k, 0))
-            / sum(rate**i for i in range(k + 1))
-            for k in range(9)
-        ]
         per_token, _, _ = World(costs, 1, always(rate)).run(400)
-        assert per_token < 1.03 * min(fixed)
+        assert per_token < 1.03 * best_fixed(costs, rate)
 
 
 def test_a_score_decides_over_each_draft() -> None:
     """Half of the drafts are worthless: no fixed depth can do what looking at each of them does."""
     costs = Known(CostCurve.fit({1: [1.0], 8: [3.0], 64: [20.0]}), CHEAP_DRAFTS)
     per_token, _, _ = World(costs, 1, confident).run(400)
-    fixed = [
-        (costs.pass_seconds(PassShape(1 + k)) + costs.draft_seconds([1] * k, 0)) / sum(0.5**i for i in range(k + 1))
-        for k in range(5)
-    ]
-    assert per_token < 0.95 * min(fixed)
+    assert per_token < 0.95 * best_fixed(costs, 0.5)
 
 
 def test_prompt_rows_make_rows_dearer() -> None:
@@ -289,24 +263,17 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     pilot.costs = Known(FLAT, CHEAP_DRAFTS, catch_up=0.05)
     each = sequence()
     pilot.estimate_costs(PassShape(1))
-    starts = [
-        pilot.make_requests([DraftCandidate(each, 8, num_uncached)])[0].gate.should_start
-        for num_uncached in (0, 100, 100_000)
-    ]
-    assert starts == [True, True, False]
+    drafts = [pilot.make_requests([DraftCandidate(each, 8, uncached)])[0] for uncached in (0, 100, 100_000)]
+    assert [draft.gate.should_start for draft in drafts] == [True, True, False]
 
 
 # In the engine.
 
 
-def test_a_table_by_batch_size_limits_auto_too() -> None:
+def test_auto_keeps_the_text_and_a_table_by_batch_size() -> None:
     model = headed_model("mimo")
     engine = LLM(model, EngineConfig(**SMALL, depth_by_batch="[[1, 2, 1], [3, 64, 0]]")).engine
     assert [engine.config.depth_limit(n) for n in (1, 2, 3, 100)] == [1, 1, 0, 0]
-
-
-def test_auto_drafts_and_keeps_the_text() -> None:
-    model = headed_model("mimo")
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     texts = {}
     for depth in (0, AUTO):

@@ -21,12 +21,8 @@ def rows_of(name: int, blocks: list[int], start: int, length: int, num_logits: i
     return Rows(sequence, start, sequence.tokens[start : start + length], num_logits)
 
 
-PARTS = (
-    rows_of(1, [7], 1, 1, 1),
-    rows_of(2, [5, 0, 9], 3, 9, 2),
-    rows_of(3, [2, 3], 4, 2, 0),
-    rows_of(4, [6], 2, 2, 2),
-)
+SHAPES = (([7], 1, 1, 1), ([5, 0, 9], 3, 9, 2), ([2, 3], 4, 2, 0), ([6], 2, 2, 2))
+PARTS = tuple(rows_of(name, *shape) for name, shape in enumerate(SHAPES, 1))
 
 
 @pytest.mark.parametrize("first_position", [0, 1])
@@ -44,7 +40,6 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
             assert plan.slots[row] == blocks[position // SIZE] * SIZE + position % SIZE
             if first_position:
                 before = position - 1
-                assert plan.hidden_slots is not None
                 assert plan.hidden_slots[row] == blocks[before // SIZE] * SIZE + before % SIZE
             row += 1
         logit_rows += range(row - part.num_logits, row)
@@ -58,8 +53,7 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
 def test_rows_of_a_block_see_its_end() -> None:
     first, block = PARTS[0], replace(PARTS[1], visible_end=14)
     plan = build_plan((first, block), SIZE)
-    assert plan.visible_end is not None and plan.paths is None
-    assert plan.visible_end.tolist() == [1, *[14] * 9]
+    assert plan.paths is None and plan.visible_end.tolist() == [1, *[14] * 9]
     assert plan.positions.tolist() == [1, *range(3, 12)]
 
 
@@ -68,9 +62,7 @@ def test_rows_of_a_tree_know_their_ancestors() -> None:
     chain, tree = PARTS[0], replace(rows_of(2, [5, 0, 9], 3, 5, 5), parents=(-1, -1, 0, 0, 2))
     plan = build_plan((tree, chain), SIZE)
     assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1]
-    slots = plan.slots.tolist()
-    assert slots[:5] == [23, 0, 1, 2, 3]
-    assert plan.paths is not None and plan.visible_end is not None
+    assert plan.slots.tolist()[:5] == [23, 0, 1, 2, 3]
     paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
     assert paths == [[23], [0], [23, 1], [23, 2], [23, 1, 3], []]
     assert plan.visible_end.tolist() == plan.positions.tolist()

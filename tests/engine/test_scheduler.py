@@ -26,12 +26,10 @@ from headstart.engine.engine import Engine
 FAMILY = "mimo"
 
 
-def requests(max_tokens: int = 12) -> list[Request]:
-    lengths = (1, 9, 30, 2, 17)
-    return [
-        request(prompt_of(length, i), name=f"{i}", seed=i, temperature=0.8, max_tokens=max_tokens, stops=())
-        for i, length in enumerate(lengths)
-    ]
+def requests() -> list[Request]:
+    settings: dict[str, Any] = {"temperature": 0.8, "max_tokens": 12, "stops": ()}
+    lengths = enumerate((1, 9, 30, 2, 17))
+    return [request(prompt_of(length, i), name=f"{i}", seed=i, **settings) for i, length in lengths]
 
 
 @cache

@@ -62,10 +62,7 @@ def test_turns_exclude_each_other() -> None:
     in_threads(work, range(4))
     assert max(most) == 1
     assert len(most) == 4 * 300 * 2, "whatever is to be done soon is done"
-
-
-def test_soon_inside_of_a_turn_comes_at_its_end() -> None:
-    turns, done = FairLock(), list[int]()
+    done = list[int]()
     with turns:
         turns.call_soon(lambda: done.append(1))
         assert not done

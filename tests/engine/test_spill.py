@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import support
 
-from headstart.cache.spill import KVSpill
 from headstart.cache.store import BlockStore
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Request
 from headstart.engine.build import change_head
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model, load_model
+from headstart.engine.load import Model
 from headstart.errors import UsageError
 from headstart.tools.tiny import write_model
 
@@ -47,11 +45,6 @@ def rows_of(engine: Engine, *requests: Request) -> tuple[support.Outputs, int]:
     return support.run(engine, requests), engine.runner.num_rows - before
 
 
-def store_of(engine: Engine) -> BlockStore:
-    assert engine.memory.spill is not None
-    return engine.memory.spill.store
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> None:
     """300 tokens; whoever comes next computes the rows behind the last block or snapshot, and the head nothing."""
@@ -60,14 +53,14 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     expected, _ = rows_of(engine_of(model, None, **depth), ask(prompt))
     first, _ = rows_of(engine_of(model, tmp_path, **depth), ask(prompt))
     engine = engine_of(model, tmp_path, **depth)
-    num_uncached = []
-    inner = engine.drafting.drafter.propose
+    num_uncached, drafter = [], engine.drafting.drafter
+    inner = drafter.propose
 
     def propose(requests: Any) -> None:
-        num_uncached.extend(engine.drafting.drafter.num_uncached(request.sequence) for request in requests)
+        num_uncached.extend(drafter.num_uncached(request.sequence) for request in requests)
         inner(requests)
 
-    engine.drafting.drafter.propose = propose
+    drafter.propose = propose
     found, rows = rows_of(engine, ask(prompt))
     support.assert_same(first, expected)
     support.assert_same(found, expected)
@@ -115,7 +108,7 @@ def test_many_at_once_that_begin_the_same(tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
     support.assert_same(support.run(engine, requests), expected)
     assert engine.scheduler.prefix_hits > 6 * 2 * 144
-    assert store_of(engine).counts.loaded.total() < 120, "what they have in common is loaded once"
+    assert engine.memory.spill.store.counts.loaded.total() < 120, "what they have in common is loaded once"
 
 
 def test_beyond_the_pool(tmp_path: Path) -> None:
@@ -150,12 +143,12 @@ def test_broken_files_are_not_used(how: str, tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "headstart.cache"):
         found, _ = rows_of(engine, ask(prompt))
     support.assert_same(found, expected)
-    assert engine.scheduler.prefix_hits == 0 and store_of(engine).counts.dropped
+    assert engine.scheduler.prefix_hits == 0 and engine.memory.spill.store.counts.dropped
     assert len([record for record in caplog.records if "broken" in record.message]) == 1
     for _ in range(4):  # what was dropped is written again; the rest is found when it is read
         engine = engine_of(model, tmp_path)
         support.assert_same(rows_of(engine, ask(prompt))[0], expected)
-    assert engine.scheduler.prefix_hits == 296 and not store_of(engine).counts.dropped
+    assert engine.scheduler.prefix_hits == 296 and not engine.memory.spill.store.counts.dropped
 
 
 def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
@@ -165,33 +158,25 @@ def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
     sequence = engine._start(ask(prompt), 0)
     keys = list(engine.memory.usable_keys(sequence))
     part = engine.memory.spill._parts[-1]
-    store_of(engine).path(part.name, keys[20]).unlink()
+    engine.memory.spill.store.path(part.name, keys[20]).unlink()
     engine = engine_of(model, tmp_path)
     support.assert_same(rows_of(engine, ask(prompt))[0], expected)
     assert engine.scheduler.prefix_hits == 160
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "backend": {"dtype": "float32"},
-    "block size": {"block_size": 16},
-}
-
-
-@pytest.mark.parametrize("what", ["weights", "config", "version", *OTHERS])
+@pytest.mark.parametrize("what", ["weights", "config", "version", "backend", "block size"])
 def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, arrays = support.family_of("llama").tiny(num_hidden_layers=2)
     prompt = support.prompt_of(200, 1)
 
-    def loaded(config: Any, arrays: Any) -> Model:
-        folder = write_model(support.new_folder(), config, arrays)
-        return load_model(str(folder), EngineConfig(backend="reference", dtype="float64", threads=1))
+    def loaded(dtype: str = "float64") -> Model:
+        return support.model_at(write_model(support.new_folder(), config, arrays), dtype=dtype)
 
-    same = engine_of(loaded(config, arrays), tmp_path)
-    rows_of(same, ask(prompt))
-    again = engine_of(loaded(config, arrays), tmp_path)
+    rows_of(engine_of(loaded(), tmp_path), ask(prompt))
+    again = engine_of(loaded(), tmp_path)
     rows_of(again, ask(prompt))
     assert again.scheduler.prefix_hits == 192, "the same files elsewhere are the same model"
-    settings = OTHERS.get(what, {})
+    settings = {"backend": {"dtype": "float32"}, "block size": {"block_size": 16}}.get(what, {})
     if what == "weights":
         name = next(name for name in arrays if "embed" in name)
         arrays = {**arrays, name: arrays[name].copy()}
@@ -200,14 +185,11 @@ def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkey
         config = {**config, "rope_theta": 12345.0}
     elif what == "version":
         monkeypatch.setattr("headstart.engine.build.__version__", "0.0.0")
-    model = loaded(config, arrays)
-    if what == "backend":
-        folder = write_model(support.new_folder(), config, arrays)
-        model = load_model(str(folder), EngineConfig(backend="reference", dtype="float32", threads=1))
+    model = loaded(settings.get("dtype", "float64"))
     other = engine_of(model, tmp_path, **settings)
     expected, _ = rows_of(engine_of(model, None, **settings), ask(prompt))
     support.assert_same(rows_of(other, ask(prompt))[0], expected)
-    assert other.scheduler.prefix_hits == 0 and store_of(other).counts.saved > 0
+    assert other.scheduler.prefix_hits == 0 and other.memory.spill.store.counts.saved > 0
 
 
 def test_salts_stay_apart(tmp_path: Path) -> None:
@@ -233,35 +215,32 @@ def test_without_a_disk_serving_goes_on(
         support.assert_same(support.run(engine, requests), expected)
         shutil.rmtree(tmp_path)
         support.assert_same(support.run(engine, requests), expected)
-    assert len(caplog.records) == 1 and store_of(engine).counts.failed == 1
+    assert len(caplog.records) == 1 and engine.memory.spill.store.counts.failed == 1
+
+
+def before_reading(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """A disk that makes everybody wait."""
+    get = BlockStore.get
+    monkeypatch.setattr(BlockStore, "get", lambda *about, **more: (wait(), get(*about, **more))[1])
 
 
 def test_a_slow_disk_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others run while a prefix is read; one that is aborted meanwhile leaves nothing."""
     model, prompt = support.agreeing_model("llama"), support.prompt_of(200, 1)
     rows_of(engine_of(model, tmp_path), ask(prompt))
-    inner, goes_on = BlockStore.get, threading.Event()
-
-    def slow(*about: Any, **more: Any) -> Any:
-        goes_on.wait(support.PATIENCE)
-        return inner(*about, **more)
-
-    monkeypatch.setattr(BlockStore, "get", slow)
+    goes_on = threading.Event()
+    before_reading(monkeypatch, lambda: goes_on.wait(support.PATIENCE))
     monkeypatch.setattr("headstart.cache.spill.MAX_LOAD_S", 1e9)
     engine, order = engine_of(model, tmp_path), []
-    engine.submit(ask(prompt, "known"))
-    engine.submit(ask(prompt[:150], "also", max_tokens=3))
-    engine.submit(ask(support.prompt_of(20, 7), "new", max_tokens=3))
-    engine.submit(ask(prompt, "gone"))
+    new = ask(support.prompt_of(20, 7), "new", max_tokens=3)
+    for each in (ask(prompt, "known"), ask(prompt[:150], "also", max_tokens=3), new, ask(prompt, "gone")):
+        engine.submit(each)
     assert len(engine.scheduler.waiting) == 4
-    for step in itertools.count():
+    while engine.has_work:
         engine.step(lambda deltas: order.extend(each.request_id for each in deltas if each.finish_reason))
-        if step == 1:
-            engine.abort("gone")
+        engine.abort("gone")
         if order:
             goes_on.set()
-        if not engine.has_work:
-            break
     assert order[0] == "new" and set(order) == {"new", "also", "known"}
     assert engine.scheduler.prefix_hits == 192 + 144
     support.assert_clean(engine)
@@ -271,13 +250,8 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     """A prefix that cannot be read is computed; its blocks come back when the disk does."""
     model, prompt = support.agreeing_model("llama"), support.prompt_of(200, 1)
     expected, _ = rows_of(engine_of(model, tmp_path), ask(prompt))
-    inner, hangs = BlockStore.get, threading.Event()
-
-    def hanging(*about: Any, **more: Any) -> Any:
-        hangs.wait(support.PATIENCE)
-        return inner(*about, **more)
-
-    monkeypatch.setattr(BlockStore, "get", hanging)
+    hangs = threading.Event()
+    before_reading(monkeypatch, lambda: hangs.wait(support.PATIENCE))
     monkeypatch.setattr("headstart.cache.spill.MAX_LOAD_S", 0.05)
     engine, found = engine_of(model, tmp_path), dict[Any, Any]()
     with caplog.at_level(logging.WARNING, "headstart.cache"):
@@ -300,13 +274,7 @@ def test_what_waits_for_files_gives_its_blocks_to_who_runs(tmp_path: Path, monke
     settings: dict[str, Any] = {"kv_blocks": 16, "max_model_len": 128}
     expected = support.run(engine_of(model, None, **settings), requests)
     support.run(engine_of(model, tmp_path, **settings), requests)
-    inner = BlockStore.get
-
-    def slow(*about: Any, **more: Any) -> Any:
-        time.sleep(0.002)
-        return inner(*about, **more)
-
-    monkeypatch.setattr(BlockStore, "get", slow)
+    before_reading(monkeypatch, lambda: time.sleep(0.002))
     support.assert_same(support.run(engine_of(model, tmp_path, **settings), requests), expected)
 
 
@@ -346,7 +314,7 @@ def test_the_bound(tmp_path: Path) -> None:
         support.run(engine, [ask(support.prompt_of(200, turn))])
         sizes = [-(-path.stat().st_size // 4096) * 4096 for path in files_in(tmp_path)]
         assert sum(sizes) <= most
-    assert store_of(engine).counts.evicted > 0
+    assert engine.memory.spill.store.counts.evicted > 0
 
 
 def test_prompts_that_want_all_rows(tmp_path: Path) -> None:
@@ -371,9 +339,8 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
     engine.submit(ask(prompt))
     while engine.has_work:
         engine.step(lambda deltas: None)
-    assert isinstance(engine.memory.spill, KVSpill)
     engine.memory.spill.close()
     engine = engine_of(model, tmp_path)
     rows_of(engine, ask(prompt))
     assert engine.scheduler.prefix_hits == 192
-    assert np.sum([engine.memory.spill.hits[tier] for tier in ("ram", "disk")]) == 192
+    assert engine.memory.spill.hits["ram"] + engine.memory.spill.hits["disk"] == 192

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support import EOS, agreeing_model, headed_model, make, request, run
+from support import EOS, OracleDrafter, agreeing_model, headed_model, make, request, run
 
 from headstart.cli.generate import summary
 from headstart.cli.main import main
 from headstart.config import EngineConfig, parse_speculative_config
-from headstart.core import FORCED, Draft, VerifyResult
+from headstart.core import FORCED, VerifyResult
 from headstart.engine.verify import SyntheticVerifier
 from headstart.errors import UsageError
 from headstart.server.accounts import Accounts
@@ -30,12 +31,9 @@ def test_rates_are_met() -> None:
     accepted = np.array([verifier.verify([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
     shares = [(accepted > i).mean() for i in range(5)]
     np.testing.assert_allclose(shares, (0.8, 0.5, 0.2, 0, 0), atol=0.025)
-
-
-@pytest.mark.parametrize(("rates", "tokens"), [((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))])
-def test_what_is_emitted(rates: tuple[float, ...], tokens: tuple[int, ...]) -> None:
-    """The draft's tokens, though the model said others, then the model's own."""
-    assert SyntheticVerifier(rates).verify([7, 8], [1, 2, 3], 0, 0, 9) == VerifyResult(tokens, 2, len(tokens) - 1)
+    # The draft's tokens are emitted, though the model said others, then the model's own.
+    for rates, tokens in (((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))):
+        assert SyntheticVerifier(rates).verify([7, 8], [1, 2, 3], 0, 0, 9) == VerifyResult(tokens, 2, len(tokens) - 1)
 
 
 def test_positions_choices_and_seeds_decide_apart() -> None:
@@ -62,12 +60,9 @@ def test_an_engine_accepts_what_its_model_does_not_say() -> None:
     assert engine.stats.document("mtp")["synthetic_acceptance"] == [0.8, 0.5, 0.2]
 
 
-def test_company_and_preemption_change_nothing() -> None:
+def test_company_and_preemption_change_nothing_and_logprobs_are_of_what_is_emitted() -> None:
     alone, together = outputs(3, max_num_seqs=1)[1], outputs(3, kv_blocks=20)[1]
     assert {key: each.tokens for key, each in alone.items()} == {key: each.tokens for key, each in together.items()}
-
-
-def test_logprobs_are_of_what_is_emitted() -> None:
     engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="1,1,1")
     (output,) = run(engine, [request([5, 6], max_tokens=20, stops=(), logprobs=0)]).values()
     assert [each.token for each in output.logprobs if each] == output.tokens
@@ -75,58 +70,41 @@ def test_logprobs_are_of_what_is_emitted() -> None:
 
 def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
     engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="0")
-    judged: list[int] = []
-
-    class Forced:
-        method, max_depth = "mtp", 16
-
-        def propose(self, requests: Any) -> None:
-            for draft_request in requests:
-                truth = plain[draft_request.sequence.num_output : draft_request.sequence.num_output + 3]
-                draft_request.sequence.draft = Draft(list(truth[: draft_request.depth]), method=FORCED)
-                judged.append(len(draft_request.sequence.draft.tokens))
-
-        def release(self, sequence: Any) -> None:
-            pass
-
     asked = request([5, 6], max_tokens=12, stops=())
-    (output,) = run(make(headed_model("llama"), drafter="none"), [asked]).values()
-    plain = output.tokens
-    engine.drafting.drafter = Forced()
-    (found,) = run(engine, [asked]).values()
-    assert found.tokens == plain
-    assert judged[0] == 3
-    assert engine.stats.passes < 12
+    plain = run(make(headed_model("llama"), drafter="none"), [asked])
+
+    class Forced(OracleDrafter):
+        def propose(self, requests: Any) -> None:
+            super().propose(requests)
+            for each in requests:
+                each.sequence.draft.method = FORCED
+
+    engine.drafting.drafter = Forced(plain, 0, 0.0)
+    found = run(engine, [asked])
+    assert found["r", 0].tokens == plain["r", 0].tokens
+    assert engine.drafting.drafter.proposed > 3 and engine.stats.passes < 12
 
 
-def test_off_leaves_no_trace() -> None:
+def test_metrics_and_summary_say_so_and_off_leaves_no_trace() -> None:
+    engine, _ = outputs(1)
+    metrics = ServerMetrics(engine, "m", Admission(Accounts(), 1)).registry.collect()
+    samples = [sample for metric in metrics for sample in metric.samples]
+    found = [sample.value for sample in samples if sample.name == "headstart:synthetic_acceptance"]
+    assert found == [0.8, 0.5, 0.2]
+    completion = SimpleNamespace(speculation=engine.stats, method="mtp", usage={"completion_tokens": 3},
+                                 timing={"decode_tokens_per_s": 1.0})  # fmt: skip
+    assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(completion)
     engine = make(agreeing_model("llama"), drafter="mtp", depth=3)
     run(engine, [request([5, 6, EOS + 1], max_tokens=10)])
-    assert engine.synthetic is None
-    assert "synthetic_acceptance" not in engine.stats.document("mtp")
-
-
-def test_metrics_and_summary_say_so() -> None:
-    engine, _ = outputs(1)
-    found = {
-        (sample.name, sample.labels["position"]): sample.value
-        for metric in ServerMetrics(engine, "m", Admission(Accounts(), 1)).registry.collect()
-        for sample in metric.samples
-        if sample.name == "headstart:synthetic_acceptance"
-    }
-    assert list(found.values()) == [0.8, 0.5, 0.2]
-
-    class Completion:
-        speculation, method = engine.stats, "mtp"
-        usage, timing = {"completion_tokens": 3}, {"decode_tokens_per_s": 1.0}
-
-    assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(Completion())
+    assert engine.synthetic is None and "synthetic_acceptance" not in engine.stats.document("mtp")
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.5,0.6", "1.1", "-0.1", "nan", "0.5;0.4", ",".join(["0.5"] * 17)])
 def test_wrong_rates(text: str) -> None:
     with pytest.raises(UsageError, match="--synthetic-acceptance is"):
         EngineConfig(synthetic_acceptance=text)
+    with pytest.raises(UsageError, match="--rule rejection"):
+        EngineConfig(synthetic_acceptance="0.5", rule="rejection")
 
 
 def test_vllms_spelling() -> None:
@@ -144,13 +122,5 @@ def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any)
     monkeypatch.setattr("sys.argv", ["headstart", *command.split(), "--synthetic-acceptance", "0.5"])
     assert main() == 2
     assert "load tests" in capsys.readouterr().err
-
-
-def test_verify_refuses_it() -> None:
     with pytest.raises(UsageError, match="not the model's"):
         verify.run(VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))
-
-
-def test_no_rule_beside_it() -> None:
-    with pytest.raises(UsageError, match="--rule rejection"):
-        EngineConfig(synthetic_acceptance="0.5", rule="rejection")

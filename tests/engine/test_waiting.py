@@ -13,7 +13,7 @@ from headstart.engine.scheduler import WaitingQueue
 FAMILY = "mimo"
 
 
-def sequence(owner: str, order: int, *, prompt: int = 10, **more: Any) -> Sequence:
+def sequence(owner: str, order: int, prompt: int = 10, **more: Any) -> Sequence:
     asked = replace(request(prompt_of(prompt, order), name=f"{order}"), owner=owner, **more)
     return Sequence(asked, 0, list(asked.prompt_ids), order)
 
@@ -29,25 +29,31 @@ def served(waiting: WaitingQueue, count: int, output: int = 0) -> str:
     return order
 
 
-def filled(owners: str, **more: Any) -> WaitingQueue:
+def queue_of(*sequences: Sequence) -> WaitingQueue:
     waiting = WaitingQueue([])
-    for order, owner in enumerate(owners):
-        waiting.add(sequence(owner, order, **more))
+    for each in sequences:
+        waiting.add(each)
     return waiting
 
 
-def test_without_owners_it_is_first_come_first_served() -> None:
-    waiting = WaitingQueue([])
-    many = [sequence("", order) for order in range(5)]
-    for each in many:
-        waiting.add(each)
-    waiting.remove(many[2])
-    assert [each.order for each in waiting] == [0, 1, 3, 4]
+def filled(owners: str) -> WaitingQueue:
+    return queue_of(*(sequence(owner, order) for order, owner in enumerate(owners)))
+
+
+def emptied(waiting: WaitingQueue) -> list[Sequence]:
     taken = []
     while waiting:
         taken.append(waiting.first())
         waiting.remove(taken[-1])
-    assert taken == [many[0], many[1], many[3], many[4]]
+    return taken
+
+
+def test_without_owners_it_is_first_come_first_served() -> None:
+    many = [sequence("", order) for order in range(5)]
+    waiting = queue_of(*many)
+    waiting.remove(many.pop(2))
+    assert [each.order for each in waiting] == [0, 1, 3, 4]
+    assert emptied(waiting) == many
 
 
 def test_owners_take_turns_however_many_requests_one_has() -> None:
@@ -55,20 +61,11 @@ def test_owners_take_turns_however_many_requests_one_has() -> None:
     assert served(filled("aaaabbbb"), 8) == "abababab"
 
 
-def test_long_texts_count_for_what_they_are() -> None:
-    waiting = WaitingQueue([])
-    for order in range(8):
-        waiting.add(sequence("a", order, prompt=30))
-        waiting.add(sequence("b", 10 + order, prompt=10))
+def test_shares_and_long_texts_count_for_what_they_are() -> None:
+    waiting = queue_of(*(sequence(*each) for i in range(8) for each in (("a", i, 30), ("b", 10 + i, 10))))
     assert served(waiting, 8) == "abbbabbb"
-
-
-def test_shares() -> None:
-    waiting = WaitingQueue([])
-    for order in range(9):
-        waiting.add(sequence("a", order, share=2.0))
-        waiting.add(sequence("b", 10 + order))
-    assert served(waiting, 9).count("a") == 6
+    half = [sequence("b", 10 + order) for order in range(9)]
+    assert served(queue_of(*(sequence("a", order, share=2.0) for order in range(9)), *half), 9).count("a") == 6
 
 
 def test_who_was_away_cannot_save_up_turns() -> None:
@@ -100,18 +97,11 @@ def test_an_idle_engine_owes_nobody_anything() -> None:
 
 
 def test_priorities_come_first_and_the_preempted_before_their_equals() -> None:
-    waiting = WaitingQueue([])
     plain, urgent, back = sequence("a", 0), sequence("b", 1, priority=-1), sequence("a", 2)
-    waiting.add(plain)
-    waiting.add(urgent)
+    waiting = queue_of(plain, urgent)
     waiting.put_back(back)
-    assert len(waiting) == 3
-    assert back in waiting
-    taken = []
-    while waiting:
-        taken.append(waiting.first())
-        waiting.remove(taken[-1])
-    assert taken == [urgent, back, plain]
+    assert len(waiting) == 3 and back in waiting
+    assert emptied(waiting) == [urgent, back, plain]
 
 
 def test_priority_decides_who_is_preempted_and_no_text() -> None:

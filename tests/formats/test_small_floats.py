@@ -166,9 +166,8 @@ def test_values_are_those_of_the_format(case: str) -> None:
 KEPT = {
     "fp8, DeepSeek's blocks": "E4M3:64:F32", "fp8, compressed, a row": "E4M3:64:F32",
     "fp8, compressed, a tensor": "E4M3:64:F32", "fp8, fbgemm": "E4M3:64:F32", "fp8, ModelOpt": "E4M3:64:F32",
-    "fp8, blocks of no kernel's size": "BF16", "mxfp8": "E4M3:32:F32",
-    "nvfp4, ModelOpt": "E2M1:16:E4M3", "nvfp4, compressed": "E2M1:16:E4M3",
-    "mxfp4, compressed": "MXFP4", "mxfp4, two codes in a byte": "MXFP4",
+    "fp8, blocks of no kernel's size": "BF16", "mxfp8": "E4M3:32:F32", "nvfp4, ModelOpt": "E2M1:16:E4M3",
+    "nvfp4, compressed": "E2M1:16:E4M3", "mxfp4, compressed": "MXFP4", "mxfp4, two codes in a byte": "MXFP4",
     "nf4": "NF4:64:F32", "nf4, double": "NF4:64:F32", "fp4": "FP4:64:F32", "nf4, blocks across rows": "BF16",
     "int8, a row": "I8:64:F32", "int8, groups and zero points": "U8:64:F32",
 }  # fmt: skip
@@ -218,10 +217,7 @@ BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, st
     "nvfp4, no reciprocal": ("nvfp4, compressed", "weight_global_scale", lambda v: v * 0, "is no scale for"),
     "int8, NaN": ("int8, a row", "weight_scale", with_nan, "are not all numbers"),
     "int8, other points": (
-        "int8, groups and zero points",
-        "weight_zero_point",
-        lambda v: v[:, :2],
-        "not as the scales",
+        "int8, groups and zero points", "weight_zero_point", lambda v: v[:, :2], "not as the scales",
     ),
     "nf4, NaN": ("nf4", "weight.absmax", with_nan, "are not all numbers"),
     "nf4, fewer magnitudes": ("nf4", "weight.absmax", lambda v: v[:-1], "magnitudes do not fit"),
@@ -230,7 +226,7 @@ BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, st
     "nf4, no JSON": ("nf4", STATE, told("{"), "cannot be read"),
     "nf4, no sizes": ("nf4", STATE, told('{"shape": [4, "x"], "blocksize": 64}'), "cannot be read"),
     "nf4, another shape": ("nf4", STATE, told('{"shape": [4, 4], "blocksize": 64}'), "do not hold"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)

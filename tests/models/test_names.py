@@ -13,33 +13,23 @@ from headstart.models.names import Names, trailing_modules, trailing_name
 JOINED = re.compile("linear_attn|experts|(gate|up|qkv|[qkv])_proj")
 TABLE = Names(
     {
-        "model.": "",
-        "wrapped.model.": "",
-        "lm_head.": "lm_head.",
-        "vision.": None,
-        "model.extra.{i}.": "mtp.{i}.block.",
-        "model.extra_norm.": "mtp.{i}.norm.",
+        "model.": "", "wrapped.model.": "", "lm_head.": "lm_head.", "vision.": None,
+        "model.extra.{i}.": "mtp.{i}.block.", "model.extra_norm.": "mtp.{i}.norm.",
     },
     parts={".ff.": ".mlp."},
-)
+)  # fmt: skip
 THERE = {
-    "model.layers.3.ff.up_proj.weight": "layers.3.mlp.up_proj.weight",
-    "wrapped.model.norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-    "vision.patch.weight": None,
-    "model.extra.2.ff.gate.weight": "mtp.2.block.mlp.gate.weight",
-    "model.extra_norm.weight": "mtp.0.norm.weight",
-    "elsewhere.weight": "elsewhere.weight",
-    "model.rotary_emb.inv_freq": None,
-}
+    "model.layers.3.ff.up_proj.weight": "layers.3.mlp.up_proj.weight", "wrapped.model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight", "vision.patch.weight": None,
+    "model.extra.2.ff.gate.weight": "mtp.2.block.mlp.gate.weight", "model.extra_norm.weight": "mtp.0.norm.weight",
+    "elsewhere.weight": "elsewhere.weight", "model.rotary_emb.inv_freq": None,
+}  # fmt: skip
 BACK = {
-    "layers.3.mlp.up_proj.weight": "model.layers.3.ff.up_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-    "mtp.2.block.mlp.gate.weight": "model.extra.2.ff.gate.weight",
+    "layers.3.mlp.up_proj.weight": "model.layers.3.ff.up_proj.weight", "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight", "mtp.2.block.mlp.gate.weight": "model.extra.2.ff.gate.weight",
     "mtp.0.norm.weight": "model.extra_norm.weight",
     "mtp.1.norm.weight": "model.extra_norm.weight",  # all modules share it
-}
+}  # fmt: skip
 
 
 def test_the_longest_beginning_holds() -> None:

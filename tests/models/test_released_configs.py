@@ -23,9 +23,7 @@ COMMON: dict[str, Any] = {
 LLAMA: dict[str, Any] = {
     **COMMON, "model_type": "llama", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "head_dim": 64,
 }  # fmt: skip
-QWEN: dict[str, Any] = {
-    **COMMON, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False,
-}  # fmt: skip
+QWEN: dict[str, Any] = {**COMMON, "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False}
 EXPERTS: dict[str, Any] = {
     **COMMON, "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "mlp_only_layers": [],
     "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
@@ -73,27 +71,25 @@ GRANITE_HYBRID: dict[str, Any] = {
     "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(32)], "mamba_chunk_size": 256,
     "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
     "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False, "normalization_function": "rmsnorm",
-    "num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False,
-    "position_embedding_type": "nope", "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024,
-    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+    "num_experts_per_tok": 6, "num_local_experts": 64, "output_router_logits": False, "position_embedding_type": "nope",
+    "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024, "time_step_limit": [0.0, {"__float__": "Infinity"}],
 }  # fmt: skip
 NEMOTRON: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "attention_bias": False,
-    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
-    "bos_token_id": 1, "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
-    "hidden_dropout": 0.0, "hidden_size": 2688, "initializer_range": 0.02, "intermediate_size": 1856,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"}, "bos_token_id": 1,
+    "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0,
+    "hidden_size": 2688, "initializer_range": 0.02, "intermediate_size": 1856,
     "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "layer_norm_epsilon": 1e-5,
     "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_num_heads": 64, "mamba_proj_bias": False,
-    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": False,
-    "mlp_hidden_act": "relu2", "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
-    "n_group": 1, "n_groups": 8, "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5,
-    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52,
-    "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0, "partial_rotary_factor": 1.0,
-    "rescale_prenorm_residual": True, "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5,
-    "sliding_window": None, "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001,
-    "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1,
-    "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True, "use_conv_bias": True,
-    "use_mamba_kernels": True, "vocab_size": 131072,
+    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": False, "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True, "num_attention_heads": 32,
+    "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2, "num_logits_to_keep": 1,
+    "pad_token_id": 0, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False,
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128,
+    "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")],
+    "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "torch_dtype": "bfloat16", "use_bias": False,
+    "use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
 SEES: dict[str, Any] = {
     "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,

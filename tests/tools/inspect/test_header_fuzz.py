@@ -30,17 +30,15 @@ LITTLE = 20_000_000
 numbers = st.one_of(st.integers(-3, 9), st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**30]), st.floats())
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=6)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=6,
-)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3), max_leaves=6,
+)  # fmt: skip
 entries = st.fixed_dictionaries(
     {},
     optional={
-        "dtype": st.sampled_from([*BITS, "F99"]) | values,
-        "shape": st.lists(st.integers(0, 4), max_size=3) | values,
+        "dtype": st.sampled_from([*BITS, "F99"]) | values, "shape": st.lists(st.integers(0, 4), max_size=3) | values,
         "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | values,
     },
-)
+)  # fmt: skip
 
 
 def raw(path: Path, header: bytes, data: int = 40, claims: int | None = None) -> Path:
@@ -118,10 +116,9 @@ SUFFIXES = (
 @given(
     st.dictionaries(
         st.sampled_from(SUFFIXES),
-        st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)),
-        max_size=4,
-    )
-)
+        st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=4,
+    ),
+)  # fmt: skip
 def test_packed_weights_of_any_shape(tmp_path: Path, stored: dict[str, Any]) -> None:
     tensors = {f"model.layers.0.mlp.{word}": value for word, value in stored.items()}
     write_file(tmp_path / "model.safetensors", tensors)
@@ -148,8 +145,7 @@ LIES: dict[str, tuple[str, bytes, int]] = {
         "x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), *KEY, ("<I", 9), ("<I", 8), ("<Q", 2**60)), 10**9,
     ),
     "a huge GGUF tensor": (
-        "x.gguf",
-        gguf_header(("<I", 3), ("<Q", 1), ("<Q", 0), *KEY, ("<I", 1), ("<Q", 2**60), ("<I", 0), ("<Q", 0)),
+        "x.gguf", gguf_header(("<I", 3), ("<Q", 1), ("<Q", 0), *KEY, ("<I", 1), ("<Q", 2**60), ("<I", 0), ("<Q", 0)),
         10**6,
     ),
 }  # fmt: skip
