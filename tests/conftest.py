@@ -39,6 +39,16 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz", type=int, default=1, metavar="N", help="N times as many inputs of tests/fuzz")
+
+
+@pytest.fixture
+def fuzz(pytestconfig: pytest.Config) -> int:
+    """How many times as many random inputs."""
+    return int(pytestconfig.getoption("--fuzz"))
+
+
 FLAKY_ROOMS = {"server", "cli", "tools", "text", "e2e", "repo"}
 """Processes, sockets and clocks, which a loaded machine may disturb: what fails there once is tried again. Tests of
 exactness never are."""

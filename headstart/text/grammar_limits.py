@@ -41,7 +41,7 @@ LIGHT_TEXT = 512
 LIGHT_COUNT = 1_000
 LIGHT_NUMBER = 2**53
 """Schemas, choices and texts within these limits, with no other keywords than those below, compile in milliseconds.
-`python -m tests.fuzz constraints` measures it."""
+`pytest tests/text/test_grammar_limits.py` measures it."""
 
 _NAMES_OF_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
 _SCHEMAS = frozenset({"items", "additionalProperties"})

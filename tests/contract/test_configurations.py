@@ -1,5 +1,4 @@
-"""Random configurations of every family against transformers, a few of each (`python -m tests.fuzz configs` runs as
-many as wanted), and what they are drawn from."""
+"""Random configurations of every family against transformers, and what they are drawn from."""
 
 from __future__ import annotations
 
@@ -17,18 +16,14 @@ from tests.fuzz.drawn import KINDS
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
-def test_random_configurations_say_what_transformers_says(family: str) -> None:
-    tally = run_family(family, 2, range(4))
-    assert not tally.failures
-    assert tally.counts["compared"] >= 2
+def test_random_configurations_say_what_transformers_says(family: str, fuzz: int) -> None:
+    assert run_family(family, 2, range(4 * fuzz)) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(KINDS.keys() - {*NOT_THERE}))
-def test_random_gguf_files_say_what_transformers_says(family: str) -> None:
-    tally = run_family(family, 2, range(1), gguf=True)
-    assert not tally.failures
-    assert tally.counts["compared"] == 1
+def test_random_gguf_files_say_what_transformers_says(family: str, fuzz: int) -> None:
+    assert run_family(family, 2, range(fuzz), gguf=True) >= 1
 
 
 @pytest.mark.parametrize("family", KINDS)

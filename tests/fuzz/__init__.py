@@ -1,1 +1,1 @@
-"""Fuzzers: `python -m tests.fuzz --help`. A short run of each is part of the suite; commands run them for hours."""
+"""What fuzzers try. A few inputs are part of the suite; `pytest --fuzz 1000 TEST` tries a thousand times as many."""

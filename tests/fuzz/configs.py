@@ -6,17 +6,12 @@ files have (`spelled`). Anything but equal logits or one of our own errors is a 
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import tempfile
-import time
-import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,8 +26,8 @@ from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.errors import HeadstartError
 from headstart.kernels.native.backend import paths
-from tests.fuzz.converted import NOT_THERE, convert, sayable
-from tests.fuzz.drawn import KINDS, LENGTH, Config, config_class, draw
+from tests.fuzz.converted import convert, sayable
+from tests.fuzz.drawn import LENGTH, Config, config_class, draw
 from tests.fuzz.spelled import spelled, wrapped
 
 Logits = NDArray[np.float32]
@@ -51,20 +46,6 @@ class Outcome:
 
     kind: str
     detail: str = ""
-
-
-@dataclass
-class Tally:
-    counts: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, name: str, outcome: Outcome) -> None:
-        self.counts[outcome.kind] += 1
-        if outcome.kind == "refused":
-            self.refusals[re.sub(r"\S*/\S+|[\d.]+|\[.*\]", "#", outcome.detail)] += 1
-        elif outcome.kind == "failed":
-            self.failures.append(f"{name}: {outcome.detail}")
 
 
 # transformers' side.
@@ -177,11 +158,8 @@ def _within_noise(path: Path, found: Logits, expected: Logits, tokens: list[int]
 def ours(family: str, config: Config, rng: Random) -> Config:
     """The config.json of our side, where it is not transformers' own."""
     if family == "mimo":
-        return config | {
-            "model_type": "mimo",
-            "attention_bias": True,
-            **rng.choice(({}, {"num_nextn_predict_layers": 0})),
-        }
+        without = {"num_nextn_predict_layers": 0}
+        return config | {"model_type": "mimo", "attention_bias": True} | rng.choice(({}, without))
     if family.startswith("qwen3_5") and rng.random() < 0.3:
         return wrapped(family, config)
     return config
@@ -216,54 +194,23 @@ def try_pair(family: str, seed: int, number: int, folder: Path) -> Outcome:
     return compare(path, cache(lambda: expected_logits(folder, tokens)), tokens)
 
 
-def quietly(try_it: Callable[[Path], Outcome]) -> Outcome:
-    """In a folder of its own; what it raises is a failure."""
-    with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return try_it(Path(name))
-        except Exception:  # noqa: BLE001  whatever it is, it is what the fuzzer looks for
-            return Outcome("failed", traceback.format_exc(limit=-4))
-
-
-def run_family(family: str, seed: int, numbers: range, gguf: bool = False) -> Tally:
+def run_family(family: str, seed: int, numbers: range, gguf: bool = False) -> int:
+    """How many are compared; the others are refused. Raises with the number for one that fails."""
     import torch
     from transformers.utils import logging
 
     torch.set_num_threads(1)
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
-    tally = Tally()
+    count = 0
     for number in numbers:
-        outcome = quietly(partial(try_pair if gguf else try_one, family, seed, number))
-        tally.add(f"--family {family} --seed {seed} --number {number}{' --gguf' * gguf}", outcome)
-    return tally
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", choices=[*KINDS, "all"], default="all")
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--number", type=int, help="this one again")
-    parser.add_argument("--gguf", action="store_true", help="pairs: the same model as a GGUF file")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    first, count = (0, arguments.count) if arguments.number is None else (arguments.number, 1)
-    numbers = range(first, first + count)
-    failed = 0
-    for family in KINDS if arguments.family == "all" else (arguments.family,):
-        start = time.monotonic()
-        if arguments.gguf and family in NOT_THERE:
-            print(f"{family}: llama.cpp has no architecture for it")
-            continue
-        tally = run_family(family, arguments.seed, numbers, arguments.gguf)
-        took = time.monotonic() - start
-        counts = ", ".join(f"{tally.counts[kind]} {kind}" for kind in ("compared", "refused", "failed"))
-        print(f"{family}: {counts} of {len(numbers)} in {took:.0f} s", flush=True)
-        for message, count in tally.refusals.most_common():
-            print(f"    refused {count}: {message}")
-        for failure in tally.failures:
-            print(f"  FAILED {failure}", flush=True)
-        failed += len(tally.failures)
-    return 1 if failed else 0
+        with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                outcome = (try_pair if gguf else try_one)(family, seed, number, Path(name))
+            except Exception as error:
+                error.add_note(f"number {number}")
+                raise
+        assert outcome.kind != "failed", f"number {number}: {outcome.detail}"
+        count += outcome.kind == "compared"
+    return count

@@ -165,17 +165,12 @@ def config_class(family: str) -> Any:
     return type(AutoConfig.for_model(KINDS[family]))
 
 
-def keys_of(family: str) -> list[str]:
-    """Every key of the family's config class."""
-    return [each.name for each in dataclasses.fields(config_class(family))]
-
-
 def draw(family: str, rng: Random) -> Config:
     """Arguments of the family's config class; all of its keys."""
-    keys = keys_of(family)
+    keys = [each.name for each in dataclasses.fields(config_class(family))]
     known: Config = {"kind": KINDS[family]}
     for name in (*SIZES, *VALUES):
-        if name in keys and (name in SIZES or name not in ("layer_types",)):
+        if name in keys and name != "layer_types":
             known[name] = {**SIZES, **VALUES}[name](rng, known)
     known["layer_types"] = _layer_types(rng, known)
     if "head_dim" not in known and "kv_lora_rank" not in known and rng.random() < 0.5:
@@ -185,9 +180,8 @@ def draw(family: str, rng: Random) -> Config:
     if known.get("linear_num_value_heads", 0) % known.get("linear_num_key_heads", 1):
         known["linear_num_value_heads"] = known["linear_num_key_heads"] * 2
     known["partial"] = rng.choice((0.25, 0.5, 1.0)) if known["kind"] in (*HYBRID, "glm4_moe") else 1.0
-    width = (
-        known.get("qk_rope_head_dim") or known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
-    )
+    width = known.get("qk_rope_head_dim") or known.get("head_dim")
+    width = width or known["hidden_size"] // known["num_attention_heads"]
     if int(width * known["partial"]) % 2 or int(width * known["partial"]) < 2:
         known["partial"] = 1.0
     known["rope_parameters"] = _rope(rng, known, width)

@@ -27,6 +27,10 @@ PIECES = ("a", "b", ".", r"\d", r"\w", r"\s", r"\S", r"\D", r"\p{L}", r"\p{Greek
           "(?P<n>a)")  # fmt: skip
 
 
+NOTES = ("title", "description", "default", "$id", "$schema", "$comment", "nonsense", "x-guidance")
+REFS = ("#", "#/$defs/d0", "#/$defs/d1", "#/$defs/none", "http://x/y", "#d0", "", "#/")
+
+
 def requests(rng: random.Random) -> Iterator[tuple[str, Any]]:
     """(path, body), without end."""
     while True:
@@ -66,9 +70,8 @@ def constraint(rng: random.Random) -> Made:
 
 def damaged(rng: random.Random, text: str) -> str:
     at, to = sorted(rng.randrange(len(text) + 1) for _ in range(2))
-    return rng.choice(
-        (text[:at] + text[to:], text[:at] + rng.choice(WORDS) + text[at:], text + text[at:to], text[::-1])
-    )
+    return rng.choice((text[:at] + text[to:], text[:at] + rng.choice(WORDS) + text[at:], text + text[at:to],
+                       text[::-1]))  # fmt: skip
 
 
 def size(rng: random.Random, most: int) -> int:
@@ -87,9 +90,7 @@ def schema(rng: random.Random, depth: int = 0) -> Any:
     if depth == 0:
         made["$defs"] = {name: schema(rng, 2) for name in ("d0", "d1") if rng.random() < 0.5}
     if rng.random() < 0.1:
-        made[
-            rng.choice(("title", "description", "default", "$id", "$schema", "$comment", "nonsense", "x-guidance"))
-        ] = rng.choice((*WORDS, *NUMBERS, {}, []))
+        made[rng.choice(NOTES)] = rng.choice((*WORDS, *NUMBERS, {}, []))
     return made
 
 
@@ -118,22 +119,14 @@ def _schema_of(rng: random.Random, kind: str, depth: int) -> Json:  # noqa: C901
         case "const":
             return {"const": rng.choice((*WORDS, *NUMBERS, None, True, {"a": ["b", {}]}))}
         case "ref":
-            return {
-                "$ref": rng.choice(("#", "#/$defs/d0", "#/$defs/d1", "#/$defs/none", "http://x/y", "#d0", "", "#/"))
-            }
+            return {"$ref": rng.choice(REFS)}
         case "list":
             return {rng.choice(("anyOf", "oneOf", "allOf")): [inner() for _ in range(rng.randrange(4))]}
         case "any":
             made = {"type": rng.sample(TYPES, rng.randrange(4)), "not": inner(), "if": inner(), "then": inner()}
         case "wrong":
-            made = {
-                "type": rng.choice(("text", 7, None, [])),
-                "items": [1],
-                "properties": [],
-                "required": "a",
-                "enum": 3,
-            }
-            return some(made)
+            return some({"type": rng.choice(("text", 7, None, [])), "items": [1], "properties": [], "required": "a",
+                         "enum": 3})  # fmt: skip
         case _:
             return {"type": kind}
     return {"type": kind, **some(made)} if kind != "any" else some(made)
@@ -164,11 +157,8 @@ def lark(rng: random.Random) -> str:
         found = rng.choice(plain if rng.random() < 0.2 else plain[:5])
         if depth < 3 and rng.random() < 0.4:
             found = f"({rng.choice((' ', ' | ', ' & ')).join(part(depth + 1) for _ in range(rng.randrange(1, 4)))})"
-        return (
-            rng.choice(("", "", "~", "")) * (rng.random() < 0.1)
-            + found
-            + rng.choice(("", "", "*", "+", "?", "{2,3}", "{5}"))
-        )
+        complement = rng.choice(("", "", "~", "")) * (rng.random() < 0.1)
+        return complement + found + rng.choice(("", "", "*", "+", "?", "{2,3}", "{5}"))
 
     def attributes() -> str:
         kinds = ("lazy", 'stop="a"', "max_tokens=3", 'suffix="b"', "capture", "temperature=0.5", "stop=/a+/", "nope=1")
@@ -214,9 +204,8 @@ def _name_of(value: Any) -> str:
 def rule_shape(rng: random.Random) -> str:
     """Rules or terminals that lead to the next one: a chain, a doubling, a cycle, a mass of alternatives."""
     name, count = rng.choice("rR"), size(rng, 9000)
-    body = rng.choice(
-        ("{n}", "{n} {n}", '{n} | "{i}"', '"a" {n} "b"', "{n}?", "{n}*", "({n} | {n})", '"" | {n} {n}', "{n}+ {n}")
-    )
+    body = rng.choice(("{n}", "{n} {n}", '{n} | "{i}"', '"a" {n} "b"', "{n}?", "{n}*", "({n} | {n})", '"" | {n} {n}',
+                       "{n}+ {n}"))  # fmt: skip
     last = rng.choice(('"x"', "/[a-z]+/", f"{name}0", "start", '""', "nothing"))
     hidden = rng.choice(("", '"b" ', '("b" | "c") '))
     steps = "".join(f"{name}{i}: {body.format(n=f'{name}{i + 1}', i=i)}\n" for i in range(count))
@@ -224,10 +213,8 @@ def rule_shape(rng: random.Random) -> str:
 
 
 def wide_rule(rng: random.Random) -> str:
-    parts = [
-        rng.choice(('"{i}"', '"{i}"*', "/{i}[ab]*/", "/[^{i}]*/", '"a"', "r{i}")).format(i=i)
-        for i in range(size(rng, 20000))
-    ]
+    kinds = ('"{i}"', '"{i}"*', "/{i}[ab]*/", "/[^{i}]*/", '"a"', "r{i}")
+    parts = [rng.choice(kinds).format(i=i) for i in range(size(rng, 20000))]
     return f'start: ({rng.choice((" ", " | ", " & ")).join(parts)}){rng.choice(("", "*", "+", "{3}"))}\nr0: "x"\n'
 
 
@@ -250,9 +237,8 @@ def repeats(rng: random.Random) -> Made:
 
 
 def mass_regex(rng: random.Random) -> str:
-    piece = rng.choice(
-        ("a", "a?", "a*", "(a|b)", "{i}|", "[ab]*{i}|", "(?i)x{i}|", r"\w", ".*", "a{{1,9}}", ".*{i}.*|")
-    )
+    pieces = ("a", "a?", "a*", "(a|b)", "{i}|", "[ab]*{i}|", "(?i)x{i}|", r"\w", ".*", "a{{1,9}}", ".*{i}.*|")
+    piece = rng.choice(pieces)
     return "".join(piece.format(i=i) for i in range(size(rng, 60000))).removesuffix("|")
 
 
@@ -312,9 +298,8 @@ def extreme_schema(rng: random.Random) -> Any:
 
 def mass_choice(rng: random.Random) -> list[str]:
     count = size(rng, 100_000)
-    piece = rng.choice(
-        ("choice {i}", "{i}", "a" * 50 + "{i}", "{i} is one of many texts", "a", "", "日本{i}", "\x7f{i}")
-    )
+    pieces = ("choice {i}", "{i}", "a" * 50 + "{i}", "{i} is one of many texts", "a", "", "日本{i}", "\x7f{i}")
+    piece = rng.choice(pieces)
     if rng.random() < 0.2:
         return [rng.choice(("the quick fox ", "a", "é", "\n", "0123")) * count, "b"]
     return [piece.format(i=i * 7919 % 100_003) for i in range(count)]
@@ -325,26 +310,14 @@ def mass_tools(rng: random.Random) -> list[Json]:
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": leaf}} for i in range(size(rng, 2000))]
 
 
-ORDINARY: tuple[Callable[[random.Random], Made], ...] = (
-    lambda rng: ("json_schema", schema(rng)),
-    lambda rng: ("json_schema", schema(rng)),
-    lambda rng: ("regex", pattern(rng)),
-    lambda rng: ("grammar", lark(rng)),
-    lambda rng: ("grammar", lark(rng)),
-    lambda rng: ("grammar", gbnf(rng)),
-    lambda rng: ("choice", choice(rng)),
-    lambda rng: ("tools", tools(rng)),
-)
-HOSTILE: tuple[Callable[[random.Random], Made], ...] = (
-    lambda rng: ("grammar", rule_shape(rng)),
-    lambda rng: ("grammar", wide_rule(rng)),
-    nested_text,
-    repeats,
-    lambda rng: ("regex", mass_regex(rng)),
-    lambda rng: ("json_schema", chained_schema(rng)),
-    lambda rng: ("json_schema", nested_schema(rng)),
-    lambda rng: ("json_schema", wide_schema(rng)),
-    lambda rng: ("json_schema", extreme_schema(rng)),
-    lambda rng: ("choice", mass_choice(rng)),
-    lambda rng: ("tools", mass_tools(rng)),
-)
+def _of_kind(kind: str, make: Callable[[random.Random], Any]) -> Callable[[random.Random], Made]:
+    return lambda rng: (kind, make(rng))
+
+
+PLAIN = (("json_schema", schema), ("json_schema", schema), ("regex", pattern), ("grammar", lark), ("grammar", lark),
+         ("grammar", gbnf), ("choice", choice), ("tools", tools))  # fmt: skip
+MASSES = (("grammar", rule_shape), ("grammar", wide_rule), ("regex", mass_regex), ("json_schema", chained_schema),
+          ("json_schema", nested_schema), ("json_schema", wide_schema), ("json_schema", extreme_schema),
+          ("choice", mass_choice), ("tools", mass_tools))  # fmt: skip
+ORDINARY = tuple(_of_kind(*each) for each in PLAIN)
+HOSTILE = (nested_text, repeats, *(_of_kind(*each) for each in MASSES))

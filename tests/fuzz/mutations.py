@@ -14,21 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-for _folder in (TESTS, TESTS / "tools" / "inspect"):
-    if str(_folder) not in sys.path:
-        sys.path.insert(0, str(_folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "inspect"))
 
-import gguf  # noqa: E402
-import gguf_files  # noqa: E402
-import numpy as np  # noqa: E402
-from test_inspect_drafters import DRAFTERS  # noqa: E402
-from zoo import SIZES, ZOO, config_of, heads, trunk, write_file  # noqa: E402
+import gguf
+import gguf_files
+import numpy as np
+from test_inspect_drafters import DRAFTERS
+from zoo import SIZES, ZOO, config_of, heads, trunk, write_file
 
-from headstart import registry  # noqa: E402
-from headstart.formats.safetensors import NAME_OF  # noqa: E402
-from headstart.formats.safetensors_file import read_file  # noqa: E402
-from headstart.hub import HEADS  # noqa: E402
+from headstart import registry
+from headstart.formats.safetensors import NAME_OF
+from headstart.formats.safetensors_file import read_file
+from headstart.hub import HEADS
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 SPARE = r"(?<!mtp\.)embed_tokens|shared_head\.head|emb\.tok_emb|t2d$|draft_token_ids|lm_heads\.0|rot\.weight"
@@ -73,9 +70,8 @@ class Subject:
             _write(folder / file, {name: self.tensors[name] for name in names[place :: len(files)]}, self.cut)
         if self.index is not None or self.shards > 1:
             weight_map = {name: files[place % len(files)] for place, name in enumerate(names)}
-            (folder / "model.safetensors.index.json").write_text(
-                json.dumps({"weight_map": weight_map, **(self.index or {})})
-            )
+            index = json.dumps({"weight_map": weight_map, **(self.index or {})})
+            (folder / "model.safetensors.index.json").write_text(index)
         for name, content in self.texts.items():
             (folder / name).write_bytes(content)
         return folder
@@ -107,13 +103,8 @@ GGUF_METADATA = {
 def _gguf() -> Subject:
     tensors: Tensors = {"token_embd.weight": ("float32", (96, 32)), "output_norm.weight": ("float32", (32,))}
     for block in range(3):
-        shapes = {
-            "attn_q": (64, 32),
-            "attn_k": (16, 32),
-            "attn_output": (32, 64),
-            "ffn_up": (40, 32),
-            "ffn_down": (32, 40),
-        }
+        shapes = {"attn_q": (64, 32), "attn_k": (16, 32), "attn_output": (32, 64), "ffn_up": (40, 32),
+                  "ffn_down": (32, 40)}  # fmt: skip
         tensors |= {f"blk.{block}.{name}.weight": ("float32", shape) for name, shape in shapes.items()}
     head = {"eh_proj": (32, 64), "enorm": (32,), "hnorm": (32,), "shared_head_norm": (32,)}
     tensors |= {f"blk.2.nextn.{name}.weight": ("float32", shape) for name, shape in head.items()}
@@ -167,10 +158,7 @@ def _fp8(subject: Subject) -> Subject:
             tensors[name] = ("F8_E4M3", shape)
             tensors[f"{name}_scale_inv"] = ("F32", (-(-shape[0] // 128), -(-shape[1] // 128)))
             own.append(f"{name}_scale_inv")
-    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    return replace(
-        subject, name=f"{subject.name} fp8", config={**subject.config, **settings}, tensors=tensors, own=tuple(own)
-    )
+    return _quantized(subject, tensors, own, {"quant_method": "fp8", "weight_block_size": [128, 128]})
 
 
 def _packed(subject: Subject) -> Subject:
@@ -178,26 +166,20 @@ def _packed(subject: Subject) -> Subject:
     tensors, own = dict(subject.tensors), list(subject.own)
     for name in subject.own:
         shape, base = subject.tensors[name][1], name.removesuffix(".weight")
-        if (
-            len(shape) == 2
-            and base.endswith("_proj")
-            and "eh_proj" not in name
-            and not shape[0] % 8
-            and not shape[1] % 8
-        ):
+        is_matrix = len(shape) == 2 and base.endswith("_proj") and "eh_proj" not in name
+        if is_matrix and not shape[0] % 8 and not shape[1] % 8:
             del tensors[name]
             own.remove(name)
-            parts: Tensors = {
-                "qweight": ("I32", (shape[1] // 8, shape[0])),
-                "scales": ("F16", (1, shape[0])),
-                "qzeros": ("I32", (1, shape[0] // 8)),
-            }
+            parts: Tensors = {"qweight": ("I32", (shape[1] // 8, shape[0])), "scales": ("F16", (1, shape[0])),
+                              "qzeros": ("I32", (1, shape[0] // 8))}  # fmt: skip
             tensors |= {f"{base}.{part}": value for part, value in parts.items()}
             own += [f"{base}.{part}" for part in parts]
-    settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}}
-    return replace(
-        subject, name=f"{subject.name} gptq", config={**subject.config, **settings}, tensors=tensors, own=tuple(own)
-    )
+    return _quantized(subject, tensors, own, {"quant_method": "gptq", "bits": 4, "group_size": -1})
+
+
+def _quantized(subject: Subject, tensors: Tensors, own: list[str], settings: dict[str, Any]) -> Subject:
+    name, config = f"{subject.name} {settings['quant_method']}", subject.config | {"quantization_config": settings}
+    return replace(subject, name=name, config=config, tensors=tensors, own=tuple(own))
 
 
 @dataclass(frozen=True)
@@ -208,6 +190,10 @@ class Mutation:
     subject: Subject
     breaks: bool | None
     disturb: Callable[[Path], None] | None = None
+
+
+TYPES = ["I8", "I32", "BOOL", "U8", "I64", "F8_E4M3", "F8_E5M2"]
+JUNK = (b"", b"\x00" * 9, b"\xff\xfe{}", b"[" * 100_000, b"{}", b"null", b'{"a": 1, "a": 2}')
 
 
 def mutate(subject: Subject, rng: random.Random) -> Mutation:
@@ -232,17 +218,13 @@ def _tensor(subject: Subject, rng: random.Random) -> Mutation:
         broken: bool | None = None if new_shape == shape or _is_scale(name, shape, new_shape) else True
         tensors = {**subject.tensors, name: (dtype, new_shape)}
         return Mutation(f"reshape {name} {shape} to {new_shape}", replace(subject, tensors=tensors), broken)
-    table = name.endswith("d2t")
-    new_type = rng.choice(
-        ["F32", "BF16", "BOOL"] if table else ["I8", "I32", "BOOL", "U8", "I64", "F8_E4M3", "F8_E5M2"]
-    )
+    types = ["F32", "BF16", "BOOL"] if name.endswith("d2t") else TYPES
+    new_type = rng.choice(types)
     same = new_type == dtype or (dtype.startswith("F8") and new_type.startswith("F8"))
     tensors = {**subject.tensors, name: (new_type, shape)}
     # Integers with scales are another quantization, and packed words have types of their own.
     unknown = same or f"{name}_scale_inv" in subject.tensors or "qweight" in name or "qzeros" in name or "scale" in name
-    return Mutation(
-        f"retype {name} {dtype} to {new_type}", replace(subject, tensors=tensors), None if unknown else True
-    )
+    return Mutation(f"retype {name} {dtype} to {new_type}", replace(subject, tensors=tensors), not unknown or None)
 
 
 def _gguf_tensor(subject: Subject, rng: random.Random) -> Mutation:
@@ -250,15 +232,8 @@ def _gguf_tensor(subject: Subject, rng: random.Random) -> Mutation:
     if not rng.randrange(8):
         return Mutation("cut", replace(subject, cut=rng.choice([1, 40, 10**9])), True)
     mutation = _tensor(subject, rng)
-    types = {
-        "F32": "float32",
-        "I8": "int8",
-        "U8": "int8",
-        "BOOL": "int8",
-        "I32": "int32",
-        "I64": "int64",
-        "BF16": "int16",
-    }
+    types = {"F32": "float32", "I8": "int8", "U8": "int8", "BOOL": "int8", "I32": "int32", "I64": "int64",
+             "BF16": "int16"}  # fmt: skip
     tensors = {
         name: (types.get(dtype, "int16" if dtype.startswith("F8") else dtype), tuple(size or 1 for size in shape))
         for name, (dtype, shape) in mutation.subject.tensors.items()
@@ -309,9 +284,7 @@ def _files(subject: Subject, rng: random.Random) -> Mutation:
     if kind == "cut":
         return Mutation("cut", replace(subject, cut=rng.choice([1, 8, 1000, 10**9])), True)
     if kind == "bytes":
-        junk = rng.choice(
-            [b"", b"\x00" * 9, b"\xff\xfe{}", b"[" * 100_000, b"{}", b"null", b'{"a": 1, "a": 2}', rng.randbytes(40)]
-        )
+        junk = rng.choice([*JUNK, rng.randbytes(40)])
         return Mutation(f"{name} is {junk[:20]!r}", replace(subject, texts={name: junk}), None)
     if kind == "index":
         value = rng.choice([{}, [], "x", None, {"a": "model.safetensors"}, {"a": 1}, {"a": "../config.json"}, {"": ""}])

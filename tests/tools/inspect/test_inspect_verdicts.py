@@ -172,9 +172,8 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_no_mutation_hides_a_broken_head() -> None:
-    """A slice of what `python -m tests.fuzz checkpoints` does."""
-    assert list(failures(seed=1, numbers=range(65))) == []
+def test_no_mutation_hides_a_broken_head(fuzz: int) -> None:
+    assert list(failures(seed=1, numbers=range(65 * fuzz), tools=fuzz > 1)) == []
 
 
 def test_a_model_by_its_alias(capsys: pytest.CaptureFixture[str]) -> None:
