@@ -4,7 +4,8 @@
         --vllm-python VLLM/bin/python --json peers.json
 
 Engines: llama.cpp (llama-server, llama-bench, llama-batched-bench) on the default model's GGUF file as it is and on
-its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; headstart in the variants below. Copies are made once, in WORK. A peer that is not given, or a variant that does not start, is left out.
+its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; headstart in the variants below. Copies are made once, in
+WORK. A peer that is not given, or a variant that does not start, is left out.
 
 Every engine is a process of its own that loads once and is stopped (SIGSTOP) while another one has its turn. The
 smallest unit of work goes through all engines before the next one, in alternating order (A B C, C B A, ...), `--rounds`
