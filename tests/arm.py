@@ -29,12 +29,9 @@ PLATFORMS = ("linux", *(f"manylinux{age}" for age in ("_2_34", "_2_31", "_2_28",
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 QEMU = "qemu-aarch64-static" if shutil.which("qemu-aarch64-static") else "qemu-aarch64"
 NEEDED = {
-    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
-    QEMU: "qemu-user",
-    "cmake": "cmake",
-    "apt-get": "apt",
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", QEMU: "qemu-user", "cmake": "cmake", "apt-get": "apt",
     "dpkg": "dpkg",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,10 @@ def settings() -> dict[str, str | Path]:
     """CMake's, for another processor's module."""
     include = SYSTEM / "usr" / "include"
     return {
-        "CMAKE_BUILD_TYPE": "Release",
-        "CMAKE_SYSTEM_NAME": "Linux",
-        "CMAKE_SYSTEM_PROCESSOR": "aarch64",
-        "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++",
-        "CMAKE_CXX_FLAGS": f"-idirafter {include}",
-        "Python_EXECUTABLE": sys.executable,
-        "Python_INCLUDE_DIR": include / f"python{PYTHON}",
-    }
+        "CMAKE_BUILD_TYPE": "Release", "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64",
+        "CMAKE_CXX_COMPILER": "aarch64-linux-gnu-g++", "CMAKE_CXX_FLAGS": f"-idirafter {include}",
+        "Python_EXECUTABLE": sys.executable, "Python_INCLUDE_DIR": include / f"python{PYTHON}",
+    }  # fmt: skip
 
 
 def build() -> None:

@@ -12,17 +12,10 @@ from headstart.registry import KindName
 
 PAGES = Path(__file__).parents[1] / "docs" / "extend"
 TUTORIALS: dict[KindName, str] = {
-    "drafters": "drafter",
-    "models": "family",
-    "heads": "head-kind",
-    "backends": "backend",
-    "formats": "checkpoint-format",
-    "quantizations": "quantization",
-    "exports": "export",
-    "launchers": "launcher",
-    "tool_formats": "tool-format",
-    "reasoning_formats": "reasoning-format",
-}
+    "drafters": "drafter", "models": "family", "heads": "head-kind", "backends": "backend",
+    "formats": "checkpoint-format", "quantizations": "quantization", "exports": "export", "launchers": "launcher",
+    "tool_formats": "tool-format", "reasoning_formats": "reasoning-format",
+}  # fmt: skip
 """Kind of plug-in -> its page in docs/extend."""
 
 

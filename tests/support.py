@@ -101,15 +101,9 @@ def new_folder() -> Path:
 def soften(arrays: Arrays, factor: float) -> Arrays:
     """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
     quiet = (
-        "o_proj.weight",
-        "wo_b.weight",
-        "o_b_proj.weight",
-        "out_proj.weight",
-        "down_proj.weight",
-        "w2.weight",
-        "experts.down_proj",
-        "down_proj_bias",
-    )
+        "o_proj.weight", "wo_b.weight", "o_b_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight",
+        "experts.down_proj", "down_proj_bias",
+    )  # fmt: skip
     return {name: array * np.float32(factor if name.endswith(quiet) else 1) for name, array in arrays.items()}
 
 

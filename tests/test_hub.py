@@ -31,13 +31,10 @@ def make_wheel(folder: Path) -> WheelFile:
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return WheelFile(
-        requirement="toy-model==1.0",
-        wheel_bytes=wheel.stat().st_size,
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        member="toy_model/toy.gguf",
-        num_bytes=len(CONTENT),
-        sha256=hashlib.sha256(CONTENT).hexdigest(),
-    )
+        requirement="toy-model==1.0", wheel_bytes=wheel.stat().st_size,
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), member="toy_model/toy.gguf",
+        num_bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )  # fmt: skip
 
 
 @pytest.fixture

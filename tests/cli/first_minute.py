@@ -1,11 +1,7 @@
-"""What a newcomer does in the first minute, and what may come of it: the parts of the tests of that name.
-
-`python tests/cli/first_minute.py [COMMAND ...] [--every N]` tries every option of every command with every wrong value
-(minutes; the suite takes one in so many) and prints what ends in another way than it may."""
+"""What a newcomer does in the first minute, and what may come of it: the parts of the tests of that name."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -158,15 +153,11 @@ def make_paths(folder: Path) -> dict[str, str]:
     (folder / "texts.jsonl").write_text('{"text": "the sky is blue and the sea is blue and the sky is blue"}\n' * 40)
     os.mkfifo(folder / "fifo")
     return {
-        "MODEL": str(write_tiny("mimo", folder / "model")),
-        "OUT": str(folder / "out"),
-        "TEXTS": str(folder / "texts.jsonl"),
-        "FILE": str(folder / "file"),
-        "FOLDER": str(folder / "folder"),
-        "MISSING": str(folder / "missing"),
-        "BELOW_A_FILE": str(folder / "file" / "below"),
+        "MODEL": str(write_tiny("mimo", folder / "model")), "OUT": str(folder / "out"),
+        "TEXTS": str(folder / "texts.jsonl"), "FILE": str(folder / "file"), "FOLDER": str(folder / "folder"),
+        "MISSING": str(folder / "missing"), "BELOW_A_FILE": str(folder / "file" / "below"),
         "FIFO": str(folder / "fifo"),
-    }
+    }  # fmt: skip
 
 
 def wrong_lines(paths: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
@@ -229,29 +220,3 @@ def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]
             yield paths
     finally:
         os.chdir(before)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", nargs="*")
-    parser.add_argument("--every", type=int, default=1)
-    asked = parser.parse_args()
-    bad = total = 0
-    with contextlib.suppress(ImportError):
-        import torch  # noqa: F401  # an import that is cut by the time limit would stay broken
-    with tempfile.TemporaryDirectory() as folder, quiet_place(Path(folder)) as paths:
-        for words in [*wrong_lines(paths)][:: asked.every]:
-            if endless(words) or (asked.command and not set(asked.command) & set(words[:2])):
-                continue
-            forget_output(paths)
-            outcome = run(words)
-            total += 1
-            if outcome.faults() or outcome.seconds > 5:
-                bad += bool(outcome.faults())
-                sys.stdout.write(f"{outcome.shown()} {outcome.seconds:.1f} s\n")
-    sys.stdout.write(f"{total} command lines, {bad} end in another way than they may\n")
-    return int(bad > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,21 +22,10 @@ DOCUMENTS = (ROOT / "README.md", *GUIDES, *sorted((ROOT / "docs" / "cookbook").g
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
           "Qwen3.5-9B", "qwen3.5-2b", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
 LESS = {
-    "--minutes": "0.002",
-    "--max-tokens": "2",
-    "--tokens": "40",
-    "--pairs": "1",
-    "--output-tokens": "2",
-    "--repeats": "1",
-    "--scale": "0.005",
-    "--concurrency": "1",
-    "--workload": "code",
-    "--temperature": "0",
-    "--modes": "off,1",
-    "--rows": "1,2",
-    "--context": "64",
-    "--max-model-len": "512",
-}
+    "--minutes": "0.002", "--max-tokens": "2", "--tokens": "40", "--pairs": "1", "--output-tokens": "2",
+    "--repeats": "1", "--scale": "0.005", "--concurrency": "1", "--workload": "code", "--temperature": "0",
+    "--modes": "off,1", "--rows": "1,2", "--context": "64", "--max-model-len": "512",
+}  # fmt: skip
 """Values that are work."""
 LITTLE = {
     **{name: SMALL[name][1:] for name in ("demo", "generate", "chat", "serve", "verify", "tune", "bench run")},

@@ -132,13 +132,10 @@ def test_help_is_there_whatever_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_that_kubernetes_sets(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a service that is called headstart."""
     for name, value in {
-        "HEADSTART_SERVICE_HOST": "10.0.0.1",
-        "HEADSTART_SERVICE_PORT": "8000",
-        "HEADSTART_SERVICE_PORT_HTTP": "8000",
-        "HEADSTART_PORT": "tcp://10.0.0.1:8000",
-        "HEADSTART_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "HEADSTART_SERVICE_HOST": "10.0.0.1", "HEADSTART_SERVICE_PORT": "8000", "HEADSTART_SERVICE_PORT_HTTP": "8000",
+        "HEADSTART_PORT": "tcp://10.0.0.1:8000", "HEADSTART_PORT_8000_TCP": "tcp://10.0.0.1:8000",
         "HEADSTART_PORT_8000_TCP_ADDR": "10.0.0.1",
-    }.items():
+    }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     assert generate() == 0
 

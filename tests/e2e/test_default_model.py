@@ -27,15 +27,11 @@ pytestmark = [
 LOGPROB_TOLERANCE = 2e-4
 """|log-softmax difference| to transformers in float32 over 30 layers; measured 3e-5 over 486 tokens."""
 MORE_PROMPTS = [
-    "What is the capital of France?",
-    "Write a haiku about the sea.",
-    "List three uses of a paper clip.",
-    "Explain what a prime number is.",
-    "Translate to English: Guten Morgen, wie geht es dir?",
-    "Write a Python function that adds two numbers.",
-    "What is 17 + 25? Show your work.",
+    "What is the capital of France?", "Write a haiku about the sea.", "List three uses of a paper clip.",
+    "Explain what a prime number is.", "Translate to English: Guten Morgen, wie geht es dir?",
+    "Write a Python function that adds two numbers.", "What is 17 + 25? Show your work.",
     "Give me a short recipe for pancakes.",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,8 @@ from headstart import registry
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "core",
-        "params",
-        "stats",
-        "config",
-        "errors",
-        "registry",
-        "files",
-        "system",
-        "hub",
-        "machine",
-        "svg",
-        "_download",
-        "placeholder",
-        "version",
+        "core", "params", "stats", "config", "errors", "registry", "files", "system", "hub", "machine", "svg",
+        "_download", "placeholder", "version",
     ),
     ("text", "formats", "kernels"),
     ("layers", "cache"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,6 +23,11 @@ def server() -> Iterator[Server]:
         pytest.skip("the default model is not in the cache: headstart pull")
     with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--price-per-hour", "36") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def openai_client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")

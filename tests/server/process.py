@@ -15,21 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from support import PATIENCE, until
-
-from headstart.cli.main import main
 
 PROGRAM = Path(sys.executable).with_name("headstart")
 MODEL = "smollm2-135m-mtp"
 QUESTION = [{"role": "user", "content": "Name three colours."}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-"""Arguments of a tool that tells the weather."""
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
+        "additionalProperties": False}  # fmt: skip
+WEATHER: dict[str, Any] = {"name": "get_weather", "description": "The weather of a city.", "parameters": CITY}
+"""A function to call."""
 
 
 class HttpServer:
@@ -87,13 +81,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def refused(*words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `headstart serve` says of words that it refuses; in this process, which is quicker."""
-    monkeypatch.setattr("headstart.server.run.serve", lambda *_: pytest.fail("it serves"))
-    assert main(["serve", "--port", "0", *words]) == 2
-    return capsys.readouterr().err
 
 
 def _address(server: Server) -> str | None:

@@ -6,15 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from process import CITY, MODEL, QUESTION, Server
+from process import CITY, MODEL, QUESTION, WEATHER, Server
 
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.slow  # a server process
-WEATHER = {
-    "name": "get_weather",
-    "description": "The weather of a city.",
-    "input_schema": CITY,
-}
+TOOL = {"name": WEATHER["name"], "description": WEATHER["description"], "input_schema": CITY}
 
 
 @pytest.fixture(scope="module")
@@ -22,22 +18,17 @@ def client(server: Server) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
 
 
+SAMPLED = {"seed": 1, "temperature": 0.8, "top_p": 1}
+
+
 def options(**given: Any) -> dict[str, Any]:
-    fixed = {
-        "model": MODEL,
-        "messages": QUESTION,
-        "max_tokens": 30,
-        "extra_body": {"seed": 1, "temperature": 0.8, "top_p": 1},
-    }
-    return fixed | given
+    return {"model": MODEL, "messages": QUESTION, "max_tokens": 30, "extra_body": SAMPLED} | given
 
 
 def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) -> None:
     more = {"context_management": {"edits": []}, "thinking": {"type": "adaptive"}}  # as Claude Code sends it
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    whole = client.messages.create(
-        **options(system=system, extra_body={"seed": 1, "temperature": 0.8, "top_p": 1, **more})
-    )
+    whole = client.messages.create(**options(system=system, extra_body={**SAMPLED, **more}))
     with client.messages.stream(**options(system="Be brief.")) as stream:
         text = "".join(stream.text_stream)
         streamed = stream.get_final_message()
@@ -48,14 +39,14 @@ def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) 
     count = client.messages.count_tokens(model=MODEL, messages=QUESTION, system="Be brief.").input_tokens
     assert sizes == [count, count]
     chat = [{"role": "system", "content": "Be brief."}, *QUESTION]
-    said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, seed=1, temperature=0.8, top_p=1).json()
+    said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, **SAMPLED).json()
     assert said["choices"][0]["message"]["content"] == text  # one path for all
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
 def test_tools(client: Any, choice: Any) -> None:
     question = {"role": "user", "content": "What is the weather in Paris?"}
-    asked = options(messages=[question], tools=[WEATHER], max_tokens=80)
+    asked = options(messages=[question], tools=[TOOL], max_tokens=80)
     asked["tool_choice"] = choice | {"disable_parallel_tool_use": True}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
@@ -66,7 +57,7 @@ def test_tools(client: Any, choice: Any) -> None:
     assert streamed.content[0].input == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12 C"}]}
     turns = [question, {"role": "assistant", "content": whole.content}, {"role": "user", "content": [result]}]
-    assert client.messages.create(**options(messages=turns, tools=[WEATHER], max_tokens=4)).usage.output_tokens <= 4
+    assert client.messages.create(**options(messages=turns, tools=[TOOL], max_tokens=4)).usage.output_tokens <= 4
 
 
 def test_stop_sequences_and_prefill(client: Any) -> None:

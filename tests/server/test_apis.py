@@ -1,4 +1,4 @@
-"""APIs beside OpenAI's completions: what is wrong is said in each one's own shape, and who leaves is let go."""
+"""All APIs: what is wrong is said in each one's own shape, and who leaves is let go."""
 
 from __future__ import annotations
 
@@ -16,10 +16,47 @@ pytestmark = pytest.mark.slow  # a server process
 ASK = [{"role": "user", "content": "Hi"}]
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 MESSAGE = {"model": MODEL, "messages": ASK, "max_tokens": 4}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, OLLAMA, GENERATE = "/v1/responses", "/api/chat", "/api/generate"
 RESPONSE = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
-CHAT = {"model": MODEL, "messages": ASK, "options": {"num_predict": 4}}
+OLLAMA_CHAT = {"model": MODEL, "messages": ASK, "options": {"num_predict": 4}}
+NAMED, SEARCH = {"type": "tool", "name": "w"}, {"type": "web_search"}
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": 5}, 400, "prompt"),
+    (TEXT, {"prompt": ""}, 400, "empty"),
+    (TEXT, {"prompt": []}, 400, "empty"),
+    (TEXT, {"prompt": [-1]}, 400, "outside"),
+    (TEXT, {"prompt": [10**9]}, 400, "outside"),
+    (TEXT, {"prompt": "x" * 200_000}, 400, "context"),
+    (TEXT, {"prompt": "x", "model": "no-such"}, 404, "no-such"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "max_tokens": 2.5}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "temperature": -0.1}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "temperature": 10**400}, 400, "temperature"),
+    (TEXT, {"prompt": "x", "max_tokens": 10**400}, 400, "max_tokens"),
+    (TEXT, {"prompt": "x", "logit_bias": {"1": 10**400}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "stop_token_ids": [2**40], "min_tokens": 1}, 400, "stop_token_ids"),
+    (TEXT, {"prompt": ["x"] * 400}, 400, "400 texts"),
+    (TEXT, {"prompt": "x", "n": 200}, 400, "n is 200"),
+    (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
+    (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed"),
+    (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),
+    (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
+    (TEXT, {"prompt": "x", "guided_grammar": "start: nothing"}, 400, "grammar"),
+    (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
+    (CHAT, {"messages": ASK, "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, 400, "schema"),
+    (CHAT, {"messages": ASK, "response_format": {"type": "yaml"}}, 400, "response_format"),
+    ("/tokenize", {}, 400, "exactly one"),
+    ("/detokenize", {"tokens": [-1]}, 400, "outside"),
     (MESSAGES, {}, 400, "model"),
     (MESSAGES, MESSAGE | {"model": "no-such"}, 404, "no-such"),
     (MESSAGES, {"model": MODEL, "messages": ASK}, 400, "max_tokens"),
@@ -27,13 +64,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (MESSAGES, MESSAGE | {"messages": []}, 400, "messages"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "'image'"),
-    (
-        MESSAGES,
-        MESSAGE
-        | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": {"type": "tool", "name": "w"}},
-        400,
-        "no tools that are functions",
-    ),
+    (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": NAMED}, 400,
+     "no tools that are functions"),
     (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),
     (MESSAGES, MESSAGE | {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
     (MESSAGES, MESSAGE | {"stop_sequences": "x"}, 400, "stop_sequences"),
@@ -45,33 +77,28 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSES, RESPONSE | {"max_output_tokens": 0}, 400, "max_output_tokens"),
     (RESPONSES, RESPONSE | {"previous_response_id": "resp_1"}, 400, "keeps no responses"),
     (RESPONSES, RESPONSE | {"background": True}, 400, "background"),
-    (
-        RESPONSES,
-        RESPONSE | {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
-        400,
-        "web_search",
-    ),
+    (RESPONSES, RESPONSE | {"tools": [SEARCH], "tool_choice": SEARCH}, 400, "web_search"),
     (RESPONSES, RESPONSE | {"input": [{"type": "item_reference", "id": "x"}]}, 400, "input.0"),
     (RESPONSES, RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input_image"),
     (RESPONSES, RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
     (RESPONSES, RESPONSE | {"tool_choice": "required"}, 400, "tools"),
     (OLLAMA, {}, 400, "model"),
-    (OLLAMA, CHAT | {"model": "no-such"}, 404, "no-such"),
-    (OLLAMA, CHAT | {"format": "yaml"}, 400, "format"),
-    (OLLAMA, CHAT | {"options": {"mirostat": 2}}, 400, "mirostat"),
-    (OLLAMA, CHAT | {"options": {"temperature": -1}}, 400, "temperature"),
-    (OLLAMA, CHAT | {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
-    (OLLAMA, CHAT | {"logprobs": True}, 400, "logprobs"),
+    (OLLAMA, OLLAMA_CHAT | {"model": "no-such"}, 404, "no-such"),
+    (OLLAMA, OLLAMA_CHAT | {"format": "yaml"}, 400, "format"),
+    (OLLAMA, OLLAMA_CHAT | {"options": {"mirostat": 2}}, 400, "mirostat"),
+    (OLLAMA, OLLAMA_CHAT | {"options": {"temperature": -1}}, 400, "temperature"),
+    (OLLAMA, OLLAMA_CHAT | {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+    (OLLAMA, OLLAMA_CHAT | {"logprobs": True}, 400, "logprobs"),
     (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
     (GENERATE, {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
     ("/api/show", {"model": "no-such"}, 404, "no-such"),
     ("/api/pull", {"model": "no-such"}, 404, "no-such"),
     ("/api/push", {"model": MODEL}, 404, "nothing at /api/push"),
-]
+]  # fmt: skip
 LONG: dict[str, dict[str, Any]] = {
     MESSAGES: MESSAGE | {"max_tokens": 1900, "stream": True, "ignore_eos": True},
     RESPONSES: RESPONSE | {"max_output_tokens": 1900, "stream": True, "ignore_eos": True},
-    OLLAMA: CHAT | {"options": {"num_predict": 1900, "ignore_eos": True}},
+    OLLAMA: OLLAMA_CHAT | {"options": {"num_predict": 1900, "ignore_eos": True}},
 }
 
 
@@ -95,6 +122,7 @@ def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
         answer = server.post(path, **body)
         assert answer.status_code == status, (path, body, answer.text)
         assert says in error_in(path, answer.json()), (path, body)
+        assert "Traceback" not in answer.text
     for path in LONG:
         content = server.client.post(path, content=b"{", headers={"Content-Type": "application/json"})
         assert "JSON" in error_in(path, content.json())

@@ -14,13 +14,8 @@ pytestmark = pytest.mark.slow  # a server process
 TEXTS = ["The cat sat on the mat.", "Prices rose by two per cent.", "A kitten lay on the rug."]
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-def test_numbers_and_base64_are_the_same_vectors(client: OpenAI, server: Server) -> None:
-    found = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+def test_numbers_and_base64_are_the_same_vectors(openai_client: OpenAI, server: Server) -> None:
+    found = openai_client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     vectors = np.array([each.embedding for each in found.data], np.float32)
     assert found.model_extra == {"pooling": "mean"}
     assert [each.index for each in found.data] == [0, 1, 2]
@@ -31,7 +26,7 @@ def test_numbers_and_base64_are_the_same_vectors(client: OpenAI, server: Server)
     assert np.array_equal(np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), "<f4"), vectors[0])
     ids = [server.post("/tokenize", prompt=text).json()["tokens"] for text in TEXTS]
     assert found.usage.prompt_tokens == sum(map(len, ids))
-    again = client.embeddings.create(model=MODEL, input=ids[::-1])  # by default the client asks for base64
+    again = openai_client.embeddings.create(model=MODEL, input=ids[::-1])  # by default the client asks for base64
     assert np.array_equal(np.array([each.embedding for each in again.data], np.float32), vectors[::-1])
     web = server.post("/api/embed", model=f"{MODEL}:latest", input=TEXTS).json()
     assert np.array_equal(np.array(web["embeddings"], np.float32), vectors)
@@ -52,9 +47,9 @@ def test_numbers_and_base64_are_the_same_vectors(client: OpenAI, server: Server)
         ({"encoding_format": "int8"}, "encoding_format"),
     ],
 )
-def test_what_is_wrong_is_named(client: OpenAI, asked: dict[str, Any], says: str) -> None:
+def test_what_is_wrong_is_named(openai_client: OpenAI, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
-        client.embeddings.create(**{"model": MODEL, "input": "x"} | asked)
+        openai_client.embeddings.create(**{"model": MODEL, "input": "x"} | asked)
 
 
 def test_long_texts_are_cut_for_ollama_unless_told_not_to(server: Server) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -14,63 +13,6 @@ from support import PATIENCE
 
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": "Hi"}]
-BAD: list[tuple[str, dict[str, Any], int, str]] = [
-    (TEXT, {}, 400, "prompt"),
-    (TEXT, {"prompt": 5}, 400, "prompt"),
-    (TEXT, {"prompt": ""}, 400, "empty"),
-    (TEXT, {"prompt": []}, 400, "empty"),
-    (TEXT, {"prompt": [[]]}, 400, "empty"),
-    (TEXT, {"prompt": [-1]}, 400, "outside"),
-    (TEXT, {"prompt": [10**9]}, 400, "outside"),
-    (TEXT, {"prompt": "x" * 200_000}, 400, "context"),
-    (TEXT, {"prompt": "x", "model": "no-such"}, 404, "no-such"),
-    (TEXT, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
-    (TEXT, {"prompt": "x", "max_tokens": -3}, 400, "max_tokens"),
-    (TEXT, {"prompt": "x", "max_tokens": "5"}, 400, "max_tokens"),
-    (TEXT, {"prompt": "x", "max_tokens": 2.5}, 400, "max_tokens"),
-    (TEXT, {"prompt": "x", "temperature": -0.1}, 400, "temperature"),
-    (TEXT, {"prompt": "x", "temperature": "hot"}, 400, "temperature"),
-    (TEXT, {"prompt": "x", "top_p": 1.5}, 400, "top_p"),
-    (TEXT, {"prompt": "x", "temperature": 10**400}, 400, "temperature"),
-    (TEXT, {"prompt": "x", "max_tokens": 10**400}, 400, "max_tokens"),
-    (TEXT, {"prompt": "x", "logit_bias": {"1": 10**400}}, 400, "logit_bias"),
-    (TEXT, {"prompt": "x", "stop_token_ids": [2**40], "min_tokens": 1}, 400, "stop_token_ids"),
-    (TEXT, {"prompt": ["x"] * 400}, 400, "400 texts"),
-    (TEXT, {"prompt": "x", "n": 0}, 400, "n is 0"),
-    (TEXT, {"prompt": "x", "n": 200}, 400, "n is 200"),
-    (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
-    (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed"),
-    (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
-    (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
-    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
-    (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),
-    (TEXT, {"prompt": "x", "speculation": {"depth": -1}}, 400, "depth"),
-    (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
-    (TEXT, {"prompt": "x", "guided_grammar": "start: nothing"}, 400, "grammar"),
-    (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
-    (CHAT, {}, 400, "messages"),
-    (CHAT, {"messages": []}, 400, "messages"),
-    (CHAT, {"messages": "hi"}, 400, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-    (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 400, "logprobs"),
-    (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "tools"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "schema"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "yaml"}}, 400, "response_format"),
-    ("/tokenize", {}, 400, "exactly one"),
-    ("/detokenize", {"tokens": [-1]}, 400, "outside"),
-]
-
-
-@pytest.mark.parametrize(("path", "body", "status", "says"), BAD, ids=[f"{i}" for i in range(len(BAD))])
-def test_what_is_wrong_is_named(server: Server, path: str, body: dict[str, Any], status: int, says: str) -> None:
-    answer = server.post(path, **body)
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert says in error["message"]
-    assert {"message", "type", "param", "code"} == set(error)
-    assert "Traceback" not in answer.text
-
 
 @pytest.mark.parametrize(
     ("content", "status"),
@@ -139,8 +81,8 @@ def test_neighbours_of_bad_requests(server: Server) -> None:
     with server.client.stream("POST", TEXT, json=body | {"stream": True}) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         text = json.loads(next(lines))["choices"][0]["text"]
-        for path, bad, status, _ in BAD[::3]:
-            assert server.post(path, **bad).status_code == status
+        for bad in ({}, {"prompt": ""}, {"prompt": "x" * 200_000}, {"prompt": "x", "n": 200}, {"prompt": 5}) * 3:
+            assert server.post(TEXT, **bad).status_code == 400
         text += "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
     assert text == alone
 

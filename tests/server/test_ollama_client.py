@@ -65,12 +65,9 @@ def test_raw_prompts_formats_and_calls(client: Any, server: Server) -> None:
     text = client.chat(MODEL, QUESTION, format={**schema, "additionalProperties": False}, options={"temperature": 0})
     assert json.loads(text.message.content)["n"] in (1, 2)
     body = {
-        "model": MODEL,
-        "messages": QUESTION,
-        "tools": [TIME],
-        "tool_choice": "required",
+        "model": MODEL, "messages": QUESTION, "tools": [TIME], "tool_choice": "required",
         "options": {"num_predict": 80},
-    }
+    }  # fmt: skip
     lines = server.post("/api/chat", **body, parallel_tool_calls=False).text.splitlines()
     (call,) = (call for line in lines for call in json.loads(line)["message"].get("tool_calls", ()))
     assert call["function"]["name"] == "get_time"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from inside import Inside, inside
-from process import HttpServer, refused, running
+from process import HttpServer, running
 from support import new_folder
 
 from headstart.api import LLM
@@ -160,25 +160,3 @@ def test_who_asks_for_blocks(model: str, prefill: Inside, tmp_path: Path) -> Non
             decode.client.headers["Authorization"] = "Bearer one"
             assert answer(decode, 3)[0]
             assert decode.metric("headstart:prefill_prompts_total") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--role", "both", "--kv-spill", "x"], "--role is 'both', but must be one of prefill, decode"),
-        (["--role", "decode", "--kv-spill", "x"], "--role decode needs a prefill server"),
-        (["--role", "prefill"], "--role prefill transfers prompts in files"),
-        (["--prefill", "http://localhost:1"], "--role decode transfers prompts in files"),
-        (["--role", "prefill", "--prefill", "http://localhost:1", "--kv-spill", "x"], "computes prompts itself"),
-        (["--prefill", "ftp://x", "--kv-spill", "x"], "--prefill is 'ftp://x', which is no URL"),
-        (["--prefill", "http://x:99999999", "--kv-spill", "x"], "which is no URL"),
-        (["--kv-spill-gb", "0"], "--kv-spill-gb is 0"),
-        (["--kv-spill", "x", "--no-enable-prefix-caching"], "--kv-spill keeps prompts"),
-        (["--kv-spill", "/proc/x"], "--kv-spill: cannot write /proc/x"),
-    ],
-)
-def test_wrong_words(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said in refused(model_of("mimo"), *SMALL, *words, monkeypatch=monkeypatch, capsys=capsys)

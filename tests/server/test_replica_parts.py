@@ -136,28 +136,6 @@ def test_exit_codes_are_told() -> None:
     assert (describe_exit(2), describe_exit(-9)) == ("with code 2", "by SIGKILL")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--replicas", "0"], "--replicas is 0"),
-        (["--replicas", "9999"], "the cores of this process"),
-        (["--replicas", "some"], "--replicas is 'some'"),
-        (["--replicas", "1", "--threads", "1024"], "need 1024 cores"),
-        (["one", "two", "--replicas", "2"], "serve one model"),
-        (["--replicas", "1", "--record", "somewhere"], "--record does not go with --replicas"),
-        (["--replicas", "1", "--engine", "vllm"], "headstart's own engines"),
-        (["--replicas", "1", "--role", "decode"], "--role decode needs a prefill server"),
-        (["--replicas", "1", "--role", "prefill", "--kv-spill", "kv"], "--role prefill does not go with --replicas"),
-        (["--join", "nowhere"], "--join is 'nowhere'"),
-        (["--replica", "x"], "--replica is 'x'"),
-    ],
-)
-def test_wrong_options_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", *words]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(lines) == 1 and said in lines[0]
-
-
 def test_without_a_router_it_is_said_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

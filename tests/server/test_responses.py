@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response
-from process import CITY, MODEL, Server
+from process import MODEL, WEATHER, Server
 from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.slow  # a server process
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "The weather of a city.",
-    "strict": True,
-    "parameters": CITY,
-}
-
 
 class Person(BaseModel):
     """What the text must be."""
@@ -27,11 +19,12 @@ class Person(BaseModel):
     age: int = Field(ge=1, le=99)
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def client(openai_client: OpenAI) -> OpenAI:
+    return openai_client
 
 
+TOOL = {"type": "function", **WEATHER, "strict": True}
 SAMPLED = {"seed": 1, "temperature": 1, "top_p": 1}  # else the model's own recommendation holds
 
 
@@ -60,7 +53,7 @@ def test_a_stream_says_what_the_whole_response_says(client: OpenAI, server: Serv
 
 
 def test_tools_and_their_outputs(client: OpenAI) -> None:
-    asked = options(input="The weather in Paris?", tools=[WEATHER], max_output_tokens=80)
+    asked = options(input="The weather in Paris?", tools=[TOOL], max_output_tokens=80)
     asked |= {"tool_choice": "required", "parallel_tool_calls": False}
     (call,) = client.responses.create(**asked).output
     assert set(json.loads(call.arguments)) == {"city"}
@@ -71,7 +64,7 @@ def test_tools_and_their_outputs(client: OpenAI) -> None:
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}
     turns = [{"role": "user", "content": "The weather in Paris?"}, call, output]
-    assert client.responses.create(**options(input=turns, tools=[WEATHER], max_output_tokens=4)).usage.output_tokens
+    assert client.responses.create(**options(input=turns, tools=[TOOL], max_output_tokens=4)).usage.output_tokens
 
 
 def test_structured_output(client: OpenAI) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from inside import inside
-from process import PROGRAM, HttpServer, Server, refused, running
+from process import PROGRAM, HttpServer, Server, running
 from support import PATIENCE, until
 
 from headstart import hub
 from headstart.api import LLM
 from headstart.cli.app import application
+from headstart.cli.main import main
 from headstart.cli.parser import all_commands
 from headstart.cli.serve_models import _model_specs
 from headstart.cli.settings import Settings
@@ -203,31 +204,52 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
         assert tight.stop(signal.SIGTERM) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a", "b", "--served-model-name", "c"], "--served-model-name is for one model"),
-        (["a", "b", "--head", "c"], "--head is for one model"),
-        (["a", "a"], "two models are called a"),
-        (["--models", "none"], "--models: none is no folder"),
-        (["--models", "."], "--models: there is no model in ."),
-        (["a", "b", "--keep-alive", "soon"], "--keep-alive is 'soon', which is no time"),
-        (["a", "b", "--memory", "0"], "--memory is '0', but must be above 0"),
-        (["a", "b", "--engine", "vllm"], "another engine serves one model"),
-        (["--config", "table.toml"], "table.toml [models.x]: dept is no setting"),
-        (["--config", "depth.toml"], "depth.toml [models.x]: --depth is 17"),
-        (["--config", "path.toml"], "path.toml [models.x] has no path"),
-    ],
-)
-def test_what_is_wrong_is_said(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+WRONG = {
+    "a b --served-model-name c": "--served-model-name is for one model",
+    "a b --head c": "--head is for one model",
+    "a a": "two models are called a",
+    "--models none": "--models: none is no folder",
+    "--models .": "--models: there is no model in .",
+    "a b --keep-alive soon": "--keep-alive is 'soon', which is no time",
+    "a b --memory 0": "--memory is '0', but must be above 0",
+    "a b --engine vllm": "another engine serves one model",
+    "--config table.toml": "table.toml [models.x]: dept is no setting",
+    "--config depth.toml": "depth.toml [models.x]: --depth is 17",
+    "--config path.toml": "path.toml [models.x] has no path",
+    "--role both --kv-spill x": "--role is 'both', but must be one of prefill, decode",
+    "--role decode --kv-spill x": "--role decode needs a prefill server",
+    "--role prefill": "--role prefill transfers prompts in files",
+    "--prefill http://localhost:1": "--role decode transfers prompts in files",
+    "--role prefill --prefill http://localhost:1 --kv-spill x": "computes prompts itself",
+    "--prefill ftp://x --kv-spill x": "--prefill is 'ftp://x', which is no URL",
+    "--prefill http://x:99999999 --kv-spill x": "which is no URL",
+    "--kv-spill-gb 0": "--kv-spill-gb is 0",
+    "qwen3_5-tiny --kv-spill x --no-enable-prefix-caching": "--kv-spill keeps prompts",
+    "qwen3_5-tiny --kv-spill /proc/x": "--kv-spill: cannot write /proc/x",
+    "--replicas 0": "--replicas is 0",
+    "--replicas 9999": "the cores of this process",
+    "--replicas some": "--replicas is 'some'",
+    "--replicas 1 --threads 1024": "need 1024 cores",
+    "one two --replicas 2": "serve one model",
+    "--replicas 1 --record somewhere": "--record does not go with --replicas",
+    "--replicas 1 --engine vllm": "headstart's own engines",
+    "--replicas 1 --role decode": "--role decode needs a prefill server",
+    "--replicas 1 --role prefill --kv-spill kv": "--role prefill does not go with --replicas",
+    "--join nowhere": "--join is 'nowhere'",
+    "--replica x": "--replica is 'x'",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_said_in_one_line(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In this process, and before a server listens."""
+    monkeypatch.setattr("headstart.server.run.serve", lambda *_: pytest.fail("it serves"))
     monkeypatch.chdir(tmp_path)
     Path("table.toml").write_text('[models.x]\npath = "x"\ndept = 1')
     Path("depth.toml").write_text('[models.x]\npath = "x"\ndepth = 17')
     Path("path.toml").write_text("[models.x]\ndepth = 1")
-    assert message in refused(*words, monkeypatch=monkeypatch, capsys=capsys)
+    assert main(["serve", "--port", "0", *words.split()]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert WRONG[words] in said

@@ -55,14 +55,10 @@ CHOICES = ["yes", "no", 'not "really"\n', "vielleicht, ähm/€"]
 DATE = r"\d{4}-(0[1-9]|1[0-2])-[0-3]\d(T/[a-zö日]{1,4})?"
 GBNF = 'root ::= term ("+" term)*\nterm ::= [0-9]+ | "(" root ")"\n'
 SPECS = [
-    GrammarSpec("json_object"),
-    GrammarSpec("json_schema", Person.model_json_schema()),
-    GrammarSpec("regex", DATE),
-    GrammarSpec("choice", CHOICES),
-    GrammarSpec("grammar", GBNF),
-    GrammarSpec("tools", ToolCalls(TOOLS)),
+    GrammarSpec("json_object"), GrammarSpec("json_schema", Person.model_json_schema()), GrammarSpec("regex", DATE),
+    GrammarSpec("choice", CHOICES), GrammarSpec("grammar", GBNF), GrammarSpec("tools", ToolCalls(TOOLS)),
     GrammarSpec("tools", ToolCalls(TOOLS, may_repeat=True)),
-]
+]  # fmt: skip
 
 
 def tiny() -> Tokenizer:

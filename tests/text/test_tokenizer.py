@@ -23,13 +23,9 @@ from headstart.text.tokenizer import Tokenizer
 
 PIECES_TOO = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 TEXTS = [
-    "hello hello  world\n\n\tI'm you'LL 12345.678 x=0x1F",
-    "日本語 привет नमस्ते é ½ Ⅷ ² 🎉👨‍👩‍👧",
-    " leading, trailing \r\n ",
-    "\u00a0nbsp\u3000wide \ufeff",
-    "",
-    "def f(x):\n    return x ** 2  # no\n",
-]
+    "hello hello  world\n\n\tI'm you'LL 12345.678 x=0x1F", "日本語 привет नमस्ते é ½ Ⅷ ² 🎉👨‍👩‍👧",
+    " leading, trailing \r\n ", "\u00a0nbsp\u3000wide \ufeff", "", "def f(x):\n    return x ** 2  # no\n",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("pre", sorted({rule: name for name, rule in PRE_TOKENIZERS.items()}.values()))

@@ -25,15 +25,10 @@ from headstart.text.parsers import (
 from headstart.text.parsers._tags import argument_types, convert_to_json
 
 PROPERTIES = {
-    "text": {"type": "string"},
-    "count": {"type": "integer"},
-    "ratio": {"type": "number"},
-    "deep": {"type": "boolean"},
-    "items": {"type": "array"},
-    "options": {"$ref": "#/$defs/options"},
-    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    "level": {"enum": [1, 2]},
-}
+    "text": {"type": "string"}, "count": {"type": "integer"}, "ratio": {"type": "number"}, "deep": {"type": "boolean"},
+    "items": {"type": "array"}, "options": {"$ref": "#/$defs/options"},
+    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "level": {"enum": [1, 2]},
+}  # fmt: skip
 PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": {"options": {"type": "object"}}}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}},
@@ -373,13 +368,9 @@ def test_python_variants() -> None:
     text = """[search(text='it\\'s "x" \\n \\u00e9', count=-3, ratio=1e-3, deep=true, items=(1, None,),"""
     text += " options={'a': [True]})]"
     wanted = {
-        "text": 'it\'s "x" \n é',
-        "count": -3,
-        "ratio": 1e-3,
-        "deep": True,
-        "items": [1, None],
+        "text": 'it\'s "x" \n é', "count": -3, "ratio": 1e-3, "deep": True, "items": [1, None],
         "options": {"a": [True]},
-    }
+    }  # fmt: skip
     assert calls(check(text, "pythonic")) == [("search", wanted)]
     for other in ("[nobody(a=1)]", "[search]", "[1, 2]", "search(text='a')", "[search (x) for x in y]"):
         assert check(other, "pythonic") == [Content(other)]

@@ -19,15 +19,11 @@ def byte_level(pre: str = "gpt-2", **extra: Any) -> dict[str, Any]:
     tokens = [*bytes_, *merged, "<s>", "</s>", "<think> x", "<|eot|>"]
     types = [NORMAL] * (len(bytes_) + len(merged)) + [CONTROL, CONTROL, USER_DEFINED, CONTROL]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.bos_token_id": tokens.index("<s>"),
-        "tokenizer.ggml.eos_token_id": tokens.index("</s>"),
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges, "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.bos_token_id": tokens.index("<s>"), "tokenizer.ggml.eos_token_id": tokens.index("</s>"),
         "tokenizer.ggml.eot_token_id": tokens.index("<|eot|>"),
-    } | extra
+    } | extra  # fmt: skip
 
 
 WORDS = ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "▁he", "llo", "▁hello", "wor", "ld", "▁world", "▁▁"]
