@@ -15,8 +15,7 @@ LOAD_POLL_S = 0.01  # seconds that an otherwise idle engine waits for a load bef
 
 
 class KVCacheManager:
-    """Block tables of sequences over one block pool, which the trunk (KV and hidden states) and all other networks
-    share."""
+    """Block tables over one block pool, which the trunk (KV and hidden states) and all other networks share."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, states: StateCacheManager | None = None
@@ -57,8 +56,7 @@ class KVCacheManager:
         return sequence.num_computed
 
     def _attach_filled(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
-        """Sets `filled` from the KV that networks have in these blocks, from the start or as far back as they
-        attend."""
+        """Sets `filled` from the KV of networks in these blocks, from the start or as far back as they attend."""
         filled = sequence.filled
         begins: dict[int, tuple[int, int]] = {}  # network -> start of a later run, and end of the first one
         for i, block in enumerate(blocks):
@@ -164,8 +162,7 @@ class KVCacheManager:
         sequence.filled[network] = end
 
     def unfill(self, sequences: Iterable[Sequence]) -> None:
-        """Marks all KV of networks beside the trunk as invalid, in the prefix cache and in `sequences` (all with
-        blocks)."""
+        """Marks all KV of networks beside the trunk as invalid, in the prefix cache and in `sequences`."""
         for block in self.pool.blocks:
             block.filled.clear()
         for sequence in sequences:

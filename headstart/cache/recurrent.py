@@ -28,8 +28,7 @@ class _SequenceState:
 
 
 class StateCacheManager:
-    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; the others are
-    snapshots."""
+    """Slots 0 .. num_running - 1 belong to sequences and keep up to `num_kept` drafted rows; others are snapshots."""
 
     def __init__(
         self, num_running: int, num_snapshots: int, num_kept: int, *, block_size: int, every: int = SNAPSHOT_EVERY
@@ -58,8 +57,7 @@ class StateCacheManager:
         return True
 
     def attach(self, sequence: Sequence, keys: Seq[bytes]) -> int:
-        """Starts from the longest prefix with a snapshot, among blocks with these keys; returns its number of
-        blocks."""
+        """Starts from the longest prefix with a snapshot among blocks with these keys; returns its blocks' number."""
         if not self.hold(sequence):
             return 0
         count = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._snapshots), 0)
@@ -113,8 +111,7 @@ class StateCacheManager:
         return None if key is None else self._snapshots.pop(key)
 
     def publish(self, sequence: Sequence, keys: Seq[bytes]) -> list[tuple[bytes, int]]:
-        """Makes snapshots at the ends of the sequence's first blocks findable by these keys; returns new (key, slot)
-        pairs."""
+        """Makes snapshots at the ends of the sequence's first blocks findable; returns new (key, slot) pairs."""
         state, new = self._states[sequence], list[tuple[bytes, int]]()
         for position in [each for each in state.pending if each <= len(keys) * self._block_size]:
             key, slot = keys[position // self._block_size - 1], state.pending.pop(position)

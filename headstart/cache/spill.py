@@ -202,8 +202,7 @@ class KVSpill:
         return low
 
     def _state_before(self, keys: Seq[bytes], count: int) -> tuple[int, bool]:
-        """(number of keys of the longest prefix with a recurrent state, whether the state is in memory); (0, True):
-        none."""
+        """(keys of the longest prefix with a recurrent state, whether the state is in memory); (0, True): none."""
         assert self._states is not None
         name = self._parts[STATE].name
         every = self._states.every // self._block_size

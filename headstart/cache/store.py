@@ -134,8 +134,7 @@ class BlockStore:
             return None
 
     def get(self, part: str, key: bytes, num_bytes: int, *, cold: bool = False) -> tuple[Bytes, Tier] | None:
-        """A block's bytes and the tier they came from; None if it is missing or damaged. cold: it was on disk before
-        `read_ahead`."""
+        """A block's bytes and tier; None if it is missing or damaged. cold: it was on disk before `read_ahead`."""
         path = self.path(part, key)
         try:
             handle = os.open(path, _READ)
@@ -207,8 +206,7 @@ class BlockStore:
             log.warning("a broken block was dropped: %s (more of them are only counted)", path)
 
     def _make_room(self, size: int) -> bool:
-        """Counts a file to be written, after removing the oldest ones if there is no room; False for a file that is too
-        large."""
+        """Counts a file to be written, after removing old ones at need; False for a file that is too large."""
         pages, limit = _pages(size), int(self.max_bytes * FULL_AT)
         if pages > limit // SCAN_EVERY:
             limit = self.max_bytes - pages  # a limit of few blocks: scan each time

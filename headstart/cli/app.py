@@ -148,8 +148,7 @@ def _spelling(option: Option, value: Any) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal all raise KeyboardInterrupt, so that temporary files and started engines
-    are cleaned up."""
+    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt, so that files and engines are cleaned up."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return

@@ -65,8 +65,7 @@ class Option:
 
     @classmethod
     def of_type(cls, hint: Any, **more: Any) -> Self:
-        """An option for an annotated type: X, X | None, Literal (the choices), list[X] (repeated), tuple[X, ...]
-        (commas) or tuple[X, X]."""
+        """An option of X, X | None, Literal (choices), list[X] (repeated), tuple[X, ...] (commas) or tuple[X, X]."""
         if type(None) in get_args(hint):
             hint = next(each for each in get_args(hint) if each is not type(None))
         if get_origin(hint) is Literal:

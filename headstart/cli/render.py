@@ -75,8 +75,7 @@ def print_records(columns: Mapping[str, str], records: Iterable[Mapping[str, Any
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], *, footer: str = "") -> None:
-    """A table on stdout; the first column is text, the others are right-aligned. A terminal that is narrower gets a
-    line for each cell."""
+    """A table on stdout: text, then right-aligned columns. A narrower terminal gets a line for each cell."""
     from rich.table import Table
 
     table = Table(caption=footer or None, caption_justify="left")

@@ -31,8 +31,7 @@ class ServeOptions(ServerOptions, OptionGroup):
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Raises UsageError unless the files are a certificate and its key. An encrypted key is checked later, with its
-    password."""
+    """Raises UsageError unless the files are a certificate and its key; an encrypted key is checked later."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
     if certificate is None or key is None:

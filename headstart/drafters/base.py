@@ -97,8 +97,7 @@ class DraftRunner(Protocol):
         """Marks these rows' positions as valid in the network's KV cache. Rows must come from true hidden states."""
 
     def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
-        """First position that the network has not computed; positions below it hold its KV, as far back as it
-        attends."""
+        """First position that the network has not computed; below it its KV is held, as far back as it attends."""
 
     def draft(self, steps: DraftPrograms, requests: Seq[DraftRequest], parts: Seq[Rows], method: str) -> list[int]:
         """Makes whole drafts in one call where the backend can, and sets `sequence.draft`.
@@ -181,8 +180,7 @@ class GrowingDraft:
 def draw_next(
     runner: DraftRunner, logits: Buffer, growing: Seq[GrowingDraft], token_ids: Weight | None
 ) -> list[GrowingDraft]:
-    """Samples the next token of each of n drafts from logits [n, V'] and appends it; returns the drafts that can
-    grow."""
+    """Samples and appends the next token of each of n drafts by logits [n, V']; returns drafts that can grow."""
     scored = any(each.gate is not None for each in growing)
     sampled = runner.draw(logits, [each.entry for each in growing], token_ids, scored=scored)
     for row, each in enumerate(growing):
@@ -234,8 +232,7 @@ class Drafter:
 
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
-        """Creates the drafter for a target and opens its networks. Raises UsageError or ModelError if the target lacks
-        what the drafter needs."""
+        """Creates the drafter for a target and opens its networks. Raises UsageError or ModelError for a misfit."""
         return cls()
 
     def num_uncached(self, sequence: Sequence) -> int:

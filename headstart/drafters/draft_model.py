@@ -85,8 +85,7 @@ class DraftModelDrafter(Drafter):
         return len(request.sequence.tokens) + request.depth <= self._model.max_length
 
     def _committed_rows(self, sequence: Sequence) -> Rows:
-        """Rows of committed tokens that the draft model has not computed, at most a token budget of them; earlier rows
-        are computed here."""
+        """Committed rows that the draft model has not computed, at most a budget; earlier rows are computed here."""
         tokens = sequence.tokens
         while self.num_uncached(sequence) >= self._budget:
             start = self._runner.filled(self._network, sequence)

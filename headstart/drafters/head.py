@@ -36,8 +36,7 @@ little."""
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head of any number of modules; step i runs module `spec.module_of(i)`. The method is the head's
-    kind."""
+    """Drafts with a head of any number of modules; step i runs module `spec.module_of(i)`. Method: the head's kind."""
 
     def __init__(self, target: TargetModel, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
@@ -96,8 +95,7 @@ class HeadDrafter(Drafter):
             self._runner.draft_early(self._steps, eligible, parts, sample)
 
     def _draft(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> None:
-        """Drafts with one pass per draft step (see DraftPrograms) the requests that the backend cannot draft in one
-        call."""
+        """One pass per draft step (see DraftPrograms) for requests that the backend cannot draft in one call."""
         output = self._runner.run(self._network, self._steps.first, parts)
         ends = accumulate([len(part.token_ids) for part in parts])
         growing = [

@@ -164,8 +164,7 @@ class SharedLookup:
                 chain.add(start + index, owner, tuple(whole[index - chain.size : index]))
 
     def find(self, owner: int, tokens: Seq[int], limit: int) -> tuple[list[int], int]:
-        """Up to `limit` tokens that followed the longest match with the end of `tokens`, and the match's length; 0:
-        none."""
+        """Up to `limit` tokens after the longest match with the end of `tokens`, and the match's length; 0: none."""
         if not self._chains or len(tokens) < SHORT:
             return [], 0
         tail = list(tokens[-MAX_SHARED_MATCH:])

@@ -33,8 +33,7 @@ class CostCurve:
 
     @classmethod
     def fit(cls, samples: Mapping[int, Seq[float]]) -> Self:
-        """Curve through measured points. Beyond them it continues with the last slope; with a single point, a twentieth
-        of its value per count."""
+        """Curve through measured points, and on with its last slope (one point: a twentieth of its value)."""
         points = sorted((count, undisturbed(values)) for count, values in samples.items())
         counts, seconds = [count for count, _ in points], [value for _, value in points]
         for i in range(1, len(seconds)):  # noise must not make more rows look cheaper

@@ -50,8 +50,7 @@ class AutoDepth:
     """Makes the gated draft requests of a step, and learns from its outcome."""
 
     def __init__(self, method: str, block: int = 0) -> None:
-        """method: name of the drafter. block: maximum depth if one pass drafts all tokens; 0: each token costs a
-        step."""
+        """method: name of the drafter. block: maximum depth of drafts of one pass; 0: each token costs a step."""
         self.block = block
         self.costs, self.acceptance = Costs.unknown(), AcceptanceEstimator()
         self.token_s = self.row_s = self.draft_s = 0.0  # value of a token, cost of a row and of a draft step
@@ -115,8 +114,7 @@ class AutoDepth:
         return False
 
     def _gain(self, candidate: DraftCandidate, promise: float) -> float:
-        """Seconds that a draft of the head saves in a step; 0 if it does not pay, or not within the rest of the text
-        because of uncached pairs."""
+        """Seconds that a draft of the head saves in a step; 0 if it does not pay within the rest of the text."""
         sequence, gain = candidate.sequence, promise - self.draft_s
         if gain <= 0 or not candidate.num_uncached:
             return max(gain, 0.0)
@@ -178,8 +176,7 @@ class AutoDepth:
         return free > promise - self.draft_s
 
     def cut(self, requests: Seq[DraftRequest]) -> None:
-        """Cuts the drafts to the rows that are worth verifying together, likeliest first; to nothing if they save too
-        little."""
+        """Cuts the drafts to the rows that are worth verifying together, likeliest first; or to nothing."""
         drafts = [request.sequence for request in requests if request.sequence.draft.tokens]
         rows: list[tuple[float, int]] = []  # acceptance probability, index of the draft
         for index, sequence in enumerate(drafts):

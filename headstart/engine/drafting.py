@@ -229,8 +229,7 @@ class HeadHealth:
         self._pause_s, self.resume_at = FIRST_PAUSE_S, 0.0
 
     def after_step(self, ordinary_stats: DraftStats) -> None:
-        """Checks the acceptance rate now and then. ordinary_stats: counts of ordinary sequences at the engine's
-        depth."""
+        """Checks the acceptance rate now and then. ordinary_stats: of ordinary sequences at the engine's depth."""
         self._num_steps += 1
         if self._num_steps % STEPS_PER_CHECK or not self.is_enabled:
             return

@@ -110,8 +110,7 @@ class Engine:
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}  # trunk passes, drafts, the rest of steps
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Ends a request, or one choice of it, and frees its blocks. Unknown ids are ignored: they may just have
-        ended."""
+        """Ends a request, or one choice of it, and frees its blocks. Ignores unknown ids, which may have ended."""
         for sequence in list(self._live.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._finish(sequence, "abort")
@@ -162,8 +161,7 @@ class Engine:
     def _verify_inexact(
         self, span: Span, start: int, sampled: Sampled, forward: ForwardOutput, index: int
     ) -> VerifyResult:
-        """Like `_verify_exact` for other rules. Committed tokens may differ from sampled ones: logprobs are looked
-        up."""
+        """Like `_verify_exact` for other rules. Committed tokens may differ from sampled ones: looks logprobs up."""
         sequence, rows = span.sequence, slice(start, start + span.num_sample)
         if not span.num_sample:
             return VerifyResult((), 0, 0)
@@ -184,8 +182,7 @@ class Engine:
         ]
 
     def _commit_one(self, span: Span, result: VerifyResult, forward: ForwardOutput, index: int) -> Delta | None:
-        """Appends the tokens of a result up to the end of the text, publishes full blocks, and returns what to
-        deliver."""
+        """Appends the tokens of a result up to the end of the text, publishes full blocks; returns what to deliver."""
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
         emitted = self._append(sequence, result)

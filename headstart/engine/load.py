@@ -322,8 +322,7 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 
 def check_room(checkpoint: Checkpoint) -> None:
-    """Raises CapacityError if weights whose type no kernel supports would become float32 and exceed this machine's
-    memory."""
+    """Raises CapacityError if weights that would become float32, for want of kernels, exceed this machine's memory."""
     types, size = widened(checkpoint.tensors.values())
     memory = machine.memory()
     max_bytes = min(memory.total, memory.limit or memory.total)

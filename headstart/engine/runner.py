@@ -210,8 +210,7 @@ class Runner:
         hidden: Buffer = None,
         states: StateSteps | None = None,
     ) -> Mapping[str, Buffer]:
-        """Runs one pass of a network's program. Rows read `hidden` [R, width] if given, else the trunk's stored
-        states."""
+        """Runs one pass of a network's program. Rows read `hidden` [R, width], else the trunk's stored states."""
         network = handle.network
         hidden_offset = network.hidden_offset if hidden is None else None
         plan = build_plan(rows, self.memory.block_size, network.first_position, hidden_offset)
@@ -375,8 +374,7 @@ class Runner:
         return sorted({*range(len(requests))} - {*matches.values()})
 
     def _draft_loop(self, steps: DraftPrograms) -> DraftLoop | None:
-        """The draft loop of these programs, prepared on first use. None under rule `rejection`, which needs the
-        distribution of each step."""
+        """The draft loop of these programs, prepared on first use; None under rule `rejection`."""
         if steps not in self._draft_loops:
             handles = steps.network.programs
             others = [(handles[program], before) for program, before in steps.others]

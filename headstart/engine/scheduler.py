@@ -132,8 +132,7 @@ class Scheduler:
     def __init__(
         self, memory: KVCacheManager, *, max_num_seqs: int, max_num_batched_tokens: int, chunks_prompts: bool = True
     ) -> None:
-        """chunks_prompts: a prompt longer than the rest of the budget takes several passes. False: one pass, which then
-        exceeds the budget."""
+        """chunks_prompts: a prompt beyond the budget takes several passes; else one pass that exceeds the budget."""
         self.memory, self.chunks_prompts = memory, chunks_prompts
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
         self.running: list[Sequence] = []  # by priority, then by time of joining
@@ -171,8 +170,7 @@ class Scheduler:
         return spans
 
     def _extend(self, sequence: Sequence, budget: int, spans: list[Span], num_following: int = 0) -> int:
-        """Appends the span of a running sequence, cut to the budget less one row for each following sequence; returns
-        its number of rows."""
+        """Appends the span of a running sequence, cut so that all that follow get a row; returns its rows."""
         pending = len(sequence.tokens) - sequence.num_computed
         rows_left = budget - pending - num_following
         if len(sequence.draft.tokens) > max(rows_left, 0):
@@ -186,8 +184,7 @@ class Scheduler:
         return num_rows
 
     def _make_room(self, sequence: Sequence, num_rows: int) -> bool:
-        """Reserves blocks for the rows: drops the draft, then preempts from the youngest, at last the sequence
-        itself."""
+        """Reserves blocks for the rows: drops the draft, then preempts from the youngest to the sequence itself."""
         if self.memory.reserve(sequence, sequence.num_computed + num_rows):
             return True
         num_rows -= len(sequence.draft.tokens)

@@ -105,8 +105,7 @@ class Listener(Protocol):
 
 
 class SharedEngine:
-    """An engine behind a fair lock. An inbox belongs to one thread at a time; its requests also advance in other
-    threads' steps."""
+    """An engine behind a fair lock. An inbox belongs to one thread; other threads' steps advance its requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self._lock = engine, FairLock()

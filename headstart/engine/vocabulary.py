@@ -141,8 +141,7 @@ def num_exact(model: Model, vocabulary: DraftVocabulary) -> int:
 
 
 def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> SketchedLinear | None:
-    """The sketch that pays, stored or measured now; None if the full LM head is better or nothing can be measured. The
-    engine must be idle."""
+    """The sketch that pays, stored or measured now, while the engine is idle; None: the full LM head is better."""
     from headstart.drafters.block import BlockNetwork  # rarely needed: few vocabularies are large enough
 
     handle = next(
@@ -250,8 +249,7 @@ class _SketchBuilder:
         return self._sketch(project, spread, benchmark.count)
 
     def best(self, states: Buffer, *, check_agreement: bool) -> tuple[SketchedLinear | None, SketchBenchmark]:
-        """The cheapest sketch that agrees; without `check_agreement` (drafts are accepted at given rates) the first
-        one."""
+        """The cheapest sketch that agrees; without `check_agreement` (at given acceptance rates) the first one."""
         rows = np.arange(len(states), dtype=np.int32)
         is_held = rows >= len(rows) - len(rows) // HELD_OUT
         train, test = (self.backend.rows(states, rows[held]) for held in (~is_held, is_held))

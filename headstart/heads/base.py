@@ -86,10 +86,9 @@ class BlockSpec:
 @dataclass(frozen=True, kw_only=True)
 class ReaderSpec:
     """What a head declares whose layers have queries only (heads/assistant.py). `layers`: each reads the keys and
-    values of the trunk's last layer of its own kind, with a window or without. `hidden_size`: columns of its stream.
-    `eps`: of its last norm. `num_groups`: of its LM head's tokens, of which a row keeps `top_groups`; 0: all. What a
-    trunk adds: `embedding_scale`, what the trunk's embeddings are multiplied by, and `reads`, of each layer the place
-    of the pool among the trunk's."""
+    values of the trunk's last layer of its kind. `hidden_size`: columns of its stream. `eps`: of its last norm.
+    `num_groups`: of its LM head's tokens, of which a row keeps `top_groups`; 0: all. What a trunk adds:
+    `embedding_scale`, of the trunk's embeddings, and `reads`, of each layer the place of the pool among the trunk's."""
 
     layers: tuple[LayerConfig, ...]
     hidden_size: int
@@ -169,10 +168,9 @@ class Module(Protocol):
 
 @dataclass(frozen=True)
 class Head:
-    """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), where they came from,
-    its draft vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's.
-    `lm_heads`: one of each module, where they have their own. `lm_rows`: its LM head as its file has it, of which some
-    rows may be wanted."""
+    """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), their source, draft
+    vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's. `lm_heads`: of
+    modules with their own. `lm_rows`: its LM head as in its file, of which some rows may be wanted."""
 
     spec: HeadSpec
     modules: Sequence[Any]

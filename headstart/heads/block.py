@@ -84,8 +84,7 @@ class BlockModule:
         return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
-        """Streams of true positions [R, taps * H] -> their features [R, H], of which each layer keeps keys and
-        values."""
+        """Streams of true positions [R, taps * H] -> features [R, H], of which layers keep keys and values."""
         if self.tap_norms is not None:
             hidden = ops.rms_norm(hidden, self.tap_norms, self.norm.eps, self.num_taps)
         features = self.hidden_norm(ops, self.fuse(ops, hidden))

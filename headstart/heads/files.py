@@ -142,8 +142,7 @@ class Shaped(Protocol):
 
 
 def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> HeadSpec:
-    """What a config.json in our layout, and the shapes of its tensors, say of the head. Raises ModelError for another
-    one, or a damaged one."""
+    """What a config.json in our layout and the shapes of its tensors say of the head. Raises ModelError."""
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)

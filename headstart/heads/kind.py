@@ -186,9 +186,8 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
 
 
 def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> LayerConfig:
-    """The block of a head in the trunk's sizes, of a form that published layouts have: Llama's, with `qk_norm` Qwen3's;
-    a plain rope of the trunk's base, no gate, and `biases` of attention as the trunk has them. Raises ModelError for a
-    trunk of other parts."""
+    """The block of a head in the trunk's sizes, of a published form: Llama's, with `qk_norm` Qwen3's; a plain rope of
+    the trunk's base, no gate, `biases` of attention as the trunk has them. Raises ModelError for other trunks."""
     mixer, mlp = plain_parts(layer)
     assert mixer.rope
     dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}

@@ -97,8 +97,7 @@ def published_formats() -> list[DrafterFormat]:
 
 
 def identify(config: Document, names: Present | None = None) -> DrafterFormat | None:
-    """The format of a drafter's config.json; None for a whole model, or one that is not known. `names` None: nothing is
-    known of tensors."""
+    """The format of a drafter's config.json; None for a whole or unknown model. `names`: of tensors, if known."""
     formats = published_formats()
     found = next((each for each in formats if _says(config, each)), None)
     if found is not None or config.get("speculators_model_type") is not None:

@@ -360,8 +360,7 @@ class Backend(Protocol):
     def run(
         self, handle: Handle, plan: StepPlan, *, hidden_pool: Pool = None, hidden: Buffer = None
     ) -> Mapping[str, Buffer]:
-        """Run one program for all rows of the plan. A head reads `hidden` [R, width] if given, else hidden_pool at
-        plan.hidden_slots."""
+        """Run one program for all rows. A head reads `hidden` [R, width], else hidden_pool at plan.hidden_slots."""
 
     def rows(self, x: Buffer, rows: NDArray[np.int32]) -> Buffer:
         """x[rows] outside a program (between draft steps)."""

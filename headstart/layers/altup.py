@@ -197,8 +197,7 @@ class AltUp:
         return predicted, ops.sum_streams(predicted, weights, self.spec)
 
     def correct(self, ops: Ops, predicted: Buffer, output: Buffer) -> tuple[Buffer, Buffer, Buffer]:
-        """(streams corrected by `output` [R, H], input of the post_block, weights that add the post_block's output to
-        the streams)."""
+        """(streams corrected by `output` [R, H], input of the post_block, weights of its output for the streams)."""
         weights = self.correction(ops, self._modes(ops, output))
         streams = ops.mix_streams(predicted, output, weights, self.spec)
         active = ops.sum_streams(streams, weights, self.spec)

@@ -39,8 +39,7 @@ class MixerConfig:
         return ()
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Mixer":
-        """Builds the mixer of the layer `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of its
-        norms."""
+        """Builds the mixer of `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of norms."""
         raise NotImplementedError
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:

@@ -80,8 +80,7 @@ def score_scalar(config: Config, layers_27b: int) -> int:
 
 
 def shared_layer(kinds: Sequence[str], first: int, index: int) -> int | None:
-    """The layer whose keys and values layer `index` reads; from `first` on, the last one of its kind before. Raises
-    ModelError."""
+    """The layer whose keys and values layer `index` reads; from `first` on the last of its kind. Raises ModelError."""
     if index < first:
         return None
     before = [i for i in range(max(first, 0)) if kinds[i] == kinds[index]]

@@ -52,9 +52,8 @@ class Family:
         strict: bool = True,
         context: int | None = None,
     ) -> DecoderConfig:
-        """Sizes and layers that a config says. Raises ModelError for what is wrong in it; `strict`: also for keys that
-        nobody knows. `beside`: more harmless keys. `context`: the longest text that was asked for; some ropes depend
-        on it (layers/rope.py)."""
+        """Sizes and layers of a config. Raises ModelError for what is wrong; `strict`: also for unknown keys. `beside`:
+        more harmless keys. `context`: the longest text asked for, on which some ropes depend."""
         reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
         if self.mtp:

@@ -102,8 +102,7 @@ def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, module
 
 
 def classify_path(name: str | Path) -> DrafterKind:
-    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError where nothing is there, ModelError for
-    damaged files."""
+    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError for none, ModelError for damaged ones."""
     path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
     if gguf.detect(path):
         return _of_gguf(read_gguf(path))

@@ -288,8 +288,7 @@ def dense_or_sparse(
 
 
 def rotated_layers(config: Config, flags: object) -> list[bool]:
-    """Which layers rotate positions: a flag for each, or (None) all but each `no_rope_layer_interval`th. Raises
-    ModelError for other flags."""
+    """Which layers rotate: by flags, or (None) all but each `no_rope_layer_interval`th. Raises ModelError."""
     count, every = num_layers(config), number(config, "no_rope_layer_interval", default=4)
     if flags is None:
         return [(i + 1) % every != 0 for i in range(count)]
@@ -314,8 +313,7 @@ def mtp_recycle(
 
 
 def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoEConfig:
-    """Experts chosen by a softmax, `inner` wide (0: `moe_intermediate_size`), and a gated one, `shared` wide, for every
-    row."""
+    """Experts chosen by a softmax, `inner` wide (0: `moe_intermediate_size`), and a gated one, `shared` wide."""
     router = RouterSpec(
         num_experts=number(config, "num_local_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),

@@ -37,8 +37,7 @@ class LoadedDecoder:
 def load_decoder(
     checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress, context: int | None = None
 ) -> LoadedDecoder:
-    """Read the trunk of a checkpoint; `progress` counts its weights, `context` is the longest text that was asked for.
-    Raises ModelError."""
+    """Read the trunk of a checkpoint; `progress` counts weights, `context`: the longest text. Raises ModelError."""
     family = find_family(checkpoint)
     config = read_config(checkpoint, family, context)
     tensors = canonical_tensors(checkpoint, family, config)
@@ -73,8 +72,7 @@ def untaken(weights: Weights, modules: int | None = None) -> list[str]:
 
 
 def check_taken(weights: Weights) -> None:
-    """Raises ModelError for a tensor of the trunk that nobody has taken: the model would not be the one that was
-    saved."""
+    """Raises ModelError for a tensor of the trunk that nobody has taken: it would be another model."""
     left = untaken(weights)
     for name in left:
         if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):

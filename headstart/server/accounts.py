@@ -114,13 +114,11 @@ class Account:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        capacities = {
-            "requests": ((limits.requests_per_minute, MINUTE),),
-            "tokens": ((limits.tokens_per_minute, MINUTE), (limits.tokens_per_day, DAY)),
-        }
-        self.buckets = {  # by unit
-            unit: [TokenBucket(count, seconds) for count, seconds in each if count] for unit, each in capacities.items()
-        }
+        requests = [(limits.requests_per_minute, MINUTE)]
+        tokens = [(limits.tokens_per_minute, MINUTE), (limits.tokens_per_day, DAY)]
+        self.buckets: dict[str, list[TokenBucket]] = {"requests": [], "tokens": []}  # by unit
+        for unit, capacities in (("requests", requests), ("tokens", tokens)):
+            self.buckets[unit] += [TokenBucket(count, seconds) for count, seconds in capacities if count]
 
     def check(self) -> None:
         """Raise LimitError if no other request is allowed now."""
@@ -155,9 +153,8 @@ class Account:
         seconds = max((bucket.wait_s(count) for bucket in self.buckets[unit]), default=0.0)
         if seconds > 0:
             self.refused += 1
-            raise LimitError(
-                f"this API key has no {unit} left for {seconds:.1f} s", "try again then", seconds, self.headers()
-            )
+            what = f"this API key has no {unit} left for {seconds:.1f} s"
+            raise LimitError(what, "try again then", seconds, self.headers())
 
     def headers(self) -> dict[str, str]:
         """x-ratelimit headers for each limited unit, by the bucket with the least left."""

@@ -27,8 +27,7 @@ class Admission:
 
     @contextmanager
     def reserve(self, count: int, owner: str = "") -> Iterator[None]:
-        """Places for choices while their request is prepared. Raises what `begin` raises, and LimitError for what the
-        owner may not have."""
+        """Places for choices while their request is prepared. Raises LimitError, and what `begin` raises."""
         taken, account = self.num_in_flight + self.num_preparing, self.accounts.named(owner)
         self._check_free(count, taken)
         account.check()

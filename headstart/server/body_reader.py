@@ -117,7 +117,7 @@ class BodyReader:
     """Reads the bodies of all connections."""
 
     pools: WorkerPools = field(default_factory=WorkerPools)
-    budgets: tuple[ByteBudget, ByteBudget] = field(
+    budgets: tuple[ByteBudget, ...] = field(
         default_factory=lambda: (ByteBudget(limits.SMALL_BUDGET), ByteBudget(limits.LARGE_BUDGET))
     )
 
@@ -199,9 +199,8 @@ def _check_type(request: Request) -> None:
     """A web page may send any other type than JSON to any server without a preflight. Ollama's clients often send none,
     or curl's: there it is enough that no browser sends the request."""
     if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise HTTPException(
-            415, f"the body is {limits.shortened(packed)}, which is not read here: send it plain", CLOSE
-        )
+        what = f"the body is {limits.shortened(packed)}, which is not read here: send it plain"
+        raise HTTPException(415, what, CLOSE)
     if request.url.path.startswith("/api/") and not any(name in request.headers for name in BROWSER_HEADERS):
         return
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -223,21 +222,18 @@ def validate(document: Any, model: type[Model]) -> Model:
         found = [(_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
         deepest, worst = max(found, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type")))
         place = limits.shortened(".".join(deepest), 200)
-        said = (
-            "Input should be an object"
-            if worst["type"] in _OBJECT_ERRORS
-            else worst["msg"].removeprefix("Value error, ")
-        )
-        raise BodyError(f"{place or 'the body'}: {limits.shortened(said, 300)}", place or None) from None
+        said = worst["msg"].removeprefix("Value error, ")
+        said = "Input should be an object" if worst["type"] in _OBJECT_ERRORS else limits.shortened(said, 300)
+        raise BodyError(f"{place or 'the body'}: {said}", place or None) from None
 
 
 def _place(error: ErrorDetails, document: Any) -> list[str]:
     """The path in the document. Pydantic's path also names members of unions."""
     place, location = [], error["loc"]
     for number, part in enumerate(location, 1):
-        inside = (isinstance(document, dict) and part in document) or (
-            isinstance(document, list) and isinstance(part, int) and part < len(document)
-        )
+        inside = isinstance(document, dict) and part in document
+        if isinstance(document, list):
+            inside = isinstance(part, int) and part < len(document)
         if inside:
             document = document[part]
         if inside or (number == len(location) and error["type"] == "missing"):
@@ -314,8 +310,7 @@ def _check_text(text: str, what: str) -> None:
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call, written as JSON; a text that is no JSON object, such as one that broke off, stands
-    under `INVALID_JSON`."""
+    """The arguments of a tool call; a text that is no JSON object, as if it broke off, stands under `INVALID_JSON`."""
     try:
         document = json.loads(text.strip() or "{}")
         check_values(document)

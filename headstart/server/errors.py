@@ -51,10 +51,8 @@ def _ollama(message: str, status: int, param: str | None) -> dict[str, Any]:
     return {"error": message}
 
 
-_SHAPES: tuple[tuple[str, Callable[[str, int, str | None], dict[str, Any]]], ...] = (
-    ("/v1/messages", _anthropic),
-    ("/api/", _ollama),
-)
+Shape = Callable[[str, int, str | None], dict[str, Any]]
+_SHAPES: tuple[tuple[str, Shape], ...] = (("/v1/messages", _anthropic), ("/api/", _ollama))
 
 
 def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:

@@ -81,10 +81,8 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Totals that the engine counts anyway, read at each request of /metrics."""
-        counter, gauge = (
-            partial(_family, CounterMetricFamily, self.model),
-            partial(_family, GaugeMetricFamily, self.model),
-        )
+        counter = partial(_family, CounterMetricFamily, self.model)
+        gauge = partial(_family, GaugeMetricFamily, self.model)
         engine, stats, scheduler = self.engine, self.engine.stats, self.engine.scheduler
         yield counter("vllm:spec_decode_num_drafts", "Drafts.", stats.drafts)
         yield counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)

@@ -20,13 +20,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headstart.hub import DEFAULT_MODEL
 from headstart.params import parameters
 
-KINDS = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
-}
+TEXTS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
+KINDS = {"svg": "image/svg+xml"} | {ending: f"{kind}; charset=utf-8" for ending, kind in TEXTS.items()}
 PLACES = {"/": "index.html", "/dashboard": "dashboard.html"}
 PARAMETERS = "parameters.js"
 SAFE_INTEGER = 2**53  # JavaScript's numbers are exact up to here
@@ -176,15 +171,11 @@ def _rows(schema: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     required = model.get("required", ())
     for name, field in model.get("properties", {}).items():
         default = "<em>required</em>" if name in required else escape(str(field.get("default", "")))
-        bounds = [
-            f"{word} {_number(each[key])}"
-            for each in field.get("anyOf", [field])
-            for key, word in BOUNDS.items()
-            if key in each
-        ]
-        text = escape(
-            ". ".join(filter(None, (field.get("description", "").rstrip("."), ", ".join(dict.fromkeys(bounds)))))
-        )
+        bounds: list[str] = []
+        for each in field.get("anyOf", [field]):
+            bounds += [f"{word} {_number(each[key])}" for key, word in BOUNDS.items() if key in each]
+        sentences = (field.get("description", "").rstrip("."), ", ".join(dict.fromkeys(bounds)))
+        text = escape(". ".join(filter(None, sentences)))
         yield f"<tr><td><code>{escape(name)}</code><td>{escape(_type(schema, field))}<td>{default}<td>{text}</tr>"
 
 
@@ -193,12 +184,9 @@ def _number(value: float) -> str:
 
 
 BOUNDS = {
-    "minimum": "at least",
-    "maximum": "at most",
-    "exclusiveMinimum": "above",
-    "maxItems": "at most",
+    "minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "maxItems": "at most",
     "maxLength": "length at most",
-}
+}  # fmt: skip
 
 
 def _type(schema: Mapping[str, Any], field: Mapping[str, Any]) -> str:

@@ -106,13 +106,8 @@ def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> 
             is_whole = isinstance(prompt, str) and len(ids) == len(given)
             texts.append(str(prompt) if is_whole else llm.tokenizer.decode(ids, skip_special=False))
     _check_prompt_logprobs(requests)
-    return PreparedRequest(
-        requests,
-        texts,
-        keeps_special=not body.skip_special_tokens,
-        keeps_stop=body.include_stop_str_in_output,
-        continues=True,
-    )
+    special, stop = not body.skip_special_tokens, body.include_stop_str_in_output
+    return PreparedRequest(requests, texts, keeps_special=special, keeps_stop=stop, continues=True)
 
 
 def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: ChatRequest) -> PreparedRequest:
@@ -269,16 +264,13 @@ def _request(
 
 
 def _check_prompt_logprobs(requests: Seq[Request]) -> None:
-    count = sum(
-        len(request.prompt_ids) * (request.params.prompt_logprobs + 1) * request.params.n
-        for request in requests
-        if request.params.prompt_logprobs is not None
-    )
+    count = 0
+    for request in requests:
+        if (num_top := request.params.prompt_logprobs) is not None:
+            count += len(request.prompt_ids) * (num_top + 1) * request.params.n
     if count > limits.PROMPT_LOGPROBS:
-        raise CapacityError(
-            f"{count} logprobs of prompt tokens are asked for, but an answer holds {limits.PROMPT_LOGPROBS}",
-            "ask for fewer alternatives, or send fewer prompts at once",
-        )
+        what = f"{count} logprobs of prompt tokens are asked for, but an answer holds {limits.PROMPT_LOGPROBS}"
+        raise CapacityError(what, "ask for fewer alternatives, or send fewer prompts at once")
 
 
 def constraint_of(body: Common) -> GrammarSpec | None:
@@ -328,8 +320,7 @@ def list_of_texts(given: str | list[Any], name: str) -> list[str | list[int]]:
 def _params(
     llm: LLM, body: Common, limit: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Raises UsageError for values out of range. Fields that are null have the model's recommendation, else the API's
-    default."""
+    """Raises UsageError for values out of range. Null fields have the model's recommendation or the API's default."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given: dict[str, Any] = {name: getattr(body, name) for name in parameters() if name != "logprobs"} | {
         "logit_bias": _logit_bias(body.logit_bias),

@@ -29,12 +29,8 @@ class _JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        document = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        document = {"time": self.formatTime(record), "level": record.levelname.lower()}
+        document |= {"logger": record.name, "message": record.getMessage()}
         if self._process:
             document["process"] = self._process
         if record.exc_info:
@@ -58,9 +54,8 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
                     continue  # a machine without IPv6 may still have an IPv6 name
-                raise UsageError(
-                    f"cannot listen on {host}:{port}: {error.strerror}", "is the port taken? --port 0 takes a free one"
-                ) from error
+                hint = "is the port taken? --port 0 takes a free one"
+                raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", hint) from error
             port = sockets[0].getsockname()[1]
         if not sockets:
             raise UsageError(f"cannot listen on {host}: no such address here", "is --host right?")

@@ -161,8 +161,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, model: RecordedModel) -> None:
-    """Prepare a folder and write its manifest. Raises UsageError if it has records of another model, and the errors of
-    `prepare_folder`."""
+    """Prepare a folder and write its manifest. Raises UsageError for records of another model."""
     prepare_folder(folder)
     if (folder / MANIFEST).exists():
         model.check(folder)

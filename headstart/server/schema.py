@@ -192,12 +192,9 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
         if row.kind in ("number", "integer"):
             kind = Annotated[kind, bounds(name)]
         default = row.default if row.kind == "boolean" else None
-        members[member] = (
-            LIST_TYPES.get(name, kind),
-            Field(default=default, description=f"{row.help} {row.http_help}".rstrip()),
-        )
-        if default is None:
-            members[member] = (members[member][0] | None, members[member][1])
+        kind = LIST_TYPES.get(name, kind)
+        told = Field(default=default, description=f"{row.help} {row.http_help}".rstrip())
+        members[member] = (kind | None if default is None else kind, told)
     return create_model(base.__name__, __base__=base, **members)
 
 
@@ -382,9 +379,8 @@ HARMLESS = frozenset({
     "prediction", "cache_prompt", "request_id", "keep_alive", "rid", "id_slot", "separate_reasoning",
 })  # fmt: skip
 """Fields that change no text: bookkeeping, or hints for speed."""
-_OTHER_SAMPLER = (
-    f"this server has {', '.join(row.name for row in parameters().values() if row.kind == 'number')} and top_k"
-)
+_NUMBERS = ", ".join(row.name for row in parameters().values() if row.kind == "number")
+_OTHER_SAMPLER = f"this server has {_NUMBERS} and top_k"
 REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     _OTHER_SAMPLER: {
         "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "logits_processors": ([],),

@@ -32,8 +32,7 @@ class Conversation:
     def encode(
         self, template: ChatTemplate, tokenizer: Tokenizer, *, add_special: bool = False
     ) -> tuple[list[int], str]:
-        """Prompt ids and their text. Raises CapacityError for a too long prompt, and the errors of
-        `ChatTemplate.render`."""
+        """Prompt ids and their text. Raises CapacityError for a long prompt, and as `ChatTemplate.render`."""
         names = tokenizer.special_names
         parts = [self.messages, self.tools, self.variables.get("documents")]
         texts = [] if self.parse_special else _texts(parts)

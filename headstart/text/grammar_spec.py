@@ -55,9 +55,8 @@ class ToolCalls:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A kind and its value (see the module). Equal and hashed by content; the order of properties counts, since JSON is
-    written in that order. Raises UsageError for an unknown kind, a value that is no JSON, and a value beyond
-    `grammar_limits.LIMITS`."""
+    """A kind and its value (see the module), hashed by content; the order of properties counts, since JSON is written
+    in it. Raises UsageError for an unknown kind, a value that is no JSON, and one beyond `grammar_limits.LIMITS`."""
 
     kind: Kind
     value: Any = field(default=None, compare=False)

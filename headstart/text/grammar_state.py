@@ -68,9 +68,8 @@ class GrammarState:
         self._masks: dict[int, Mask] = {}  # by the number of tokens before
 
     def mask(self) -> Mask:
-        """[ceil(vocab_size / 32)] allowed next tokens. End-of-text ids are allowed exactly where the text may end
-        (`accepting`), and alone once it is `done`; then the mask is empty if the tokenizer has no such id. After an
-        `error` it is empty."""
+        """[ceil(vocab_size / 32)] allowed next tokens: end-of-text ids exactly where the text may end (`accepting`),
+        and alone once it is `done`. Empty after an `error`, and where a `done` text has no such id."""
         if not self._num_ends and not self._matcher.is_stopped():
             cached = self._masks.get(len(self._tokens))
             if cached is not None and not self._matcher.is_error():
@@ -97,8 +96,7 @@ class GrammarState:
         return bits
 
     def _refused(self, special: Mask) -> Mask:
-        """Special tokens that the library's masks allow, but its steps refuse: complements match their inner
-        spelling."""
+        """Special tokens that masks allow, but steps refuse: complements match their inner spelling."""
         for token in np.flatnonzero(np.unpackbits(special.view(np.uint8), bitorder="little")).tolist():
             if self._matcher.validate_tokens([token]) == 1:
                 special[token // 32] &= ~np.uint32(1 << token % 32)
@@ -174,8 +172,7 @@ class GrammarState:
         return True
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens, and an `error` that came after the others. Raises ValueError if there are
-        fewer."""
+        """Undo the last `count` tokens, and a later `error`. Raises ValueError if there are fewer."""
         if not 0 <= count <= len(self):
             raise ValueError(f"cannot undo {count} of {len(self)} tokens")
         ends = min(count, self._num_ends)

@@ -60,8 +60,7 @@ class LibraryVocabulary:
         self._longest = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of `text` as the tokenizer encodes it inside a longer text; of a long text only those of its
-        beginning."""
+        """Ids of `text` as the tokenizer encodes it in a longer text; of a long text only those of its beginning."""
         data = _beginning(text.encode() if isinstance(text, str) else text)
         readable = data.decode("utf-8", "replace")
         for anchor in ("", _ANCHOR):

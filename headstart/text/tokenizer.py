@@ -62,9 +62,8 @@ class Tokenizer:
         return cls(inner, eos_ids=_gguf_tokenizer.end_ids_of(metadata), bos_id=bos, where=where)
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special` adds the model's special tokens around a raw text (often bos).
-        `parse_special`: names of special tokens inside the text become those tokens, as in the output of a chat
-        template; else they are plain text."""
+        """Token ids of `text`. `add_special` adds special tokens around a raw text (often bos). `parse_special`: names
+        of special tokens become those tokens, as in a chat template's output; else plain text."""
         inner = self._inner if parse_special else self._literal
         try:
             text.encode()

@@ -137,8 +137,7 @@ class MeasuredSpeedup:
 def measure_speedup(
     model: str, head: Path, examples: Sequence[Example], depth: int, threads: int | None
 ) -> MeasuredSpeedup | None:
-    """Decode held-out prompts greedily, one at a time, alternating with and without the head. None if no example has
-    a prompt that fits."""
+    """Decode held-out prompts greedily with and without the head, in turn; None where no prompt fits."""
     prompts = [ids for ids in map(prompt_of, examples) if ids][:PROMPTS]
     if not prompts:
         return None

@@ -221,8 +221,7 @@ def _record(prompt: ConversationPrompt, choice: Choice, reason: str) -> dict[str
 
 
 def user_turn_ids(llm: LLM) -> list[int]:
-    """Token ids up to the first word of a user's turn. A model without a chat template gets its begin token, or else
-    its end token."""
+    """Token ids up to a user's first word. A model without a chat template gets its begin or end token."""
     if not llm.has_chat_template:
         return llm.encode("", raw=True) or sorted(llm.tokenizer.eos_ids)[:1]
     template = llm.model.checkpoint.chat_template()

@@ -136,8 +136,7 @@ def _unrolled_attention(
 
 
 def _mask(num_rows: int, num_own: int, spec: KVSpec, like: Tensor) -> Tensor:
-    """Additive mask [T, T + own steps]: 0 where row p sees the step-1 key of an origin, and for its own later keys;
-    -inf elsewhere."""
+    """Additive mask [T, T + own steps]: 0 where row p sees an origin's step-1 key, and own later keys; else -inf."""
     unseen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=like.device).triu(1)
     if spec.window:
         unseen |= torch.ones_like(unseen).tril(num_own - spec.window)  # step i is at its origin's position + i - 1

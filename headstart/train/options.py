@@ -22,8 +22,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options of `headstart train`. Exactly one of `minutes` and `tokens` bounds the run; a later run with a larger
-    bound continues it."""
+    """Options of `headstart train`. `minutes` or `tokens` bounds the run; one with a larger bound continues it."""
 
     model: str
     out: Path
@@ -101,8 +100,7 @@ def check(options: TrainOptions) -> None:
 
 
 def _check_model(options: TrainOptions) -> None:
-    """Raises ModelError or UsageError where the model, the head to begin with or the head at `out` rule the run out.
-    Reads headers only."""
+    """Raises ModelError or UsageError where model, head or the head at `out` rule the run out. Reads headers only."""
     checkpoint = find_checkpoint(options.model)
     family = find_family(checkpoint)
     config = read_config(checkpoint, family)

@@ -20,8 +20,7 @@ ShowProgress = Callable[[float, str], None]  # called with the share done (0 to 
 
 @contextmanager
 def show_progress(title: str) -> Iterator[ShowProgress]:
-    """Shows one phase of a training command, as a bar on a terminal and as lines elsewhere; yields the function that
-    reports its progress."""
+    """Shows a phase of training, as a bar on a terminal and as lines elsewhere; yields the reporting function."""
     console, last = Console(stderr=True), 0.0
 
     def show_line(share: float, text: str) -> None:

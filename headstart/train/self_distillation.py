@@ -99,8 +99,7 @@ def _manifest_model(manifest: Path) -> str:
 
 
 def run(options: DataOptions, progress: Progress = no_progress) -> Report:
-    """Write data up to the bound. Raises UsageError for bad input, CapacityError when the disk is full; written records
-    stay usable."""
+    """Write data up to the bound. Raises UsageError, and CapacityError when the disk is full; records stay usable."""
     check(options)
     config = replace(options.config, drafter="none", depth=0, max_num_seqs=max(options.config.max_num_seqs, MAX_SEQS))
     with locked_folder(options.out):

@@ -141,8 +141,7 @@ class Trainer:
 
 
 def rate_factor(recipe: Recipe, done: float) -> float:
-    """Learning rate as a share of the highest, where `done` of the schedule is over: linear warm-up, then a cosine
-    down to the floor."""
+    """Learning rate as a share of the highest at `done` of the schedule: linear warm-up, cosine down to the floor."""
     # at least one step's worth, or the first step of a time-based run would have rate 0
     ramp = min(1.0, (done + 1e-3) / recipe.warmup)
     return ramp * (recipe.floor + (1 - recipe.floor) * (1 + math.cos(math.pi * done)) / 2)
@@ -162,8 +161,7 @@ def apply_gradients(
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with learning rates that match AdamW's, in float32 on CPUs: few have instructions for torch's
-    bfloat16."""
+    """torch's Muon at AdamW's learning rates, in float32 on CPUs: few have instructions for torch's bfloat16."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -80,8 +80,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A config.json, taken apart. `kind`: dflash or dspark; `inner`: where sizes of its layers stand; `flash`: the
-    keys of its own sections."""
+    """A config.json. `kind`: dflash or dspark; `inner`: sizes of its layers; `flash`: keys of its own sections."""
 
     kind: str
     document: Document

@@ -63,8 +63,7 @@ def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
 
 
 def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
-    """As vllm-project/speculators publishes it. Raises ModelError as as_dflash, and for what its container has no word
-    for."""
+    """As vllm-project/speculators publishes it. Raises ModelError as as_dflash, and for what it has no word for."""
     block = _block(head)
     kind = "dspark" if block.anchor_predicts or block.markov_rank else "dflash"
     for wrong, what in (

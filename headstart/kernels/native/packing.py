@@ -176,8 +176,7 @@ class PackedCache:
         return matrix
 
     def save(self) -> bool:
-        """Rewrite the file with old and new matrices, if there are new ones; called after a load. Returns whether the
-        file was written."""
+        """Rewrite the file with old and new matrices, if there are new ones. Returns whether it was written."""
         new, self._new = self._new, {}
         if not new or not self.path or not self.key:
             return False
@@ -198,8 +197,7 @@ def _identity(tensor: RawTensor) -> str:
 
 
 def _read(path: Path, key: Key) -> tuple[Bytes, dict[str, _Entry]]:
-    """Map a file: (bytes, entries). Raises ValueError, KeyError, TypeError, struct.error or OSError if it is
-    invalid."""
+    """Map a file: (bytes, entries). Raises ValueError, KeyError, TypeError, struct.error or OSError."""
     mapped = np.asarray(np.memmap(path, np.uint8, "r"))
     magic, length, crc = _PREFIX.unpack(mapped[: _PREFIX.size].tobytes())
     header = mapped[_PREFIX.size : _PREFIX.size + length].tobytes()

@@ -417,8 +417,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: IndexSpec) -> T
 
 
 def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """The top_k visible positions by score, bool [..., L]; scores, visible [..., L]. Ties: the first; NaN comes
-    last."""
+    """The top_k visible positions by score, bool [..., L]; scores, visible [..., L]. Ties: the first; NaN: last."""
     least = torch.finfo(scores.dtype).min
     kept = torch.where(scores.isnan(), least, scores).clamp(min=least).masked_fill(~visible, float("-inf"))
     order = kept.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
@@ -426,8 +425,7 @@ def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
 
 
 def largest_blocks(approximate: Tensor, count: int) -> Tensor:
-    """bool [R, width]: True in the `count` blocks of REFINED columns with the largest maximum (ties: the lower
-    block)."""
+    """bool [R, width]: True in the `count` blocks of REFINED columns with the largest maximum (ties: the lower)."""
     width = approximate.shape[-1]
     blocks = torch.nn.functional.pad(approximate, (0, -width % REFINED), value=float("-inf")).unflatten(
         -1, (-1, REFINED)

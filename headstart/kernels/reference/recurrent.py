@@ -109,8 +109,7 @@ def _longs(values: NDArray[np.int32]) -> Tensor:
 def _sources(
     plan: StepPlan, replayed: NDArray[np.int32], lengths: NDArray[np.int32], num_rows: int, num_kept: int
 ) -> Tensor:
-    """int64 [S, T]: each sequence's row at each step, as an index into [rows of the pass; kept rows of each
-    sequence]."""
+    """int64 [S, T]: each sequence's row at each step, as an index into [rows of the pass; kept rows of each]."""
     steps = np.arange(lengths.max())[None]
     kept = num_rows + np.arange(len(lengths))[:, None] * num_kept + steps
     new = plan.row_starts[:-1, None] + steps - replayed[:, None]

@@ -27,8 +27,7 @@ def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
 
 
 def refuse(body: Body, unsupported: Mapping[str, tuple[tuple[Any, ...], str]], ignored: frozenset[str]) -> None:
-    """Remove ignored members of a body. Raises BodyError for an unsupported member (name -> neutral values, hint) with
-    another value."""
+    """Remove ignored members of a body. Raises BodyError for an unsupported one (name -> neutral values, hint)."""
     extra = body.model_extra or {}
     for name, (nothing, hint) in unsupported.items():
         if extra.get(name) is not None and extra[name] not in nothing:

@@ -43,8 +43,7 @@ class DraftedToken(ResponseModel):
 
 
 class PassToken(DraftedToken):
-    """A token of the text; one that was not drafted has no score. Joined, their texts are the choice's before stop
-    strings and parsers."""
+    """A token of the text; its score, if it was drafted. Joined, texts are the choice's before stops and parsers."""
 
     accepted: bool
 
@@ -187,17 +186,14 @@ class OpenAIRenderer(ResponseRenderer):
         return document
 
     def _logprobs_of_prompt(self, first: GeneratedChoice) -> RawJson:
-        """vLLM's shape: token id -> its logprob and text, the token itself first. Built once for all choices of a
-        prompt."""
+        """vLLM's shape: token id -> its logprob and text, the token itself first. Built once for all choices."""
         if first.index not in self._prompt_logprobs:
             text = self._tokenizer.token_text
             pieces = ["null"]
             for entry in first.prompt_logprobs:
                 pairs = dict([(entry.token, entry.logprob), *entry.top])
-                document = {
-                    str(token): {"logprob": value, "decoded_token": text(token)} for token, value in pairs.items()
-                }
-                pieces.append(compact_json(document))
+                facts = {token: {"logprob": value, "decoded_token": text(token)} for token, value in pairs.items()}
+                pieces.append(compact_json({str(token): each for token, each in facts.items()}))
             self._prompt_logprobs[first.index] = RawJson(f"[{','.join(pieces)}]")
         return self._prompt_logprobs[first.index]
 
@@ -316,10 +312,9 @@ class ChatRenderer(OpenAIRenderer):
 
     def _logprobs(self, entries: Seq[TokenLogprob]) -> list[Json]:
         return [
-            {**self._token(each.token, each.logprob),
-             "top_logprobs": [self._token(token, value) for token, value in each.top]}
+            self._token(each.token, each.logprob) | {"top_logprobs": [self._token(*pair) for pair in each.top]}
             for each in entries
-        ]  # fmt: skip
+        ]
 
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._token_name(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}

@@ -136,18 +136,15 @@ async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
 async def _embed(
     request: Request, served: ServedModel, given: str | list[Any], dimensions: int | None, *, cut: bool
 ) -> tuple[list[Vectors], int] | None:
-    """Vectors of texts, and the number of their tokens; None where the client has gone. `cut`: only the beginning of
-    a text that is too long is read."""
+    """Vectors of texts, and the number of tokens; None where the client has gone. `cut`: texts may be too long."""
     size = served.llm.model.config.hidden_size
     if dimensions not in (None, size):
         raise UsageError(f"dimensions is {dimensions}, but embeddings of this model have {size}", "leave it out")
     state, incoming, account = state_of(request), body_of(request), account_of(request)
 
     async def work() -> tuple[list[Vectors], int]:
-        pools = state.body_reader.pools
-        requests = await pools.run(
-            pool_of(incoming), _requests, served.llm, list_of_texts(given, "input"), cut, account
-        )
+        pools, texts = state.body_reader.pools, list_of_texts(given, "input")
+        requests = await pools.run(pool_of(incoming), _requests, served.llm, texts, cut, account)
         incoming.release()
         vectors: list[Vectors] = []
         for start in range(0, len(requests), MAX_IN_ENGINE):

@@ -172,12 +172,8 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
             thought += part.thinking or ""
         elif part.type != "redacted_thinking":
             text += _text_of(part, f"{place}.{number}")
-    return {
-        "role": "assistant",
-        "content": text,
-        **({"reasoning_content": thought} if thought else {}),
-        **({"tool_calls": calls} if calls else {}),
-    }
+    optional = {"reasoning_content": thought, "tool_calls": calls}
+    return {"role": "assistant", "content": text} | {name: value for name, value in optional.items() if value}
 
 
 def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:

@@ -202,10 +202,9 @@ def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
         if message.images:
             place = f"messages.{number}.images"
             raise BodyError(f"{place} is not supported", place, REFUSED["images"][1])
-        calls = [
-            {"type": "function", "function": {"name": each.function.name, "arguments": each.function.arguments or {}}}
-            for each in message.tool_calls or ()
-        ]
+        functions = (each.function for each in message.tool_calls or ())
+        told = ({"name": each.name, "arguments": each.arguments or {}} for each in functions)
+        calls = [{"type": "function", "function": each} for each in told]
         yield {
             "role": message.role,
             "content": message.content or "",
@@ -445,8 +444,7 @@ def _description(slot: ModelSlot, name: str) -> Json:
 
 
 def _details(checkpoint: Checkpoint | None) -> Json:
-    """`digest` is of names, types and shapes of all tensors, not of a file. Empty for a model that is not on this
-    machine."""
+    """`digest`: of names, types and shapes of all tensors, not of a file. Empty for a model that is not here."""
     tensors = list(checkpoint.tensors.values()) if checkpoint else []
     family = str(checkpoint.config.get("model_type", "")) if checkpoint else ""
     table = "\n".join(sorted(f"{each.name} {each.dtype} {each.shape}" for each in tensors))

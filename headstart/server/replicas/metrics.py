@@ -39,10 +39,12 @@ async def list_replicas(replica: ReplicaId, own: str) -> list[dict[str, Any]]:
     """Each replica with its state and its load (None where it does not answer)."""
     group = await asyncio.to_thread(replica.group)
     texts = await _texts(replica, group, own)
-    loads = {
-        number: {name: total(text, metric) for name, metric in LOAD_METRICS.items()} for number, text in texts.items()
-    }
-    return [vars(each) | loads.get(each.number, dict.fromkeys(LOAD_METRICS)) for each in group.replicas]
+    found = []
+    for each in group.replicas:
+        text = texts.get(each.number)
+        loads = {name: None if text is None else total(text, metric) for name, metric in LOAD_METRICS.items()}
+        found.append(vars(each) | loads)
+    return found
 
 
 async def _texts(replica: ReplicaId, group: ReplicaGroup, own: str) -> dict[int, str]:

@@ -131,9 +131,8 @@ async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: in
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((HOST, 0))
         port = reserved.getsockname()[1]
-    process = await asyncio.create_subprocess_exec(
-        *command(words, replica, port, share.threads), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
-    )
+    arguments, nothing = command(words, replica, port, share.threads), asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(*arguments, stdin=nothing, start_new_session=True)
     return ReplicaProcess(replica.number, port, share, starts, process)
 
 
@@ -236,9 +235,8 @@ class ReplicaSupervisor:
 
     async def _start(self, number: int) -> ReplicaProcess:
         self.starts[number] = self.starts.get(number, 0) + 1
-        child = await spawn(
-            self.settings.words, ReplicaId(self.folder, number), self.settings.shares[number], self.starts[number]
-        )
+        settings, replica = self.settings, ReplicaId(self.folder, number)
+        child = await spawn(settings.words, replica, settings.shares[number], self.starts[number])
         before = self.children.get(number)
         if before is None or not before.is_alive:
             self.children[number] = child
@@ -287,11 +285,8 @@ class ReplicaSupervisor:
             code = await self.router.process.wait()
             if self.stopping:
                 return
-            log.error(
-                "the router ended %s; it is started again: %s",
-                describe_exit(code),
-                "".join([*self.router.last_lines][-1:]),
-            )
+            said = "".join([*self.router.last_lines][-1:])
+            log.error("the router ended %s; it is started again: %s", describe_exit(code), said)
             failed = 0 if time.monotonic() - begun >= STABLE_S else failed + 1
             await asyncio.sleep(PAUSES[min(failed, len(PAUSES) - 1)])
             with suppress(UsageError):
@@ -388,11 +383,8 @@ class ReplicaSupervisor:
 
     def _write(self) -> None:
         """Write the group's file."""
-        replicas = [self._info(number, share) for number, share in enumerate(self.settings.shares)]
-        group = ReplicaGroup(
-            room=self.settings.room, router=self.router.metrics, token=self.token, replicas=tuple(replicas)
-        )
-        group.write(self.folder)
+        room, replicas = self.settings.room, tuple(self._info(*each) for each in enumerate(self.settings.shares))
+        ReplicaGroup(room=room, router=self.router.metrics, token=self.token, replicas=replicas).write(self.folder)
 
     def _info(self, number: int, share: CpuShare) -> ReplicaInfo:
         if (child := self.children.get(number)) is not None:

@@ -146,8 +146,7 @@ class PythonCallParser(ToolParser):
 
 
 class PythonicParser(PythonCallParser):
-    """An answer that is no list of calls is content, as is the text after the list. Only calls of the request's tools
-    count."""
+    """An answer that is no list of calls of the request's tools is content, as is the text after the list."""
 
     marks = ("[func_name1(params_name1=",)
     _tools_only = True

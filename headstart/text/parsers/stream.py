@@ -309,8 +309,7 @@ class JsonValueParser(Parser):
             raise
 
     def _comma(self, sink: Sink, opening: str) -> Steps[None]:
-        """A comma and the white space after it, which are dropped where neither a word, a text nor one of the brackets
-        `opening` follows."""
+        """A comma and white space, which are dropped where no word, text or bracket of `opening` follows."""
         yield from self._expect(",")
         gap: list[str] = []
         yield from self._read_run(_SPACE, gap.append)

@@ -98,8 +98,7 @@ class ToolParser(JsonValueParser):
             self._position = 0
 
     def _stream_arguments(self, *ends: str) -> Steps[None]:
-        """Emit the arguments: a JSON object as it comes. Several objects are calls of the same function. `ends`: where
-        malformed arguments end."""
+        """Emit the arguments: JSON objects, each of one call. `ends`: where malformed arguments end."""
         yield from self._skip_space()
         stops = (*ends, *self.opens)
         while True:
