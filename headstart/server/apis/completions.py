@@ -43,7 +43,8 @@ class DraftedToken(ResponseModel):
 
 
 class PassToken(DraftedToken):
-    """A token of the text; its score, if it was drafted. Joined, texts are the choice's before stops and parsers."""
+    """A token of the text; one that was not drafted has no score. Joined, their texts are the choice's before stop
+    strings and parsers."""
 
     accepted: bool
 
