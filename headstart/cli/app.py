@@ -182,8 +182,7 @@ def _internal_error(error: Exception) -> int:
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exc()
     where = traceback.extract_tb(error.__traceback__)[-1]
-    print_error(
-        f"internal error: {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})",
-        f"{TRACEBACK_VARIABLE}=1 shows the trace; please report it",
-    )
+    place = f"{Path(where.filename).name}:{where.lineno}"
+    hint = f"{TRACEBACK_VARIABLE}=1 shows the trace; please report it"
+    print_error(f"internal error: {type(error).__name__}: {error} ({place})", hint)
     return INTERNAL.exit_code

@@ -152,10 +152,10 @@ def _print_loaded(data: dict[str, Any]) -> None:
     if not data["models"]:
         print("no model is in memory")
         return
-    rows = [
-        (each["name"], f"{each['bytes'] / 1e6:.0f} MB", each["context"], until(each["expires_at"]))
-        for each in data["models"]
-    ]
+    rows = []
+    for each in data["models"]:
+        size = f"{each['bytes'] / 1e6:.0f} MB"
+        rows.append((each["name"], size, each["context"], until(each["expires_at"])))
     print_table(("model", "weights", "context", "leaves"), rows)
     if not data["replicas"]:
         return

@@ -305,10 +305,10 @@ class Command:
                 raise ParseError(f"{item.label} is missing", f"for example: {self.examples[0]}")
             else:
                 values[item.name] = item.default_value
-        return {
-            name: group[0].collect({item.name: values[item.name] for item in group[1]}) if group else settings
-            for name, group in self._groups.items()
-        }
+        found = {}
+        for name, group in self._groups.items():
+            found[name] = group[0].collect({item.name: values[item.name] for item in group[1]}) if group else settings
+        return found
 
 
 def command(*examples: str, rewrite: Rewrite | None = None) -> Callable[[Callable[..., int]], Command]:

@@ -96,11 +96,8 @@ class Settings:
                 hidden = first.union(*(group for group in EXCLUSIVE if group & first))
                 if not scope:
                     hidden |= NOT_SHARED.get(command, frozenset())
-                found |= {
-                    each.name: each
-                    for each in source
-                    if each.scope == scope and each.name in self.options[command] and each.name not in hidden
-                }
+                known = (each for each in source if each.scope == scope and each.name not in hidden)
+                found |= {each.name: each for each in known if each.name in self.options[command]}
         return found
 
     def replaced_by(self, setting: Setting) -> Setting | None:

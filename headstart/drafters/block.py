@@ -76,11 +76,8 @@ class BlockNetwork:
             found = {"confidence": confidence(ops, embedded)} if confidence else {}
             return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
 
-        programs = {
-            FEATURES: NetworkProgram(features, self.hidden_width),
-            BLOCK: NetworkProgram(block),
-            STATES: NetworkProgram(states),
-        }
+        keep = NetworkProgram(features, self.hidden_width)
+        programs = {FEATURES: keep, BLOCK: NetworkProgram(block), STATES: NetworkProgram(states)}
         return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
 
 

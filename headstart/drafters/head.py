@@ -82,11 +82,8 @@ class HeadDrafter(Drafter):
         eligible: list[EarlyDraftRequest] = []
         for request in requests:
             tokens = request.sequence.tokens
-            start = (
-                min(self._runner.filled(self._network, request.sequence), len(tokens))
-                if self._modules_with_kv
-                else len(tokens)
-            )
+            known = self._runner.filled(self._network, request.sequence)
+            start = min(known, len(tokens)) if self._modules_with_kv else len(tokens)
             if len(tokens) - start <= MAX_EARLY_PAIRS:
                 ids = [*tokens[start:], *request.sequence.draft.tokens, 0]
                 parts.append(Rows(request.sequence, start, ids, 1))

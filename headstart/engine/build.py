@@ -54,10 +54,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     vocabulary = reduced_vocabulary(model, config.draft_vocab) if drafter_type else DraftVocabulary()
     drafter = drafter_type.attach(_target(model, config, runner, vocabulary)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
-        raise UsageError(
-            f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most",
-            f"use --depth {drafter.max_depth} or less",
-        )
+        hint = f"use --depth {drafter.max_depth} or less"
+        raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
     trunk = DecoderNetwork(model.decoder, drafter.tap if drafter else None)
     hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(handle.network for handle in runner.networks)]
@@ -163,10 +161,8 @@ def _head_drafter(model: Model, kind: str) -> str:
     own_kind = model.head.spec.kind if model.head else None
     if own_kind != kind:
         has = f"its head is of kind {own_kind}" if own_kind else "it has none"
-        raise UsageError(
-            f"the model has no {head_kind(kind).title} head ({has})",
-            f"attach one with --head DIR, or use the drafter {own_kind or 'ngram'}, or --no-mtp",
-        )
+        hint = f"attach one with --head DIR, or use the drafter {own_kind or 'ngram'}, or --no-mtp"
+        raise UsageError(f"the model has no {head_kind(kind).title} head ({has})", hint)
     return head_kind(kind).drafter
 
 

@@ -157,11 +157,9 @@ class Drafting:
         if self.samples is None and (self.depth != AUTO or self.drafter is None):
             return
         rows = sum([span.num_sample for span in spans])
-        work = PassShape(
-            rows=rows,
-            prompt_rows=sum([span.num_rows for span in spans]) - rows,
-            reach=sum([span.num_rows * (span.start + span.num_rows) for span in spans]),
-        )
+        prompt_rows = sum([span.num_rows for span in spans]) - rows
+        reach = sum([span.num_rows * (span.start + span.num_rows) for span in spans])
+        work = PassShape(rows=rows, prompt_rows=prompt_rows, reach=reach)
         if self.samples is not None:
             self.samples.record_pass(work, pass_s)
             return

@@ -252,10 +252,9 @@ def _longrope(metadata: Mapping[str, Any], arch: str, tensors: Mapping[str, Tens
     if not all(each is not None and each.here for each in both):
         return None
     short, long = (each.float32().tolist() for each in both if each is not None)
-    found = {
-        "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
-        "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
-    }
+    scaling = f"{arch}.rope.scaling"
+    found = {"attention_factor": metadata.get(f"{scaling}.attn_factor")}
+    found["original_max_position_embeddings"] = metadata.get(f"{scaling}.original_context_length")
     return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **found}
 
 

@@ -276,10 +276,8 @@ class Weights:
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
-        return ModelError(
-            f"{name} belongs to a packing: weights quantized as {method} cannot be read",
-            "take the unquantized model, FP8 with weight_scale_inv, or a GGUF file",
-        )
+        hint = "take the unquantized model, FP8 with weight_scale_inv, or a GGUF file"
+        return ModelError(f"{name} belongs to a packing: weights quantized as {method} cannot be read", hint)
 
     def shape(self, stored: Stored) -> Shape:
         shape = self.look(stored)[1].shape

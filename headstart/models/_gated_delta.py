@@ -327,13 +327,9 @@ NEWER: dict[str, Any] = {
 
 def llama_cpp_draft(architecture: str) -> LlamaCppDraft:
     """Of Qwen3.5 and later ones."""
+    names = LLAMA_CPP_KEYS + LINEAR_KEYS
     return LlamaCppDraft(
-        architecture=architecture,
-        pre_tokenizer="qwen35",
-        keys=LLAMA_CPP_KEYS + LINEAR_KEYS,
-        norm_shift=1.0,
-        rotary=0.25,
-        recurrent=True,
+        architecture=architecture, pre_tokenizer="qwen35", keys=names, norm_shift=1.0, rotary=0.25, recurrent=True
     )
 
 

@@ -14,13 +14,8 @@ from headstart.models.reading import Reading
 from headstart.models.small import Arrays
 
 OUTSIDE = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "audio_tower.",
-    "embed_audio.",
-    "vision_embedder.",
-)
+    "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.",
+)  # fmt: skip
 NAMES = Names(
     {
         "model.": "",
@@ -104,16 +99,9 @@ def attention(config: Reading, window: int, source_layer: int | None, keys_are_v
     """Of Gemma 3n and 4: scores are not scaled, q, k and v are normed. `window`: 0 in full layers."""
     bias = keys.flag(config, "attention_bias")
     return keys.attention(
-        config,
-        scale=1.0,
-        window=window,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        v_norm=True,
-        keys_are_values=keys_are_values,
-        source_layer=source_layer,
-    )
+        config, scale=1.0, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True, v_norm=True,
+        keys_are_values=keys_are_values, source_layer=source_layer,
+    )  # fmt: skip
 
 
 def own_keys(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:

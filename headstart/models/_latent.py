@@ -52,21 +52,16 @@ def mixer(config: Config) -> MLAConfig:
 
 
 def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:
-    heads, dim = (
-        number(config, "index_n_heads", needs="the indexer"),
-        number(config, "index_head_dim", needs="the indexer"),
-    )
+    heads = number(config, "index_n_heads", needs="the indexer")
+    dim = number(config, "index_head_dim", needs="the indexer")
     if not number(config, "q_lora_rank", default=0, least=0):
         raise ModelError(
             "config.json: there is an indexer, but no q_lora_rank", "its queries come from compressed ones"
         )
     if dim < rope.rotary_dim:
         raise ModelError(f"config.json: index_head_dim is {dim}, but {rope.rotary_dim} features are rotated")
-    return IndexerConfig(
-        spec=IndexSpec(heads, dim, number(config, "index_topk")),
-        rope=rope,
-        interleaved=flag(config, "indexer_rope_interleave"),
-    )
+    spec, interleaved = IndexSpec(heads, dim, number(config, "index_topk")), flag(config, "indexer_rope_interleave")
+    return IndexerConfig(spec=spec, rope=rope, interleaved=interleaved)
 
 
 def _temperature(config: Config) -> float:

@@ -32,10 +32,8 @@ def parse(config: Config) -> DecoderConfig:
     feeds = keys.feed_kinds(config, "first_k_dense_replace")
     prefix = number(config, "prefix_dense_sliding_window_pattern", default=1)
     width = number(config, "prefix_dense_intermediate_size", "intermediate_size")
-    parts: dict[str, FeedForwardConfig] = {
-        DENSE: keys.mlp(keys.inside(config, {"intermediate_size": width})),
-        SPARSE: _experts(config),
-    }
+    dense = keys.mlp(keys.inside(config, {"intermediate_size": width}))
+    parts: dict[str, FeedForwardConfig] = {DENSE: dense, SPARSE: _experts(config)}
 
     def layer(kind: str, feed: str, *, rotated: bool) -> LayerConfig:
         still: dict[str, Any] = {} if rotated or kind == SLIDING else {"rope": None}

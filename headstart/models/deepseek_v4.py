@@ -47,10 +47,8 @@ def parse(config: Config) -> DecoderConfig:
     rates = _rates(config)
     mixers = {kind: _mixer(config, kind, rates) for kind in (SLIDING, SPARSE, HEAVY)}
     feeds = {kind: _experts(config, hashed=kind == HASHED) for kind in (HASHED, CHOSEN)}
-    streams = StreamSpec(
-        number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20),
-        real(config, "hc_eps", 1e-6),
-    )  # fmt: skip
+    count, steps = number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20)
+    streams = StreamSpec(count, steps, real(config, "hc_eps", 1e-6))
 
     def layer(kind: str, feed: str) -> LayerConfig:
         return keys.layer(config, mixers[kind], feeds[feed], streams=streams)

@@ -31,12 +31,8 @@ def parse(config: Config) -> DecoderConfig:
     sparse = [(i + 1) % every == 0 and first <= i <= (count - 1 if last == -1 else last) for i in range(count)]
     dense = keys.layer(config, mixer, keys.mlp(config))
     experts = keys.layer(config, mixer, _experts(config)) if any(sparse) else dense
-    return keys.decoder(
-        config,
-        [experts if each else dense for each in sparse],
-        mtp_layer=dense,
-        tied=flag(config, "tie_word_embeddings", True),
-    )
+    layers, tied = [experts if each else dense for each in sparse], flag(config, "tie_word_embeddings", True)
+    return keys.decoder(config, layers, mtp_layer=dense, tied=tied)
 
 
 def _experts(config: Config) -> MoEConfig:

@@ -28,10 +28,8 @@ def parse(config: Config) -> DecoderConfig:
     guess = _attention(config, width if kinds[0] == SLIDING else 0, any(windows))
     dense, experts = keys.mlp(config), keys.sigmoid_experts(config)
     feeds = keys.feed_kinds(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1)
-    layers = [
-        keys.layer(config, mixers[window], dense if feed == keys.DENSE else experts)
-        for window, feed in zip(windows, feeds, strict=True)
-    ]
+    parts = ((window, dense if feed == keys.DENSE else experts) for window, feed in zip(windows, feeds, strict=True))
+    layers = [keys.layer(config, mixers[window], part) for window, part in parts]
     return keys.decoder(config, layers, mtp_layer=keys.layer(config, guess, dense))
 
 

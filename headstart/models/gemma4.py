@@ -40,13 +40,8 @@ def parse(config: Config) -> DecoderConfig:
     first = count - number(config, "num_kv_shared_layers", default=0, least=0)
 
     def layer(i: int) -> LayerConfig:
-        post_block = PerLayerConfig(
-            index=i,
-            count=count,
-            width=width,
-            vocab_size=table,
-            activation=keys.activation(config),
-        )
+        activation = keys.activation(config)
+        post_block = PerLayerConfig(index=i, count=count, width=width, vocab_size=table, activation=activation)
         read = reads[kinds[i]].inside(_own(config, kinds[i], i))
         mixer = _attention(read, kinds[i], window, _gemma.shared_layer(kinds, first, i))
         more = {"post_block": post_block if width else None, "has_layer_scalar": True}

@@ -30,13 +30,8 @@ def parse(config: Config) -> DecoderConfig:
         qk_norm=flag(config, "use_qk_norm"),
     )
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
-    return keys.decoder(
-        config,
-        keys.dense_or_sparse(config, mixer, sparse, listed=False),
-        mtp_layer=sparse,
-        mtp_recycle=keys.mtp_recycle(config),
-        tied=tied,
-    )
+    layers, recycle = keys.dense_or_sparse(config, mixer, sparse, listed=False), keys.mtp_recycle(config)
+    return keys.decoder(config, layers, mtp_layer=sparse, mtp_recycle=recycle, tied=tied)
 
 
 FAMILY = Family(

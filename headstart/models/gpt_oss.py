@@ -39,10 +39,8 @@ def parse(config: Config) -> DecoderConfig:
         _with_rope(config), qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias), sinks=True
     )
     experts = _experts(config)
-    mixers = [
-        replace(attention, spec=replace(attention.spec, window=window)) if kind == keys.SLIDING else attention
-        for kind in kinds
-    ]
+    sliding = replace(attention, spec=replace(attention.spec, window=window))
+    mixers = [sliding if kind == keys.SLIDING else attention for kind in kinds]
     return keys.decoder(config, [keys.layer(config, mixer, experts) for mixer in mixers])
 
 

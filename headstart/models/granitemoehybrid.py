@@ -28,13 +28,9 @@ def parse(config: Config) -> DecoderConfig:
     bias, eps = flag(config, "attention_bias"), real(config, "rms_norm_eps", 1e-6)
     plain = keys.attention(config)  # of heads that are trained on it
     scale = real(config, "attention_multiplier", 1.0)
-    attention = replace(
-        plain,
-        spec=replace(plain.spec, scale=scale),
-        rope=plain.rope if _rotated(config) else None,
-        qkv_bias=bias,
-        o_bias=flag(config, "attention_out_bias", bias),
-    )
+    spec, rope = replace(plain.spec, scale=scale), plain.rope if _rotated(config) else None
+    out = flag(config, "attention_out_bias", bias)
+    attention = replace(plain, spec=spec, rope=rope, qkv_bias=bias, o_bias=out)
     mixers: dict[str, MixerConfig] = {FULL: attention}
     if MAMBA in kinds:
         mixers[MAMBA] = _mamba2.mixer(config, activation=keys.activation(config), bias=flag(config, "mamba_proj_bias"))

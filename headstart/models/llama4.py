@@ -37,10 +37,8 @@ def parse(config: Config) -> DecoderConfig:
     if written:
         keys.refuse_others(config, {"sliding_window": None})  # 0: no chunks
     inner = number(config, "moe_intermediate_size" if written else "intermediate_size")
-    dense = MLPConfig(
-        inner=number(config, "intermediate_size" if written else "intermediate_size_mlp"),
-        activation=keys.activation(config),
-    )
+    width = number(config, "intermediate_size" if written else "intermediate_size_mlp")
+    dense = MLPConfig(inner=width, activation=keys.activation(config))
     experts = _experts(config, inner) if any(sparse) else dense
     normed = number(config, "num_experts") != WITHOUT_NORM if written else flag(config, "use_qk_norm", True)
     layers = [
@@ -60,12 +58,8 @@ def _sparse(config: Config, count: int) -> list[bool]:
 
 def _attention(config: Config, kind: str, rotated: bool, *, normed: bool) -> AttentionConfig:
     bias = flag(config, "attention_bias")
-    mixer = keys.attention(
-        config,
-        chunk=number(config, "attention_chunk_size", default=8192) if kind == CHUNKED else 0,
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    chunk = number(config, "attention_chunk_size", default=8192) if kind == CHUNKED else 0
+    mixer = keys.attention(config, chunk=chunk, qkv_bias=bias, o_bias=bias)
     if rotated:
         return replace(mixer, qk_norm=normed, qk_norm_after_rope=True, qk_norm_unweighted=True)
     every, strength = number(config, "floor_scale", default=8192), real(config, "attn_scale", 0.1)

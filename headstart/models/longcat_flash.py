@@ -60,11 +60,9 @@ def _mixer(config: Config) -> MLAConfig:
     hidden = number(config, "hidden_size")
     queries = flag(config, "mla_scale_q_lora", True)
     latents = flag(config, "mla_scale_kv_lora", True)
-    return replace(
-        mixer,
-        scale=mixer.scale * (math.sqrt(hidden / mixer.query_rank) if queries else 1.0),
-        latent_scale=math.sqrt(hidden / mixer.latent) if latents else 1.0,
-    )
+    of_queries = math.sqrt(hidden / mixer.query_rank) if queries else 1.0
+    of_latents = math.sqrt(hidden / mixer.latent) if latents else 1.0
+    return replace(mixer, scale=mixer.scale * of_queries, latent_scale=of_latents)
 
 
 def _mlp(config: Config) -> MLPConfig:

@@ -41,13 +41,8 @@ def parse(config: Config) -> DecoderConfig:
         keys.layer(config, mixers[kind], experts if each else dense, **more)
         for kind, each in zip(kinds, sparse, strict=True)
     ]
-    return keys.decoder(
-        ropes[FULL],
-        layers,
-        mtp_layer=keys.layer(config, mixers[SLIDING], dense, **more),
-        mtp_recycle=keys.mtp_recycle(config, "pre_norm"),
-        **more,
-    )
+    module, recycle = keys.layer(config, mixers[SLIDING], dense, **more), keys.mtp_recycle(config, "pre_norm")
+    return keys.decoder(ropes[FULL], layers, mtp_layer=module, mtp_recycle=recycle, **more)
 
 
 def _kinds(config: Config) -> list[str]:

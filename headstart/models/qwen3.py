@@ -13,10 +13,8 @@ from headstart.models.names import WRAPPED, Names
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
     bias = flag(config, "attention_bias")
-    mixers = [
-        keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
-        for window in keys.windows(config)
-    ]
+    same = {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
+    mixers = [keys.attention(config, window=window, **same) for window in keys.windows(config)]
     return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
 
 

@@ -22,14 +22,10 @@ def parse(config: Config) -> DecoderConfig:
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
     mixer = keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
     experts = keys.softmax_experts(keys.inside(config, {"norm_topk_prob": True}) if kind in SEEING else config)
-    return keys.decoder(
-        config,
-        [
-            keys.layer(config, mixer, experts if keys.has_experts(config, i) else keys.mlp(config))
-            for i in range(keys.num_layers(config))
-        ],
-        tied=tied,
-    )
+    layers = []
+    for i in range(keys.num_layers(config)):
+        layers.append(keys.layer(config, mixer, experts if keys.has_experts(config, i) else keys.mlp(config)))
+    return keys.decoder(config, layers, tied=tied)
 
 
 FAMILY = Family(

@@ -107,12 +107,8 @@ class Reading(Mapping[str, Any]):
     def check(self, harmless: Mapping[str, str], where: str) -> None:
         """Raises ModelError, naming every key that nobody has read and that may change what the model says. `harmless`:
         keys that the family knows to change nothing, and why."""
-        strange = [
-            f"{key} is {_short(value)}"
-            for part in self._all
-            for key, value in part.items()
-            if key not in self._used and not _says_nothing(key, value, harmless)
-        ]
+        unread = ((key, value) for part in self._all for key, value in part.items() if key not in self._used)
+        strange = [f"{key} is {_short(value)}" for key, value in unread if not _says_nothing(key, value, harmless)]
         if strange:
             them = "which are" if len(strange) > 1 else "which is"
             raise ModelError(f"{where}: {', '.join(strange)}, {them} not known for {self['model_type']} models", WANTED)

@@ -64,11 +64,8 @@ LEFT: Mapping[str, str] = {
 
 def untaken(weights: Weights, modules: int | None = None) -> list[str]:
     """Tensors that nobody has taken: of the trunk, or of the first `modules` MTP modules."""
-    return sorted(
-        name
-        for name, tensor in weights.tensors.items()
-        if name not in weights.used and 0 not in tensor.shape and not _may_be_left(name, modules)
-    )
+    left = {name: each for name, each in weights.tensors.items() if name not in weights.used}
+    return sorted(name for name, each in left.items() if 0 not in each.shape and not _may_be_left(name, modules))
 
 
 def check_taken(weights: Weights) -> None:
@@ -153,10 +150,8 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
     held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
     for layer in sorted(each for each in held if each >= num_layers):
         if not family.head or f"layers.{layer}.eh_proj.weight" not in names:
-            raise ModelError(
-                f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0",
-                "correct num_hidden_layers",
-            )
+            what = f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0"
+            raise ModelError(what, "correct num_hidden_layers")
 
 
 def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:

@@ -129,10 +129,8 @@ class Account:
         """Charge a request. Raises LimitError, or CapacityError for a prompt that is larger than the budget."""
         for bucket in self.buckets["tokens"]:
             if prompt_tokens > bucket.capacity:
-                raise CapacityError(
-                    f"the prompt has {prompt_tokens} tokens, but this API key has {bucket.capacity:g} at most",
-                    "shorten the prompt",
-                )
+                what = f"the prompt has {prompt_tokens} tokens, but this API key has {bucket.capacity:g} at most"
+                raise CapacityError(what, "shorten the prompt")
         self._check("requests", 1)
         self._check("tokens", prompt_tokens)
         self.requests += 1
@@ -229,10 +227,8 @@ class Accounts:
         left to the others. `seconds`: until the client should try again."""
         if len(self._keyed) > 1 and account.held and account.held + count > PLACES_PER_FREE_PLACE * (free - count):
             account.refused += 1
-            raise LimitError(
-                f"this API key has {account.held} texts that run or wait, and places are left to other keys",
-                "try again when some have ended", seconds,
-            )  # fmt: skip
+            what = f"this API key has {account.held} texts that run or wait, and places are left to other keys"
+            raise LimitError(what, "try again when some have ended", seconds)
 
 
 def _account(digest: bytes, limits: AccountLimits) -> Account:

@@ -65,10 +65,8 @@ def build_unigram(
 ) -> tokenizers.Tokenizer:
     """A unigram tokenizer. Text never becomes a control token or a byte. Raises ModelError for broken tables."""
     text_types = (NORMAL, USER_DEFINED)
-    rows = [
-        (token, score if kind in text_types else _NEVER_SCORE)
-        for token, score, kind in zip(tokens, scores, types, strict=True)
-    ]
+    known = (score if kind in text_types else _NEVER_SCORE for score, kind in zip(scores, types, strict=True))
+    rows = list(zip(tokens, known, strict=True))
     try:
         model = models.Unigram(rows, unknown, BYTE in types)
     except Exception as error:  # the library raises bare Exception

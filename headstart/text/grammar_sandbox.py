@@ -60,10 +60,8 @@ class CompileSandbox:
         """Memory of the compiled constraint in bytes. Raises UsageError for an invalid or too expensive one,
         TooSlowError if it exceeds the time limit."""
         if not system.CAN_FORK:
-            raise UsageError(
-                f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation",
-                "make it simpler",
-            )
+            what = f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation"
+            raise UsageError(what, "make it simpler")
         for _ in range(2):  # an ended process is started again
             if self._process is None or self._process.owner != os.getpid():
                 self._process = _Process((self._table(), self._vocab_size, self._limits))

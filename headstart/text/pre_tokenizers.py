@@ -18,10 +18,8 @@ def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", lines: str =
 
 def _cased(digits: str, *, contractions: str = "", ends: str = r"[\r\n/]*", excluded: str = "") -> str:
     """Words end before a capital that follows a small letter. `excluded`: characters that are in no word."""
-    upper, lower = (
-        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]",
-        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]",
-    )
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{contractions}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{contractions}"
         rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_LINES}"

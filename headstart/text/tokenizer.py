@@ -172,11 +172,9 @@ def _build(path: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
     ends = {"bos_token": bos, "eos_token": eos}
     tokens = {name: token for name, token in ends.items() if token is not None} | named
     add_bos = config.get("add_bos_token", bos is not None)
-    _gguf_tokenizer.add_bos_eos(
-        inner,
-        tokens.get("bos_token") if add_bos else None,
-        tokens.get("eos_token") if config.get("add_eos_token", False) else None,
-    )
+    begin = tokens.get("bos_token") if add_bos else None
+    end = tokens.get("eos_token") if config.get("add_eos_token", False) else None
+    _gguf_tokenizer.add_bos_eos(inner, begin, end)
     return inner, tokens, file
 
 

@@ -119,10 +119,8 @@ def _check_model(options: TrainOptions) -> None:
         head = read_head(options.out)
         found = (head.spec.kind, head.hidden_size, head.vocab_size)
         if found != (options.kind, config.hidden_size, config.vocab_size):
-            raise UsageError(
-                f"{options.out} holds another head: kind {found[0]}, hidden size {found[1]}, vocabulary {found[2]}",
-                "give --out a new name",
-            )
+            what = f"kind {found[0]}, hidden size {found[1]}, vocabulary {found[2]}"
+            raise UsageError(f"{options.out} holds another head: {what}", "give --out a new name")
         if (tap := head_kind(options.kind).fit(head.spec, config).tap) != spec.tap:
             what = f"{options.out} holds another head: it taps {tap}, not {spec.tap}"
             raise UsageError(what, "give --out a new name")

@@ -195,11 +195,8 @@ class _TrainingRun:
                 hits = " ".join(f"{x:.2f}" for x in p.accepted) or "not yet"
                 show(each.share_done, f"loss {p.loss:.3f}  {p.rate:.0f} tok/s  held-out acceptance {hits}")
 
-            hooks = TrainingHooks(
-                on_checkpoint=partial(save_checkpoint, path=self.checkpoint),
-                on_evaluation=self._on_evaluation,
-                on_step=on_step,
-            )
+            save = partial(save_checkpoint, path=self.checkpoint)
+            hooks = TrainingHooks(on_checkpoint=save, on_evaluation=self._on_evaluation, on_step=on_step)
             train(trainer, self.data, hooks)
         return self._report(trainer)
 

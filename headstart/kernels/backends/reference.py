@@ -26,11 +26,5 @@ def open_reference(config: EngineConfig, files: tuple[Path, ...]) -> "ReferenceB
 
 
 BACKEND = BackendKind(
-    rank=90,
-    why="plain torch",
-    exact=False,
-    limits=limits,
-    open=open_reference,
-    uses_dtype=True,
-    packages=("torch",),
+    rank=90, why="plain torch", exact=False, limits=limits, open=open_reference, uses_dtype=True, packages=("torch",)
 )

@@ -162,10 +162,8 @@ class ProgramRecorder:
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
         biases = (list(each) for each in (experts.gate_bias, experts.up_bias, experts.down_bias))
-        return Symbol(
-            experts.down[0].rows,
-            self.program.experts(rows, chosen, gate, up, down, ACTIVATIONS[experts.activation], *biases),
-        )
+        kind = ACTIVATIONS[experts.activation]
+        return Symbol(experts.down[0].rows, self.program.experts(rows, chosen, gate, up, down, kind, *biases))
 
     def rope(self, x: Symbol, positions: Input, spec: RopeSpec, head_dim: int) -> Symbol:
         assert positions == "positions", positions

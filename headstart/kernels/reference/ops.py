@@ -222,10 +222,8 @@ class ReferenceOps:
 
     def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
         count = spec.count
-        output_weights, square = (
-            weights[..., count : 2 * count],
-            weights[..., 2 * count :].unflatten(-1, (count, count)),
-        )
+        output_weights = weights[..., count : 2 * count]
+        square = weights[..., 2 * count :].unflatten(-1, (count, count))
         mixed: Tensor = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
         return torch.flatten(output_weights[..., None].to(x.dtype) * x[..., None, :] + mixed, -2)
 
@@ -248,10 +246,8 @@ class ReferenceOps:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
             steps = (positions - spec.shift).clamp(min=0) * (-1 if spec.inverse else 1)
             angles = steps[..., None, None].double() * frequencies
-            self._rope_tables[key] = (
-                (angles.cos() * spec.scale).to(self._dtype),
-                (angles.sin() * spec.scale).to(self._dtype),
-            )
+            tables = (angles.cos() * spec.scale, angles.sin() * spec.scale)
+            self._rope_tables[key] = (tables[0].to(self._dtype), tables[1].to(self._dtype))
         return self._rope_tables[key]
 
     def store_kv(self, k: Tensor, v: Tensor, pool: TorchKVPool, spec: AttentionSpec) -> None:

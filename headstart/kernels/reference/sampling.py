@@ -179,11 +179,8 @@ def _spread(weights: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
 
 def _failures(best: Tensor) -> dict[int, str]:
     """Rows without a token, from the row maxima [L], with the reason."""
-    return {
-        row: NOTHING_LEFT if value == -math.inf else NOT_FINITE
-        for row, value in enumerate(best.tolist())
-        if not math.isfinite(value)
-    }
+    lost = ((row, value) for row, value in enumerate(best.tolist()) if not math.isfinite(value))
+    return {row: NOTHING_LEFT if value == -math.inf else NOT_FINITE for row, value in lost}
 
 
 # Mask, bans and bias, penalties: sparse edits of a copy.

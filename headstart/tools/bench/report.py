@@ -138,10 +138,8 @@ class _ReportPlots:
         """Returns the plots of the first load: what is drafted depends on the load with mode auto only."""
 
         def points(row: BenchRow) -> list[svg.Point]:
-            return [
-                svg.Point(place, share, *wilson(share, count), note=f" of {count:,} drafts")
-                for place, (share, count) in enumerate(_shares(row), 1)
-            ]
+            shares = enumerate(_shares(row), 1)
+            return [svg.Point(at, share, *wilson(share, n), note=f" of {n:,} drafts") for at, (share, n) in shares]
 
         return _draw(
             svg.Plot(

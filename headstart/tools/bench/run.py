@@ -29,6 +29,7 @@ from headstart.tools.bench.workloads import Task, Workload
 
 INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1  # share of cached prompt tokens above which times to first token say little about prefill
+COLD = "start it with --no-enable-prefix-caching to measure prefill"
 MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger numbers are slips, and would fill the memory
 MARKS = (b"headstart-bench", b"<title>headstart bench:")  # in the first bytes of a document and of a report
 
@@ -288,10 +289,7 @@ def _notes(
         yield "no energy: this machine does not tell what it takes"
     cached = max((row.cached_share or 0.0 for row in rows), default=0.0)
     if options.url is not None and cached > WARM_CACHE:
-        yield (
-            f"up to {cached:.0%} of the prompt tokens came from the server's prefix cache: start it with "
-            "--no-enable-prefix-caching to measure prefill"
-        )
+        yield f"up to {cached:.0%} of the prompt tokens came from the server's prefix cache: {COLD}"
     if failed := sum(cell.failed for cell in cells):
         yield f"{failed} of {sum(cell.requests for cell in cells)} requests failed; they count in no rate or time"
 

@@ -171,10 +171,10 @@ def time_in_place(bench: StepBench, progress: Progress) -> list[dict[str, Any]]:
             if rows == depth + 1 and not is_first:
                 samples[rows].append(seconds)
     names = ("forward_ms", "sampling_ms", "draft_ms", "host_ms", "step_ms")
+    medians = {rows: (np.median(each, axis=0) * 1e3).tolist() for rows, each in samples.items() if each}
     return [
-        {"rows": rows, "steps": len(each), **dict(zip(names, (np.median(each, axis=0) * 1e3).tolist(), strict=True))}
-        for rows, each in samples.items()
-        if each
+        {"rows": rows, "steps": len(samples[rows]), **dict(zip(names, each, strict=True))}
+        for rows, each in medians.items()
     ]
 
 

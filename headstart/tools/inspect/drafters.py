@@ -194,12 +194,8 @@ def _of_family(
         name = _LAYER.sub("", strip_wrapper(name))
         return _RENAMED.get(name, name)
 
-    module = replace(
-        module,
-        layer=None,
-        missing=[short(name) for name in module.missing],
-        wrong_shape=[replace(each, name=short(each.name)) for each in module.wrong_shape],
-    )
+    wrong = [replace(each, name=short(each.name)) for each in module.wrong_shape]
+    module = replace(module, layer=None, missing=[short(name) for name in module.missing], wrong_shape=wrong)
     if published.of_family == "module" and "mtp.fc.weight" in {*long, *module.missing}:
         module = _with_shared(module, Sizes(config), config, names)
     return [module]

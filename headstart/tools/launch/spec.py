@@ -7,14 +7,8 @@ from typing import Any
 
 from headstart.models.classify import DrafterKind
 
-PLATFORMS = {
-    "cuda": "NVIDIA GPUs",
-    "rocm": "AMD GPUs",
-    "xpu": "Intel GPUs",
-    "npu": "Ascend NPUs",
-    "metal": "Apple's GPUs",
-    "cpu": "a CPU alone",
-}
+PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "npu": "Ascend NPUs",
+             "metal": "Apple's GPUs", "cpu": "a CPU alone"}  # fmt: skip
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES",
            "xpu": "ZE_AFFINITY_MASK"}  # fmt: skip
 """Platform -> the variable that limits which devices of a node a process sees."""

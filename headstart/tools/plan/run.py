@@ -103,10 +103,8 @@ class PlanOptions:
         """Prices of a device; without a name on-demand and spot are not looked up. Raises UsageError."""
         hour, api = self.price_per_hour, self.api_price
         has_hour = hour is not None and (device or hour not in (ON_DEMAND, SPOT))
-        return Prices(
-            hour=device_price(str(hour), device, self.price_list) if has_hour else None,
-            api=api_price(str(api), self.price_list) if api is not None else None,
-        )
+        dollars = device_price(str(hour), device, self.price_list) if has_hour else None
+        return Prices(hour=dollars, api=api_price(str(api), self.price_list) if api is not None else None)
 
 
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:

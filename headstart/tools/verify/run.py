@@ -143,10 +143,10 @@ class VerificationRun:
             headed = self._headed.get(drafter, model)
             engine = build_engine(headed, replace(options.config, drafter=drafter, depth=1 if is_default else deepest))
             limits[drafter] = engine.drafting.max_depth
-        fitting = [
-            {**cell, "depth": cell["depth"] if cell["depth"] == AUTO else min(cell["depth"], limits[cell["drafter"]])}
-            for cell in self._cells
-        ]
+        fitting = []
+        for cell in self._cells:
+            depth = cell["depth"]
+            fitting.append({**cell, "depth": depth if depth == AUTO else min(depth, limits[cell["drafter"]])})
         self._cells = [cell for index, cell in enumerate(fitting) if cell not in fitting[:index]]
         self._total = (len(self._cells) + len(self._baselines)) * len(self.prompts)
 

@@ -46,11 +46,8 @@ def plan(request: Request) -> Plan:
 
 
 def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
-    return {
-        "speculators_model_type": kind,
-        "speculators_config": speculators_config(kind, DEPTH, name, architecture),
-        "tie_word_embeddings": False,
-    }
+    described = speculators_config(kind, DEPTH, name, architecture)
+    return {"speculators_model_type": kind, "speculators_config": described, "tie_word_embeddings": False}
 
 
 def _eagle3(source: Source) -> Plan:

@@ -45,10 +45,9 @@ def plan(request: Request) -> Plan:
     made.data = {"model_type": place.model_type}
     made.tensors = {SHARD: module.planned}
     made.copies = side_files(source.path)
-    made.texts = {
-        "config.json": as_json(_draft_config(place, draft, count), sort=True),
-        INDEX: index_text({each.name: SHARD for each in module.planned}, indent=4),
-    }
+    weight_map = {each.name: SHARD for each in module.planned}
+    config = as_json(_draft_config(place, draft, count), sort=True)
+    made.texts = {"config.json": config, INDEX: index_text(weight_map, indent=4)}
     if DESCRIPTION in made.copies and not draft.several:
         description = read_object(source.path / DESCRIPTION)
         described = {rename(key): value for key, value in description.items()}
@@ -136,13 +135,8 @@ def _sparse_indexer(config: Mapping[str, Any]) -> dict[str, Any]:
     every = config.get("index_topk_freq") or 1
     if not isinstance(every, int):
         raise ModelError(f"config.json: index_topk_freq is {every!r}, not a number of layers")
-    changes = {
-        "index_share_for_mtp_iteration": True,
-        "index_topk_freq": max(every, 2),
-        "index_skip_topk_offset": 0,
-        "index_topk_pattern": "S",
-        "indexer_types": ["full"],
-    }
+    changes = {"index_share_for_mtp_iteration": True, "index_topk_freq": max(every, 2), "index_skip_topk_offset": 0}
+    changes |= {"index_topk_pattern": "S", "indexer_types": ["full"]}
     return {key: value for key, value in changes.items() if key in config}
 
 
