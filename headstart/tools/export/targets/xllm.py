@@ -135,8 +135,8 @@ def _sparse_indexer(config: Mapping[str, Any]) -> dict[str, Any]:
     every = config.get("index_topk_freq") or 1
     if not isinstance(every, int):
         raise ModelError(f"config.json: index_topk_freq is {every!r}, not a number of layers")
-    changes = {"index_share_for_mtp_iteration": True, "index_topk_freq": max(every, 2), "index_skip_topk_offset": 0}
-    changes |= {"index_topk_pattern": "S", "indexer_types": ["full"]}
+    changes: dict[str, Any] = {"index_share_for_mtp_iteration": True, "index_topk_freq": max(every, 2)}
+    changes |= {"index_skip_topk_offset": 0, "index_topk_pattern": "S", "indexer_types": ["full"]}
     return {key: value for key, value in changes.items() if key in config}
 
 
