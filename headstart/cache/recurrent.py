@@ -34,7 +34,8 @@ class StateCacheManager:
         self, num_running: int, num_snapshots: int, num_kept: int, *, block_size: int, every: int = SNAPSHOT_EVERY
     ) -> None:
         self.num_running, self.num_slots, self.num_kept = num_running, num_running + num_snapshots, num_kept
-        self._block_size, self._every = block_size, -(-every // block_size) * block_size
+        self._block_size = block_size
+        self.every = -(-every // block_size) * block_size  # positions between snapshots
         self._free = list(range(num_running))[::-1]
         self._unused = list(range(num_running, self.num_slots))[::-1]
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # block key -> slot, least recently used first
@@ -42,11 +43,6 @@ class StateCacheManager:
         self._reading: set[int] = set()  # slots that the latest pass reads
         self._pinned: Counter[int] = Counter()  # slot -> number of holders (spill, loads)
         self._loading: set[int] = set()  # slots that are being loaded
-
-    @property
-    def every(self) -> int:
-        """Positions between snapshots, a multiple of the block size."""
-        return self._every
 
     def hold(self, sequence: Sequence) -> bool:
         """Gives the sequence a slot unless it has one; False if none is free."""
@@ -96,7 +92,7 @@ class StateCacheManager:
         """Position -> slot of the snapshots to write between the sequence's state and `end`, in ascending order."""
         size, snapshot_slots = self._block_size, {}
         for position in range(state.position // size * size + size, end + 1, size):
-            if position % self._every == 0 or position == (sequence.num_prompt - 1) // size * size:
+            if position % self.every == 0 or position == (sequence.num_prompt - 1) // size * size:
                 slot = self._take()
                 if slot is not None:
                     snapshot_slots[position] = slot

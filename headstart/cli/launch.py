@@ -104,5 +104,5 @@ def start(options: "LaunchOptions", *, stay: bool, as_json: bool) -> int:
         sys.stdout.flush()
         if stay:
             print("serving; Ctrl-C ends it", file=sys.stderr)
-            engine.stay(lambda text: print(text, file=sys.stderr, flush=True))
+            engine.servers.supervise(lambda text: print(text, file=sys.stderr, flush=True))
     return code

@@ -237,15 +237,10 @@ class TextRecorder:
     def __init__(self, files: RecordFiles, size: int = MAX_QUEUED) -> None:
         self.kept = 0  # texts that were written
         self.lost = {"queue": 0, "disk": 0}  # texts that were not, since the queue or the disk was full
-        self._files = files
+        self._files, self.folder = files, files.folder
         self._queue: Queue[TextRecord | None] = Queue(size)
         self._logged_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the record files."""
-        return self._files.folder
 
     def start(self) -> None:
         self._thread.start()

@@ -12,7 +12,7 @@ from headstart.errors import UsageError
 from headstart.tools.engine_metrics import EngineCounters, advise
 from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_commands, documents, emit, shell_line
 from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, launch_document, prepare, with_absolute_paths
-from headstart.tools.launch.processes import Say, ServerGroup, start
+from headstart.tools.launch.processes import ServerGroup, start
 from headstart.tools.launch.spec import LaunchSpec
 from headstart.tools.launch.translate import translate_text
 from headstart.tools.probe.endpoint import Endpoint
@@ -84,10 +84,6 @@ class RunningLaunch:
         started = {"log": str(self.servers.log), "started_s": round(self.servers.started_s, 1), "check": check}
         data = {**document(self.prepared, docker=False), **started}
         return Report(check["alive"] or not spec.depth_drafted, data, [*lines_of(data), *check_lines(data)])
-
-    def stay(self, say: Say) -> None:
-        """Waits until Ctrl-C; restarts one of several servers that ends. Raises CheckFailed when that cannot help."""
-        self.servers.supervise(say)
 
 
 @contextmanager

@@ -126,7 +126,26 @@ class Vllm(EngineLauncher, data="vllm.json"):
                 server.note(OFFLOAD)
 
     def modernize(self, line: CommandLine, version: Version) -> None:
-        _modernize_speculation(line, version)
+        word = line.find(OPTION)
+        if word and word.value and VARIABLE.fullmatch(word.value):
+            beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
+            line.warnings += [f"{flag} belongs into {word.value}, which is not known here" for flag in beside]
+            return
+        before = _read(word)
+        config = dict(before)
+        _fold_dotted(line, config)
+        _fold_flags(line, config)
+        _update_keys(line, config, version)
+        _update_method(line, config, version)
+        if config != before:
+            text = _dumped(config)
+            if word:
+                word.flag, word.value = OPTION, text
+            else:
+                line.put(OPTION, text)
+        elif word and word.flag != OPTION and word.value is not None:
+            line.rename(word.flag, OPTION)
+        _update_connector(line, version)
 
 
 def _cpu_cache_gb(server: ServerBuilder) -> int:
@@ -165,29 +184,6 @@ RENAMED_KEYS = {
 NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
 DRAFTERS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mtp")  # words in a drafter's name that say its kind
 MOVED_CONNECTORS = {"SharedStorageConnector": "ExampleConnector"}
-
-
-def _modernize_speculation(line: CommandLine, version: Version) -> None:
-    word = line.find(OPTION)
-    if word and word.value and VARIABLE.fullmatch(word.value):
-        beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
-        line.warnings += [f"{flag} belongs into {word.value}, which is not known here" for flag in beside]
-        return
-    before = _read(word)
-    config = dict(before)
-    _fold_dotted(line, config)
-    _fold_flags(line, config)
-    _update_keys(line, config, version)
-    _update_method(line, config, version)
-    if config != before:
-        text = _dumped(config)
-        if word:
-            word.flag, word.value = OPTION, text
-        else:
-            line.put(OPTION, text)
-    elif word and word.flag != OPTION and word.value is not None:
-        line.rename(word.flag, OPTION)
-    _update_connector(line, version)
 
 
 def _read(word: ArgumentWord | None) -> dict[str, Any]:
