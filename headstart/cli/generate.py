@@ -9,14 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.options import (
-    LoadTestOptions,
-    ModelOptions,
-    OutputOptions,
-    PromptOptions,
-    SamplingOptions,
-    with_adapted,
-)
+from headstart.cli import options
 from headstart.cli.parser import command
 from headstart.cli.render import print_json, print_note, progress
 from headstart.errors import UsageError
@@ -32,11 +25,11 @@ if TYPE_CHECKING:
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
 def run(
-    named: ModelOptions,
-    prompts: PromptOptions,
-    sampling: SamplingOptions,
-    engine: LoadTestOptions,
-    output: OutputOptions,
+    named: options.ModelOptions,
+    prompts: options.PromptOptions,
+    sampling: options.SamplingOptions,
+    engine: options.LoadTestOptions,
+    output: options.OutputOptions,
 ) -> int:
     """Continue one prompt; prints streamed text or one JSON document."""
     model = named.model
@@ -48,7 +41,7 @@ def run(
 
     from headstart.api import LLM
 
-    config = with_adapted(model, engine.config)
+    config = options.with_adapted(model, engine.config)
     with progress("loading", quiet=output.as_json) as report_progress:
         llm = LLM(model, config, report_progress)
     params = sampling.params(engine.config.seed, llm.recommended)

@@ -14,15 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Rows, Sequence
-from headstart.drafters.base import (
-    Drafter,
-    DraftPrograms,
-    DraftRequest,
-    EarlyDraftRequest,
-    GrowingDraft,
-    TargetModel,
-    draw_next,
-)
+from headstart.drafters import base
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.draft_loop import PendingSample
@@ -35,10 +27,10 @@ MAX_EARLY_PAIRS = 4
 little."""
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(base.Drafter):
     """Drafts with a head of any number of modules; step i runs module `spec.module_of(i)`. Method: the head's kind."""
 
-    def __init__(self, target: TargetModel, head: Head) -> None:
+    def __init__(self, target: base.TargetModel, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec, ids = head.spec.kind, head.spec, head.draft_token_ids
         sketch = None
@@ -52,10 +44,10 @@ class HeadDrafter(Drafter):
         self._modules_with_kv = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._pair_programs = [f"pairs.{i}" for i in sorted({0, *self._modules_with_kv})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
-        self._steps = DraftPrograms(self._network, self._pair_programs[0], others, self._token_ids)
+        self._steps = base.DraftPrograms(self._network, self._pair_programs[0], others, self._token_ids)
 
     @classmethod
-    def attach(cls, target: TargetModel) -> Self:
+    def attach(cls, target: base.TargetModel) -> Self:
         if target.head is None:
             raise UsageError("the model has no head", "attach one with --head DIR, or use --drafter ngram")
         return cls(target, target.head)
@@ -65,7 +57,7 @@ class HeadDrafter(Drafter):
             return 0
         return len(sequence.tokens) - 1 - self._runner.filled(self._network, sequence)
 
-    def propose(self, requests: Seq[DraftRequest]) -> None:
+    def propose(self, requests: Seq[base.DraftRequest]) -> None:
         requests = [request for request in requests if request.should_start]
         if not requests:
             return
@@ -74,12 +66,12 @@ class HeadDrafter(Drafter):
             self._draft([requests[i] for i in left], [parts[i] for i in left])
         self._mark_filled(parts)
 
-    def propose_early(self, requests: Seq[EarlyDraftRequest], sample: PendingSample) -> None:
+    def propose_early(self, requests: Seq[base.EarlyDraftRequest], sample: PendingSample) -> None:
         """Rows as of `_pairs`, as if all drafted tokens were accepted. Only for heads whose pairs take one pass."""
         if len(self._pair_programs) > 1:
             return
         parts: list[Rows] = []
-        eligible: list[EarlyDraftRequest] = []
+        eligible: list[base.EarlyDraftRequest] = []
         for request in requests:
             tokens = request.sequence.tokens
             known = self._runner.filled(self._network, request.sequence)
@@ -91,20 +83,20 @@ class HeadDrafter(Drafter):
         if eligible:
             self._runner.draft_early(self._steps, eligible, parts, sample)
 
-    def _draft(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> None:
+    def _draft(self, requests: Seq[base.DraftRequest], parts: Seq[Rows]) -> None:
         """One pass per draft step (see DraftPrograms) for requests that the backend cannot draft in one call."""
         output = self._runner.run(self._network, self._steps.first, parts)
         ends = accumulate([len(part.token_ids) for part in parts])
         growing = [
-            GrowingDraft.start(request, self.method, end - 1) for request, end in zip(requests, ends, strict=True)
+            base.GrowingDraft.start(request, self.method, end - 1) for request, end in zip(requests, ends, strict=True)
         ]
-        draw_next(self._runner, output["logits"], growing, self._token_ids)
+        base.draw_next(self._runner, output["logits"], growing, self._token_ids)
         hidden, step = output["hidden"], 1
         while growing := [each for each in growing if each.can_grow]:
             hidden = self._next_step(step, growing, hidden)
             step += 1
 
-    def _catch_up(self, requests: Seq[DraftRequest]) -> list[Rows]:
+    def _catch_up(self, requests: Seq[base.DraftRequest]) -> list[Rows]:
         """Computes the uncached pairs; returns each request's last rows, within the token budget, which have yet to run
         through the first module."""
         for sequence in [request.sequence for request in requests]:
@@ -128,7 +120,7 @@ class HeadDrafter(Drafter):
         if self._modules_with_kv:
             self._runner.fill(self._network, parts)
 
-    def _next_step(self, step: int, growing: list[GrowingDraft], hidden: Buffer) -> Buffer:
+    def _next_step(self, step: int, growing: list[base.GrowingDraft], hidden: Buffer) -> Buffer:
         """Appends a token to each draft, from its last token and recycled vector; returns the new vectors [n, H]."""
         module = cast(int, self._spec.module_of(step))
         before = self._spec.rows_before(step)
@@ -138,11 +130,11 @@ class HeadDrafter(Drafter):
         output = self._runner.run(self._network, f"next.{module}", parts, hidden=recycled)
         for row, each in enumerate(growing):
             each.row = row
-        draw_next(self._runner, output["logits"], growing, self._token_ids)
+        base.draw_next(self._runner, output["logits"], growing, self._token_ids)
         return output["hidden"]
 
 
-def lm_head_of(target: TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
+def lm_head_of(target: base.TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
     """The head's own LM head, else the trunk's; only the rows of `token_ids` (ascending target ids) if given."""
     weights, config = target.weights, target.config
     if head.lm_head is not None and (token_ids is None or head.draft_token_ids is not None):

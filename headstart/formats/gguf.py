@@ -15,18 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats import gguf_names
 from headstart.formats.base import Checkpoint, Format, Tensor
 from headstart.formats.gguf_file import MAGIC, GgufFile, read
-from headstart.formats.gguf_names import (
-    HARMLESS,
-    IMPLIED,
-    KEYS,
-    ROPE_KEYS,
-    SAMPLING,
-    SCALING,
-    SCALING_NEUTRAL,
-    canonical_names,
-)
 from headstart.formats.safetensors_file import join
 
 if TYPE_CHECKING:
@@ -77,7 +68,7 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
 
 def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """In the words of generation_config.json, from which llama.cpp's converter has it."""
-    said = {name: metadata[key] for name, key in SAMPLING.items() if key in metadata}
+    said = {name: metadata[key] for name, key in gguf_names.SAMPLING.items() if key in metadata}
     rounded = {name: float(str(np.float32(each))) if isinstance(each, float) else each for name, each in said.items()}
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
 
@@ -116,7 +107,7 @@ def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
     raw: dict[str, Tensor] = join({str(file.path): file.tensors for file in files}, str(path))
     if "token_embd.weight" not in raw:
         raise ModelError(f"{path} has no token_embd.weight", "is it a language model's own file, not an adapter?")
-    names = canonical_names(raw)
+    names = gguf_names.canonical_names(raw)
     found = {names[name]: replace(tensor, name=names[name]) for name, tensor in raw.items()}
     for name in [each for each in found if each.endswith(_OF_EXPERTS)]:
         layer = name.removesuffix(_OF_EXPERTS)
@@ -150,8 +141,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{path} has no general.architecture", "is it a language model?")
-    config: dict[str, Any] = {"model_type": arch, **IMPLIED.get(arch, {})}
-    for key, name in KEYS.items():
+    config: dict[str, Any] = {"model_type": arch, **gguf_names.IMPLIED.get(arch, {})}
+    for key, name in gguf_names.KEYS.items():
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
             if not isinstance(config[name], int | float | list):
@@ -180,7 +171,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         config["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
     config["mamba_rms_norm"] = "linear_attn.norm.weight" in parts
     config |= _heads(config, metadata) | _special_ids(metadata)
-    read = {f"{arch}.{key}" for key in (*KEYS, *HARMLESS, *(f"rope.scaling.{key}" for key in SCALING))}
+    known = (*gguf_names.KEYS, *gguf_names.HARMLESS, *(f"rope.scaling.{key}" for key in gguf_names.SCALING))
+    read = {f"{arch}.{key}" for key in known}
     unknown = {key: _plain(value) for key, value in metadata.items() if key.startswith(f"{arch}.") and key not in read}
     return config | unknown | rope_config(metadata, tensors, config)
 
@@ -262,10 +254,10 @@ def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None
     kind = metadata.get(f"{prefix}type", "linear" if f"{prefix}factor" in metadata else "none")
     if not isinstance(kind, str):
         raise ModelError(f"{prefix}type is {kind!r}, but must be a word", "convert the model again")
-    for key, neutral in SCALING_NEUTRAL.items():
+    for key, neutral in gguf_names.SCALING_NEUTRAL.items():
         if metadata.get(prefix + key, neutral[0]) not in neutral:
             raise ModelError(f"{prefix}{key} is {metadata[prefix + key]}, which is not supported", f"known: {neutral}")
-    scaling = {name: metadata[prefix + key] for key, name in ROPE_KEYS.items() if prefix + key in metadata}
+    scaling = {name: metadata[prefix + key] for key, name in gguf_names.ROPE_KEYS.items() if prefix + key in metadata}
     if multiplier := metadata.get(f"{prefix}yarn_log_multiplier"):  # 0.1 * mscale_all_dim, and mscale is the same
         scaling["mscale"] = scaling["mscale_all_dim"] = 10 * float(multiplier)
     return {"rope_type": kind, **scaling} if kind != "none" and scaling else None

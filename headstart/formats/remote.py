@@ -13,23 +13,11 @@ import numpy as np
 
 from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError, UsageError
-from headstart.formats import gguf, safetensors
+from headstart.formats import gguf, safetensors, safetensors_file
 from headstart.formats.base import Checkpoint, File, Tensor
 from headstart.formats.gguf_file import GgufFile, MoreNeeded, parse
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, GENERATION
-from headstart.formats.safetensors_file import (
-    AGAIN,
-    INDEX,
-    MAX_HEADER,
-    PREFIX,
-    header_size,
-    is_stale,
-    parse_header,
-    read_file,
-    shards_of,
-    tensors_of,
-)
 from headstart.hub import Repo, hub_errors, is_reachable
 
 T = TypeVar("T")
@@ -82,7 +70,7 @@ class _Remote:
         if self.asked.file:
             return self._gguf(self.asked.file)
         weights = [file for file in self.files if file.endswith(".safetensors") and "/" not in file]
-        if CONFIG in self.files and (weights or INDEX in self.files):
+        if CONFIG in self.files and (weights or safetensors_file.INDEX in self.files):
             return self._safetensors(weights)
         ggufs = [file for file in self.files if file.endswith(".gguf")]
         if ggufs and set(ggufs) == set(gguf.part_names(ggufs[0])):
@@ -94,14 +82,14 @@ class _Remote:
 
     def _safetensors(self, weights: list[str]) -> Checkpoint:
         config = self._json(CONFIG)
-        index = self._json(INDEX) if INDEX in self.files else None
-        where = f"{self.asked.repo}/{INDEX}"
-        if index is not None and is_stale(weights, index, where):
+        index = self._json(safetensors_file.INDEX) if safetensors_file.INDEX in self.files else None
+        where = f"{self.asked.repo}/{safetensors_file.INDEX}"
+        if index is not None and safetensors_file.is_stale(weights, index, where):
             index = None
-        files = shards_of(weights, index, where)
+        files = safetensors_file.shards_of(weights, index, where)
         more = [file for file in weights if "mtp" in file and file not in files]
         shards = dict(zip([*files, *more], self._all(self._shard, [*files, *more]), strict=True))
-        tensors = tensors_of({file: shards[file] for file in files}, index, where, self.asked.repo)
+        tensors = safetensors_file.tensors_of({file: shards[file] for file in files}, index, where, self.asked.repo)
         stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
         return Checkpoint(
             path=Path(self.asked.repo),
@@ -126,13 +114,15 @@ class _Remote:
 
         cached = try_to_load_from_cache(self.asked.repo, file, revision=self.revision)
         if isinstance(cached, str):
-            return read_file(Path(cached))
+            return safetensors_file.read_file(Path(cached))
         where = f"{self.asked.repo}/{file}"
         first, size = self._bytes(file, 0, FIRST)
-        length = header_size(first, size, where)
-        if (missing := PREFIX + length - len(first)) > 0:
+        length = safetensors_file.header_size(first, size, where)
+        if (missing := safetensors_file.PREFIX + length - len(first)) > 0:
             first += self._bytes(file, len(first), missing)[0]
-        return parse_header(first[PREFIX : PREFIX + length], size, where, File(Path(file), here=False))
+        return safetensors_file.parse_header(
+            first[safetensors_file.PREFIX : safetensors_file.PREFIX + length], size, where, File(Path(file), here=False)
+        )
 
     def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
         """What `fetch` makes of each file, several at a time."""
@@ -157,9 +147,15 @@ class _Remote:
             try:
                 return parse(path, np.frombuffer(first, np.uint8), size)
             except MoreNeeded:
-                more = self._bytes(file, len(first), 3 * len(first))[0] if len(first) <= MAX_HEADER else b""
+                more = (
+                    self._bytes(file, len(first), 3 * len(first))[0]
+                    if len(first) <= safetensors_file.MAX_HEADER
+                    else b""
+                )
                 if not more:
-                    raise ModelError(f"{path} ends, or is too long, before its header does", AGAIN) from None
+                    raise ModelError(
+                        f"{path} ends, or is too long, before its header does", safetensors_file.AGAIN
+                    ) from None
                 first += more
 
     def _bytes(self, file: str, begin: int, count: int) -> tuple[bytes, int]:

@@ -14,19 +14,9 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.files import write_atomic_chunks
+from headstart.formats import safetensors_file
 from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor
 from headstart.formats.json_object import read_object
-from headstart.formats.safetensors_file import (
-    INDEX,
-    SINGLE,
-    is_stale,
-    join,
-    pick,
-    read_file,
-    shards_of,
-    tensors_of,
-    weight_map_of,
-)
 from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.placeholder import partial_files
@@ -45,23 +35,27 @@ def detect(path: Path) -> bool:
     """A directory with config.json and at least one safetensors file (or their index)."""
     if not (path.is_dir() and (path / "config.json").exists()):
         return False
-    return (path / INDEX).exists() or any(path.glob("*.safetensors"))
+    return (path / safetensors_file.INDEX).exists() or any(path.glob("*.safetensors"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open such a directory. Tensor names are those of the model's Hugging Face implementation."""
     config = read_object(path / CONFIG)
-    index = read_object(path / INDEX) if (path / INDEX).exists() else None
+    index = read_object(path / safetensors_file.INDEX) if (path / safetensors_file.INDEX).exists() else None
     here = sorted(file.name for file in path.glob("*.safetensors"))
-    if index is not None and is_stale(here, index, str(path / INDEX)):
-        log.warning("%s does not name %s beside it: the file is read, the index is not", path / INDEX, SINGLE)
+    if index is not None and safetensors_file.is_stale(here, index, str(path / safetensors_file.INDEX)):
+        log.warning(
+            "%s does not name %s beside it: the file is read, the index is not",
+            path / safetensors_file.INDEX,
+            safetensors_file.SINGLE,
+        )
         index = None
-    files = shards_of(here, index, str(path / INDEX), partial_files(path))
-    shards = {file: read_file(path / file) for file in files}
-    tensors = tensors_of(shards, index, str(path / INDEX), str(path))
+    files = safetensors_file.shards_of(here, index, str(path / safetensors_file.INDEX), partial_files(path))
+    shards = {file: safetensors_file.read_file(path / file) for file in files}
+    tensors = safetensors_file.tensors_of(shards, index, str(path / safetensors_file.INDEX), str(path))
     for file in set(here) - shards.keys():
         with suppress(ModelError):  # a file that is no part of the model may be anything
-            shards[file] = read_file(path / file)
+            shards[file] = safetensors_file.read_file(path / file)
     stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
     sidecar = sidecar_heads(tensors, stray, config)
     return Checkpoint(
@@ -103,18 +97,18 @@ def whole_directory(path: Path) -> dict[str, Tensor]:
     """The tensors of all files, of those that the index does not name too: heads are often added so. Nothing is mapped,
     so that no more than a piece is in memory. ModelError for a missing shard, an index that names an absent tensor, or
     a tensor in two files."""
-    files = {file.name: read_file(file, mapped=False) for file in sorted(path.glob("*.safetensors"))}
+    files = {file.name: safetensors_file.read_file(file, mapped=False) for file in sorted(path.glob("*.safetensors"))}
     if not any(files.values()):
         raise ModelError(f"{path} holds no tensors in *.safetensors files", "give a Hugging Face directory")
     weight_map: dict[str, str] = {}
-    if (path / INDEX).exists():
-        index = read_object(path / INDEX)
-        shards_of(files, index, str(path / INDEX))
-        weight_map = weight_map_of(index, str(path / INDEX))
-        pick(weight_map, files, str(path / INDEX))
+    if (path / safetensors_file.INDEX).exists():
+        index = read_object(path / safetensors_file.INDEX)
+        safetensors_file.shards_of(files, index, str(path / safetensors_file.INDEX))
+        weight_map = safetensors_file.weight_map_of(index, str(path / safetensors_file.INDEX))
+        safetensors_file.pick(weight_map, files, str(path / safetensors_file.INDEX))
     for file, held in files.items():
         files[file] = {name: each for name, each in held.items() if weight_map.get(name, file) == file}
-    return join(files, str(path))
+    return safetensors_file.join(files, str(path))
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,10 @@ from typing import Literal
 
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
 from headstart.kernels.specs import StateSpec, StreamSpec
+from headstart.layers import parts
 from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.parts import (
-    EmptyFeedForward,
-    EmptyMixer,
-    FeedForward,
-    FeedForwardConfig,
-    Mixer,
-    MixerConfig,
-    PostBlock,
-    PostBlockConfig,
-)
 from headstart.layers.streams import HyperConnection, StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
@@ -76,16 +67,16 @@ def norm_suffixes(biased: bool) -> tuple[str, ...]:
 class LayerConfig:
     """One decoder layer."""
 
-    mixer: MixerConfig
-    mlp: FeedForwardConfig
+    mixer: parts.MixerConfig
+    mlp: parts.FeedForwardConfig
     eps: float  # of the norms
     norms: NormPlacement = "pre"
     centered: bool = False  # norms subtract the mean (LayerNorm)
     biased: bool = False  # norms add a bias
     residual_scale: float = 1.0  # multiplies the output of each part
-    post_block: PostBlockConfig | None = None
+    post_block: parts.PostBlockConfig | None = None
     has_layer_scalar: bool = False  # the stream is multiplied by `layer_scalar` [1] at the end
-    shortcut: FeedForwardConfig | None = None  # reads the MLP's input, added after the next layer (LongCat-Flash)
+    shortcut: parts.FeedForwardConfig | None = None  # reads the MLP's input, added after the next layer (LongCat-Flash)
     streams: StreamSpec | None = None  # several residual streams (layers/streams.py)
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> "DecoderLayer":
@@ -130,7 +121,7 @@ class LayerConfig:
             **self._stream_shapes(prefix, hidden),
         }
 
-    def cost(self, hidden: int, source: MixerConfig | None = None) -> LayerCost:
+    def cost(self, hidden: int, source: parts.MixerConfig | None = None) -> LayerCost:
         """Costs of the layer, without tensors that several layers share. `source`: the mixer of its source layer."""
         shapes = {name: shape for name, shape in self.shapes("layer", hidden).items() if name.startswith("layer.")}
         mixer = self.mixer.cost(num_elements(self.mixer.shapes("layer", hidden, in_features=hidden)), source)
@@ -163,9 +154,9 @@ class LayerConfig:
     @property
     def _norms(self) -> tuple[str, str, str, str]:
         names = NORM_NAMES[self.norms]
-        if isinstance(self.mlp, EmptyFeedForward):
+        if isinstance(self.mlp, parts.EmptyFeedForward):
             return names[0], names[1], "", ""
-        return ("", "", names[0], names[3]) if isinstance(self.mixer, EmptyMixer) else names
+        return ("", "", names[0], names[3]) if isinstance(self.mixer, parts.EmptyMixer) else names
 
 
 @dataclass(frozen=True)
@@ -174,16 +165,16 @@ class DecoderLayer:
     next layer's norm. `parallel`: x + mixer(norm(x)) + mlp(norm(x))."""
 
     input_norm: Norm
-    mixer: Mixer
+    mixer: parts.Mixer
     mixer_norm: Norm
     post_norm: Norm
-    mlp: FeedForward
+    mlp: parts.FeedForward
     mlp_norm: Norm
     residual_scale: float = 1.0
-    post_block: PostBlock | None = None
+    post_block: parts.PostBlock | None = None
     stream_scale: float = 1.0
     parallel: bool = False
-    shortcut: FeedForward | None = None
+    shortcut: parts.FeedForward | None = None
     streams: tuple[HyperConnection, ...] = ()
 
     def __call__(
@@ -200,11 +191,11 @@ class DecoderLayer:
         if self.streams:
             return None, self._in_streams(ops, residual, positions, pool, state)
         mixed = delta
-        if not isinstance(self.mixer, EmptyMixer):
+        if not isinstance(self.mixer, parts.EmptyMixer):
             x, residual = self.input_norm.add(ops, delta, residual)
             mixed = self.mixer_norm(ops, self.mixer(ops, x, positions, pool))
             mixed = scale(ops, mixed, self.residual_scale)
-        if isinstance(self.mlp, EmptyFeedForward):
+        if isinstance(self.mlp, parts.EmptyFeedForward):
             return mixed, residual
         if self.parallel:
             return ops.add(mixed, scale(ops, self.mlp_norm(ops, self.mlp(ops, x)), self.residual_scale)), residual

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
 from headstart.errors import UsageError
-from headstart.server import limits
+from headstart.server import limits, schema
 from headstart.server.apis.responses import ResponsesRequest, chat_of
 from headstart.server.body_reader import CheckedRoute, pool_of
 from headstart.server.errors import error_body
@@ -21,22 +21,13 @@ from headstart.server.pipeline import ERRORS, body_of, respond_from_thread, stat
 from headstart.server.prepare import encode_chat, encode_text, prompt_ids
 from headstart.server.renderer import dump_json
 from headstart.server.replicas import metrics as replica_metrics
-from headstart.server.schema import (
-    ChatRequest,
-    Common,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponseModel,
-    TokenizeRequest,
-    ignored_fields_header,
-)
 from headstart.version import __version__
 
 router = APIRouter(route_class=CheckedRoute)
 RETRY = {"Retry-After": "1"}
 
 
-class ModelEntry(ResponseModel):
+class ModelEntry(schema.ResponseModel):
     """One name of the model that is served."""
 
     id: str
@@ -47,14 +38,14 @@ class ModelEntry(ResponseModel):
     max_model_len: int
 
 
-class ModelList(ResponseModel):
+class ModelList(schema.ResponseModel):
     """Of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
-class Tokenized(ResponseModel):
+class Tokenized(schema.ResponseModel):
     """Of /tokenize."""
 
     count: int
@@ -63,7 +54,7 @@ class Tokenized(ResponseModel):
     token_strs: list[str] | None = None
 
 
-class Detokenized(ResponseModel):
+class Detokenized(schema.ResponseModel):
     """Of /detokenize."""
 
     prompt: str
@@ -100,13 +91,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 
 @router.post("/tokenize", responses=ERRORS, response_model=Tokenized)
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(body: schema.TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or of messages under the chat template."""
-    headers = ignored_fields_header(body)
+    headers = schema.ignored_fields_header(body)
     return await respond_from_thread(request, body.model, lambda served: _tokenize(served, body), headers)
 
 
-def _tokenize(served: ServedModel, body: TokenizeRequest) -> bytes:
+def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise UsageError("tokenize needs exactly one of prompt and messages")
     llm = served.llm
@@ -121,9 +112,9 @@ def _tokenize(served: ServedModel, body: TokenizeRequest) -> bytes:
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=Detokenized)
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(body: schema.DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
-    headers = ignored_fields_header(body)
+    headers = schema.ignored_fields_header(body)
     return await respond_from_thread(request, body.model, lambda served: _detokenize(served, body.tokens), headers)
 
 
@@ -212,13 +203,13 @@ class Rendered(BaseModel):
 
 
 @router.post("/v1/chat/completions/render", responses=ERRORS, response_model=Rendered)
-async def chat(body: ChatRequest, request: Request) -> Response:
+async def chat(body: schema.ChatRequest, request: Request) -> Response:
     """The prompt that a chat completion of this body would have."""
     return await _render(body, request)
 
 
 @router.post("/v1/completions/render", responses=ERRORS, response_model=list[Rendered])
-async def completion(body: CompletionRequest, request: Request) -> Response:
+async def completion(body: schema.CompletionRequest, request: Request) -> Response:
     """The prompts that a completion of this body would have."""
     return await _render(body, request, several=True)
 
@@ -232,12 +223,12 @@ async def response(body: ResponsesRequest, request: Request) -> Response:
     return await _render(translated, request)
 
 
-async def _render(body: Common, request: Request, *, several: bool = False) -> Response:
-    headers = ignored_fields_header(body)
+async def _render(body: schema.Common, request: Request, *, several: bool = False) -> Response:
+    headers = schema.ignored_fields_header(body)
     return await respond_from_thread(request, body.model, lambda served: _prompts(served, body, several), headers)
 
 
-def _prompts(served: ServedModel, body: Common, several: bool) -> bytes:
+def _prompts(served: ServedModel, body: schema.Common, several: bool) -> bytes:
     found: list[dict[str, Any]] = [
         {"request_id": f"render-{uuid.uuid4().hex}", "model": body.model or served.names[0], "token_ids": ids}
         for ids in prompt_ids(served.llm, served.formats, body)

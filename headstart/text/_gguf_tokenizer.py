@@ -8,17 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 
 from headstart.errors import ModelError
-from headstart.text._sentencepiece import (
-    CONTROL,
-    UNKNOWN,
-    USER_DEFINED,
-    NormalizerSpec,
-    bpe_model,
-    build_bpe,
-    build_unigram,
-    merges_by_score,
-    token_ids,
-)
+from headstart.text import _sentencepiece
 from headstart.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _TYPES = {
@@ -43,7 +33,9 @@ def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     elif kind in ("gpt2", "gemma4"):  # the file has merges; its scores mean nothing
         unknown = special_token(metadata, "unknown", tokens)
         pairs = _read_merges(metadata, where)
-        tokenizer = build_bpe(tokens, pairs, unknown, NormalizerSpec(_space_prefix(metadata, kind == "gemma4")), where)
+        tokenizer = _sentencepiece.build_bpe(
+            tokens, pairs, unknown, _sentencepiece.NormalizerSpec(_space_prefix(metadata, kind == "gemma4")), where
+        )
     else:
         tokenizer = _from_scores(metadata, tokens, where)
     _add_special_tokens(tokenizer, metadata, tokens)
@@ -54,7 +46,9 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> t
     pre_tokenizer = pre_tokenizer_of(metadata, where)
     pairs = _read_merges(metadata, where)
     tokenizer = tokenizers.Tokenizer(
-        bpe_model(token_ids(tokens), pairs, where, ignore_merges=pre_tokenizer.ignore_merges)
+        _sentencepiece.bpe_model(
+            _sentencepiece.token_ids(tokens), pairs, where, ignore_merges=pre_tokenizer.ignore_merges
+        )
     )
     finish_byte_level(tokenizer, pre_tokenizer)
     return tokenizer
@@ -93,17 +87,19 @@ def _from_scores(metadata: Mapping[str, Any], tokens: list[str], where: str) -> 
         raise ModelError(f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens", "convert it again")
     types = _token_types(metadata)
     if metadata["tokenizer.ggml.model"] == "llama":
-        pairs = merges_by_score(tokens, scores, types)
+        pairs = _sentencepiece.merges_by_score(tokens, scores, types)
         unknown = special_token(metadata, "unknown", tokens)
-        return build_bpe(tokens, pairs, unknown, NormalizerSpec(_space_prefix(metadata, True)), where)
+        return _sentencepiece.build_bpe(
+            tokens, pairs, unknown, _sentencepiece.NormalizerSpec(_space_prefix(metadata, True)), where
+        )
     if len(types) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.token_type does not fit its tokens", "convert it again")
     table = metadata.get("tokenizer.ggml.precompiled_charsmap")
     charsmap = table.astype(np.uint8).tobytes() if isinstance(table, np.ndarray) else b""
     squeeze_spaces = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
-    spec = NormalizerSpec(_space_prefix(metadata, False), charsmap, squeeze_spaces)
+    spec = _sentencepiece.NormalizerSpec(_space_prefix(metadata, False), charsmap, squeeze_spaces)
     unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 2)
-    return build_unigram(tokens, scores.tolist(), types, unknown_id, spec, where)
+    return _sentencepiece.build_unigram(tokens, scores.tolist(), types, unknown_id, spec, where)
 
 
 def _space_prefix(metadata: Mapping[str, Any], default: bool) -> Any:
@@ -124,8 +120,8 @@ def _ids_of_types(metadata: Mapping[str, Any], *wanted: int) -> list[int]:
 
 def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
     """Add control and user-defined tokens, and bos and eos where the file asks for them."""
-    special = [tokens[i] for i in _ids_of_types(metadata, CONTROL, UNKNOWN) if tokens[i]]
-    plain = [tokens[i] for i in _ids_of_types(metadata, USER_DEFINED) if tokens[i]]
+    special = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.CONTROL, _sentencepiece.UNKNOWN) if tokens[i]]
+    plain = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.USER_DEFINED) if tokens[i]]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     kind = metadata.get("tokenizer.ggml.model")
@@ -159,7 +155,7 @@ def end_ids_of(metadata: Mapping[str, Any]) -> set[int]:
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
     found = {end for end in named if isinstance(end, int)}
     tokens = metadata["tokenizer.ggml.tokens"]
-    control = {tokens[i]: i for i in _ids_of_types(metadata, CONTROL) if tokens[i] in END_TOKENS}
+    control = {tokens[i]: i for i in _ids_of_types(metadata, _sentencepiece.CONTROL) if tokens[i] in END_TOKENS}
     if {"<|return|>", "<|flush|>"} & control.keys():
         found.discard(control.pop("<|end|>", -1))
     return found | set(control.values())

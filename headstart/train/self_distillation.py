@@ -22,16 +22,7 @@ from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.files import locked_folder, write_atomic
 from headstart.hub import DEFAULT_MODEL
-from headstart.train.generate import (
-    ANSWER_TOKENS,
-    ConversationPrompt,
-    EndReason,
-    Language,
-    answer_prompts,
-    fingerprint,
-    read_prompts,
-    write_prompts,
-)
+from headstart.train import generate
 from headstart.train.plain_text import TextPiece, foreign_passages, passages, read_tree, text_records
 from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.records import Shards
@@ -65,8 +56,8 @@ class DataOptions:
     text: tuple[Path, ...] = ()
     licence: str = "unknown"
     only_prompts: bool = False  # answer the prompt files only
-    language: Language = "en"
-    max_tokens: int = ANSWER_TOKENS
+    language: generate.Language = "en"
+    max_tokens: int = generate.ANSWER_TOKENS
     seed: int = 0
 
 
@@ -103,7 +94,7 @@ def run(options: DataOptions, progress: Progress = no_progress) -> Report:
     check(options)
     config = replace(options.config, drafter="none", depth=0, max_num_seqs=max(options.config.max_num_seqs, MAX_SEQS))
     with locked_folder(options.out):
-        prompts = read_prompts(options.prompts)
+        prompts = generate.read_prompts(options.prompts)
         pieces = [piece for folder in options.text for piece in read_tree(folder)]
         progress(0, 1, "loading the model")
         data_run = _DataRun(options, LLM(options.model, config), pieces, progress)
@@ -124,7 +115,7 @@ class _DataRun:
         self._state = options.out / "own.state"
         self._own_attempts = int(self._state.read_text()) if self._state.exists() else 0
         self._seen: set[str] = set()
-        self._second_turns: list[ConversationPrompt] = []
+        self._second_turns: list[generate.ConversationPrompt] = []
         self._kinds: dict[str, Counter[str]] = defaultdict(Counter)
         self._sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.tokens = 0
@@ -146,7 +137,7 @@ class _DataRun:
             if characters_left <= 0:
                 break
 
-    def write_answers(self, prompts: Sequence[ConversationPrompt]) -> None:
+    def write_answers(self, prompts: Sequence[generate.ConversationPrompt]) -> None:
         """Answer the prompt files, then waves of other prompts, until the bound is reached."""
         self._answer(prompts)
         if self.options.only_prompts:
@@ -159,14 +150,14 @@ class _DataRun:
             if len(self.answers) == before:  # no prompt of the wave could be answered: later ones neither
                 break
 
-    def _wave(self, templates: Iterator[ConversationPrompt]) -> list[ConversationPrompt]:
+    def _wave(self, templates: Iterator[generate.ConversationPrompt]) -> list[generate.ConversationPrompt]:
         own, num_turns = list(islice(self._own_prompts(), int(WAVE * OWN_SHARE))), int(WAVE * FOLLOW_UP_SHARE)
         turns, self._second_turns = self._second_turns[:num_turns], self._second_turns[num_turns:]
         known = self.answers.keys
         fresh = (prompt for prompt in templates if prompt.key not in known)
         return [*own, *turns, *islice(fresh, WAVE - len(own) - len(turns))]
 
-    def _own_prompts(self) -> Iterator[ConversationPrompt]:
+    def _own_prompts(self) -> Iterator[generate.ConversationPrompt]:
         """Prompts that the model writes, each beginning once. The number of attempts is stored for the next run."""
         self._show("writing prompts")
         options, count = self.options, OWN_ATTEMPTS
@@ -179,14 +170,14 @@ class _DataRun:
         def should_stop() -> bool:
             return time.monotonic() > started + OWN_TIME * max(0.0, end - started)
 
-        prompts = list(write_prompts(self.llm, first, count, options.seed, options.language, should_stop))
+        prompts = list(generate.write_prompts(self.llm, first, count, options.seed, options.language, should_stop))
         self._state.write_text(str(self._own_attempts))
         for prompt in prompts:
-            if (beginning := fingerprint(prompt)) not in self._seen:
+            if (beginning := generate.fingerprint(prompt)) not in self._seen:
                 self._seen.add(beginning)
                 yield prompt
 
-    def _templates(self) -> Iterator[ConversationPrompt]:
+    def _templates(self) -> Iterator[generate.ConversationPrompt]:
         """Prompts from templates, over passages of the plain text."""
         if not self.llm.has_chat_template:
             return
@@ -198,10 +189,10 @@ class _DataRun:
             sources = sorted({(foreign if each.kind == TRANSLATION else texts)[i][1] for i in each.passages})
             messages = ({"role": "user", "content": each.prompt},)
             licence = self.options.licence if sources else each.licence
-            yield ConversationPrompt(messages, each.kind, licence, ", ".join(["template", *sources]))
+            yield generate.ConversationPrompt(messages, each.kind, licence, ", ".join(["template", *sources]))
 
-    def _answer(self, prompts: Sequence[ConversationPrompt]) -> None:
-        answer_prompts(
+    def _answer(self, prompts: Sequence[generate.ConversationPrompt]) -> None:
+        generate.answer_prompts(
             self.llm, prompts, self.answers, seed=self.options.seed, max_tokens=self.options.max_tokens, wave=WAVE,
             on_record=self._on_record, should_end=self._end_reason,
         )  # fmt: skip
@@ -217,12 +208,12 @@ class _DataRun:
         self._count(record)
         self.tokens += len(record["response_ids"])
         messages, rng = record["messages"], random.Random(f"{self.options.seed} turn {record['key']}")
-        self._seen.add(fingerprint(ConversationPrompt(tuple(messages[:-1]), "")))
+        self._seen.add(generate.fingerprint(generate.ConversationPrompt(tuple(messages[:-1]), "")))
         wanted = rng.random() < FOLLOW_UP_SHARE / (1 - FOLLOW_UP_SHARE)
         complete = record["finish_reason"] == "stop" and len(messages[-1]["content"]) < MAX_TURN_CHARACTERS
         if len(messages) == 2 and wanted and complete and self.llm.has_chat_template:
             turns = (*messages, {"role": "user", "content": rng.choice(follow_ups())})
-            turn = ConversationPrompt(turns, record["kind"], record["licence"], "second turn")
+            turn = generate.ConversationPrompt(turns, record["kind"], record["licence"], "second turn")
             if turn.key not in self.answers.keys:
                 self._second_turns.append(turn)
 
@@ -230,7 +221,7 @@ class _DataRun:
         self._add_answer(record)
         self._show("answering")
 
-    def _end_reason(self) -> EndReason | None:
+    def _end_reason(self) -> generate.EndReason | None:
         """Returns "enough" when the requested tokens are written, "late" when the time is over."""
         if self.options.tokens is not None and self.tokens >= self.options.tokens:
             return "enough"

@@ -10,44 +10,35 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.formats import quantization
 from headstart.formats.base import Tensor
 from headstart.formats.grouped import Layout, joined
-from headstart.formats.quantization import (
-    ACTIVATIONS,
-    Decode,
-    Described,
-    Kept,
-    Quantization,
-    Settings,
-    Stored,
-    WeightBytes,
-)
 from headstart.formats.quantized._scaled import block_of, group_in, scale_rows, scaled
 
 
-def detect(settings: Settings) -> bool:
+def detect(settings: quantization.Settings) -> bool:
     method, algorithm = settings.get("quant_method"), str(settings.get("quant_algo")).lower()
     return method in ("fp8", "fbgemm_fp8") or algorithm.startswith("fp8")
 
 
-def describe(stored: Stored) -> Described | None:
+def describe(stored: quantization.Stored) -> quantization.Described | None:
     if stored.packed or not stored.main.dtype.startswith("F8_E"):
         return None
     scale, shape = stored.scale, stored.main.shape
     if scale is None:
         return None
     if len(scale.shape) < 2 or len(shape) < 2 or 0 in scale.shape[-2:] or 1 in scale.shape[-2:]:
-        return Described(shape, "FP8")
+        return quantization.Described(shape, "FP8")
     sizes = (-(-size // count) for size, count in zip(shape[-2:], scale.shape[-2:], strict=True))
     rows, columns = (1 << (size - 1).bit_length() if size > 1 else size for size in sizes)
-    return Described(shape, f"FP8 ({rows}x{columns} blocks)")
+    return quantization.Described(shape, f"FP8 ({rows}x{columns} blocks)")
 
 
-def decode(stored: Stored) -> Decode:
+def decode(stored: quantization.Stored) -> quantization.Decode:
     return scaled(stored, stored.main.shape, Tensor.float32)
 
 
-def keep(stored: Stored) -> Kept | None:
+def keep(stored: quantization.Stored) -> quantization.Kept | None:
     """E4M3 whose blocks are whole groups of columns."""
     shape = stored.main.shape
     if stored.main.dtype != "F8_E4M3" or stored.scale is None or len(shape) < 2:
@@ -63,17 +54,17 @@ def keep(stored: Stored) -> Kept | None:
         scales = np.repeat(scales_of(chosen), -(-block[1] // group), axis=1)[:, : -(-shape[-1] // group)]
         return joined(layout, folded.take_rows(chosen).data, scales)
 
-    return Kept(layout.name, rows)
+    return quantization.Kept(layout.name, rows)
 
 
-QUANTIZATION = Quantization(
+QUANTIZATION = quantization.Quantization(
     detect=detect,
     excludes={"fp8": "modules_to_not_convert", "fbgemm_fp8": "modules_to_not_convert"},
-    beside=("weight_scale_inv", "weight_scale", "scale", *ACTIVATIONS),
+    beside=("weight_scale_inv", "weight_scale", "scale", *quantization.ACTIVATIONS),
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,
     decode=decode,
     keep=keep,
     check=lambda stored: block_of(stored, stored.main.shape),
-    plans={"fp8": WeightBytes(1, 1, 1, 2, "fp8")},
+    plans={"fp8": quantization.WeightBytes(1, 1, 1, 2, "fp8")},
 )

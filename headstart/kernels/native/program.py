@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.kernels import specs
 from headstart.kernels.native._native import (
     HiddenPool,
     KVPool,
@@ -21,17 +22,6 @@ from headstart.kernels.native._native import (
     StatePool,
 )
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
-from headstart.kernels.specs import (
-    AttentionTemperature,
-    CompressSpec,
-    ConvSpec,
-    DeltaSpec,
-    IndexSpec,
-    RopeSpec,
-    RouterSpec,
-    ScanSpec,
-    StreamSpec,
-)
 
 Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
@@ -112,7 +102,7 @@ class ProgramRecorder:
     def center(self, x: Symbol) -> Symbol:
         return Symbol(x.width, self.program.center(self._index(x)))
 
-    def scale_by_position(self, x: Symbol, positions: Input, spec: AttentionTemperature) -> Symbol:
+    def scale_by_position(self, x: Symbol, positions: Input, spec: specs.AttentionTemperature) -> Symbol:
         assert positions == "positions", positions
         return Symbol(x.width, self.program.temper(self._index(x), spec.every, spec.strength, spec.ahead))
 
@@ -145,7 +135,7 @@ class ProgramRecorder:
         logits: Symbol,
         bias: Vector | None,
         experts: Experts,
-        spec: RouterSpec,
+        spec: specs.RouterSpec,
         token_experts: tuple[NDArray[np.int64], Input] | None = None,
     ) -> Symbol:
         assert token_experts is None or token_experts[1] == "token_ids", token_experts
@@ -165,7 +155,7 @@ class ProgramRecorder:
         kind = ACTIVATIONS[experts.activation]
         return Symbol(experts.down[0].rows, self.program.experts(rows, chosen, gate, up, down, kind, *biases))
 
-    def rope(self, x: Symbol, positions: Input, spec: RopeSpec, head_dim: int) -> Symbol:
+    def rope(self, x: Symbol, positions: Input, spec: specs.RopeSpec, head_dim: int) -> Symbol:
         assert positions == "positions", positions
         table = self._ropes.setdefault((spec.inv_freq, spec.scale), RopeTable(list(spec.inv_freq), spec.scale))
         index = self.program.rope(self._index(x), table, head_dim, spec.trailing, spec.inverse, spec.shift)
@@ -174,10 +164,10 @@ class ProgramRecorder:
     def store_kv(self, k: Symbol, v: Symbol, pool: KVPool, spec: AttentionSpec) -> None:
         self.program.store_kv(self._index(k), self._index(v), pool)
 
-    def store_index(self, k: Symbol, pool: KVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         self.program.store_kv(self._index(k), -1, pool)
 
-    def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: IndexSpec) -> None:
+    def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         rows = self._index(q), self._index(weights)
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
 
@@ -204,39 +194,41 @@ class ProgramRecorder:
         return Symbol(width, index)
 
     def causal_conv(
-        self, x: Symbol, weight: Vector, pool: StatePool, spec: ConvSpec, bias: Vector | None = None
+        self, x: Symbol, weight: Vector, pool: StatePool, spec: specs.ConvSpec, bias: Vector | None = None
     ) -> Symbol:
         return Symbol(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
     def softplus(self, x: Symbol, rate: Vector | None, bias: Vector) -> Symbol:
         return Symbol(x.width, self.program.softplus(self._index(x), rate, bias))
 
-    def gated_delta(self, qkv: Symbol, log_decay: Symbol, strength: Symbol, pool: StatePool, spec: DeltaSpec) -> Symbol:
+    def gated_delta(
+        self, qkv: Symbol, log_decay: Symbol, strength: Symbol, pool: StatePool, spec: specs.DeltaSpec
+    ) -> Symbol:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
         return Symbol(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
 
     def selective_scan(
-        self, xbc: Symbol, step: Symbol, rate: Vector, skip: Vector, pool: StatePool, spec: ScanSpec
+        self, xbc: Symbol, step: Symbol, rate: Vector, skip: Vector, pool: StatePool, spec: specs.ScanSpec
     ) -> Symbol:
         sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
         rows = (self._index(xbc), self._index(step))
         return Symbol(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
-    def compress(self, values: Symbol, gates: Symbol, bias: Vector, pool: RowPool, spec: CompressSpec) -> Symbol:
+    def compress(self, values: Symbol, gates: Symbol, bias: Vector, pool: RowPool, spec: specs.CompressSpec) -> Symbol:
         rows = self._index(values), self._index(gates)
         return Symbol(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
 
-    def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: StreamSpec) -> Symbol:
+    def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: specs.StreamSpec) -> Symbol:
         how = (base, scale, spec.count, spec.iterations, spec.eps)
         return Symbol(mixes.width, self.program.stream_weights(self._index(mixes), *how))
 
-    def sum_streams(self, streams: Symbol, weights: Symbol | None, spec: StreamSpec) -> Symbol:
+    def sum_streams(self, streams: Symbol, weights: Symbol | None, spec: specs.StreamSpec) -> Symbol:
         by = -1 if weights is None else self._index(weights)
         summed = self.program.sum_streams(self._index(streams), by, spec.count)
         return Symbol(streams.width // spec.count, summed)
 
-    def mix_streams(self, streams: Symbol, x: Symbol, weights: Symbol, spec: StreamSpec) -> Symbol:
+    def mix_streams(self, streams: Symbol, x: Symbol, weights: Symbol, spec: specs.StreamSpec) -> Symbol:
         rows = self._index(streams), self._index(x), self._index(weights)
         return Symbol(streams.width, self.program.mix_streams(*rows, spec.count))
 

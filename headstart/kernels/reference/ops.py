@@ -15,20 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.core import Paths, StepPlan
+from headstart.kernels import specs
 from headstart.kernels.ops import NEVER, REFINED, Activation, AttentionSpec, Experts, KVSpec, StepInputs
 from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
 from headstart.kernels.reference.recurrent import conv_step, delta_step, scan_step, walk
-from headstart.kernels.specs import (
-    AttentionTemperature,
-    CompressSpec,
-    ConvSpec,
-    DeltaSpec,
-    IndexSpec,
-    RopeSpec,
-    RouterSpec,
-    ScanSpec,
-    StreamSpec,
-)
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
 
@@ -107,7 +97,7 @@ class ReferenceOps:
 
     def __init__(self, plan: StepPlan, device: torch.device, dtype: torch.dtype) -> None:
         self._plan, self._device, self._dtype = plan, device, dtype
-        self._rope_tables: dict[tuple[int, RopeSpec], tuple[Tensor, Tensor]] = {}
+        self._rope_tables: dict[tuple[int, specs.RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
         self._grouped: dict[tuple[int, int, bool, bool], list[SpanGroup]] = {}
         self._chosen: dict[TorchKVPool, list[Tensor]] = {}  # by pool, per group: selected positions, bool [S, Q, L]
@@ -170,7 +160,7 @@ class ReferenceOps:
     def center(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)
 
-    def scale_by_position(self, x: Tensor, positions: Tensor, spec: AttentionTemperature) -> Tensor:
+    def scale_by_position(self, x: Tensor, positions: Tensor, spec: specs.AttentionTemperature) -> Tensor:
         steps = torch.div(positions + spec.ahead, spec.every, rounding_mode="floor").to(widened(x.dtype))
         return x * (1 + spec.strength * torch.log1p(steps)).to(x.dtype)[..., None]
 
@@ -195,12 +185,12 @@ class ReferenceOps:
         logits: Tensor,
         bias: Tensor | None,
         experts: Experts,
-        spec: RouterSpec,
+        spec: specs.RouterSpec,
         token_experts: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         return mixture(x, logits, bias, experts, spec, token_experts)
 
-    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
+    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
         count, wide = spec.count, widened(mixes.dtype)
         parts, bases = mixes.to(wide).split(count, -1), base.to(wide).split(count)
         input_weights: Tensor = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
@@ -215,19 +205,19 @@ class ReferenceOps:
             square = square / (square.sum(-2, keepdim=True) + spec.eps)
         return torch.cat((input_weights, output_weights, square.flatten(-2)), dim=-1)
 
-    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
+    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: specs.StreamSpec) -> Tensor:
         by_stream: Tensor = streams.unflatten(-1, (spec.count, -1))
         weighted = by_stream / spec.count if weights is None else weights[..., : spec.count, None] * by_stream
         return weighted.sum(-2).to(streams.dtype)
 
-    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
+    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: specs.StreamSpec) -> Tensor:
         count = spec.count
         output_weights = weights[..., count : 2 * count]
         square = weights[..., 2 * count :].unflatten(-1, (count, count))
         mixed: Tensor = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
         return torch.flatten(output_weights[..., None].to(x.dtype) * x[..., None, :] + mixed, -2)
 
-    def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
+    def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
         cos, sin = self._rope_table(positions, spec)
         heads = x.unflatten(-1, (-1, head_dim))
         if spec.trailing:
@@ -239,7 +229,7 @@ class ReferenceOps:
         a, b, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).flatten(-2)
 
-    def _rope_table(self, positions: Tensor, spec: RopeSpec) -> tuple[Tensor, Tensor]:
+    def _rope_table(self, positions: Tensor, spec: specs.RopeSpec) -> tuple[Tensor, Tensor]:
         """cos, sin [R, 1, rotary_dim / 2], cached for all layers of the pass."""
         key = (id(positions), spec)
         if key not in self._rope_tables:
@@ -255,10 +245,10 @@ class ReferenceOps:
         if not spec.latent:
             pool.values[self._slots] = v.unflatten(-1, (spec.num_kv_heads, -1))
 
-    def store_index(self, k: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         pool.keys[self._slots] = k.unflatten(-1, (1, -1))
 
-    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
+    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = [
             best_positions(
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
@@ -272,7 +262,9 @@ class ReferenceOps:
         positions = torch.arange(group.slots.shape[1], device=self._device) + self._plan.first_position
         return (positions + 1) % every == 0
 
-    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec) -> Tensor:
+    def compress(
+        self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: specs.CompressSpec
+    ) -> Tensor:
         positions = self._ints(self._plan.positions)
         biased = gates + bias.view(spec.every, -1)[positions % spec.every]
         pool.keys[self._slots] = torch.cat((values, biased), dim=-1)[:, None]
@@ -345,7 +337,7 @@ class ReferenceOps:
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: ConvSpec, bias: Tensor | None = None
+        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: specs.ConvSpec, bias: Tensor | None = None
     ) -> Tensor:
         result = walk(conv_step(weight, spec), x, spec.channels, pool, self._plan)
         return result if bias is None else result + bias
@@ -356,13 +348,13 @@ class ReferenceOps:
         return result if rate is None else rate.to(wide) * result
 
     def gated_delta(
-        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: DeltaSpec
+        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: specs.DeltaSpec
     ) -> Tensor:
         rows = torch.cat((qkv, log_decay, strength), dim=-1)
         return walk(delta_step(spec), rows, spec.num_heads * spec.value_dim, pool, self._plan).to(qkv.dtype)
 
     def selective_scan(
-        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: ScanSpec
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: specs.ScanSpec
     ) -> Tensor:
         rows, wide = torch.cat((xbc, step), dim=-1), widened(xbc.dtype)
         scanned = walk(scan_step(spec, rate.to(wide), skip.to(wide)), rows, spec.inner, pool, self._plan)
@@ -401,7 +393,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: IndexSpec) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: specs.IndexSpec) -> Tensor:
     """Scores of Ops.select_positions: q [..., R, heads * D], weights [..., R, heads], keys [..., L, D] -> [..., R, L],
     in at least float32."""
     wide = widened(q.dtype)
@@ -435,7 +427,7 @@ def top_mask(values: Tensor, count: int) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, first, True)
 
 
-def entries_of(kept: Tensor, exists: Tensor, spec: CompressSpec) -> Tensor:
+def entries_of(kept: Tensor, exists: Tensor, spec: specs.CompressSpec) -> Tensor:
     """Entries [N, dim] (Ops.compress) from stored rows [N, span, 2 width] of N windows; exists [N, span] bool."""
     values, gates = kept.split(spec.width, dim=-1)
     if spec.overlap:

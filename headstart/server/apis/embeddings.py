@@ -19,6 +19,7 @@ from pydantic import Field, StrictInt, StrictStr
 from headstart.api import LLM
 from headstart.core import Request as EngineRequest, SamplingParams
 from headstart.errors import UsageError
+from headstart.server import pipeline
 from headstart.server.accounts import Account
 from headstart.server.apis.ollama import (
     ERRORS as OLLAMA_ERRORS,
@@ -28,15 +29,6 @@ from headstart.server.apis.ollama import (
 )
 from headstart.server.body_reader import CheckedRoute, pool_of
 from headstart.server.model_manager import ServedModel
-from headstart.server.pipeline import (
-    CLIENT_GONE,
-    ERRORS,
-    account_of,
-    body_of,
-    cancel_on_disconnect,
-    find_model,
-    state_of,
-)
 from headstart.server.prepare import encode_text, list_of_texts, with_owner
 from headstart.server.renderer import dump_json
 from headstart.server.schema import Body, ResponseModel, Texts, ignored_fields_header
@@ -85,13 +77,13 @@ class OllamaEmbeddings(ResponseModel):
     prompt_eval_count: int = Field(ge=0)
 
 
-@router.post("/v1/embeddings", responses=ERRORS, response_model=EmbeddingList)
+@router.post("/v1/embeddings", responses=pipeline.ERRORS, response_model=EmbeddingList)
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text: the mean of its tokens' hidden states, of length 1."""
     headers = ignored_fields_header(body)
-    served = await find_model(request, body.model)
+    served = await pipeline.find_model(request, body.model)
     if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=False)) is None:
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=pipeline.CLIENT_GONE)
     vectors, count = found
     shown: Callable[[Vectors], Any] = _base64 if body.encoding_format == "base64" else _floats
     document = {
@@ -101,7 +93,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         "pooling": POOLING,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }
-    data = await state_of(request).body_reader.pools.run("answer", dump_json, document)
+    data = await pipeline.state_of(request).body_reader.pools.run("answer", dump_json, document)
     return Response(data, media_type="application/json", headers=headers)
 
 
@@ -109,9 +101,9 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """The same in Ollama's shape; texts that are too long are cut, unless `truncate` is false."""
     begun = time.perf_counter()
-    served, cut = await find_model(request, body.model, keep_alive_of(body)), body.truncate is not False
+    served, cut = await pipeline.find_model(request, body.model, keep_alive_of(body)), body.truncate is not False
     if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=cut)) is None:
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=pipeline.CLIENT_GONE)
     document = {
         "model": body.model,
         "embeddings": [_floats(each) for each in found[0]],
@@ -120,16 +112,16 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
         "load_duration": 0,
         "prompt_eval_count": found[1],
     }
-    data = await state_of(request).body_reader.pools.run("answer", dump_json, document)
+    data = await pipeline.state_of(request).body_reader.pools.run("answer", dump_json, document)
     return Response(data, media_type="application/json")
 
 
 @router.post("/api/embeddings", responses=OLLAMA_ERRORS)
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """Of one text; Ollama's older endpoint."""
-    served = await find_model(request, body.model, keep_alive_of(body))
+    served = await pipeline.find_model(request, body.model, keep_alive_of(body))
     if served is None or (found := await _embed(request, served, body.prompt, None, cut=True)) is None:
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=pipeline.CLIENT_GONE)
     return JSONResponse({"embedding": _floats(found[0][0])})
 
 
@@ -140,7 +132,7 @@ async def _embed(
     size = served.llm.model.config.hidden_size
     if dimensions not in (None, size):
         raise UsageError(f"dimensions is {dimensions}, but embeddings of this model have {size}", "leave it out")
-    state, incoming, account = state_of(request), body_of(request), account_of(request)
+    state, incoming, account = pipeline.state_of(request), pipeline.body_of(request), pipeline.account_of(request)
 
     async def work() -> tuple[list[Vectors], int]:
         pools, texts = state.body_reader.pools, list_of_texts(given, "input")
@@ -153,7 +145,7 @@ async def _embed(
 
     with served.admission.hold():
         async with state.deadline(incoming):
-            return await cancel_on_disconnect(request, work())
+            return await pipeline.cancel_on_disconnect(request, work())
 
 
 def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account) -> list[EngineRequest]:

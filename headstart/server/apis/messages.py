@@ -11,7 +11,7 @@ from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from headstart.errors import HeadstartError
 from headstart.params import names_in
-from headstart.server import limits
+from headstart.server import limits, schema
 from headstart.server.apis.blocks import BlockChange, BlockKind, BlockRenderer, ResponseBlock, as_body, refuse
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError, error_response
@@ -20,16 +20,6 @@ from headstart.server.model_manager import ServedModel
 from headstart.server.pipeline import error_responses, respond_from_thread, respond_translated
 from headstart.server.prepare import encode_chat
 from headstart.server.renderer import dump_json
-from headstart.server.schema import (
-    Body,
-    ChatRequest,
-    Many,
-    Name,
-    ResponseModel,
-    Stop,
-    ignored_fields_header,
-    with_sampling,
-)
 
 router = APIRouter(route_class=CheckedRoute)
 IGNORED = frozenset({
@@ -42,88 +32,88 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Unsupported members -> neutral values, and what to do instead."""
 
 
-class MessageBlock(Body):
+class MessageBlock(schema.Body):
     """A content block."""
 
     harmless = frozenset({"signature", "data", "citations", "caller"})
-    type: Name
+    type: schema.Name
     text: StrictStr | None = None
     thinking: StrictStr | None = None
-    id: Name | None = None
+    id: schema.Name | None = None
     name: StrictStr | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: Name | None = None
-    content: "StrictStr | Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None" = None
+    tool_use_id: schema.Name | None = None
+    content: "StrictStr | Annotated[schema.Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None" = None
 
 
-Parts = Annotated[Many[MessageBlock], Field(max_length=limits.MESSAGES)]
+Parts = Annotated[schema.Many[MessageBlock], Field(max_length=limits.MESSAGES)]
 
 
-class Turn(Body):
+class Turn(schema.Body):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
     content: StrictStr | Parts
 
 
-class MessagesTool(Body):
+class MessagesTool(schema.Body):
     """A tool of the client; those that Anthropic runs itself are left out."""
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
-    type: Name | None = None
+    type: schema.Name | None = None
     description: StrictStr | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(schema.Body):
     """Which tool is called."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
+    name: schema.Name | None = None
     disable_parallel_tool_use: StrictBool = False
 
 
-class Thinking(Body):
+class Thinking(schema.Body):
     """Whether the model thinks, where its template has a switch. `budget_tokens` has no effect."""
 
-    type: Name
+    type: schema.Name
 
 
-class OutputFormat(Body):
+class OutputFormat(schema.Body):
     """A JSON schema that the text must fit."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(schema.Body):
     """What the text must be, and an effort for templates that read one."""
 
     format: OutputFormat | None = None
-    effort: Name | None = None
+    effort: schema.Name | None = None
 
 
-class CountRequest(Body):
+class CountRequest(schema.Body):
     """POST /v1/messages/count_tokens."""
 
     model: StrictStr
-    messages: Annotated[Many[Turn], Field(min_length=1, max_length=limits.MESSAGES)]
+    messages: Annotated[schema.Many[Turn], Field(min_length=1, max_length=limits.MESSAGES)]
     system: StrictStr | Parts | None = None
-    tools: Annotated[Many[MessagesTool], Field(max_length=limits.TOOLS)] | None = None
+    tools: Annotated[schema.Many[MessagesTool], Field(max_length=limits.TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
-class MessagesRequest(with_sampling(CountRequest, names_in("anthropic"))):  # type: ignore[misc]
+class MessagesRequest(schema.with_sampling(CountRequest, names_in("anthropic"))):  # type: ignore[misc]
     """POST /v1/messages."""
 
     max_tokens: StrictInt = Field(json_schema_extra={"minimum": 1}, description="Longest output, in tokens.")
-    stop_sequences: Annotated[Many[Stop], Field(max_length=limits.STOPS)] | None = None
+    stop_sequences: Annotated[schema.Many[schema.Stop], Field(max_length=limits.STOPS)] | None = None
     stream: StrictBool | None = False
 
 
-def chat_of(body: CountRequest) -> ChatRequest:
+def chat_of(body: CountRequest) -> schema.ChatRequest:
     """The chat request for a body. Raises BodyError for what this server does not have."""
     refuse(body, REFUSED, IGNORED)
     messages = list(_messages(body))
@@ -146,7 +136,7 @@ def chat_of(body: CountRequest) -> ChatRequest:
     if isinstance(body, MessagesRequest):
         chat |= {name: getattr(body, member) for name, member in names_in("anthropic").items()}
         chat["stream"] = body.stream
-    return as_body(body, chat, ChatRequest)
+    return as_body(body, chat, schema.ChatRequest)
 
 
 def _messages(body: CountRequest) -> Iterator[Json]:
@@ -224,21 +214,21 @@ def _choice(choice: ToolChoice) -> str | Json:
 PATH = "/v1/messages"
 
 
-class MessagesFault(ResponseModel):
+class MessagesFault(schema.ResponseModel):
     """Message and kind of an error."""
 
     type: str
     message: str
 
 
-class MessagesError(ResponseModel):
+class MessagesError(schema.ResponseModel):
     """Anthropic's shape of every error."""
 
     type: Literal["error"]
     error: MessagesFault
 
 
-class MessageUsage(ResponseModel):
+class MessageUsage(schema.ResponseModel):
     """Token counts. `input_tokens` leaves out the prompt's cached tokens."""
 
     input_tokens: int = Field(ge=0)
@@ -246,7 +236,7 @@ class MessageUsage(ResponseModel):
     output_tokens: int = Field(ge=0)
 
 
-class MessageAnswer(ResponseModel):
+class MessageAnswer(schema.ResponseModel):
     """Response of /v1/messages."""
 
     id: str
@@ -259,7 +249,7 @@ class MessageAnswer(ResponseModel):
     usage: MessageUsage
 
 
-class TokenCount(ResponseModel):
+class TokenCount(schema.ResponseModel):
     """Response of /v1/messages/count_tokens."""
 
     input_tokens: int = Field(ge=0)
@@ -277,7 +267,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post(f"{PATH}/count_tokens", responses=ERRORS, response_model=TokenCount)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Number of tokens of the prompt for these messages."""
-    headers = ignored_fields_header(body)
+    headers = schema.ignored_fields_header(body)
     return await respond_from_thread(request, body.model, lambda served: _counted(served, body), headers)
 
 

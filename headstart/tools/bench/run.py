@@ -13,17 +13,8 @@ from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, HeadstartError, UsageError
 from headstart.files import read_regular, write_atomic
 from headstart.stats import synthetic_note
-from headstart.tools.bench import workloads
+from headstart.tools.bench import measure, workloads
 from headstart.tools.bench.document import BenchCell, BenchDocument, BenchRow
-from headstart.tools.bench.measure import (
-    BenchTarget,
-    EnergyMeter,
-    RequestLoad,
-    check_mode,
-    measure,
-    num_requests_for,
-    warm_up,
-)
 from headstart.tools.bench.summary import checks, rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
 
@@ -83,7 +74,7 @@ class BenchOptions:
 
     def _check_names(self) -> None:
         for mode in self.modes if self.url is None else ():
-            check_mode(mode)
+            measure.check_mode(mode)
         for name in self.workloads:
             workloads.find(name, len)
 
@@ -115,13 +106,13 @@ class BenchOptions:
             raise UsageError(f"{path} was not written by headstart bench", "give another name")
 
     @property
-    def loads(self) -> tuple[RequestLoad, ...]:
+    def loads(self) -> tuple[measure.RequestLoad, ...]:
         seed = self.config.seed or 0
         if self.rates:
-            return tuple(RequestLoad(rate=rate, seed=seed) for rate in self.rates)
+            return tuple(measure.RequestLoad(rate=rate, seed=seed) for rate in self.rates)
         usual = workloads.PRESETS[self.preset].concurrency if self.preset else (1, 4, 16)
         counts = self.concurrency or [count for count in usual if count <= (self.requests or count)]
-        return tuple(RequestLoad(concurrency=count, seed=seed) for count in counts)
+        return tuple(measure.RequestLoad(concurrency=count, seed=seed) for count in counts)
 
     @property
     def num_requests(self) -> int | None:
@@ -148,7 +139,7 @@ class BenchRun:
         self._modes = options.modes or self._targets[0].modes
         texts = tuple(turn for task in tasks for turn in task.turns)
         self._workloads = _workloads(options, self._targets[0].count_tokens, texts)
-        self._meter = EnergyMeter()
+        self._meter = measure.EnergyMeter()
         self._cells: list[BenchCell] = []
         self._machine = _machine()
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -182,7 +173,7 @@ class BenchRun:
                 self._progress(next(numbers), total, text)
 
             notify()
-            cell = measure(
+            cell = measure.measure(
                 target, workload, mode, load,
                 num_requests=self.options.num_requests, repeat=repeat, meter=self._meter, notify=notify,
             )  # fmt: skip
@@ -192,7 +183,7 @@ class BenchRun:
                 return error
         return ""
 
-    def _plan(self) -> Iterator[tuple[BenchTarget, Workload, RequestLoad, int, str]]:
+    def _plan(self) -> Iterator[tuple[measure.BenchTarget, Workload, measure.RequestLoad, int, str]]:
         """Every other repeat has its modes the other way round, so that drift of the machine cancels out."""
         for target in self._targets:
             for workload in self._workloads:
@@ -201,8 +192,8 @@ class BenchRun:
                         for mode in self._modes if repeat % 2 == 0 else self._modes[::-1]:
                             yield target, workload, load, repeat, mode
 
-    def _tasks(self, workload: Workload, load: RequestLoad) -> list[Task]:
-        return workload.tasks(self.options.num_requests or num_requests_for(load.concurrency), load.seed)
+    def _tasks(self, workload: Workload, load: measure.RequestLoad) -> list[Task]:
+        return workload.tasks(self.options.num_requests or measure.num_requests_for(load.concurrency), load.seed)
 
     def _warm_up(self) -> None:
         """Runs every mode once, so that unknown modes and tasks that do not fit are found before the measuring."""
@@ -211,7 +202,7 @@ class BenchRun:
                 target.check(max((self._tasks(workload, load) for load in self.options.loads), key=len))
             for mode in self._modes:
                 self._progress(0, 1, f"warming up, {mode}")
-                warm_up(target, self._workloads[0], mode)
+                measure.warm_up(target, self._workloads[0], mode)
 
     def _save(self, error: str) -> BenchDocument:
         """Writes everything so far; with an error the document is incomplete."""
@@ -234,7 +225,7 @@ class BenchRun:
         return document
 
 
-def _targets(options: BenchOptions, progress: Progress) -> Iterator[BenchTarget]:
+def _targets(options: BenchOptions, progress: Progress) -> Iterator[measure.BenchTarget]:
     if options.url is not None:
         from headstart.tools.bench.http import HttpTarget
         from headstart.tools.client import Server
@@ -268,7 +259,7 @@ def _workloads(options: BenchOptions, count_tokens: Callable[[str], int], texts:
     return chosen
 
 
-def _fatal_error(target: BenchTarget, cell: BenchCell) -> str:
+def _fatal_error(target: measure.BenchTarget, cell: BenchCell) -> str:
     """Returns why it makes no sense to go on after a cell: the server is gone, or takes none of the requests."""
     if cell.failed and not cell.complete and not target.is_alive():
         return f"the server died: {cell.errors[0]}"

@@ -9,25 +9,7 @@ from typing import Any
 from headstart import hub, registry
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
-from headstart.tools.launch.arguments import (
-    Version,
-    at_least,
-    check_arguments,
-    check_model,
-    parse_version,
-    published,
-    table_for,
-    version_text,
-    why_no_heads,
-)
-from headstart.tools.launch.fleet import (
-    LaunchTarget,
-    parse_roles,
-    place_single,
-    plan_fleet,
-    router_of,
-    share_devices,
-)  # fmt: skip
+from headstart.tools.launch import arguments, fleet
 from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, other_engine_hint
 from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
 from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevices, divide, named_devices
@@ -67,7 +49,7 @@ class LaunchOptions(LaunchRequest):
 @dataclass
 class PreparedLaunch:
     launcher: EngineLauncher
-    version: Version
+    version: arguments.Version
     assumed: bool  # no version was named or installed
     installed: InstalledProgram | None
     facts: ModelFacts
@@ -78,7 +60,7 @@ class PreparedLaunch:
     def commands(self) -> list[tuple[LaunchStep, list[str]]]:
         """Returns the serving commands with the programs that are installed, the router's last."""
         return [
-            (step, [router_of(step).installed_path() or step.words[0], *step.words[1:]] if step.role == "router"
+            (step, [fleet.router_of(step).installed_path() or step.words[0], *step.words[1:]] if step.role == "router"
                    else self.launcher.resolve(step.words, self.installed))
             for step in self.plan.serve
         ]  # fmt: skip
@@ -103,8 +85,8 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
         options = replace(options, head=str(hub.resolve(options.head)))
     drafter = drafter_of(options.head) if options.head else None
     facts = read_facts(options.model)
-    check_model(launcher, version, facts.model_type)
-    why_none = why_no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
+    arguments.check_model(launcher, version, facts.model_type)
+    why_none = arguments.why_no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
     if why_none and options.depth:
         raise UsageError(f"--depth is {options.depth}, but {why_none}", "--depth 0, or another version")
     depth, why_depth = (0, why_none) if why_none else choose_depth(facts, options.depth, drafter, gpus=devices.count)
@@ -112,10 +94,10 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     spec = LaunchSpec(depth=depth, drafter=drafter, platform=devices.platform, **request)
     spec, plan, notes = _plan(launcher, version, options, facts, spec, devices)
     _check_repeated(launcher, version, plan.serve[0], options.extra)
-    known, flag = published(launcher.name), launcher.flag_of("trust_remote_code")
-    if known and not at_least(parse_version(known.versions[-1]), version_text(version)):
+    known, flag = arguments.published(launcher.name), launcher.flag_of("trust_remote_code")
+    if known and not arguments.at_least(arguments.parse_version(known.versions[-1]), arguments.version_text(version)):
         newest = f"the flags of {launcher.title} are known up to {known.versions[-1]}"
-        notes.insert(0, f"{newest}: those of {version_text(version)} may differ")
+        notes.insert(0, f"{newest}: those of {arguments.version_text(version)} may differ")
     if facts.remote_code and flag and flag not in spec.extra and not spec.settings.get("trust_remote_code"):
         asked = f"if {launcher.title} asks for it and you trust it, add -- {flag}"
         notes.append(f"the checkpoint brings Python code: {asked}")
@@ -124,7 +106,7 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
 
 
 def _plan(
-    launcher: EngineLauncher, version: Version, options: LaunchOptions, facts: ModelFacts, spec: LaunchSpec,
+    launcher: EngineLauncher, version: arguments.Version, options: LaunchOptions, facts: ModelFacts, spec: LaunchSpec,
     devices: NodeDevices,
 ) -> tuple[LaunchSpec, LaunchPlan, list[str]]:  # fmt: skip
     """Plans one server, or several behind a router; the notes say what does not fit."""
@@ -136,23 +118,23 @@ def _plan(
     num_copies = (options.dp or 1) if launcher.runs_copies else 1
     dp = None if launcher.runs_copies else options.dp
     hardware = Hardware(devices=devices, nodes=options.nodes, tp=options.tp, dp=dp, cache=cache)
-    target = LaunchTarget(options.emit or "", options.head_node)
+    target = fleet.LaunchTarget(options.emit or "", options.head_node)
     if options.disaggregate is None and num_copies == 1:
         parallel, notes = divide(facts, hardware)
         if spec.platform == "cpu" and parallel.tensor > 1 and not launcher.has_cpu_tp:
             raise UsageError(f"{launcher.title} is not given --tp on a CPU here", "vllm takes it; --dp runs copies")
-        spec = place_single(replace(spec, parallel=parallel), target)
+        spec = fleet.place_single(replace(spec, parallel=parallel), target)
         return spec, launcher.plan(facts, spec, version), notes
-    roles = ("",) * num_copies if options.disaggregate is None else parse_roles(options.disaggregate)
+    roles = ("",) * num_copies if options.disaggregate is None else fleet.parse_roles(options.disaggregate)
     if any(roles) and num_copies > 1:
         raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
-    share, notes = share_devices(facts, hardware, len(roles))
+    share, notes = fleet.share_devices(facts, hardware, len(roles))
     spec = replace(spec, parallel=share.parallel)
-    return spec, plan_fleet(launcher, facts, spec, version, roles, share, target), notes
+    return spec, fleet.plan_fleet(launcher, facts, spec, version, roles, share, target), notes
 
 
 def check_plan(
-    launcher: EngineLauncher, version: Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
+    launcher: EngineLauncher, version: arguments.Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
 ) -> list[str]:
     """Notes on what the engine takes otherwise than it looks. Raises UsageError for a command that it would refuse."""
     known = {"model.type": facts.model_type, "model.modules": facts.modules, "device": spec.platform, **plan.facts}
@@ -160,16 +142,18 @@ def check_plan(
         known[f"head.{name}"] = getattr(spec.drafter, name, None)
     notes: dict[str, None] = {}
     for step in plan.engines:
-        check = check_arguments(launcher, version, launcher.arguments_of(step), known, num_positional=2)
+        check = arguments.check_arguments(launcher, version, launcher.arguments_of(step), known, num_positional=2)
         if check.errors:
             raise UsageError(check.errors[0], "; ".join(check.errors[1:]) or "see its --help")
         notes |= dict.fromkeys(check.notes)
     return list(notes)
 
 
-def _check_repeated(launcher: EngineLauncher, version: Version, step: LaunchStep, extra: Sequence[str]) -> None:
+def _check_repeated(
+    launcher: EngineLauncher, version: arguments.Version, step: LaunchStep, extra: Sequence[str]
+) -> None:
     """Raises UsageError for a flag given after -- that the command has already, in any spelling."""
-    table = table_for(launcher.name, version)
+    table = arguments.table_for(launcher.name, version)
 
     def names(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
         flags = [word.partition("=")[0] for word in words if re.match("--?[A-Za-z]", word)]
@@ -196,7 +180,7 @@ def launch_document(prepared: PreparedLaunch, commands: dict[str, Any]) -> dict[
     plan, spec, facts = prepared.plan, prepared.spec, prepared.facts
     return {
         "engine": prepared.launcher.name,
-        "version": version_text(prepared.version),
+        "version": arguments.version_text(prepared.version),
         "version_assumed": prepared.assumed,
         "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
                   "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},

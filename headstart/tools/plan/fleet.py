@@ -17,19 +17,9 @@ from numpy.typing import NDArray
 from headstart.config import EngineConfig
 from headstart.core import Progress
 from headstart.errors import UsageError
-from headstart.tools.plan import roofline
+from headstart.tools.plan import roofline, simulate
 from headstart.tools.plan.machine import HERE, Machine
 from headstart.tools.plan.shape import LARGE_DEVICE, PASS_ROWS, Split, cache_bytes, estimate_memory, split_of
-from headstart.tools.plan.simulate import (
-    Arrivals,
-    PrefillRows,
-    SimulationResult,
-    StepTime,
-    after_warm_up,
-    percentile,
-    poisson_arrivals,
-    simulate,
-)
 
 EXAMPLE = '"100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"'
 SECONDS = {"s": 1.0, "ms": 1e-3}
@@ -107,7 +97,7 @@ def parse_load(text: str) -> FleetLoad:
 class FleetSize:
     drafter: str
     machines: int | None  # None: no number suffices
-    result: SimulationResult | None = None
+    result: simulate.SimulationResult | None = None
     reason: str = ""  # that no number suffices
 
 
@@ -119,7 +109,7 @@ class RooflineSteps:
         self._fastest: dict[int, tuple[int, float, float]] = {}
         self._seconds: dict[tuple[int, ...], float] = {}
 
-    def __call__(self, decoding: int, context: float, prefill: PrefillRows) -> tuple[float, float]:
+    def __call__(self, decoding: int, context: float, prefill: simulate.PrefillRows) -> tuple[float, float]:
         depth, gain, draft_s = self._draft(decoding) if decoding else (0, 0.0, 0.0)
         key = (decoding, round(context / CONTEXT_STEP), prefill.prompts, round(prefill.rows / ROW_STEP),
                round(prefill.context / CONTEXT_STEP))  # fmt: skip
@@ -137,7 +127,7 @@ class RooflineSteps:
             self._fastest[decoding] = (best.depth, best.tokens_per_step, best.draft_s)
         return self._fastest[decoding]
 
-    def _mixed(self, decoding: int, depth: int, context: float, prefill: PrefillRows) -> float:
+    def _mixed(self, decoding: int, depth: int, context: float, prefill: simulate.PrefillRows) -> float:
         """Seconds of a pass of decoding rows and prompt rows, which share the weights."""
         rates, works = self._machine.rates, []
         if decoding:
@@ -167,7 +157,7 @@ def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
 class EngineLimits:
     """Engines that only prefill, or only decode."""
 
-    step: StepTime
+    step: simulate.StepTime
     slots: int  # sequences per engine
     rows: int  # per step
 
@@ -176,12 +166,12 @@ class EngineLimits:
 class DisaggregatedFleet:
     num_prefill: int
     num_decode: int
-    result: SimulationResult  # `busy` and `batch` of the decode machines
+    result: simulate.SimulationResult  # `busy` and `batch` of the decode machines
     prefill_busy: float
 
 
 def simulate_disaggregated(
-    arrivals: Arrivals,
+    arrivals: simulate.Arrivals,
     transfer_s: NDArray[np.float64],
     prefill: EngineLimits,
     decode: EngineLimits,
@@ -193,7 +183,9 @@ def simulate_disaggregated(
     arrived = transfer_ends(arrivals.times + first.ttft_s, transfer_s, min(num_prefill, num_decode))
     order = np.argsort(arrived, kind="stable")
     computed = arrivals.prompts[order] - 1
-    waiting = Arrivals(times=arrived[order], prompts=computed + 1, outputs=arrivals.outputs[order], computed=computed)
+    waiting = simulate.Arrivals(
+        times=arrived[order], prompts=computed + 1, outputs=arrivals.outputs[order], computed=computed
+    )
     second = _simulate_side(decode, waiting, num_decode)
     ttft, tpot = arrived - arrivals.times, np.empty_like(arrived)
     ttft[order] += second.ttft_s
@@ -202,10 +194,10 @@ def simulate_disaggregated(
     return DisaggregatedFleet(num_prefill=num_prefill, num_decode=num_decode, result=result, prefill_busy=first.busy)
 
 
-def _simulate_side(side: EngineLimits, arrivals: Arrivals, engines: int) -> SimulationResult:
+def _simulate_side(side: EngineLimits, arrivals: simulate.Arrivals, engines: int) -> simulate.SimulationResult:
     fewer = min(engines, MAX_ENGINES)
     slower = replace(arrivals, times=arrivals.times * (engines / fewer))
-    return simulate(side.step, slower, engines=fewer, slots=side.slots, rows=side.rows)
+    return simulate.simulate(side.step, slower, engines=fewer, slots=side.slots, rows=side.rows)
 
 
 def transfer_ends(ready: NDArray[np.float64], seconds: NDArray[np.float64], links: int) -> NDArray[np.float64]:
@@ -244,7 +236,7 @@ class FleetPlanner:
             return FleetSize(drafter=self.name, machines=None, reason=reason)
 
         @cache
-        def result(machines: int) -> SimulationResult:
+        def result(machines: int) -> simulate.SimulationResult:
             return self._simulate(steps, machines, rows or self._rows)
 
         fewest = smallest(lambda machines: meets(self.load, result(machines)), limit)
@@ -252,7 +244,7 @@ class FleetPlanner:
             return FleetSize(drafter=self.name, machines=None, reason=f"more than {limit:,} machines")
         return FleetSize(drafter=self.name, machines=fewest, result=result(fewest))
 
-    def _unreachable_reason(self, steps: StepTime) -> str:
+    def _unreachable_reason(self, steps: simulate.StepTime) -> str:
         """The reason why a request alone misses the targets; empty if it meets them."""
         load = self.load
         if self._slots < 1:
@@ -261,15 +253,15 @@ class FleetPlanner:
         first = roofline.first_token_seconds(self.setup.model, self.machine, round(longest * load.prompt))
         if first > load.ttft_s:
             return f"alone, a prompt of {longest * load.prompt:,.0f} tokens takes {first:.2g} s"
-        seconds, gain = steps(1, load.prompt + load.output / 2, PrefillRows())
+        seconds, gain = steps(1, load.prompt + load.output / 2, simulate.PrefillRows())
         if seconds / gain > load.tpot_s:
             return f"alone, a request takes {seconds / gain * 1e3:.3g} ms a token"
         return ""
 
-    def _simulate(self, steps: StepTime, machines: int, rows: int) -> SimulationResult:
+    def _simulate(self, steps: simulate.StepTime, machines: int, rows: int) -> simulate.SimulationResult:
         engines = min(machines, MAX_ENGINES)
         arrivals = make_arrivals(self.load, self.load.rate * engines / machines)
-        return simulate(steps, arrivals, engines=engines, slots=self._slots, rows=rows)
+        return simulate.simulate(steps, arrivals, engines=engines, slots=self._slots, rows=rows)
 
     def compare_disaggregated(self, colocated: FleetSize) -> dict[str, Any] | None:
         """Compares separate with colocated machines, as JSON; None if neither serves the load."""
@@ -297,7 +289,7 @@ class FleetPlanner:
 
         def prefills_in_time(machines: int) -> bool:
             run = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), machines)
-            return percentile(after_warm_up(run.ttft_s + transfer_s), load.share) <= load.ttft_s
+            return simulate.percentile(simulate.after_warm_up(run.ttft_s + transfer_s), load.share) <= load.ttft_s
 
         @cache
         def result(num_prefill: int, num_decode: int) -> DisaggregatedFleet:
@@ -343,23 +335,23 @@ class FleetPlanner:
             },
             "step_s": {
                 "sequences": batch,
-                "alone": steps(batch, context, PrefillRows())[0],
-                "with_a_prompt": steps(batch, context, PrefillRows(1, taken, taken / 2))[0],
+                "alone": steps(batch, context, simulate.PrefillRows())[0],
+                "with_a_prompt": steps(batch, context, simulate.PrefillRows(1, taken, taken / 2))[0],
             },
         }  # fmt: skip
 
 
-def make_arrivals(load: FleetLoad, rate: float, limit: int = MAX_REQUESTS) -> Arrivals:
+def make_arrivals(load: FleetLoad, rate: float, limit: int = MAX_REQUESTS) -> simulate.Arrivals:
     answer_s = load.ttft_s + load.output * load.tpot_s
     count = int(min(max(rate * ANSWERS_PER_RUN * answer_s, MIN_REQUESTS), limit))
-    return poisson_arrivals(rate, load.prompt, load.output, count)
+    return simulate.poisson_arrivals(rate, load.prompt, load.output, count)
 
 
-def meets(load: FleetLoad, result: SimulationResult) -> bool:
+def meets(load: FleetLoad, result: simulate.SimulationResult) -> bool:
     return result.ttft(load.share) <= load.ttft_s and result.tpot(load.share) <= load.tpot_s
 
 
-def _latencies(load: FleetLoad, result: SimulationResult | None) -> dict[str, float]:
+def _latencies(load: FleetLoad, result: simulate.SimulationResult | None) -> dict[str, float]:
     return {} if result is None else {"ttft_s": result.ttft(load.share), "tpot_s": result.tpot(load.share)}
 
 

@@ -18,14 +18,7 @@ from headstart.core import Progress, SamplingParams, Span
 from headstart.engine.load import Model as LoadedModel, load_model
 from headstart.errors import UsageError
 from headstart.machine import cpu, threads
-from headstart.tools.pass_timing import (
-    READ_RUNS,
-    PrefilledEngine,
-    check_noise,
-    held_bytes,
-    readable_bytes,
-    time_in_turns,
-)
+from headstart.tools import pass_timing
 from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
 from headstart.tools.plan.roofline import Pass, pass_seconds
 from headstart.tools.plan.shape import ModelShape, Part, SizedModel, weight_format
@@ -67,7 +60,7 @@ def measured_machine(
         longest = loaded.config.max_length - PROMPT_ROWS
         passes = [replace(work, context=min(work.context, longest)) for work in CALIBRATION_PASSES]
         timer = PassTimer(loaded, config, passes, progress)
-        with check_noise(config.threads or threads().usable) as noise:
+        with pass_timing.check_noise(config.threads or threads().usable) as noise:
             measured = measure(timer, timer.time(passes, PASSES_BUDGET_S, progress), progress)
         if noise.is_disturbed:
             note = f"{noise.reason}; the machine does better than this, which was not kept: ask again when it is idle"
@@ -81,7 +74,7 @@ def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progres
     """Input of a calibration as a JSON document: seconds, and bytes as the backend holds them. `seconds`: of passes."""
     loaded = timer.model
     progress(0, 1, "reading memory")
-    bandwidth = loaded.backend.read_bandwidth(readable_bytes(loaded.backend), READ_RUNS)
+    bandwidth = loaded.backend.read_bandwidth(pass_timing.readable_bytes(loaded.backend), pass_timing.READ_RUNS)
     timer.release()
     depth = min(ENGINE_DEPTH, timer.engine.drafting.max_depth)
     plain = [(batch, timer.engine_seconds(batch, 0)["host"]) for batch in BATCHES]
@@ -96,8 +89,8 @@ def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progres
         "passes": [{**asdict(work), "seconds": time_s} for work, time_s in seconds.items()],
         "engine": plain,
         "draft_step": drafts,
-        "layer_bytes": held_bytes(loaded.decoder.layers),
-        "lm_head_bytes": held_bytes(loaded.decoder.lm_head),
+        "layer_bytes": pass_timing.held_bytes(loaded.decoder.layers),
+        "lm_head_bytes": pass_timing.held_bytes(loaded.decoder.lm_head),
         "cache_bytes": cache_bytes(loaded),  # of one position
     }
 
@@ -160,7 +153,7 @@ def read_cached(path: Path) -> dict[str, Any] | None:
     return document if isinstance(document, dict) and document.get("version") == VERSION else None
 
 
-class PassTimer(PrefilledEngine):
+class PassTimer(pass_timing.PrefilledEngine):
     """Times single passes over prefilled sequences of a loaded model."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, passes: Sequence[Pass], progress: Progress) -> None:
@@ -194,7 +187,7 @@ class PassTimer(PrefilledEngine):
         return self.pass_seconds([Span(each, start, rows, logits) for each in self.sequences[: work.sequences]])
 
     def time(self, passes: Sequence[Pass], budget_s: float, progress: Progress) -> dict[Pass, float]:
-        times = time_in_turns(passes, self.seconds, budget_s, progress)
+        times = pass_timing.time_in_turns(passes, self.seconds, budget_s, progress)
         return {work: median(each) for work, each in times.items()}
 
     def engine_seconds(self, batch: int, depth: int) -> dict[str, float]:

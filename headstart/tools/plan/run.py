@@ -10,14 +10,7 @@ from typing import Any, cast, get_args
 from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.tools.plan import published, roofline
-from headstart.tools.plan.drafters import (
-    DRAFTER_TYPES,
-    describe_drafter,
-    parse_acceptances,
-    parse_drafters,
-    with_drafter,
-)
+from headstart.tools.plan import drafters, published, roofline
 from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
 from headstart.tools.plan.machine import (
     HERE,
@@ -89,9 +82,9 @@ class PlanOptions:
             hint = "add --price-per-hour DOLLARS, for one device"
             raise UsageError("--api-price is given, but not what the machine costs", hint)
         if self.acceptance not in (None, "default"):
-            parse_acceptances(str(self.acceptance), self.depths)
+            drafters.parse_acceptances(str(self.acceptance), self.depths)
         self.prices("")  # refuses bad numbers before anything is loaded
-        parse_drafters(self.drafter)
+        drafters.parse_drafters(self.drafter)
         if self.load and self.context is not None:
             raise UsageError("--fleet says how long sequences are", "leave --context out")
 
@@ -136,24 +129,24 @@ def _context(options: PlanOptions, shape: ModelShape) -> int:
 
 
 def _shapes(options: PlanOptions, trunk: ModelShape, *, here: bool) -> list[ModelShape]:
-    kinds = parse_drafters(options.drafter)
+    kinds = drafters.parse_drafters(options.drafter)
     if here and (options.head or any(kind not in (None, "none", trunk.drafter.kind) for kind in kinds)):
         hint = "leave --drafter and --head out, name a machine, or measure it: headstart bench"
         raise UsageError("--gpu here measures the drafter that the model has, no other", hint)
     if options.head is None:
-        return [with_drafter(trunk, kind) for kind in kinds]
+        return [drafters.with_drafter(trunk, kind) for kind in kinds]
     wanted = [kind for kind in kinds if kind not in (None, "none")]
     shape = with_head(trunk, options.head, wanted[0] if wanted else None)
     if wanted and shape.drafter.kind not in wanted:
-        what = f"--head {options.head} is {DRAFTER_TYPES[shape.drafter.kind].title}"
+        what = f"--head {options.head} is {drafters.DRAFTER_TYPES[shape.drafter.kind].title}"
         raise UsageError(f"{what}, but --drafter says {', '.join(map(str, wanted))}", "leave --drafter out")
-    return [shape, *(with_drafter(trunk, kind) for kind in wanted if kind != shape.drafter.kind)]
+    return [shape, *(drafters.with_drafter(trunk, kind) for kind in wanted if kind != shape.drafter.kind)]
 
 
 def _acceptances(options: PlanOptions, shape: ModelShape) -> tuple[tuple[float, ...], str]:
     if options.acceptance not in (None, "default"):
-        return parse_acceptances(str(options.acceptance), options.depths)
-    kind = DRAFTER_TYPES[shape.drafter.kind]
+        return drafters.parse_acceptances(str(options.acceptance), options.depths)
+    kind = drafters.DRAFTER_TYPES[shape.drafter.kind]
     values = shape.acceptance or kind.acceptances
     shown = ", ".join(f"{value:.2g}" for value in values)
     source = shape.acceptance_source or kind.source
@@ -321,7 +314,7 @@ def _assumptions(drafting: Sequence[roofline.DraftingSetup], machine: Machine, p
     costs = [price.source for price in (prices.hour, prices.api) if price and price.source]
     return [
         *model.shape.notes,
-        *(describe_drafter(each.model.shape.drafter) for each in drafting),
+        *(drafters.describe_drafter(each.model.shape.drafter) for each in drafting),
         f"weights {model.shape.weight_format}: {sum(model.weight_bytes().values()) / 1e9:.2f} GB{with_it}, cache "
         f"{model.kv:g} bytes an element",
         *machine.assumptions,

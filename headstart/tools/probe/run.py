@@ -13,15 +13,8 @@ from typing import Any
 from headstart.core import Progress, Report, no_progress
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import EngineCounters, advise
+from headstart.tools.probe import timing
 from headstart.tools.probe.endpoint import Endpoint
-from headstart.tools.probe.timing import (
-    DraftingVerdict,
-    Kind,
-    StreamTrace,
-    judge_drafting,
-    pace_by_length,
-    summarize,
-)  # fmt: skip
 
 LENGTHS = (16, 32, 64)
 ROUNDS = 3
@@ -46,15 +39,17 @@ class ProbeOptions:
 
 @dataclass
 class ProbeMeasurement:
-    traces: list[StreamTrace] = field(default_factory=list)
+    traces: list[timing.StreamTrace] = field(default_factory=list)
     counters: EngineCounters | None = None  # since the probe began
     before: EngineCounters | None = None  # of other requests since the server began
 
-    def of_kind(self, kind: Kind) -> list[StreamTrace]:
+    def of_kind(self, kind: timing.Kind) -> list[timing.StreamTrace]:
         return [trace for trace in self.traces if trace.kind == kind]
 
-    def verdict(self) -> DraftingVerdict:
-        return judge_drafting(self.counters, summarize(self.of_kind("predictable")), summarize(self.of_kind("random")))
+    def verdict(self) -> timing.DraftingVerdict:
+        return timing.judge_drafting(
+            self.counters, timing.summarize(self.of_kind("predictable")), timing.summarize(self.of_kind("random"))
+        )
 
 
 def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
@@ -92,7 +87,7 @@ def random_text(seed: int) -> str:
     return " ".join("".join(source.choices("0123456789abcdefghjkmnpqrstvwxyz", k=7)) for _ in range(16))
 
 
-def document(endpoint: Endpoint, verdict: DraftingVerdict, measured: ProbeMeasurement) -> dict[str, Any]:
+def document(endpoint: Endpoint, verdict: timing.DraftingVerdict, measured: ProbeMeasurement) -> dict[str, Any]:
     length = verdict.acceptance_length
     return {
         "url": str(endpoint.server),
@@ -104,8 +99,8 @@ def document(endpoint: Endpoint, verdict: DraftingVerdict, measured: ProbeMeasur
         "acceptance_length": None if length is None else round(length, 3),
         "advice": advise(measured.before) if verdict.answer == "on" else "",
         "evidence": verdict.evidence,
-        "timing": {kind: summarize(measured.of_kind(kind)).document() for kind in ("predictable", "random")},
-        "by_length": pace_by_length(measured.of_kind("predictable")),
+        "timing": {kind: timing.summarize(measured.of_kind(kind)).document() for kind in ("predictable", "random")},
+        "by_length": timing.pace_by_length(measured.of_kind("predictable")),
         "note": NAIVE,
     }
 
