@@ -7,17 +7,9 @@ the one before it (as vLLM).
 
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
-from headstart.models import keys
+from headstart.models import keys, mtp
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
-from headstart.models.mtp import (
-    LLAMA_CPP_KEYS,
-    SIGMOID,
-    SIGMOID_EXPERT_KEYS,
-    LlamaCppDraft,
-    MTPLayout,
-    XllmDraft,
-)
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
 
@@ -43,13 +35,13 @@ FAMILY = Family(
     },
     harmless={"intermediate_size": "of dense layers, where there are any"},
     head=HeadSpec(),
-    mtp=MTPLayout(
+    mtp=mtp.MTPLayout(
         title="GLM-4.5, 4.6, 4.7, Air",
-        xllm=XllmDraft(architecture="Glm4MoeMtpForCausalLM"),
+        xllm=mtp.XllmDraft(architecture="Glm4MoeMtpForCausalLM"),
         llama_cpp=("glm4moe",),
-        llama_cpp_draft=LlamaCppDraft(
-            architecture="glm4moe", pre_tokenizer="glm4", keys=LLAMA_CPP_KEYS + SIGMOID_EXPERT_KEYS,
-            rotary=0.5, gating=SIGMOID,
+        llama_cpp_draft=mtp.LlamaCppDraft(
+            architecture="glm4moe", pre_tokenizer="glm4", keys=mtp.LLAMA_CPP_KEYS + mtp.SIGMOID_EXPERT_KEYS,
+            rotary=0.5, gating=mtp.SIGMOID,
             special={"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"},
         ),
     ),

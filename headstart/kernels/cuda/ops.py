@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.kernels import specs
 from headstart.kernels.cuda.attention import (
     ALL,
     WINDOW_ENDS,
@@ -29,17 +30,6 @@ from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, StepInputs
 from headstart.kernels.reference.moe import TokenExperts
 from headstart.kernels.reference.ops import largest_blocks, top_mask
-from headstart.kernels.specs import (
-    AttentionTemperature,
-    CompressSpec,
-    ConvSpec,
-    DeltaSpec,
-    IndexSpec,
-    RopeSpec,
-    RouterSpec,
-    ScanSpec,
-    StreamSpec,
-)
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
 CHUNK = 1024  # positions computed together on the host
@@ -54,7 +44,7 @@ class PositionTables:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tables: dict[RopeSpec | AttentionTemperature, tuple[Tensor, ...]] = {}
+        self._tables: dict[specs.RopeSpec | specs.AttentionTemperature, tuple[Tensor, ...]] = {}
         self._rows = CHUNK
         self.version = 0
 
@@ -66,7 +56,7 @@ class PositionTables:
             self._tables.clear()
             self.version += 1
 
-    def table(self, spec: RopeSpec) -> tuple[Tensor, ...]:
+    def table(self, spec: specs.RopeSpec) -> tuple[Tensor, ...]:
         """Cosines and sines, times the scale: two float32 [positions, rotary_dim / 2]."""
         frequencies = np.array(spec.inv_freq, np.float64)
 
@@ -76,7 +66,7 @@ class PositionTables:
 
         return self._table(spec, compute)
 
-    def factors(self, spec: AttentionTemperature) -> Tensor:
+    def factors(self, spec: specs.AttentionTemperature) -> Tensor:
         """Factors of queries, float32 [positions]."""
 
         def compute(positions: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -86,7 +76,7 @@ class PositionTables:
         return self._table(spec, compute)[0]
 
     def _table(
-        self, spec: RopeSpec | AttentionTemperature, compute: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+        self, spec: specs.RopeSpec | specs.AttentionTemperature, compute: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     ) -> tuple[Tensor, ...]:
         if spec not in self._tables:
             parts = [
@@ -152,7 +142,7 @@ class CudaOps:
         row_kernels.center[(len(x),)](x, out, x.shape[1], TILE=tile_size(x.shape[1]))
         return out
 
-    def scale_by_position(self, x: Tensor, positions: Tensor, spec: AttentionTemperature) -> Tensor:
+    def scale_by_position(self, x: Tensor, positions: Tensor, spec: specs.AttentionTemperature) -> Tensor:
         return x * self._tables.factors(spec).index_select(0, positions)[:, None]
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -178,12 +168,12 @@ class CudaOps:
         logits: Tensor,
         bias: Tensor | None,
         experts: Experts,
-        spec: RouterSpec,
+        spec: specs.RouterSpec,
         token_experts: TokenExperts | None = None,
     ) -> Tensor:
         return self._products.moe(x, logits, bias, experts, spec, self._plan, token_experts)
 
-    def rope(self, x: Tensor, positions: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
+    def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
         cosines, sines = self._tables.table(spec)
         out, heads = torch.empty_like(x), x.shape[1] // head_dim
         row_kernels.rope[(len(x),)](
@@ -231,16 +221,18 @@ class CudaOps:
         splits.add(entries, among_entries, positions.splits)
         return splits.join(among_entries, positions.splits, sinks, dense=True)
 
-    def store_index(self, k: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
+    def store_index(self, k: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._launch.scatter(k, self._plan["slots"], pool.keys.flatten(1))
 
-    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: IndexSpec) -> None:
+    def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = select_positions(self._launch, q, weights, pool, spec, self._plan)
 
-    def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec) -> Tensor:
+    def compress(
+        self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: specs.CompressSpec
+    ) -> Tensor:
         return compress(self._launch, values, gates, bias, pool, spec, self._plan)
 
-    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: StreamSpec) -> Tensor:
+    def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
         out = torch.empty_like(mixes)
         row_kernels.stream_weights[(len(mixes),)](
             mixes, base, scale, out, spec.eps, spec.iterations, COUNT=spec.count, TILE=tile_size(spec.count),
@@ -248,7 +240,7 @@ class CudaOps:
         )  # fmt: skip
         return out
 
-    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: StreamSpec) -> Tensor:
+    def sum_streams(self, streams: Tensor, weights: Tensor | None, spec: specs.StreamSpec) -> Tensor:
         width, stride = streams.shape[1] // spec.count, 0 if weights is None else weights.shape[1]
         out, tile = self._launch.empty(len(streams), width), min(tile_size(width), self._launch.device.elements)
         row_kernels.sum_streams[(len(streams), -(-width // tile))](
@@ -256,7 +248,7 @@ class CudaOps:
         )
         return out
 
-    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: StreamSpec) -> Tensor:
+    def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: specs.StreamSpec) -> Tensor:
         out, width = torch.empty_like(streams), x.shape[1]
         tile = min(tile_size(width), self._launch.device.elements)
         row_kernels.mix_streams[(len(streams), -(-width // tile), spec.count)](
@@ -265,7 +257,7 @@ class CudaOps:
         return out
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: ConvSpec, bias: Tensor | None = None
+        self, x: Tensor, weight: Tensor, pool: TorchStatePool, spec: specs.ConvSpec, bias: Tensor | None = None
     ) -> Tensor:
         launch, plan, states, kept = self._launch, self._plan, pool.states, pool.rows
         out, tile = torch.empty_like(x), min(tile_size(spec.channels), launch.device.elements)
@@ -286,7 +278,7 @@ class CudaOps:
         return out
 
     def gated_delta(
-        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: DeltaSpec
+        self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: specs.DeltaSpec
     ) -> Tensor:
         out = torch.zeros((len(qkv), spec.num_heads * spec.value_dim), device=qkv.device)
         tile = min(tile_size(spec.value_dim), MAX_STATE_COLUMNS)
@@ -299,7 +291,7 @@ class CudaOps:
         return out
 
     def selective_scan(
-        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: ScanSpec
+        self, xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, pool: TorchStatePool, spec: specs.ScanSpec
     ) -> Tensor:
         out = torch.zeros((len(xbc), spec.inner), device=xbc.device)
         tile = min(tile_size(spec.head_dim), MAX_STATE_COLUMNS)
@@ -358,7 +350,7 @@ class SupportCheck:
         return self._accept
 
     def moe(
-        self, x: Any, logits: Any, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None
+        self, x: Any, logits: Any, bias: Any, experts: Experts, spec: specs.RouterSpec, token_experts: Any = None
     ) -> None:
         """Raises ModelError unless the matrices of all experts have one layout."""
         for matrices in (experts.gate, experts.up, experts.down):

@@ -9,15 +9,8 @@ from headstart.errors import CapacityError, UsageError
 from headstart.tools.doctor import gpus
 from headstart.tools.launch.model_facts import ModelFacts
 from headstart.tools.launch.spec import Parallelism
+from headstart.tools.plan import shape
 from headstart.tools.plan.machine import HERE, find_device, parse_gpu
-from headstart.tools.plan.shape import (
-    MIN_CONTEXT,
-    USABLE,
-    MemoryEstimate,
-    Split,
-    estimate_memory,
-    kv_bytes,
-)
 
 NONE = "none"
 
@@ -123,21 +116,23 @@ def _fewest(facts: ModelFacts, devices: NodeDevices, allowed: list[int], cache: 
     for verdict in ("fits", "close"):
         if fitting := [size for size in allowed if verdicts[size] == verdict]:
             return fitting[0] if verdict == "fits" else fitting[-1]
-    need = -(-facts.weight_bytes // int(devices.memory * USABLE))
+    need = -(-facts.weight_bytes // int(devices.memory * shape.USABLE))
     what = f"{facts.source} has {facts.weight_bytes / 1e9:.0f} GB: too much for {max(allowed)} x {devices.name}"
     raise CapacityError(what, f"it takes about {need} of them: --nodes, or a quantized checkpoint")
 
 
-def memory_of(facts: ModelFacts, devices: NodeDevices, tensor: int, data: int, cache: CacheRequest) -> MemoryEstimate:
+def memory_of(
+    facts: ModelFacts, devices: NodeDevices, tensor: int, data: int, cache: CacheRequest
+) -> shape.MemoryEstimate:
     """Uses `plan`'s arithmetic; for a model of unknown sizes the bytes of its weights."""
-    split = Split(device=devices.memory, tp=tensor, ep=tensor if facts.experts else 1, replicas=data)
+    split = shape.Split(device=devices.memory, tp=tensor, ep=tensor if facts.experts else 1, replicas=data)
     if facts.sized is None:
-        return MemoryEstimate(device=devices.memory, weights=(facts.weight_bytes or 0) / tensor, replicas=data)
+        return shape.MemoryEstimate(device=devices.memory, weights=(facts.weight_bytes or 0) / tensor, replicas=data)
     sized = facts.sized
     with suppress(UsageError):  # a dtype that only the engine knows
-        sized = replace(sized, kv=kv_bytes(cache.kv)) if cache.kv else sized
-    context = cache.context or MIN_CONTEXT
-    return estimate_memory(sized, split, context, users=cache.users or 1, weight_bytes=facts.weight_bytes)
+        sized = replace(sized, kv=shape.kv_bytes(cache.kv)) if cache.kv else sized
+    context = cache.context or shape.MIN_CONTEXT
+    return shape.estimate_memory(sized, split, context, users=cache.users or 1, weight_bytes=facts.weight_bytes)
 
 
 def _memory_notes(facts: ModelFacts, devices: NodeDevices, tensor: int, data: int, cache: CacheRequest) -> list[str]:
