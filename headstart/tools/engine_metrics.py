@@ -1,11 +1,9 @@
 """Drafting counters in the Prometheus metrics of six engines, and advice from them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -52,7 +50,7 @@ class EngineCounters:
     length: float | None = None  # gauge of the acceptance length
     saved: float | None = None  # passes
 
-    def since(self, before: EngineCounters) -> EngineCounters:
+    def since(self, before: Self) -> Self:
         """Returns the counts since `before`; the gauge stays."""
         known: dict[str, float] = {name: now for name in COUNTERS if (now := getattr(self, name)) is not None}
         changes: dict[str, Any] = {name: now - (getattr(before, name) or 0.0) for name, now in known.items()}
@@ -60,7 +58,7 @@ class EngineCounters:
         return replace(self, **changes, per_position=places)
 
     @classmethod
-    def total(cls, parts: Sequence[EngineCounters | None]) -> EngineCounters | None:
+    def total(cls, parts: Sequence[Self | None]) -> Self | None:
         """Returns the sum over several servers, with the gauge of the first; None if one of them is unknown."""
         known = [part for part in parts if part is not None]
         if not known or len(known) < len(parts):

@@ -210,9 +210,6 @@ def held_bytes(*parts: Any) -> int:
     return sum(sizes.values())
 
 
-# Noise.
-
-
 @dataclass
 class NoiseCheck:
     waiting: float | None = None

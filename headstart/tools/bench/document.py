@@ -7,8 +7,6 @@ workload, load and `repeat` ran right after each other: they are a pair. A *row*
 that cannot be told).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -89,7 +87,7 @@ class DraftCounts:
         return [hits / count for hits, count in zip(self.per_position, self.drafts_at, strict=False) if count]
 
     @classmethod
-    def total(cls, parts: Iterable[DraftCounts | None]) -> DraftCounts | None:
+    def total(cls, parts: Iterable[Self | None]) -> Self | None:
         """Their sum; None when one of them is unknown, or there is none."""
         counts = list(parts)
         known = [part for part in counts if part is not None]
@@ -234,7 +232,7 @@ class BenchDocument:
         return asdict(self)
 
     @classmethod
-    def read(cls, path: Path) -> BenchDocument:
+    def read(cls, path: Path) -> "BenchDocument":
         """Raises UsageError for a file that is no such document."""
         from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
 

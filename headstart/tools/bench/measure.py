@@ -167,8 +167,6 @@ def _latency(samples: Seq[AnswerSample]) -> Latency:
     )
 
 
-# Energy.
-
 POWERCAP = Path("/sys/class/powercap")
 GPU_MS = 100  # time between two readings of a GPU's power
 

@@ -212,8 +212,6 @@ def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
     return Distribution(count, mean, at[0], at[1], at[2], tuple(at[3:]))
 
 
-# Tables for a terminal.
-
 NAMES = ("workload", "load", "mode")
 SPEED = (*NAMES, "output\ntokens/s", "all\ntokens/s", "acceptance\nrate", "length", "passes\nsaved",
          "speed-up against off")  # fmt: skip
@@ -279,8 +277,6 @@ def table_lines(document: BenchDocument) -> list[str]:
     lines += [f"{name}: {text}" for name, text in unknown.items()]
     return lines + [f"note: {note}" for note in document.notes]
 
-
-# Two documents side by side.
 
 COLUMNS = ("workload", "load", "mode", "out tok/s", "ratio", "TTFT ms", "TPOT ms", "accept.\nlength", "per 1M\ntokens")
 COMPARED = (

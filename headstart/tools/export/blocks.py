@@ -16,10 +16,15 @@ from headstart.heads.layouts.writing import Written
 from headstart.heads.published import Arrays
 from headstart.kernels.ops import RawTensor
 from headstart.tools.export.module import architectures
-from headstart.tools.export.plan import Plan, single_file
-from headstart.tools.export.source import Source
+from headstart.tools.export.plan import Plan, single_file, vllm_use
+from headstart.tools.export.source import Export, Source
 
 Write = Callable[[HeadCheckpoint, Arrays], Written]
+
+
+def block_export(write: Write, method: str) -> Export:
+    """Exports of a layout that vLLM runs by this method."""
+    return lambda request: block_plan(request.source("block"), write, vllm_use(method, "DEPTH"))
 
 
 def block_plan(source: Source, write: Write, use: str) -> Plan:

@@ -41,8 +41,6 @@ def version_text(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-# Arguments.
-
 SHELL = re.compile(r"[$`]")  # in a value that the shell replaces: its value is not known here
 SIZE = re.compile(r"-?\d+(\.\d+)?[kKmMgGtT]?|auto")
 NUMBER = re.compile(r"-?\d+")
@@ -270,9 +268,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
-
-
-# Checks.
 
 
 class NamedEngine(Protocol):

@@ -121,8 +121,6 @@ def _docker_run(prepared: PreparedLaunch, container: ContainerSpec, before: Laun
     return shlex.join([*words, "--entrypoint", "bash", container.image, "-c", both])
 
 
-# Files for --emit.
-
 FIELD = re.compile(r"\{([a-z_]+)\}")
 RANKS = {"--nnodes": "$(LWS_GROUP_SIZE)", "--node-rank": "$(LWS_WORKER_INDEX)"}  # flags that a LeaderWorkerSet sets
 LEADER = "leaderworkerset.sigs.k8s.io/name"
@@ -154,9 +152,6 @@ def fill(skeleton: Any, values: Mapping[str, Any]) -> Any:
 
 def _object(skeleton: str, /, **values: Any) -> Object:
     return dict(fill(skeletons()[skeleton], values))
-
-
-# Compose.
 
 
 def _compose(prepared: PreparedLaunch) -> str:
@@ -196,9 +191,6 @@ def _compose_service(prepared: PreparedLaunch, container: ContainerSpec) -> Obje
 
 def _name(prepared: PreparedLaunch, step: LaunchStep) -> str:
     return prepared.launcher.name if step.server == "server" else step.server
-
-
-# Kubernetes.
 
 
 def _kubernetes(prepared: PreparedLaunch) -> str:
@@ -282,9 +274,6 @@ def _kuberay(prepared: PreparedLaunch) -> str:
     )
     service = {"serve_config": dump_yaml(config), "ray_version": RAY_VERSION, "num_workers": parallel.nodes}
     return dump_yaml(_object("ray_service", **service, head=head, worker=worker))
-
-
-# Slurm.
 
 
 def _slurm(prepared: PreparedLaunch) -> str:

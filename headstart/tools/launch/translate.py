@@ -159,9 +159,6 @@ def _replace_script(done: Translation, tokens: Sequence[ShellToken], place: int)
     done.changes.append(f"{name} -> {script.program}")
 
 
-# Commands of engines.
-
-
 def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | None:
     """The engine of a command, and the place of its program, its subcommand, or the image of its container."""
     image: tuple[EngineLauncher, int] | None = None

@@ -182,8 +182,6 @@ def kv_bytes(name: str) -> float:
     return KV_BYTES[name]
 
 
-# Memory.
-
 Verdict = Literal["fits", "close", "too small"]
 
 USABLE = 0.9

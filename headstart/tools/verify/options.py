@@ -66,8 +66,6 @@ def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[
     return (head, "ngram", "mixed", *(kind for kind in shipped if kind != head))
 
 
-# Covering array.
-
 GridCell = dict[str, Any]  # factor -> level
 LevelPair = tuple[int, int, int, int]  # factor, level, other factor, level
 MAX_CANDIDATES, NUM_SAMPLED = 4096, 256
