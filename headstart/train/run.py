@@ -43,14 +43,7 @@ from headstart.train.options import TrainOptions, check, training_of
 from headstart.train.progress import draw_acceptance, print_line, show_progress
 from headstart.train.records import draft_vocabulary, vocabulary_coverage
 from headstart.train.torch_weights import build_modules, round_weights
-from headstart.train.trainer import (
-    Recipe,
-    Trainer,
-    TrainingHooks,
-    rate_factor,
-    save_checkpoint,
-    train,
-)
+from headstart.train.trainer import Recipe, Trainer, TrainingHooks, rate_factor, save_checkpoint, train
 
 PATIENCE = 10  # a run ends early after this many evaluations without improvement
 LABEL_SHARE = 0.45  # share of a run bounded by minutes that computing hidden states may take

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.kernels import specs
-from headstart.kernels.cuda.attention import (
-    ALL,
-    WINDOW_ENDS,
-    AttentionSplits,
-    PositionList,
-    compress,
-    select_positions,
-)
+from headstart.kernels.cuda.attention import ALL, WINDOW_ENDS, AttentionSplits, PositionList, compress, select_positions
 from headstart.kernels.cuda.grouped_products import GroupedProducts, check_same_layout
 from headstart.kernels.cuda.kernels import recurrent as recurrent_kernels, rows as row_kernels
 from headstart.kernels.cuda.launch import KernelLauncher, tile_size

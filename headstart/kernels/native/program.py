@@ -12,15 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels import specs
-from headstart.kernels.native._native import (
-    HiddenPool,
-    KVPool,
-    Matrix,
-    Program,
-    RopeTable,
-    RowPool,
-    StatePool,
-)
+from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, RowPool, StatePool
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
 
 Vector = NDArray[np.float32]

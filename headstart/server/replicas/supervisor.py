@@ -22,14 +22,7 @@ from typing import Any
 from headstart.errors import UsageError
 from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, ReplicaInfo, ReplicaState
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
-from headstart.server.replicas.router import (
-    RouterMembership,
-    RouterProcess,
-    deregister,
-    register,
-    registered,
-    send,
-)
+from headstart.server.replicas.router import RouterMembership, RouterProcess, deregister, register, registered, send
 from headstart.system import HANGUP, add_signal_handler, has_terminal
 
 log = logging.getLogger("headstart.server")

@@ -18,14 +18,7 @@ from headstart.engine.load import DRAFT_MODEL, Model, load_model, other_heads
 from headstart.errors import UsageError
 from headstart.kernels.backend import backend_kind, select_backend
 from headstart.tools.prompts import builtin_prompts, first_difference
-from headstart.tools.verify.options import (
-    DEPTHS,
-    FULL_DEPTHS,
-    GridCell,
-    VerifyOptions,
-    default_drafters,
-    pairwise,
-)  # fmt: skip
+from headstart.tools.verify.options import DEPTHS, FULL_DEPTHS, GridCell, VerifyOptions, default_drafters, pairwise
 from headstart.tools.verify.references import TIE, TieReferee, compare_transformers
 
 PLAIN_CELL = {"depth": 0, "drafter": "none", "batch": 1, "chunk": 512, "cache": False, "preemption": False}
