@@ -292,11 +292,5 @@ PUBLISHED = DrafterFormat(
     targets="gemma4",
 )
 HEAD = HeadKind(
-    title="assistant",
-    modules=modules,
-    shapes=shapes,
-    lm_heads=lm_heads,
-    fit=fit,
-    block=False,
-    formats=(PUBLISHED,),
+    title="assistant", modules=modules, shapes=shapes, lm_heads=lm_heads, fit=fit, block=False, formats=(PUBLISHED,)
 )

@@ -110,9 +110,4 @@ PUBLISHED = DrafterFormat(
     fallback=True,  # EAGLE-3 and DFlash have such tensors too
     count=("num_hidden_layers",),
 )
-HEAD = HeadKind(
-    title="EAGLE",
-    modules=modules,
-    shapes=shapes,
-    formats=(PUBLISHED,),
-)
+HEAD = HeadKind(title="EAGLE", modules=modules, shapes=shapes, formats=(PUBLISHED,))

@@ -260,11 +260,7 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
         **({"norm_output": True} if head.spec.recycle == "post_norm" else {}),
         "eagle_aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
         "torch_dtype": "bfloat16",
-        OURS: {
-            "trunk": head.trunk,
-            "trunk_fingerprint": head.trunk_fingerprint,
-            "training": dict(head.training),
-        },
+        OURS: {"trunk": head.trunk, "trunk_fingerprint": head.trunk_fingerprint, "training": dict(head.training)},
     }
 
 
@@ -362,9 +358,6 @@ HEAD = HeadKind(
     fit=fit,
     formats=(PEAGLE, EAGLE3),
     training=Training(
-        spec=trained_spec,
-        initial=initial,
-        own_lm_head=True,
-        layer=partial(published_layer, qk_norm=False, biases=True),
+        spec=trained_spec, initial=initial, own_lm_head=True, layer=partial(published_layer, qk_norm=False, biases=True)
     ),
 )

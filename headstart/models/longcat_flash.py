@@ -32,12 +32,7 @@ def parse(config: Config) -> DecoderConfig:
     mixer, mlp = _mixer(config), _mlp(config)
     dense = keys.layer(config, mixer, mlp)
     first = replace(dense, shortcut=_experts(config))
-    return keys.decoder(
-        config,
-        [first, dense] * count,
-        mtp_layer=dense,
-        mtp_recycle=keys.mtp_recycle(config),
-    )
+    return keys.decoder(config, [first, dense] * count, mtp_layer=dense, mtp_recycle=keys.mtp_recycle(config))
 
 
 def _num_layers(config: Config) -> int:

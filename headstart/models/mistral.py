@@ -32,7 +32,7 @@ FAMILY = Family(
         **dict.fromkeys(
             ("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "image_token_index"),
             "of pictures, whose tensors are left out",
-        ),
+        )
     },
     aliases=("ministral", "ministral3", "mistral3"),
     small={"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9},

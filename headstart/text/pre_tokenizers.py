@@ -133,11 +133,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
     "ufakzeka": PreTokenizer((_words(r"\p{N}", contractions=""),)),
     "afmoe": PreTokenizer(
-        (
-            r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
-            _AFMOE_SCRIPTS,
-            rf"{_ASCII_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}",
-        )
+        (r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _AFMOE_SCRIPTS, rf"{_ASCII_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}")
     ),
     "laguna": PreTokenizer((_LINES_APART, _words(r"\p{N}"))),
     "exaone-moe": PreTokenizer((_EXAONE_MOE,)),

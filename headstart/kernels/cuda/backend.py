@@ -57,11 +57,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
 
     def __init__(
-        self,
-        *,
-        narrow: bool = True,
-        quantization: Quantization | None = None,
-        device: CudaDevice | None = None,
+        self, *, narrow: bool = True, quantization: Quantization | None = None, device: CudaDevice | None = None
     ) -> None:
         self.device = device or open_device()
         self.torch_device = self.device.torch_device

@@ -244,14 +244,7 @@ class Program:
         chosen: int,
     ) -> int: ...
     def compress(
-        self,
-        values: int,
-        gates: int,
-        bias: NDArray[np.float32],
-        pool: RowPool,
-        every: int,
-        dim: int,
-        overlap: bool,
+        self, values: int, gates: int, bias: NDArray[np.float32], pool: RowPool, every: int, dim: int, overlap: bool
     ) -> int: ...
     def attend_beside(
         self,

@@ -164,12 +164,7 @@ class ProgramRecorder:
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
-        self,
-        q: Symbol,
-        pool: KVPool,
-        spec: AttentionSpec,
-        sinks: Vector | None = None,
-        chosen: KVPool | None = None,
+        self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
     ) -> Symbol:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
