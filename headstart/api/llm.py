@@ -45,9 +45,8 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
     for name in options:
         if name not in config_fields():
             close = difflib.get_close_matches(name, config_fields(), n=1)
-            raise UsageError(
-                f"LLM has no option {name!r}", f"did you mean {close[0]}?" if close else "EngineConfig has them all"
-            )
+            hint = f"did you mean {close[0]}?" if close else "EngineConfig has them all"
+            raise UsageError(f"LLM has no option {name!r}", hint)
     return replace(config or EngineConfig(), **options)
 
 
@@ -59,9 +58,8 @@ def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
         return GrammarSpec("json_schema", constraint)
     if hasattr(constraint, "model_json_schema"):
         return GrammarSpec("json_schema", _without_extra_keys(constraint.model_json_schema()))
-    raise UsageError(
-        f"constraint is {constraint!r}", "give a JSON schema, a pydantic model or a GrammarSpec(kind, value)"
-    )
+    hint = "give a JSON schema, a pydantic model or a GrammarSpec(kind, value)"
+    raise UsageError(f"constraint is {constraint!r}", hint)
 
 
 def _without_extra_keys(schema: Any) -> Any:

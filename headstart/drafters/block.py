@@ -130,9 +130,8 @@ class BlockDrafter(Drafter):
         """Drafts with one pass, then samples, the requests that the backend cannot draft in one call."""
         output = self._runner.run(self._network, BLOCK, parts)
         firsts = accumulate([request.depth for request in requests], initial=0)
-        growing = [
-            GrowingDraft.start(request, self.method, first) for request, first in zip(requests, firsts, strict=False)
-        ]
+        pairs = zip(requests, firsts, strict=False)
+        growing = [GrowingDraft.start(request, self.method, first) for request, first in pairs]
         confidence = output.get("confidence")
         confidences = None if confidence is None else self._backend.numpy(confidence)[:, 0].copy()
         if self._module.markov or any(_depends_on_draft(each.sequence) for each in growing):

@@ -87,9 +87,8 @@ class HeadDrafter(base.Drafter):
         """One pass per draft step (see DraftPrograms) for requests that the backend cannot draft in one call."""
         output = self._runner.run(self._network, self._steps.first, parts)
         ends = accumulate([len(part.token_ids) for part in parts])
-        growing = [
-            base.GrowingDraft.start(request, self.method, end - 1) for request, end in zip(requests, ends, strict=True)
-        ]
+        pairs = zip(requests, ends, strict=True)
+        growing = [base.GrowingDraft.start(request, self.method, end - 1) for request, end in pairs]
         base.draw_next(self._runner, output["logits"], growing, self._token_ids)
         hidden, step = output["hidden"], 1
         while growing := [each for each in growing if each.can_grow]:

@@ -102,9 +102,8 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
         new_drafter = drafter_type.attach(_target(model, config, runner, vocabulary))
         for name in ("method", "tap", "max_depth"):
             if (new_value := getattr(new_drafter, name)) != (current := getattr(drafting.drafter, name)):
-                raise ModelError(
-                    f"its {name} is {new_value}, that of the head in use is {current}", "start the server again"
-                )
+                what = f"its {name} is {new_value}, that of the head in use is {current}"
+                raise ModelError(what, "start the server again")
     engine.change_drafter(new_drafter)
     if engine.memory.spill:
         engine.memory.spill.change(block_parts(runner, model, config))

@@ -113,9 +113,8 @@ def calibrate(engine: Engine) -> Costs:
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
     if not samples.passes:
         return Costs.unknown()
-    costs = Costs(
-        CostCurve.fit(samples.passes), CostCurve.fit(samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]})
-    )
+    drafts = samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}
+    costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
     costs.busy = _busy(samples.passes[1])
     run.until = begun + MAX_SECONDS
     _measure_long(run, costs, length)
@@ -149,9 +148,8 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
         low, high = MIN_SHARE, 1.5
         for _ in range(20):  # bisection: the share that explains the measured time
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if costs.passes.at(work.rows + middle * work.prompt_rows) < own else (low, middle)
-            )
+            is_below = costs.passes.at(work.rows + middle * work.prompt_rows) < own
+            low, high = (middle, high) if is_below else (low, middle)
         costs.prompt_share = low
     if prompts.caught_up:
         num_uncached, count, taken = prompts.caught_up[0]

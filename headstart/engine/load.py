@@ -184,9 +184,8 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
     with trunk.backend.reading(checkpoint.files):
         loaded = load_decoder(checkpoint, trunk.backend)
         if loaded.decoder.state_specs:
-            raise ModelError(
-                f"{path} has recurrent layers, which cannot draft yet", "use a draft model with attention alone"
-            )
+            hint = "use a draft model with attention alone"
+            raise ModelError(f"{path} has recurrent layers, which cannot draft yet", hint)
         trunk_size, draft_size = trunk.config.vocab_size, loaded.config.vocab_size
         vocabulary = _vocabulary(checkpoint, path, same_size=trunk_size == draft_size)
         matching = Matching(range(min(trunk_size, draft_size)), None)

@@ -16,9 +16,8 @@ Entry = tuple[Sequence, int, Seq[int]]
 """A token to draw: its sequence, its absolute position, and the drafted tokens before it."""
 
 _BY_TYPE: Mapping[type, Any] = {float: np.float32, int: np.int32}
-_DTYPES: Mapping[str, Any] = {
-    name: _BY_TYPE[kind] for name, kind in get_type_hints(RowConstants).items() if kind in _BY_TYPE
-} | {"seed": np.uint64}
+_HINTS = get_type_hints(RowConstants).items()
+_DTYPES: Mapping[str, Any] = {name: _BY_TYPE[kind] for name, kind in _HINTS if kind in _BY_TYPE} | {"seed": np.uint64}
 """Columns of SamplingRows that are constants of a sequence."""
 CACHED_MIXTURES = 128  # number of batches whose constant columns are cached: a batch stays the same for many steps
 

@@ -280,9 +280,8 @@ class _SketchBuilder:
         with self.backend.reading([self.path]):
             narrow = _tensor("draft_sketch.project", project)
             scan = _Scan("draft_sketch.scan", (self.vocab, len(spread)), spread, self._rows)
-            return SketchedLinear(
-                self.exact, self.backend.weight(narrow, precise=True), self.backend.weight(scan, drafts=True), count
-            )
+            narrowed, scanned = self.backend.weight(narrow, precise=True), self.backend.weight(scan, drafts=True)
+            return SketchedLinear(self.exact, narrowed, scanned, count)
 
     def _rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Rows of the LM head [n, hidden]."""

@@ -120,9 +120,8 @@ class _Remote:
         length = safetensors_file.header_size(first, size, where)
         if (missing := safetensors_file.PREFIX + length - len(first)) > 0:
             first += self._bytes(file, len(first), missing)[0]
-        return safetensors_file.parse_header(
-            first[safetensors_file.PREFIX : safetensors_file.PREFIX + length], size, where, File(Path(file), here=False)
-        )
+        header = first[safetensors_file.PREFIX : safetensors_file.PREFIX + length]
+        return safetensors_file.parse_header(header, size, where, File(Path(file), here=False))
 
     def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
         """What `fetch` makes of each file, several at a time."""
@@ -153,9 +152,8 @@ class _Remote:
                     else b""
                 )
                 if not more:
-                    raise ModelError(
-                        f"{path} ends, or is too long, before its header does", safetensors_file.AGAIN
-                    ) from None
+                    what = f"{path} ends, or is too long, before its header does"
+                    raise ModelError(what, safetensors_file.AGAIN) from None
                 first += more
 
     def _bytes(self, file: str, begin: int, count: int) -> tuple[bytes, int]:

@@ -192,9 +192,8 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     tied = named.pop("embed_tokens.weight", None)  # tokens are embedded by the trunk
     if tied is not None:
         named.setdefault("lm_head.weight", tied)
-    return HeadCheckpoint(
-        spec=HeadSpec(kind="assistant", reader=reader), hidden_size=hidden, vocab_size=vocab_size, tensors=named
-    )
+    spec = HeadSpec(kind="assistant", reader=reader)
+    return HeadCheckpoint(spec=spec, hidden_size=hidden, vocab_size=vocab_size, tensors=named)
 
 
 def _layers(inner: Document) -> list[LayerConfig]:

@@ -57,9 +57,8 @@ def scaling_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"rope scaling type {kind!r} is not supported", f"known: {known}")
     if unknown := [key for key, value in scaling.items() if key not in KNOWN and value is not None]:
         key = unknown[0]
-        raise ModelError(
-            f"config.json: {key} of the rope is {scaling[key]!r}, which is not known", "remove it if unused"
-        )
+        what = f"config.json: {key} of the rope is {scaling[key]!r}, which is not known"
+        raise ModelError(what, "remove it if unused")
     outer = config.get("original_max_position_embeddings")
     original = outer or scaling.get("original_max_position_embeddings") or config.get("max_position_embeddings")
     if kind == "mrope":
@@ -79,9 +78,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     share = _number(numbers, "partial_rotary_factor", 1.0)
     rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     if not 0 < rotary_dim <= min(head_dim, MAX_FEATURES):
-        raise ModelError(
-            f"config.json: {rotary_dim} of {head_dim} features would be rotated", "see partial_rotary_factor"
-        )
+        what = f"config.json: {rotary_dim} of {head_dim} features would be rotated"
+        raise ModelError(what, "see partial_rotary_factor")
     if kind == "dynamic":
         theta *= _ntk(scaling, config) ** (rotary_dim / max(rotary_dim - 2, 1))
     inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
@@ -157,9 +155,8 @@ def _llama3(inv_freq: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1: low frequencies divided by factor, high ones kept, a linear ramp between (Meta, llama-models)."""
     factor, low, high = (_number(scaling, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     if high < low:
-        raise ModelError(
-            f"config.json: high_freq_factor of the rope is {high}, but must not be below low_freq_factor, {low}"
-        )
+        what = f"high_freq_factor of the rope is {high}, but must not be below low_freq_factor, {low}"
+        raise ModelError(f"config.json: {what}")
     turns = _number(scaling, "original_max_position_embeddings") * inv_freq / (2 * math.pi)
     unscaled = np.clip((turns - low) / ((high - low) or 1e-30), 0, 1)  # Llama 4 has no ramp
     return inv_freq * (unscaled + (1 - unscaled) / factor)

@@ -55,9 +55,8 @@ def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:
     heads = number(config, "index_n_heads", needs="the indexer")
     dim = number(config, "index_head_dim", needs="the indexer")
     if not number(config, "q_lora_rank", default=0, least=0):
-        raise ModelError(
-            "config.json: there is an indexer, but no q_lora_rank", "its queries come from compressed ones"
-        )
+        hint = "its queries come from compressed ones"
+        raise ModelError("config.json: there is an indexer, but no q_lora_rank", hint)
     if dim < rope.rotary_dim:
         raise ModelError(f"config.json: index_head_dim is {dim}, but {rope.rotary_dim} features are rotated")
     spec, interleaved = IndexSpec(heads, dim, number(config, "index_topk")), flag(config, "indexer_rope_interleave")

@@ -184,9 +184,8 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         if match := re.fullmatch(r"(mtp\.\d+)\.([eh])_proj\.weight", name):
             parts = [tensors.get(f"{match[1]}.{part}_proj.weight") for part in "eh"]
             if match[2] == "e" and parts[1] is not None:
-                ours[f"{match[1]}.projection.weight"] = JoinedColumns(
-                    f"{match[1]}.projection.weight", (tensor, parts[1])
-                )
+                joined = f"{match[1]}.projection.weight"
+                ours[joined] = JoinedColumns(joined, (tensor, parts[1]))
             continue
         ours[name] = tensor
     return ours
@@ -198,9 +197,8 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     for name, array in arrays.items():
         if name.startswith("mtp.") and name.endswith(".projection.weight"):
             halves: Sequence[np.ndarray] = np.hsplit(array, 2)
-            theirs |= {
-                name.replace("projection", f"{part}_proj"): half for part, half in zip("eh", halves, strict=True)
-            }
+            pairs = zip("eh", halves, strict=True)
+            theirs |= {name.replace("projection", f"{part}_proj"): half for part, half in pairs}
         else:
             theirs[name] = array
     return theirs

@@ -35,9 +35,8 @@ def parse(config: Config) -> DecoderConfig:
     if kinds is None:
         kinds = [keys.FULL if i % 2 else keys.SLIDING for i in range(count)]
     keys.check_kinds(kinds, count, (keys.FULL, keys.SLIDING))
-    attention = keys.attention(
-        _with_rope(config), qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias), sinks=True
-    )
+    out = flag(config, "attention_out_bias", bias)
+    attention = keys.attention(_with_rope(config), qkv_bias=bias, o_bias=out, sinks=True)
     experts = _experts(config)
     sliding = replace(attention, spec=replace(attention.spec, window=window))
     mixers = [sliding if kind == keys.SLIDING else attention for kind in kinds]

@@ -195,9 +195,8 @@ def activation(config: Config) -> Activation:
     """By the key `hidden_act`, or Gemma's `hidden_activation`."""
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ModelError(
-            f"config.json: hidden_act is {name!r}, which is not supported", f"known: {', '.join(ACTIVATIONS)}"
-        )
+        hint = f"known: {', '.join(ACTIVATIONS)}"
+        raise ModelError(f"config.json: hidden_act is {name!r}, which is not supported", hint)
     return ACTIVATIONS[name]
 
 
@@ -353,9 +352,8 @@ def sigmoid_experts(config: Config) -> MoEConfig:
     )
     count, groups_ = router.num_experts, router.num_groups
     if count % groups_ or router.top_groups > groups_:
-        raise ModelError(
-            f"config.json: {count} experts do not make {groups_} groups of which {router.top_groups} count"
-        )
+        what = f"{count} experts do not make {groups_} groups of which {router.top_groups} count"
+        raise ModelError(f"config.json: {what}")
     shared = number(config, "n_shared_experts", default=0, least=0)
     bias = flag(config, "use_expert_bias", True)
     return experts(config, router, shared=shared * number(config, "moe_intermediate_size"), bias=bias)

@@ -119,9 +119,8 @@ def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None =
     if weights is None:
         outside = {name: each for name, each in checkpoint.tensors.items() if _may_be_heads(name, num_layers)}
         weights = weight_headers(outside, config)
-    heads = NativeHeads(
-        found, promised, num_layers, by_part(weights, num_layers), str(config.get("model_type")) if from_gguf else ""
-    )
+    architecture = str(config.get("model_type")) if from_gguf else ""
+    heads = NativeHeads(found, promised, num_layers, by_part(weights, num_layers), architecture)
     if found and not found.layout.tensors:
         return _as_loaded(heads, found.family, config, weights)
     if from_gguf:
@@ -407,9 +406,8 @@ def _at_another_layer(heads: NativeHeads, weights: Mapping[str, WeightHeader], m
     inside = {name for names in places.values() for name in names}
     parts = {part: {n: w for n, w in group.items() if n not in inside} for part, group in heads.parts.items()}
     parts[MTP] = {name: weights[name] for name in inside}
-    return replace(
-        heads, parts=parts, modules=modules, names={strip_wrapper(name): name for name in inside}, moved_to=moved
-    )
+    names = {strip_wrapper(name): name for name in inside}
+    return replace(heads, parts=parts, modules=modules, names=names, moved_to=moved)
 
 
 # Families that are described only, and files of unknown ones.

@@ -33,9 +33,8 @@ def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     elif kind in ("gpt2", "gemma4"):  # the file has merges; its scores mean nothing
         unknown = special_token(metadata, "unknown", tokens)
         pairs = _read_merges(metadata, where)
-        tokenizer = _sentencepiece.build_bpe(
-            tokens, pairs, unknown, _sentencepiece.NormalizerSpec(_space_prefix(metadata, kind == "gemma4")), where
-        )
+        spec = _sentencepiece.NormalizerSpec(_space_prefix(metadata, kind == "gemma4"))
+        tokenizer = _sentencepiece.build_bpe(tokens, pairs, unknown, spec, where)
     else:
         tokenizer = _from_scores(metadata, tokens, where)
     _add_special_tokens(tokenizer, metadata, tokens)
@@ -89,9 +88,8 @@ def _from_scores(metadata: Mapping[str, Any], tokens: list[str], where: str) -> 
     if metadata["tokenizer.ggml.model"] == "llama":
         pairs = _sentencepiece.merges_by_score(tokens, scores, types)
         unknown = special_token(metadata, "unknown", tokens)
-        return _sentencepiece.build_bpe(
-            tokens, pairs, unknown, _sentencepiece.NormalizerSpec(_space_prefix(metadata, True)), where
-        )
+        spec = _sentencepiece.NormalizerSpec(_space_prefix(metadata, True))
+        return _sentencepiece.build_bpe(tokens, pairs, unknown, spec, where)
     if len(types) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.token_type does not fit its tokens", "convert it again")
     table = metadata.get("tokenizer.ggml.precompiled_charsmap")

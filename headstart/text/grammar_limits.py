@@ -98,9 +98,8 @@ def _check_tree(kind: str, value: Any) -> None:
 
 def _check_count(count: int, limit: int, kind: str, what: str) -> None:
     if count > limit:
-        raise UsageError(
-            f"the {kind} constraint has {count:,} {what}, but may have at most {limit:,}", "make it smaller"
-        )
+        what = f"the {kind} constraint has {count:,} {what}, but may have at most {limit:,}"
+        raise UsageError(what, "make it smaller")
 
 
 def is_light(kind: str, value: Any, size: int) -> bool:

@@ -166,9 +166,8 @@ def _whole_sequences_plan(examples: Seq[Example]) -> StepPlan:
     first_block = 0
     for example in examples:
         tokens = example.tokens.tolist()
-        request = Request(
-            request_id="", prompt_ids=tuple(tokens), params=SamplingParams(), seed=0, stop_ids=frozenset()
-        )
+        ids, params = tuple(tokens), SamplingParams()
+        request = Request(request_id="", prompt_ids=ids, params=params, seed=0, stop_ids=frozenset())
         sequence = Sequence(request, 0, tokens, 0)
         last_block = first_block + -(-len(tokens) // BLOCK_SIZE)
         sequence.block_table.extend(range(first_block, last_block))

@@ -204,9 +204,8 @@ class _TrainingRun:
             try:
                 trainer.load_state(torch.load(self.checkpoint, map_location=device))
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise ModelError(
-                    f"{self.checkpoint} does not fit this model: {error}", "train with --restart, or another --out"
-                ) from error
+                hint = "train with --restart, or another --out"
+                raise ModelError(f"{self.checkpoint} does not fit this model: {error}", hint) from error
             print_line(f"going on from step {trainer.progress.step}, {trainer.progress.tokens:,} tokens seen")
         return trainer
 

@@ -46,9 +46,8 @@ def integers(stored: Stored) -> Integers | None:
     zeros = np.zeros(scales.shape, np.int32)
     if (points := stored.beside.get("weight_zero_point")) is not None:
         if points.dtype != "I8" or points.shape != stored.beside["weight_scale"].shape:
-            raise ModelError(
-                f"the zero points {points.name} are {points.dtype} {list(points.shape)}, not as the scales"
-            )
+            found = f"{points.dtype} {list(points.shape)}"
+            raise ModelError(f"the zero points {points.name} are {found}, not as the scales")
         zeros = zeros + points.numpy().reshape(-1, scales.shape[1])[every // block[0]]
 
     def centered(rows: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -59,9 +59,8 @@ def check_whole(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
     """Are all tensors there, of their shapes, and no others? Raises ModelError naming the first one by its own name."""
     if missing := [name for name in expected if name not in found]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"{path} holds no {theirs(missing[0])}{more}", "download the drafter again, or its config.json"
-        )
+        hint = "download the drafter again, or its config.json"
+        raise ModelError(f"{path} holds no {theirs(missing[0])}{more}", hint)
     for name, tensor in found.items():
         if name not in expected:
             hint = "it changes what the drafter says, so nothing is left out"

@@ -257,6 +257,5 @@ class _Drafter:
         """Raises ModelError for a drafter that is narrower or wider than its trunk."""
         target = self.document.get("target_hidden_size") or hidden
         if target != hidden:
-            raise ModelError(
-                f"{self.path}: its hidden_size is {hidden}, its trunk's {target}: they must be the same here"
-            )
+            what = f"its hidden_size is {hidden}, its trunk's {target}: they must be the same here"
+            raise ModelError(f"{self.path}: {what}")

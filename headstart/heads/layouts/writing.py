@@ -27,9 +27,8 @@ def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
     """As z-lab publishes it. Raises ModelError for a DSpark head, and for what Qwen3's block cannot be."""
     block = _block(head)
     if block.anchor_predicts or block.markov_rank or block.confidence:
-        raise ModelError(
-            "DFlash has no Markov or confidence head, and its first row drafts nothing", "--to vllm-dspark"
-        )
+        what = "DFlash has no Markov or confidence head, and its first row drafts nothing"
+        raise ModelError(what, "--to vllm-dspark")
     dflash = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_causal(block)}
     document = {
         "architectures": ["DFlashDraftModel"],

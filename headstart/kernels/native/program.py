@@ -169,9 +169,8 @@ class ProgramRecorder:
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
-            assert not (spec.window or spec.chunk or spec.causal or spec.excludes_self), (
-                "an attention over selected positions cannot have a mask"
-            )
+            has_mask = spec.window or spec.chunk or spec.causal or spec.excludes_self
+            assert not has_mask, "an attention over selected positions cannot have a mask"
             among = self._chosen[chosen]
             return Symbol(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
