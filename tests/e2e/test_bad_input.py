@@ -11,7 +11,7 @@ import pytest
 from headstart.cli.main import main
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
-from headstart.formats import safetensors
+from headstart.formats import safetensors, safetensors_file
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
@@ -79,7 +79,7 @@ def test_unknown_architecture(capsys: pytest.CaptureFixture[str], tiny: Path) ->
 
 
 def test_missing_tensor(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
-    tensors = {name: t.numpy() for name, t in safetensors.read_file(tiny / "model.safetensors").items()}
+    tensors = {name: t.numpy() for name, t in safetensors_file.read_file(tiny / "model.safetensors").items()}
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     safetensors.save(tiny / "model.safetensors", tensors)
     assert "layers.1.mlp.up_proj.weight" in refused(capsys, *generate(tiny))

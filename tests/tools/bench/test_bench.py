@@ -410,7 +410,7 @@ def test_whatever_ends_a_run_what_was_measured_is_kept(
     arguments = ["--backend", "native", "--max-model-len", "256", "--kv-blocks", "128", "--workload", "prose"]
     arguments += ["--output-tokens", "2", "--concurrency", "1", "--requests", "1", "--out", str(out)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "measure", stopped)
+        patch.setattr(bench.measure, "measure", stopped)
         assert main(["bench", headed, *arguments]) == code
     document = BenchDocument.read(out)
     assert (document.complete, document.error, len(document.cells)) == (False, error, 2)
@@ -429,7 +429,7 @@ def test_a_growing_document_is_written_as_loads_are_done(
             seen.append((document.complete, len(document.cells)))
         return measure(*args, **settings)
 
-    monkeypatch.setattr(bench, "measure", watched)
+    monkeypatch.setattr(bench.measure, "measure", watched)
     options = BenchOptions(
         model=headed, config=TINY, workloads=("prose",), concurrency=(1, 2), requests=2, output_tokens=2,
         modes=("off",), pairs=2, out=out,
