@@ -247,21 +247,42 @@ class TuneFlags(ModelOptions):
     concurrency: tuple[int, ...] = option("Requests at a time, comma-separated.", default="1,4", min=1)
     minutes: float = option("Time limit in minutes.", default=5.0, above=0, max=MAX_MINUTES)
     retune: bool = option("Measure again, ignoring earlier results.", default=False)
+    url: str | None = option("Tune the OpenAI-compatible server at this address.")
+    api_key: str | None = option("API key of the server.")
+    start: str | None = option("Command that starts the server; {depth} stands for the depth. Run for each depth.")
+    start_off: str | None = option("Command that starts the server without drafting.")
 
 
 @command(
     "headstart tune",
     "headstart tune ./my-model --workload my-prompts.jsonl --concurrency 1,8 --minutes 10",
     "headstart tune --workload high-temperature --retune",
+    "headstart tune --url http://localhost:8000 --concurrency 1,16",
+    "headstart tune --url http://localhost:8080 --minutes 30 --start-off 'llama-server -m model.gguf' "
+    "--start 'llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}'",
 )
 def tune(flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Find the fastest drafter and depth on this machine; serve and launch then use them."""
-    engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
+    if flags.url is None:
+        engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
+    else:
+        engine.refuse_others(set(), "tune --url: the server has its own")
+    _check_server(flags)
 
     from headstart.tools.tune import TuneOptions, run as find_fastest
 
     options = TuneOptions(config=engine.config, **vars(flags))
     return output.run("tuning", partial(find_fastest, options), _print_candidates)
+
+
+def _check_server(flags: TuneFlags) -> None:
+    """Raises UsageError for options of servers that do not fit each other."""
+    if flags.url is None and (flags.start or flags.start_off or flags.api_key):
+        raise UsageError("--start, --start-off and --api-key are for servers", "give --url too")
+    if (flags.start is None) != (flags.start_off is None):
+        raise UsageError("--start and --start-off belong together", "tune compares with plain decoding: give both")
+    if flags.start is not None and "{depth}" not in flags.start:
+        raise UsageError(f"--start is {flags.start!r}, without {{depth}}", "write {depth} where the depth belongs")
 
 
 def _print_candidates(data: dict[str, Any]) -> None:

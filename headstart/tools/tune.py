@@ -1,7 +1,15 @@
-"""`headstart tune`: which drafter, and how deep, pays on this machine for this model and workload."""
+"""`headstart tune`: which drafter, and how deep, pays on this machine, or at a server, for this model and workload."""
 
+import asyncio
 import math
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
 import time
+from collections.abc import Mapping, Sequence as Seq
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -10,14 +18,18 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
+from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
+from headstart.tools.bench.http import CHAT, HttpTarget
 from headstart.tools.bench.inprocess import InProcessTarget
-from headstart.tools.bench.measure import OFF, RequestLoad, measure, warm_up
+from headstart.tools.bench.measure import OFF, SERVER, BenchTarget, Notify, RequestLoad, RunOutcome, measure, warm_up
 from headstart.tools.bench.summary import speedup
+from headstart.tools.bench.workloads import Task
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
+POLL_SECONDS, STOP_SECONDS = 0.3, 20.0  # between looks at a server that starts; until one that ends is killed
 MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding that a verdict needs; rounds, each with a pair for every load
 CLEAR = 0.01
 """A candidate is out when it is slower than the best by this share and the intervals do not touch. Drafting pays when
@@ -33,13 +45,17 @@ class TuneOptions:
     concurrency: tuple[int, ...] = (1, 4)
     minutes: float = 5.0  # at most, with loading; a short time is for few candidates
     retune: bool = False  # measure again although a setting is saved
+    url: str | None = None  # address of a server; None: this process
+    api_key: str | None = None
+    start: str | None = None  # command of the server, with {depth}; None: requests set the depth
+    start_off: str | None = None  # its command without drafting
 
 
 @dataclass
 class Candidate:
     drafter: str
     depth: Depth
-    target: InProcessTarget
+    target: BenchTarget
     cells: list[BenchCell] = field(default_factory=list)  # of all its runs
     is_out: bool = False
     is_warm: bool = False
@@ -56,16 +72,21 @@ class Candidate:
 def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
     """Measures until one candidate is clearly the best or the time is over, and saves the setting, if there is enough
     to tell. Shows a setting that is saved already. Raises UsageError for a model without anything to tune."""
-    known = None if options.retune else load_setting(options.model, options.config)
+    known = None if options.retune or options.url else load_setting(options.model, options.config)
     if known is not None and known.workload == options.workload:
         return Report(True, {"kept": True, "choice": vars(known)}, [f"tuned before: {known}", "again: --retune"])
     workloads.find(options.workload, len)  # errors come before a model is loaded
     tuning = TuningRun(options, progress)
-    tuning.measure()
+    try:
+        tuning.measure()
+    finally:
+        tuning.close()
     setting, rows = tuning.setting(), tuning.rows()
     data = {"kept": False, "choice": setting and vars(setting), "candidates": rows, "pairs": tuning.rounds}
     if setting is None:
         return Report(True, data | {"path": None}, tuning.undecided())
+    if options.url:
+        return Report(True, data | {"path": None}, [str(setting), "start the server so"])
     path = save_setting(options.model, options.config, setting)
     return Report(True, data | {"path": str(path)}, [str(setting), f"kept in {path}; serve and launch use it"])
 
@@ -75,21 +96,18 @@ class TuningRun:
         self.options, self._progress = options, progress
         self._deadline = time.monotonic() + 60 * options.minutes
         progress(0, 1, "loading")
-        max_num_seqs = max(options.config.max_num_seqs, *options.concurrency)
-        config = replace(options.config, depth=AUTO, max_num_seqs=max_num_seqs)
-        model = load_model(options.model, config)
-        self.candidates = [
-            Candidate(drafter, depth, target)
-            for drafter, target in _targets(model, config)
-            for depth in (AUTO, *DEPTHS)
-            if depth == AUTO or depth <= target.max_depth
-        ]
+        self.candidates = _at_server(options) if options.url else _in_process(options)
         self.candidates.sort(key=lambda each: each.depth != AUTO)  # what most likely is the best comes first
         self._first = self.candidates[0].target
         (self.workload,) = workloads.find(options.workload, self._first.count_tokens)[:1]
         self.plain: list[BenchCell] = []
         self.rounds = 0
         self._seconds = 0.0  # of the longest cell so far
+
+    def close(self) -> None:
+        """Ends the servers that tune has started."""
+        if isinstance(self._first, StartedServer):
+            self._first.close()
 
     def measure(self) -> None:
         """Runs rounds of all candidates that are still in, with plain decoding in each, in alternating order."""
@@ -112,7 +130,7 @@ class TuningRun:
         rounds = math.ceil(MIN_PAIRS / len(self.options.concurrency))
         self.candidates = self.candidates[: max(int((self._deadline - now) / (rounds * round_s)) - 1, 1)]
 
-    def _timed(self, target: InProcessTarget, mode: str, load: RequestLoad) -> BenchCell:
+    def _timed(self, target: BenchTarget, mode: str, load: RequestLoad) -> BenchCell:
         begun = time.monotonic()
         cell = measure(target, self.workload, mode, load, repeat=self.rounds)
         self._seconds = max(self._seconds, time.monotonic() - begun)
@@ -197,6 +215,105 @@ class TuningRun:
             rows.append(row(each.drafter, each.depth, counts, mean(lengths) if lengths else 1.0))
         rows.sort(key=lambda row: -(row["speedup"] or 0))
         return [row("none", 0, (1.0, None, None, self.rounds), 1.0), *rows]
+
+
+def _in_process(options: TuneOptions) -> list[Candidate]:
+    config = replace(options.config, depth=AUTO, max_num_seqs=max(options.config.max_num_seqs, *options.concurrency))
+    return [
+        Candidate(drafter, depth, target)
+        for drafter, target in _targets(load_model(options.model, config), config)
+        for depth in (AUTO, *DEPTHS)
+        if depth == AUTO or depth <= target.max_depth
+    ]
+
+
+def _at_server(options: TuneOptions) -> list[Candidate]:
+    """Depths of a server of headstart's, by request; or of any server that is started anew for each."""
+    assert options.url
+    server = client.Server.at(options.url, options.api_key)
+    if options.start and options.start_off:
+        started = StartedServer(server, options.start, options.start_off, options.model)
+        return [Candidate(SERVER, depth, started) for depth in DEPTHS]
+    target = HttpTarget(server, model=options.model)
+    if AUTO not in target.modes:
+        hint = "give --start COMMAND with {depth} in it, and --start-off COMMAND without drafting"
+        raise UsageError(f"{server} is not headstart's: its requests cannot set the depth", hint)
+    return [Candidate(SERVER, depth, target) for depth in (AUTO, *DEPTHS)]
+
+
+class StartedServer:
+    """A BenchTarget: the server of a command, started anew for each mode. Raises UsageError if a server answers there
+    already, or the command does not lead to one."""
+
+    chunked_prefill: bool | None = None
+    is_local = True
+    modes = (OFF,)
+
+    def __init__(self, server: client.Server, command: str, off: str, model: str | None) -> None:
+        self._server, self._commands, self._model = server, (command, off), model
+        self._mode: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._answers():
+            raise UsageError(f"a server answers at {server} already", "stop it: --start starts one for each depth")
+        self._target = self._start(OFF)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        return self._target.about
+
+    def is_alive(self) -> bool:
+        return self._target.is_alive()
+
+    def count_tokens(self, text: str) -> int:
+        return self._target.count_tokens(text)
+
+    def check(self, tasks: Seq[Task]) -> None:
+        self._target.check(tasks)
+
+    def settle(self, tasks: Seq[Task], mode: str) -> None:
+        self._start(mode).settle(tasks, SERVER)
+
+    def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Notify) -> RunOutcome:
+        return self._start(mode).run(tasks, SERVER, load, notify)
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):  # the command may have started processes of its own
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process = None
+
+    def _start(self, mode: str) -> HttpTarget:
+        if mode == self._mode:
+            return self._target
+        self.close()
+        command = self._commands[1] if mode == OFF else self._commands[0].replace("{depth}", mode)
+        with tempfile.TemporaryFile() as log:
+            try:
+                self._process = subprocess.Popen(shlex.split(command), stdout=log, stderr=log, start_new_session=True)
+            except OSError as error:
+                raise UsageError(f"cannot run {command}: {error.strerror}", "is the program on the PATH?") from None
+            while not self._answers():
+                if self._process.poll() is not None:
+                    log.seek(0)
+                    last = (log.read().decode("utf-8", "replace").strip().splitlines() or ["without a word"])[-1]
+                    raise UsageError(f"{command} ended with exit code {self._process.returncode}: {last}")
+                time.sleep(POLL_SECONDS)
+        self._mode, self._target = mode, HttpTarget(self._server, model=self._model)
+        return self._target
+
+    def _answers(self) -> bool:
+        """True once it completes a text: some servers answer other paths while they load."""
+        with suppress(UsageError, OSError, ValueError):
+            name = client.find_model(self._server, self._model)["id"]
+            body = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+            return asyncio.run(client.post(self._server, CHAT, body)).status == 200
+        return False
 
 
 def _targets(model: Model, config: EngineConfig) -> list[tuple[str, InProcessTarget]]:

@@ -57,7 +57,9 @@ COMMANDS: dict[str, set[str]] = {
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
     | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"}
     | {"--fleet"},
-    "tune": ENGINE | JSON | {"--workload", "--concurrency", "--minutes", "--retune"},
+    "tune": ENGINE
+    | JSON
+    | {"--workload", "--concurrency", "--minutes", "--retune", "--url", "--api-key", "--start", "--start-off"},
     "data": ENGINE
     | JSON
     | {"--out", "--tokens", "--minutes", "--prompts", "--text", "--licence", "--only-prompts", "--language"}

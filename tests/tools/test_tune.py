@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +16,12 @@ import pytest
 from support import headed_model, new_folder
 
 from headstart import hub
+from headstart.cli.main import main
 from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
 from headstart.engine import load
 from headstart.errors import UsageError
-from headstart.tools import tune
+from headstart.tools import client, tune
 from headstart.tools.bench.document import BenchCell, Latency
 from headstart.tools.saved import load_setting, save_setting
 from headstart.tools.tiny import write_tiny
@@ -167,3 +174,67 @@ def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "attach_head", lambda model, path: replace(model.head, source=str(path)))
     ((kind, other),) = load.other_heads(model).items()
     assert (kind, other.head.source) == ("eagle3", "second")
+
+
+def serve_command(model: str, port: int, *words: str) -> str:
+    settings = "--threads 1 --kv-blocks 128 --no-web"
+    return f"{sys.executable} -m headstart serve {model} --port {port} {settings} {' '.join(words)}"
+
+
+@pytest.mark.slow
+def test_a_server_is_tuned_by_request_and_by_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
+    monkeypatch.setattr(tune, "DEPTHS", (1,))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    start, start_off = (serve_command(model, port, word) for word in ("--depth {depth}", "--no-mtp"))
+    options = TuneOptions(url=url, workload="repetitive", concurrency=(1,), start=start, start_off=start_off)
+    report = tune.run(options)
+    rows = {(row["drafter"], row["depth"]): row for row in report.data["candidates"]}
+    assert set(rows) == {("none", 0), ("server", 1)}
+    assert all(row["pairs"] == 1 for row in rows.values())
+    assert 1 <= rows["server", 1]["acceptance_length"] <= 2
+    with subprocess.Popen(shlex.split(start_off.replace("--no-mtp", "--depth auto"))) as running:
+        try:
+            while not answers(url):
+                assert running.poll() is None
+                time.sleep(0.1)
+            found = tune.run(replace(options, start=None, start_off=None))
+            assert {row["depth"] for row in found.data["candidates"]} == {0, AUTO, 1}
+            with pytest.raises(UsageError, match=r"a server answers at .* already"):
+                tune.run(options)
+        finally:
+            running.terminate()
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(UsageError):
+        return bool(client.list_models(client.Server.at(url)))
+    return False
+
+
+def test_a_command_that_starts_no_server_is_named() -> None:
+    start_off = "sh -c 'echo no such model; exit 3'"
+    options = TuneOptions(url="http://127.0.0.1:9", start="true {depth}", start_off=start_off)
+    with pytest.raises(UsageError, match="ended with exit code 3: no such model"):
+        tune.run(options)
+    with pytest.raises(UsageError, match="cannot run missing-program"):
+        tune.run(replace(options, start_off="missing-program"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--start", "a {depth}"], "are for servers"),
+        (["--url", "http://127.0.0.1:9", "--start", "a {depth}"], "belong together"),
+        (["--url", "http://127.0.0.1:9", "--start", "a", "--start-off", "a"], "without {depth}"),
+        (["--url", "http://127.0.0.1:9", "--threads", "1"], "--threads has no meaning"),
+    ],
+)
+def test_options_of_servers_fit_each_other(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -99,9 +99,9 @@ class HttpTarget:
         """Returns the server of a mode, and the request fields that ask for it. Raises UsageError."""
         if mode == OFF and self._off is not None:
             return self._off, {}
+        if mode == SERVER:  # as the server was started
+            return self._server, {}
         if not self._is_own:
-            if mode == SERVER:
-                return self._server, {}
             hint = "leave --modes out; --off-url names a second server that does not draft"
             raise UsageError(f"--modes has {mode!r}, but {self._server} is not headstart's: it cannot be told", hint)
         if mode in (OFF, AUTO):
