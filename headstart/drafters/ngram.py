@@ -1,5 +1,5 @@
 """Prompt lookup (Saxena 2023): drafts the tokens that followed the same n-gram earlier in the sequence, in outputs of
-other requests of the same owner, or in a corpus (as REST does, He et al. 2023). Needs no model."""
+other requests of the same owner, or in a corpus (as REST does: He 2023). Needs no model."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field

@@ -264,11 +264,6 @@ def test_a_text_held_back_comes_out_at_the_end() -> None:
     assert (found.text, found.finish_reason) == (whole, "length")
 
 
-def test_one_stop_text_is_not_its_characters() -> None:
-    params = SamplingParams(stop="END")  # type: ignore[arg-type]
-    assert params.stop == ("END",)
-
-
 @pytest.mark.slow
 def test_min_tokens_puts_off_every_stop() -> None:
     each = llm("agreeing")

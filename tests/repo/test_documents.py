@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 from typing import get_args
 
 import pytest
 from source import PACKAGE, ROOT, trees
-from test_cli_surface import COMMANDS
 
 from headstart.errors import INTERNAL, STATUS
 from headstart.models.head_state import Word
 
 README = (ROOT / "README.md").read_text("utf-8")
-LINES = re.findall(r"^\$ headstart (.*)", README, re.MULTILINE)
 DECLARED = {"95 %", "3 %"}
 """Not measured: the width of an interval, and the margin of a verdict."""
 
@@ -33,24 +30,14 @@ def test_every_module_has_a_summary(path: str) -> None:
         assert 0 < len(docstring.partition("\n")[0]) <= MAX_SUMMARY
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/inspect.md"])
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/inspect.md"])
 def test_files_that_a_document_names_are_there(document: str) -> None:
     text = (ROOT / document).read_text("utf-8")
-    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text)) | set(re.findall(r"\]\(([^)#:]+)\)", text))
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text))
     places = (PACKAGE, ROOT, (ROOT / document).parent)
     assert named
     unknown = {name for name in named if not any((place / name).exists() for place in places)}
     assert unknown <= {"org/model/file.gguf"}
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_commands_of_the_readme_take_their_options(line: str) -> None:
-    words = shlex.split(line, comments=True)
-    words = words[: words.index("--")] if "--" in words else words
-    command = max((name for name in COMMANDS if words[: name.count(" ") + 1] == name.split()), key=len)
-    command = f"{command} run" if f"{command} run" in COMMANDS else command  # a group's own command
-    flags = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-    assert flags <= COMMANDS[command] | {"--help"}
 
 
 def test_numbers_of_documents_are_those_of_the_results() -> None:
@@ -67,14 +54,6 @@ def test_readme_has_no_measured_number_of_its_own() -> None:
         r"\d[\d.,]*\s?(?:x\b|%|times\b|tokens?\b|passes\b|texts\b|differences\b|MB\b|GB\b|ms\b|seconds?\b|families\b)"
     )
     assert not [found for found in re.findall(measured, text) if found not in DECLARED]
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/inspect.md", "docs/benchmarks.md"])
-def test_anchors_of_links_are_there(document: str) -> None:
-    for path, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", (ROOT / document).read_text("utf-8")):
-        target = ((ROOT / document).parent / path if path else ROOT / document).read_text("utf-8")
-        headings = re.findall(r"^#+ (.*)", target, re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_verdicts_of_inspect_are_the_documented_ones() -> None:

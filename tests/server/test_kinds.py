@@ -89,12 +89,6 @@ def test_a_schema_counts_at_either_place(kind: str) -> None:
         assert spec is not None and spec.plain == SCHEMA
 
 
-@pytest.mark.parametrize("name", sorted(set(ChatRequest.model_fields) - {"messages"}))
-def test_null_means_the_default(name: str) -> None:
-    default = ChatRequest.model_validate({"messages": HI})
-    assert ChatRequest.model_validate({"messages": HI, name: None}).model_dump() == default.model_dump()
-
-
 SENTINELS: list[tuple[str, str, Any]] = [
     *((api, "seed", -1) for api in ("chat", "messages", "responses")),
     *(("chat", name, -1) for name in ("max_tokens", "max_completion_tokens")),

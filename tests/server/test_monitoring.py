@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,15 +26,7 @@ PUBLISHED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("engi
 RELEASES = {"vllm": "vllm 0.32.0", "sglang": "sglang 0.5.23", "llamacpp": "llamacpp b11434"}
 
 
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make = _make()
+make = SimpleNamespace(**runpy.run_path(str(FOLDER / "make.py")))
 PANELS: list[dict[str, str]] = make.load()
 QUERIES = [
     (engine, query) for panel in PANELS for engine, queries in make.engines_of(panel).items() for query in queries
