@@ -8,8 +8,6 @@ The oracle is torch, as everywhere, in its build for arm64. All is kept in build
 by wheels of the package index only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

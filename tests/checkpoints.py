@@ -1,7 +1,5 @@
 """Synthetic checkpoints for exporters: sharded safetensors directories, and reading them without the package."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

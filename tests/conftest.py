@@ -1,7 +1,5 @@
 """Puts `support` on the import path, and keeps the machine quiet: tests use one thread."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """Small models as GGUF files: names, orders and keys of llama.cpp b11434's converter, for the families here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The plug-in examples of docs/extend: one file for each kind, exactly as printed there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

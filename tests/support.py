@@ -1,7 +1,5 @@
 """Tiny models, heads, requests and runs, shared by the contract and unit tests."""
 
-from __future__ import annotations
-
 import atexit
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Downloads that go on where they were: on a server that knows ranges, and on one that does not; killed on the way."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

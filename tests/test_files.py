@@ -1,7 +1,5 @@
 """What is written aside: whole or not at all, and a killed writer's remains go with the next one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Models by name. Nothing here touches the network: pip is pointed at local wheels."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Threads and memory of made-up machines: hosts, containers, cgroups of both versions."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SamplingParams: types, ranges, lists; texts that shall not come, ids that alone may."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What only some systems have; and the package where it is not there."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -5,8 +5,6 @@ the package index only and no compiler in PATH; then has it tell its version, lo
 texts as the others. With qemu's user mode it does so as old processors, too. Needs Python's library alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

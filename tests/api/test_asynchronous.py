@@ -1,7 +1,5 @@
 """AsyncLLM: the texts of LLM, awaited."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

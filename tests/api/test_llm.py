@@ -1,7 +1,5 @@
 """LLM on tiny directories: text, streams, stop strings, seeds, logprobs, prompts of every kind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json

@@ -1,7 +1,5 @@
 """docs/python.ipynb runs from top to bottom, and so does the Python of the cookbook that needs no server."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

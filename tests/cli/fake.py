@@ -1,7 +1,5 @@
 """An LLM that answers with fixed words: what the commands need of headstart.api, without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a newcomer does in the first minute, and what may come of it: the parts of the tests of that name."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

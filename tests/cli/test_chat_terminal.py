@@ -1,7 +1,5 @@
 """`headstart chat` at a terminal (a pseudo-terminal): Ctrl-C, pasted text."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Commands with a fake LLM: what they ask for, what they print, how they exit."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

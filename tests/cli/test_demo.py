@@ -1,7 +1,5 @@
 """The demo with a fake LLM: the comparison and the exit code."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every command line that README.md, the quick start, the cookbook and `--help` show is run as it stands: with tiny
 models in the places of those that it names, and with less work. Nothing but a server may be missing."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

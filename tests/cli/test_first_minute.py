@@ -1,8 +1,6 @@
 """The first minute of a newcomer: whatever is typed, wherever it runs, a command ends with 0, 1 (a verdict), 2 or 130,
 without a trace, and its last line says what to do. `first_minute.py` has the parts."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

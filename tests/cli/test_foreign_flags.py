@@ -1,7 +1,5 @@
 """Commands and flags of other programs: a hint says what to type here."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """headstart models and pull, with a cache of their own and a Hub on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Every number that a command takes: what is no number, or none that can be meant, ends in one line that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

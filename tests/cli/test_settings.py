@@ -1,7 +1,5 @@
 """headstart.toml and HEADSTART_*: who comes first, and what is said of what is wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the first token waits for: `generate` imports what it needs, and nothing that other commands or models need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What options take: every kind of value that a command declares, and the error for a wrong value."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

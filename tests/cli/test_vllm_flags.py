@@ -1,7 +1,5 @@
 """`serve` takes vLLM's command lines: each of its flags is honoured, or refused with what to do instead."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

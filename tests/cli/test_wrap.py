@@ -1,7 +1,5 @@
 """Lines broken between words, whatever pieces the text comes in."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

@@ -1,7 +1,5 @@
 """Every kind of bad input: one clear line that names the value, a hint, exit code 2, nothing on stdout."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The default model's real weights, against an independent implementation and against itself."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

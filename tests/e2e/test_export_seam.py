@@ -1,7 +1,5 @@
 """An export from one file, the text of docs/extend, found by its file name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

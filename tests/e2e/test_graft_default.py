@@ -1,7 +1,5 @@
 """The default model, exported with its head, stripped and grafted back: the same text and the same drafts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The other examples of docs/extend, each from its one file: head kind, checkpoint format, launcher, tool format,
 reasoning format."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plug-ins that take more than an example: each one file of tests/plug_ins, found by its name, with no other edit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A weight quantization from one file, the text of docs/extend: loaded, inspected, exported and planned."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

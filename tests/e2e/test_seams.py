@@ -1,7 +1,5 @@
 """A drafter and a family from one file each, as docs/extend has them; and that it has one of each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

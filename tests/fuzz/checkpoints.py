@@ -5,8 +5,6 @@ is known whether the head can still work; `headstart inspect` must agree, and wi
 checkpoints must end in a result or in one line, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ Of each family configurations are drawn over all keys of transformers' config cl
 files have (`spelled`). Anything but equal logits or one of our own errors is a failure.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """The same model as a GGUF file, by `gguf_files`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -1,8 +1,6 @@
 """Random configurations of every family, drawn over all keys of transformers' own config class, in the spellings that
 config.json files have."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from random import Random

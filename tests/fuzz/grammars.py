@@ -1,8 +1,6 @@
 """Constraints of all kinds, ordinary and hostile: schemas, regexes, Lark and GBNF grammars, choices, tools. What is
 hostile is a shape (a chain, a cycle, doubling, a mass, an extreme number) with a size."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

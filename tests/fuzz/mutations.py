@@ -1,7 +1,5 @@
 """Sound checkpoints of every family and kind of drafter, and a change to each, which breaks its head or does not."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

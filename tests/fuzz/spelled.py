@@ -1,8 +1,6 @@
 """The spellings of one configuration: keys left out where they say the default, older names, keys of programs around
 the model, a wrapper; and keys that change the model in ways that nobody here serves, which must be refused by name."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

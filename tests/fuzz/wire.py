@@ -1,7 +1,5 @@
 """Raw HTTP: halves, slow ones, many in one packet, headers that are none, other versions and methods."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The package's own source, parsed once for the tests of this folder."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

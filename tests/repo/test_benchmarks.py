@@ -1,7 +1,5 @@
 """Benchmarks can be imported, and documents name existing ones."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

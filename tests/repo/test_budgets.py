@@ -1,7 +1,5 @@
 """Budgets on what separates readable code from the rest: size, environment variables. Ruff has more (BLE, PLW0603)."""
 
-from __future__ import annotations
-
 import ast
 
 from source import PACKAGE, trees

@@ -1,7 +1,5 @@
 """The commands and options that users rely on, frozen: a change here is a change of the outside contract."""
 
-from __future__ import annotations
-
 import pytest
 
 from headstart.cli.app import application

@@ -1,8 +1,6 @@
 """What deploy/, Dockerfile and .github/ say of this repository is so: files are there, commands and options exist.
 Nothing here runs a container."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

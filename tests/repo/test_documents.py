@@ -1,7 +1,5 @@
 """Every module has a summary; documents name files, commands, numbers and verdicts that exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """benchmarks/gpu.py on a CPU: what it writes is the model's text, what it trains goes on where it stopped."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Imports go down only, torch stays behind its doors, family names stay in their files."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Every document: links and their anchors lead somewhere, and commands and flags that it names exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

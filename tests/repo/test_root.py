@@ -1,7 +1,5 @@
 """What stands at the top of the repository: leftovers of a trial are not committed with it."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

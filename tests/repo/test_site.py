@@ -1,7 +1,5 @@
 """The docs site: its pages say what the program says, and lead nowhere else."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The server in a thread of this process, so that tests can change its limits."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

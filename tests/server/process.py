@@ -1,7 +1,5 @@
 """A real `headstart serve` process on a free port."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

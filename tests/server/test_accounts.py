@@ -1,7 +1,5 @@
 """What an API key may have: budgets that refuse and say when to come again, and turns that no key takes from others."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading

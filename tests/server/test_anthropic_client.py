@@ -1,7 +1,5 @@
 """The official `anthropic` client against the running server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All APIs: what is wrong is said in each one's own shape, and who leaves is let go."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Bodies as they are read: what is null, and what is said of a value of the wrong type."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

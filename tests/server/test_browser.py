@@ -1,7 +1,5 @@
 """The pages in a real Chromium: one server that wants a key, one browser, and at the end the server is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Embeddings through the official clients."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fields that change the text do so, or are refused by name; answers do not depend on how they are read."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

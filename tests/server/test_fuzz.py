@@ -1,7 +1,5 @@
 """Hostile constraints and raw HTTP (tests/fuzz): every answer is right or a user's error, and nobody else is harmed."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor

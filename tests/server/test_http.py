@@ -1,7 +1,5 @@
 """Bad input, limits and the other endpoints, over a real socket."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

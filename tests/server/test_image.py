@@ -1,7 +1,5 @@
 """The health check of the Dockerfile, run as it stands against a server that is there, and one that is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Kinds of requests that clients send: unknown nested members, sentinels, hosted tools, our answers as history."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

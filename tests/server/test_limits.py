@@ -1,7 +1,5 @@
 """Connections and bodies that would cost the server much: refused before they do, while others are answered."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

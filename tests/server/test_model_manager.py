@@ -1,7 +1,5 @@
 """Several models in one process: who is in memory, who has to leave, and who is not disturbed by it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import shutil

@@ -1,7 +1,5 @@
 """The queries, the dashboard and the alerts of docs/monitoring: their syntax, and that every name in them exists."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

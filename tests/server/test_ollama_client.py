@@ -1,7 +1,5 @@
 """The official `ollama` client against the running server, and what Open WebUI sends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import datetime

@@ -1,7 +1,5 @@
 """The pages for browsers: what they are made of, and with what headers they come."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

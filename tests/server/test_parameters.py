@@ -2,8 +2,6 @@
 
 `python tests/server/test_parameters.py` writes the copy."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

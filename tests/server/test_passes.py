@@ -1,7 +1,5 @@
 """Streams that tell of each pass: what they say adds up to the text and to the counters, and changes neither."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefill and decode servers: the texts of one server, through a shared folder and over HTTP, and whatever breaks."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`headstart probe` and `headstart launch` against real servers."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """curl lines and Python of README, the quick start and the cookbook, as printed."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

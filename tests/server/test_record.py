@@ -1,7 +1,5 @@
 """`serve --record`: what is kept, for whom, and that nothing it meets stops the server."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What replicas are made of, without processes."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas as a user has them: processes, vllm-router in front of them, signals."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

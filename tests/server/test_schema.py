@@ -1,7 +1,5 @@
 """Requests made from the server's own OpenAPI description, valid and not: none may end in a fault of ours."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

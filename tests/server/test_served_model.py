@@ -1,7 +1,5 @@
 """The engine behind the event loop: faults of a step, clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

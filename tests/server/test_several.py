@@ -1,7 +1,5 @@
 """A server with several models: the texts are those of servers with one; lists, metrics and errors tell the truth."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

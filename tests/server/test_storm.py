@@ -1,7 +1,5 @@
 """A short storm of mixed requests (benchmarks/storm.py has the long one): nothing is lost, nothing is left."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

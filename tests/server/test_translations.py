@@ -1,7 +1,5 @@
 """Bodies of other APIs as chats, and answers as blocks: what the default model, which does not think, cannot show."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

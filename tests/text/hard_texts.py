@@ -1,8 +1,6 @@
 """Texts on which tokenizers differ: classes of characters, digits, spaces, newlines, contractions, emoji, names of
 special tokens. Composed characters only: whether a tokenizer composes them first is a question of its own."""
 
-from __future__ import annotations
-
 HARD = (
     "",
     " ",

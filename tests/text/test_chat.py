@@ -1,7 +1,5 @@
 """Chat templates: the helpers models rely on, and errors that say whose fault it is."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people say stays text: names of special tokens in messages do not become those tokens."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streaming text: the pieces make the whole, and no piece ever has to be taken back."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import accumulate
 

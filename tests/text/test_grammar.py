@@ -1,7 +1,5 @@
 """Constraints of generated text: random walks over the masks, going back, masks of drafts, errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

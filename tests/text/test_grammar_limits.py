@@ -1,7 +1,5 @@
 """What a constraint may cost: the process that tries it, limits, what is kept, and what is called light."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

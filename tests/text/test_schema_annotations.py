@@ -1,7 +1,5 @@
 """JSON schemas of libraries: annotations refuse no request, and constraints that are not supported are named."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokenizers: ids and text, from tokenizer.json and from GGUF metadata."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers from the files that families ship instead of tokenizer.json, and GGUF ones beside transformers'."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

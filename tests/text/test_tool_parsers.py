@@ -2,8 +2,6 @@
 
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are U+FF5C)
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small tokenizers for tests: byte-level and sentencepiece, as GGUF metadata."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

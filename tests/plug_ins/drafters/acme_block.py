@@ -5,8 +5,6 @@ rows at positions n, n + 1, ... behind them, the last token and blanks, sees all
 Weights are random: what it drafts is wrong, and must cost no more than time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """A second whole model of the same vocabulary drafts token by token; its keys lie under the same block table."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence as Seq
 from pathlib import Path
