@@ -279,15 +279,9 @@ def request(
     chosen = SamplingParams(**params)
     stop_ids = frozenset(stops) | frozenset(chosen.stop_token_ids)
     return Request(
-        request_id=name,
-        prompt_ids=tuple(int(token) for token in prompt),
-        params=chosen,
-        seed=seed,
-        stop_ids=stop_ids,
-        banned_until_min=stop_ids if chosen.min_tokens else frozenset(),
-        depth=depth,
-        constraint=constraint,
-    )
+        request_id=name, prompt_ids=tuple(int(token) for token in prompt), params=chosen, seed=seed, stop_ids=stop_ids,
+        banned_until_min=stop_ids if chosen.min_tokens else frozenset(), depth=depth, constraint=constraint,
+    )  # fmt: skip
 
 
 def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None, computed: int = 0) -> Sequence:

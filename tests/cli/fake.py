@@ -60,15 +60,9 @@ class FakeLLM:
 
     def _choice(self, params: SamplingParams, depth: int, stats: DraftStats, index: int) -> Completion:
         return Completion(
-            index=index,
-            text="".join(WORDS),
-            token_ids=[0, 1, 2, 9 if depth and self.differs else 3],
-            prompt_token_ids=[5, 6],
-            finish_reason="stop",
-            seed=params.seed if params.seed is not None else 77,
-            usage={"prompt_tokens": 2, "completion_tokens": 4, "cached_tokens": 0},
-            method="mtp" if depth else "none",
-            speculation=stats,
-            timing={"load_s": 0.1, "ttft_s": 0.01, "decode_s": 0.1, "decode_tokens_per_s": 30.0},
+            index=index, text="".join(WORDS), token_ids=[0, 1, 2, 9 if depth and self.differs else 3],
+            prompt_token_ids=[5, 6], finish_reason="stop", seed=params.seed if params.seed is not None else 77,
+            usage={"prompt_tokens": 2, "completion_tokens": 4, "cached_tokens": 0}, method="mtp" if depth else "none",
+            speculation=stats, timing={"load_s": 0.1, "ttft_s": 0.01, "decode_s": 0.1, "decode_tokens_per_s": 30.0},
             logprobs=[TokenLogprob(0, -0.5, ((0, -0.5),))] if params.logprobs else [],
-        )
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are U+FF5C)
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,76 +91,69 @@ def gemma(value: Any) -> str:
     return "[" + ",".join(map(gemma, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
-def dsml(listed: Any, as_text: Any) -> str:
-    out = ""
-    for function, arguments in listed:
-        out += f'<｜DSML｜invoke name="{function}">\n'
-        for key, value in arguments.items():
-            string = str(isinstance(value, str)).lower()
-            out += f'<｜DSML｜parameter name="{key}" string="{string}">{tagged(value)}</｜DSML｜parameter>\n'
-        out += "</｜DSML｜invoke>\n"
-    return f"<｜DSML｜function_calls>\n{out}</｜DSML｜function_calls>"
+def dsml(function: str, arguments: Any) -> str:
+    out = f'<｜DSML｜invoke name="{function}">\n'
+    for key, value in arguments.items():
+        string = str(isinstance(value, str)).lower()
+        out += f'<｜DSML｜parameter name="{key}" string="{string}">{tagged(value)}</｜DSML｜parameter>\n'
+    return out + "</｜DSML｜invoke>\n"
 
 
-def minimax(listed: Any, as_text: Any) -> str:
-    out = ""
-    for function, arguments in listed:
-        pairs = "".join(f'<parameter name="{k}">{tagged(v)}</parameter>\n' for k, v in arguments.items())
-        out += f'<invoke name="{function}">\n{pairs}</invoke>\n'
-    return f"<minimax:tool_call>\n{out}</minimax:tool_call>"
+def minimax(function: str, arguments: Any) -> str:
+    pairs = "".join(f'<parameter name="{k}">{tagged(v)}</parameter>\n' for k, v in arguments.items())
+    return f'<invoke name="{function}">\n{pairs}</invoke>\n'
 
 
-def python(listed: Any, as_text: Any) -> str:
-    return "[" + ", ".join(f"{f}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for f, a in listed) + "]"
+def glm(function: str, arguments: Any) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{tagged(v)}</arg_value>\n" for k, v in arguments.items())
+    return f"<tool_call>{function}\n{pairs}</tool_call>"
 
 
-KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
-HARMONY = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
-WRITERS: dict[str, Any] = {
-    "deepseek_v32": dsml,
-    "minimax_m2": minimax,
-    "pythonic": python,
-    "lfm2": lambda listed, as_text: f"<|tool_call_start|>{python(listed, as_text)}<|tool_call_end|>",
-    "mistral": lambda listed, as_text: "".join(f"[TOOL_CALLS]{f}[ARGS]{a}" for f, a in as_text),
-    "harmony": lambda listed, as_text: "".join(HARMONY.format(f, a) for f, a in as_text),
-    "kimi_k2": lambda listed, as_text: (
-        "<|tool_calls_section_begin|>"
-        + "".join(KIMI.format(f, i, a) for i, (f, a) in enumerate(as_text))
-        + "<|tool_calls_section_end|>"
-    ),
-    "gemma4": lambda listed, as_text: "".join(
-        f"<|tool_call>call:{f}{{{','.join(f'{k}:{gemma(v)}' for k, v in a.items())}}}<tool_call|>" for f, a in listed
-    ),
-}
-"""(calls, calls with arguments as JSON) -> the text of a model."""
+def qwen(function: str, arguments: Any) -> str:
+    pairs = "".join(f"<parameter={k}>\n{tagged(v)}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={function}>\n{pairs}</function>\n</tool_call>"
+
+
+def python(function: str, arguments: Any) -> str:
+    return f"{function}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+
+
+def gemma_call(function: str, arguments: Any) -> str:
+    return f"<|tool_call>call:{function}{{{','.join(f'{k}:{gemma(v)}' for k, v in arguments.items())}}}<tool_call|>"
+
+
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+WRITERS: dict[str, tuple[str, Any, str, str]] = {
+    "hermes": ("", '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "\n", ""),
+    "json": ("", '{{"name": "{}", "parameters": {}}}', "; ", ""),
+    "deepseek_v3": (CALLS, f"{BEGIN}function{SEPARATOR}{{}}\n```json\n{{}}\n```{END}", "\n", CALLS_END),
+    "deepseek_v31": (CALLS, f"{BEGIN}{{}}{SEPARATOR}{{}}{END}", "", CALLS_END),
+    "mistral": ("", "[TOOL_CALLS]{}[ARGS]{}", "", ""),
+    "harmony": ("", "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>",
+                "", ""),
+    "kimi_k2": ("<|tool_calls_section_begin|>",
+                "<|tool_call_begin|>functions.{}:12<|tool_call_argument_begin|>{}<|tool_call_end|>",
+                "", "<|tool_calls_section_end|>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", dsml, "", "</｜DSML｜function_calls>"),
+    "minimax_m2": ("<minimax:tool_call>\n", minimax, "", "</minimax:tool_call>"),
+    "pythonic": ("[", python, ", ", "]"),
+    "lfm2": ("<|tool_call_start|>[", python, ", ", "]<|tool_call_end|>"),
+    "gemma4": ("", gemma_call, "", ""),
+    "glm45": ("", glm, "\n", ""),
+    "qwen3_coder": ("", qwen, "\n", ""),
+}  # fmt: skip
+"""What a model writes: before the calls, one of them, between them, behind them. A text takes arguments as JSON."""
 
 
 def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
     """The calls as the chat template of a model of that format has them."""
-    as_text = [(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in listed]
-    if name == "hermes":
-        return "\n".join(f'<tool_call>\n{{"name": "{f}", "arguments": {a}}}\n</tool_call>' for f, a in as_text)
-    if name == "json":
-        return "; ".join(f'{{"name": "{f}", "parameters": {a}}}' for f, a in as_text)
-    if name == "deepseek_v3":
-        one = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
-        return "<｜tool▁calls▁begin｜>" + "\n".join(one.format(f, a) for f, a in as_text) + "<｜tool▁calls▁end｜>"
-    if name == "deepseek_v31":
-        one = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-        return "<｜tool▁calls▁begin｜>" + "".join(one.format(f, a) for f, a in as_text) + "<｜tool▁calls▁end｜>"
-    if name in WRITERS:
-        return WRITERS[name](listed, as_text)
-    out = []
-    for function, arguments in listed:
-        if name == "glm45":
-            pairs = "".join(
-                f"<arg_key>{k}</arg_key>\n<arg_value>{tagged(v)}</arg_value>\n" for k, v in arguments.items()
-            )
-            out.append(f"<tool_call>{function}\n{pairs}</tool_call>")
-        else:
-            pairs = "".join(f"<parameter={k}>\n{tagged(v)}\n</parameter>\n" for k, v in arguments.items())
-            out.append(f"<tool_call>\n<function={function}>\n{pairs}</function>\n</tool_call>")
-    return "\n".join(out)
+    before, one, between, after = WRITERS[name]
+    if isinstance(one, str):
+        texts = [one.format(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in listed]
+    else:
+        texts = [one(function, arguments) for function, arguments in listed]
+    return before + between.join(texts) + after
 
 
 def test_formats_are_found_by_file() -> None:
@@ -180,13 +174,8 @@ def test_several_calls(name: str) -> None:
 
 @pytest.mark.parametrize("name", MARKED)
 def test_text_around_calls(name: str) -> None:
-    text = (
-        "Let me <b>look</b>.\n\n"
-        + write(name, [("search", {"text": "x"})])
-        + "\nBetween.\n"
-        + write(name, [("now", {})])
-    )
-    events = check(text + " Done.\n", name)
+    first, second = write(name, [("search", {"text": "x"})]), write(name, [("now", {})])
+    events = check(f"Let me <b>look</b>.\n\n{first}\nBetween.\n{second} Done.\n", name)
     assert calls(events) == [("search", {"text": "x"}), ("now", {})]
     kinds = [type(event) for event in events]
     assert kinds == [Content, ToolCall, Arguments, Content, ToolCall, Arguments, Content]
@@ -197,16 +186,9 @@ def test_text_around_calls(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Plain text, no call.\n",
-        "a < b, <tool, </tool_call>, {braces} [1] <｜tool▁sep｜> \n\n<tool_cal",
-        "Use <tool_call> tags: <tool_call>\n</tool_call> <tool_call>{}</tool_call>",
-        '{"answer": 42, "name": "search"}',
-        "[1, 2]",
-        "[",
-        " \n ",
-        "<function=other> <parameter=x>",
-        "<think> is a word here",
+        "", "Plain text, no call.\n", "a < b, <tool, </tool_call>, {braces} [1] <｜tool▁sep｜> \n\n<tool_cal",
+        "Use <tool_call> tags: <tool_call>\n</tool_call> <tool_call>{}</tool_call>", '{"answer": 42, "name": "search"}',
+        "[1, 2]", "[", " \n ", "<function=other> <parameter=x>", "<think> is a word here",
     ],
 )
 def test_no_call(name: str, text: str) -> None:
@@ -237,9 +219,8 @@ def test_cut_off_calls(name: str) -> None:
 def test_random_arguments_and_splits(data: st.DataObject, name: str) -> None:
     word = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)
     if name in TYPED:
-        arguments: Any = st.fixed_dictionaries(
-            {}, optional={"text": word, "count": st.integers(), "deep": st.booleans()}
-        )
+        kinds = {"text": word, "count": st.integers(), "deep": st.booleans()}
+        arguments: Any = st.fixed_dictionaries({}, optional=kinds)
     else:
         key = st.from_regex("[a-z_]{1,8}", fullmatch=True) if name in NAMED else word
         arguments = st.dictionaries(key, st.recursive(word | st.none() | st.integers(), st.lists), max_size=4)
@@ -381,17 +362,11 @@ def object_call(arguments: str) -> str:
     return f'{{"name": "search", "arguments": {arguments}}}'
 
 
-BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 JSON_CALLS: dict[str, tuple[str, Any]] = {
-    "hermes": ("hermes", lambda a: f"<tool_call>\n{object_call(a)}\n</tool_call>"),
-    "json": ("json", object_call),
-    "mistral array": ("mistral", lambda a: f"[TOOL_CALLS][{object_call(a)}]"),
-    "mistral": ("mistral", lambda a: f"[TOOL_CALLS]search[ARGS]{a}"),
-    "kimi_k2": ("kimi_k2", lambda a: KIMI.format("search", 0, a)),
-    "harmony": ("harmony", lambda a: HARMONY.format("search", a)),
-    "deepseek_v3": ("deepseek_v3", lambda a: f"{BEGIN}function{SEPARATOR}search\n```json\n{a}\n```{END}"),
-    "deepseek_v31": ("deepseek_v31", lambda a: f"{BEGIN}search{SEPARATOR}{a}{END}"),
-}
+    "json": ("json", object_call), "mistral array": ("mistral", lambda a: f"[TOOL_CALLS][{object_call(a)}]"),
+    **{name: (name, partial(WRITERS[name][1].format, "search"))
+       for name in ("hermes", "mistral", "kimi_k2", "harmony", "deepseek_v3", "deepseek_v31")},
+}  # fmt: skip
 """Format, and the text of a call with these arguments."""
 ODD: list[tuple[str, list[Any]]] = [
     ('{"a": 1}', [{"a": 1}]), ("null", [{}]), ("None", [{}]), ('""', [{}]), ("[]", [{}]),
@@ -510,10 +485,8 @@ def test_qwen3_coder_variants() -> None:
 
 
 def test_glm45_variants() -> None:
-    tight = (
-        "<tool_call>ls <arg_key>path</arg_key> <arg_value>a b</arg_value><arg_key>n</arg_key><arg_value>5</arg_value>"
-    )
-    assert calls(check(tight + " </tool_call>", "glm45")) == [("ls", {"path": "a b", "n": 5})]
+    tight = "<arg_key>path</arg_key> <arg_value>a b</arg_value><arg_key>n</arg_key><arg_value>5</arg_value>"
+    assert calls(check(f"<tool_call>ls {tight} </tool_call>", "glm45")) == [("ls", {"path": "a b", "n": 5})]
 
 
 @pytest.mark.parametrize(
@@ -535,9 +508,5 @@ def test_types_of() -> None:
     assert argument_types(TOOLS, "search", "note") == {"string", "null"}
     assert argument_types(TOOLS, "search", "level") == {"integer"}
     assert argument_types(TOOLS, "search", "options") == {"object"}
-    assert (
-        argument_types(TOOLS, "search", "other")
-        == argument_types(TOOLS, "now", "x")
-        == argument_types((), "f", "x")
-        == frozenset()
-    )
+    unknown = (TOOLS, "search", "other"), (TOOLS, "now", "x"), ((), "f", "x")
+    assert not any(argument_types(*each) for each in unknown)

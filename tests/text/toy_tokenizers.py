@@ -34,11 +34,8 @@ def sentencepiece(**extra: Any) -> dict[str, Any]:
     tokens = ["<unk>", "<s>", "</s>", *bytes_, *WORDS]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS)]
     return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": np.array([0.0] * 259 + SCORES, np.float32),
-        "tokenizer.ggml.token_type": np.array(types, np.int32),
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    } | extra
+        "tokenizer.ggml.token_type": np.array(types, np.int32), "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    } | extra  # fmt: skip
