@@ -181,7 +181,7 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
 
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(run.self_distillation, "run", lambda options, progress: Report(False, {}, []))
-    return main(["adapt", *words, "--threads", "1", "--json", "--minutes", "0.5"])
+    return main(["adapt", *words, "--threads", "1", "--json", "--minutes", "30"])
 
 
 def test_the_better_head_is_kept_and_the_worse_one_not(

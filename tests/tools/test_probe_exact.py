@@ -103,7 +103,7 @@ class Made:
             self.running += 1
             known, crowded = beginning in self.seen, self.running > 1
             self.seen.add(beginning)
-        time.sleep(0.005)
+        time.sleep(0.02)  # so long that others come
         with self.lock:
             crowded |= self.running > 1
             self.running -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Sequence as Seq
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from support import until
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -496,9 +498,10 @@ def test_energy_of_gpus(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nfor i in 1 2 3; do echo '0, 100.0'; echo '1, [N/A]'; done\nexec sleep 60\n")
     program.chmod(0o755)
+    begun = time.perf_counter()
     with (meter := EnergyMeter(tmp_path / "none", str(program))):
-        time.sleep(0.2)
-    assert 15 < meter.joules < 200
+        until(lambda: os.fstat(meter._power._output.fileno()).st_size)
+    assert 0 < meter.joules <= 100 * (time.perf_counter() - begun)
 
 
 @pytest.mark.parametrize(
