@@ -2,9 +2,7 @@
 
 import asyncio
 import math
-import os
 import shlex
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,6 +16,7 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
+from headstart.system import end_process_group
 from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
@@ -279,12 +278,11 @@ class StartedServer:
     def close(self) -> None:
         if self._process is None:
             return
-        with suppress(ProcessLookupError):  # the command may have started processes of its own
-            os.killpg(self._process.pid, signal.SIGTERM)
+        end_process_group(self._process, kill=False)  # the command may have started processes of its own
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            end_process_group(self._process, kill=True)
             self._process.wait()
         self._process = None
 
