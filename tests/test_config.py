@@ -13,20 +13,16 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
     assert EngineConfig() == EngineConfig()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"depth": 17}, "--depth is 17, but must be between 0 and 16"),
-        ({"depth": -1}, "--depth is -1"),
-        ({"depth": True}, "--depth is True, but must be a whole number"),
-        ({"backend": "tpu"}, "--backend is 'tpu', which is unknown"),
-        ({"drafter": "nope"}, "--drafter is 'nope'"),
-        ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be between 5 and 1024"),
-        ({"threads": 0}, "--threads is 0"),
-        ({"seed": -1}, "--seed is -1"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is 'fp8_e5m2', which is unknown.*int8, fp8"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"depth": 17}, "--depth is 17, but must be between 0 and 16"),
+    ({"depth": -1}, "--depth is -1"),
+    ({"depth": True}, "--depth is True, but must be a whole number"),
+    ({"backend": "tpu"}, "--backend is 'tpu', which is unknown"),
+    ({"drafter": "nope"}, "--drafter is 'nope'"),
+    ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max is 4, but must be between 5 and 1024"),
+    ({"threads": 0}, "--threads is 0"), ({"seed": -1}, "--seed is -1"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is 'fp8_e5m2', which is unknown.*int8, fp8"),
+])  # fmt: skip
 def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**values)
@@ -43,16 +39,11 @@ def test_speculative_config() -> None:
     assert parse_speculative_config('{"method": "some_mtp", "model": "h"}') == {"drafter": "mtp", "head": "h"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "must be a JSON object, not list"),
-        ('{"methd": "mtp"}', "unknown key 'methd'"),
-        ('{"num_speculative_tokens": "3"}', 'num_speculative_tokens is "3", but must be a whole number'),
-        ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("{", "not valid JSON"), ("[]", "must be a JSON object, not list"), ('{"methd": "mtp"}', "unknown key 'methd'"),
+    ('{"num_speculative_tokens": "3"}', 'num_speculative_tokens is "3", but must be a whole number'),
+    ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
+])  # fmt: skip
 def test_wrong_speculative_config(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse_speculative_config(text)

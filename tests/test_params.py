@@ -133,19 +133,14 @@ def test_bad_words_do_not_come(drafter: str) -> None:
     assert done.token_ids == llm(drafter="none", max_num_seqs=1).generate([prompt], params)[0].token_ids
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ({}, {}),
-        ({"eos_token_id": 2, "max_new_tokens": 20}, {}),
-        ({"temperature": 0.6, "top_p": 0.95, "top_k": None}, {"temperature": 0.6, "top_p": 0.95}),
-        ({"do_sample": True}, {"temperature": 1.0}),
-        ({"top_k": 20}, {"temperature": 1.0, "top_k": 20}),
-        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
-        ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
-        ({"do_sample": False, "repetition_penalty": 1.05}, {"temperature": 0.0, "repetition_penalty": 1.05}),
-    ],
-)
+@pytest.mark.parametrize(("said", "meant"), [
+    ({}, {}), ({"eos_token_id": 2, "max_new_tokens": 20}, {}),
+    ({"temperature": 0.6, "top_p": 0.95, "top_k": None}, {"temperature": 0.6, "top_p": 0.95}),
+    ({"do_sample": True}, {"temperature": 1.0}), ({"top_k": 20}, {"temperature": 1.0, "top_k": 20}),
+    ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
+    ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+    ({"do_sample": False, "repetition_penalty": 1.05}, {"temperature": 0.0, "repetition_penalty": 1.05}),
+])  # fmt: skip
 def test_what_a_model_recommends(said: dict[str, Any], meant: dict[str, Any]) -> None:
     assert recommended(said) == meant
 

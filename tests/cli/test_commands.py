@@ -27,13 +27,10 @@ def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(fake_llm: Any, 
     assert (prompt, params.temperature, params.seed, raw) == ("Why?", 0.7, 5, True)
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["serve", "--keep-alive", "soon"], "--keep-alive is 'soon'"),
-        (["verify", "--depths", "1,x"], "--depths is '1,x'"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    (["serve", "--keep-alive", "soon"], "--keep-alive is 'soon'"),
+    (["verify", "--depths", "1,x"], "--depths is '1,x'"),
+])  # fmt: skip
 def test_a_wrong_value_is_said_under_its_own_name(command: list[str], message: str, capsys: Capture) -> None:
     assert main(command) == 2
     assert message in error_lines(capsys)[0]
@@ -186,17 +183,14 @@ def test_chat_takes_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.
     assert capsys.readouterr().err.count("is a tiny demo model; headstart models --available") == 1
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "bench --out {file}/x.json", "bench --report {file}/x.html", "train --out {file}/head --minutes 1",
-        "train --out head --minutes 1 --data none", "train --out head --minutes 1 --prompts none",
-        "train --out head --minutes 1 --finetune --head none", "data --out {file}/texts --minutes 1",
-        "data --out texts --prompts none", "data --out texts --text none", "export --out {file}/model",
-        "graft model --strip --out {file}/model", "serve --record {file}/records", "bench --modes fast",
-        "bench --workload nonsense", "tune --workload nonsense",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("command", [
+    "bench --out {file}/x.json", "bench --report {file}/x.html", "train --out {file}/head --minutes 1",
+    "train --out head --minutes 1 --data none", "train --out head --minutes 1 --prompts none",
+    "train --out head --minutes 1 --finetune --head none", "data --out {file}/texts --minutes 1",
+    "data --out texts --prompts none", "data --out texts --text none", "export --out {file}/model",
+    "graft model --strip --out {file}/model", "serve --record {file}/records", "bench --modes fast",
+    "bench --workload nonsense", "tune --workload nonsense",
+])  # fmt: skip
 def test_long_commands_check_their_files_first(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -259,21 +253,15 @@ def test_chat_saves_loads_and_answers_again(
     assert [params.max_tokens for _, params, *_ in fake_llm.asked] == [9, 9, 9]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/sat", "unknown command /sat"),
-        ("/set temprature 1", "did you mean temperature?"),
-        ("/set temperature hot", "temperature is 'hot', which is no number"),
-        ("/set temperature -1", "temperature is -1.0"),
-        ("/regenerate", "there is no answer yet"),
-        ("/save", "/save needs the name of a file"),
-        ("/save /none/such/talk.json", "cannot write /none/such/talk.json"),
-        ("/load none.json", "cannot read none.json"),
-        ("/load bad.json", "bad.json holds no conversation"),
-        ("/load role.json", "has a role other than"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("/sat", "unknown command /sat"), ("/set temprature 1", "did you mean temperature?"),
+    ("/set temperature hot", "temperature is 'hot', which is no number"),
+    ("/set temperature -1", "temperature is -1.0"), ("/regenerate", "there is no answer yet"),
+    ("/save", "/save needs the name of a file"),
+    ("/save /none/such/talk.json", "cannot write /none/such/talk.json"),
+    ("/load none.json", "cannot read none.json"), ("/load bad.json", "bad.json holds no conversation"),
+    ("/load role.json", "has a role other than"),
+])  # fmt: skip
 def test_what_chat_does_not_do(
     fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, message: str, capsys: Capture
 ) -> None:

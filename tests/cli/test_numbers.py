@@ -12,11 +12,9 @@ Capture = pytest.CaptureFixture[str]
 MODEL = "/nowhere/no-such-model"
 """A value that is accepted gets as far as this name; nothing is ever loaded."""
 NEEDED = {
-    "generate": ["--prompt", "hi"],
-    "plan": ["--gpu", "h100"],
-    "data": ["--out", "/nowhere/out", "--tokens", "10"],
+    "generate": ["--prompt", "hi"], "plan": ["--gpu", "h100"], "data": ["--out", "/nowhere/out", "--tokens", "10"],
     "train": ["--out", "/nowhere/out", "--data", __file__, "--tokens", "10"],
-}
+}  # fmt: skip
 LISTS = {
     "plan": {"--batch", "--depth", "--acceptance", "--price-per-hour"},
     "bench run": {"--concurrency", "--request-rate", "--temperature"},

@@ -38,12 +38,9 @@ def test_the_nearest_word_counts(fake_llm: Any, monkeypatch: pytest.MonkeyPatch)
     """Command line, environment, file; in each the command's own before that of all."""
     seen = []
     steps: list[tuple[str, str]] = [
-        ("headstart.toml", "depth = 1"),
-        ("headstart.toml", "depth = 1\n[generate]\ndepth = 2"),
-        ("HEADSTART_DEPTH", "3"),
-        ("HEADSTART_GENERATE_DEPTH", "4"),
-        ("HEADSTART_SERVE_DEPTH", "9"),
-    ]
+        ("headstart.toml", "depth = 1"), ("headstart.toml", "depth = 1\n[generate]\ndepth = 2"),
+        ("HEADSTART_DEPTH", "3"), ("HEADSTART_GENERATE_DEPTH", "4"), ("HEADSTART_SERVE_DEPTH", "9"),
+    ]  # fmt: skip
     for place, text in steps:
         write(text) if place.endswith(".toml") else monkeypatch.setenv(place, text)
         assert generate() == 0
@@ -90,26 +87,23 @@ def test_what_comes_first_hides_what_says_the_same(fake_llm: Any, monkeypatch: p
     assert [config.depth for config in fake_llm.configs] == [0, 0, 2]
 
 
-@pytest.mark.parametrize(
-    ("place", "text", "expected"),
-    [
-        ("headstart.toml", "threds = 4", ("headstart.toml: threds is no setting", "did you mean threads?")),
-        ("headstart.toml", "[serve]\nprot = 1", ("headstart.toml [serve]: prot is no", "did you mean port?")),
-        ("headstart.toml", "[srve]\nport = 1", ("headstart.toml: srve is no setting", "did you mean serve?")),
-        ("headstart.toml", "[bench.run]\nrows = 1", ("headstart.toml [bench.run]: rows is no setting", "")),
-        ("headstart.toml", "threads = true", ("headstart.toml: threads is true, but must be a text or a number", "")),
-        ("headstart.toml", "raw = 1", ("headstart.toml: raw is 1, but must be true or false", "")),
-        ("headstart.toml", "threads = ", ("headstart.toml is no TOML", "")),
-        ("headstart.toml", 'threads = "x"', ("--threads is 'x', but must be", "--threads is set by headstart.toml)")),
-        ("headstart.toml", "[generate]\ndepth = 17", ("--depth is 17", "--depth is set by headstart.toml [generate])")),
-        ("HEADSTART_THREDS", "4", ("HEADSTART_THREDS is no setting", "did you mean HEADSTART_THREADS?")),
-        ("HEADSTART_THREADS", "x", ("--threads is 'x', but must be", "--threads is set by HEADSTART_THREADS)")),
-        ("HEADSTART_TOP_P", "2", ("top_p is 2", "")),
-        ("HEADSTART_RAW", "maybe", ("HEADSTART_RAW is 'maybe', but must be true or false", "")),
-        ("HEADSTART_STOP", "[1", ("HEADSTART_STOP is '[1', which is no list", "")),
-        ("HEADSTART_CONFIG", "none.toml", ("cannot read none.toml: No such file", "")),
-    ],
-)
+@pytest.mark.parametrize(("place", "text", "expected"), [
+    ("headstart.toml", "threds = 4", ("headstart.toml: threds is no setting", "did you mean threads?")),
+    ("headstart.toml", "[serve]\nprot = 1", ("headstart.toml [serve]: prot is no", "did you mean port?")),
+    ("headstart.toml", "[srve]\nport = 1", ("headstart.toml: srve is no setting", "did you mean serve?")),
+    ("headstart.toml", "[bench.run]\nrows = 1", ("headstart.toml [bench.run]: rows is no setting", "")),
+    ("headstart.toml", "threads = true", ("headstart.toml: threads is true, but must be a text or a number", "")),
+    ("headstart.toml", "raw = 1", ("headstart.toml: raw is 1, but must be true or false", "")),
+    ("headstart.toml", "threads = ", ("headstart.toml is no TOML", "")),
+    ("headstart.toml", 'threads = "x"', ("--threads is 'x', but must be", "--threads is set by headstart.toml)")),
+    ("headstart.toml", "[generate]\ndepth = 17", ("--depth is 17", "--depth is set by headstart.toml [generate])")),
+    ("HEADSTART_THREDS", "4", ("HEADSTART_THREDS is no setting", "did you mean HEADSTART_THREADS?")),
+    ("HEADSTART_THREADS", "x", ("--threads is 'x', but must be", "--threads is set by HEADSTART_THREADS)")),
+    ("HEADSTART_TOP_P", "2", ("top_p is 2", "")),
+    ("HEADSTART_RAW", "maybe", ("HEADSTART_RAW is 'maybe', but must be true or false", "")),
+    ("HEADSTART_STOP", "[1", ("HEADSTART_STOP is '[1', which is no list", "")),
+    ("HEADSTART_CONFIG", "none.toml", ("cannot read none.toml: No such file", "")),
+])  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(
     fake_llm: Any, place: str, text: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

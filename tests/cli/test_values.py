@@ -40,59 +40,36 @@ def parsed(*words: str) -> dict[str, Any]:
     return vars(run.read(given)["options"])
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "value"),
-    [
-        ("--count 9", "count", 9),
-        ("--seed 5.0", "seed", 5),
-        ("--seed 99999999999999999999", "seed", 99999999999999999999),
-        ("--rate 1e-3", "rate", 0.001),
-        ("--word 7", "word", "7"),
-        ("--kind int4", "kind", "int4"),
-        ("--stop 1 --stop 2", "stop", [1, 2]),
-        ("--pair a b", "pair", (Path("a"), Path("b"))),
-        ("a b", "names", [Path("a"), Path("b")]),
-        ("--rows 3,1,3", "rows", (3, 1)),
-        ("--raw", "raw", True),
-        ("-w x", "word", "x"),
-        ("-wx", "word", "x"),
-        ("--word=a=b", "word", "a=b"),
-        ("--word --raw", "word", "--raw"),
-        ("--word - --raw", "word", "-"),
-        ("a --raw b", "names", [Path("a"), Path("b")]),
-        ("--raw -- --word", "names", [Path("--word")]),
-        ("--seed 1 --seed 2", "seed", 2),
-        ("", "rows", ()),
-        ("", "sizes", (1, 4)),
-        ("", "seed", 0),
-        ("", "count", None),
-    ],
-)
+@pytest.mark.parametrize(("line", "name", "value"), [
+    ("--count 9", "count", 9), ("--seed 5.0", "seed", 5),
+    ("--seed 99999999999999999999", "seed", 99999999999999999999),
+    ("--rate 1e-3", "rate", 0.001), ("--word 7", "word", "7"), ("--kind int4", "kind", "int4"),
+    ("--stop 1 --stop 2", "stop", [1, 2]), ("--pair a b", "pair", (Path("a"), Path("b"))),
+    ("a b", "names", [Path("a"), Path("b")]), ("--rows 3,1,3", "rows", (3, 1)), ("--raw", "raw", True),
+    ("-w x", "word", "x"), ("-wx", "word", "x"), ("--word=a=b", "word", "a=b"), ("--word --raw", "word", "--raw"),
+    ("--word - --raw", "word", "-"), ("a --raw b", "names", [Path("a"), Path("b")]),
+    ("--raw -- --word", "names", [Path("--word")]), ("--seed 1 --seed 2", "seed", 2), ("", "rows", ()),
+    ("", "sizes", (1, 4)), ("", "seed", 0), ("", "count", None),
+])  # fmt: skip
 def test_a_value_has_the_type_of_its_option(line: str, name: str, value: Any) -> None:
     assert parsed(*line.split())[name] == value
     assert type(parsed(*line.split())[name]) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--count 0", "--count is '0', but must be at least 1"),
-        ("--count 10", "--count is '10', but must be at most 9"),
-        ("--seed 1.5", "--seed is '1.5', but must be a whole number"),
-        ("--seed two", "--seed is 'two', but must be a whole number"),
-        ("--seed 1.0e999", "--seed is '1.0e999', but must be a whole number"),
-        ("--rate fast", "--rate is 'fast', but must be a number"),
-        ("--kind int2", "--kind is 'int2', but must be one of int8, int4"),
-        ("--stop 1 --stop x", "--stop is 'x', but must be a whole number"),
-        ("--rows 1,0", "--rows is '1,0', but must be at least 1"),
-        ("--rows 1,x", "--rows is '1,x', which is not a list of such values"),
-        ("--raw=1", "--raw takes no value"),
-        ("--word", "--word needs a value"),
-        ("--pair a", "--pair needs 2 values"),
-        ("--word=", "--word is empty"),
-        ("--nonsense=1", "No such option: --nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("--count 0", "--count is '0', but must be at least 1"),
+    ("--count 10", "--count is '10', but must be at most 9"),
+    ("--seed 1.5", "--seed is '1.5', but must be a whole number"),
+    ("--seed two", "--seed is 'two', but must be a whole number"),
+    ("--seed 1.0e999", "--seed is '1.0e999', but must be a whole number"),
+    ("--rate fast", "--rate is 'fast', but must be a number"),
+    ("--kind int2", "--kind is 'int2', but must be one of int8, int4"),
+    ("--stop 1 --stop x", "--stop is 'x', but must be a whole number"),
+    ("--rows 1,0", "--rows is '1,0', but must be at least 1"),
+    ("--rows 1,x", "--rows is '1,x', which is not a list of such values"),
+    ("--raw=1", "--raw takes no value"), ("--word", "--word needs a value"), ("--pair a", "--pair needs 2 values"),
+    ("--word=", "--word is empty"), ("--nonsense=1", "No such option: --nonsense"),
+])  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_option(line: str, message: str) -> None:
     with pytest.raises(UsageError) as refusal:
         parsed(*line.split())

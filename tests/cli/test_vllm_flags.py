@@ -70,17 +70,14 @@ def test_words_become_options(words: list[str], ours: list[str]) -> None:
     assert rewrite(words, serve.flags) == ours
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--enable-lora"], "--enable-lora cannot be honoured"),
-        (["-tp", "2"], "--tensor-parallel-size 2 cannot be honoured"),
-        (["--num-scheduler-steps", "8"], "--num-scheduler-steps 8 cannot be honoured"),
-        (["--num-speculative-tokens", "many"], "is 'many', which is not a number"),
-        (["--spec-tokens", "2", "--speculative-config", "{}"], "flags for its keys are both given"),
-        (["--nonsense", "3"], "No such option: --nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--enable-lora"], "--enable-lora cannot be honoured"),
+    (["-tp", "2"], "--tensor-parallel-size 2 cannot be honoured"),
+    (["--num-scheduler-steps", "8"], "--num-scheduler-steps 8 cannot be honoured"),
+    (["--num-speculative-tokens", "many"], "is 'many', which is not a number"),
+    (["--spec-tokens", "2", "--speculative-config", "{}"], "flags for its keys are both given"),
+    (["--nonsense", "3"], "No such option: --nonsense"),
+])  # fmt: skip
 def test_refused_by_name(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["serve", *words]) == 2
     assert message in capsys.readouterr().err
@@ -117,26 +114,21 @@ def test_lines_of_guides_are_taken_as_they_stand(line: str) -> None:
 KV_TRANSFER = """{"kv_connector":"%s","kv_role":"kv_both"%s}"""
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["--tensor-parallel-size", "4"], "add --engine vllm"),
-        (["--cpu-offload-gb", "4"], "--quantization int8 or int4"),
-        (["--quantization", "torchao"], "must be one of int8, int4, awq"),
-        (["--kv-transfer-config", "{}"], "--kv-spill DIR"),
-        (["--kv-transfer-config", KV_TRANSFER % ("LMCacheConnectorV1", "")], "--kv-spill DIR"),
-        (["--kv-transfer-config", KV_TRANSFER % ("NixlConnector", "")], "--role prefill"),
-        (["--gpu-memory-utilization", "92"], "for example 0.9"),
-        (["--gpu-memory-utilization", "0.9", "--kv-blocks", "9"], "give one of them"),
-        (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "leave it out"),
-        (["--speculative-config", '{"method": "mlp_speculator"}'], "choose from: auto"),
-        (["--mem-fraction-static", "0.88"], "write --gpu-memory-utilization"),
-        (["--model-path", "org/m"], "headstart serve MODEL"),
-        (["--speculative-algorithm", "MTP"], "write --drafter"),
-        (["-ngl", "99"], "headstart doctor shows the backend"),
-        (["--unheard-of"], "leave --unheard-of out"),
-    ],
-)
+@pytest.mark.parametrize(("words", "hint"), [
+    (["--tensor-parallel-size", "4"], "add --engine vllm"),
+    (["--cpu-offload-gb", "4"], "--quantization int8 or int4"),
+    (["--quantization", "torchao"], "must be one of int8, int4, awq"),
+    (["--kv-transfer-config", "{}"], "--kv-spill DIR"),
+    (["--kv-transfer-config", KV_TRANSFER % ("LMCacheConnectorV1", "")], "--kv-spill DIR"),
+    (["--kv-transfer-config", KV_TRANSFER % ("NixlConnector", "")], "--role prefill"),
+    (["--gpu-memory-utilization", "92"], "for example 0.9"),
+    (["--gpu-memory-utilization", "0.9", "--kv-blocks", "9"], "give one of them"),
+    (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "leave it out"),
+    (["--speculative-config", '{"method": "mlp_speculator"}'], "choose from: auto"),
+    (["--mem-fraction-static", "0.88"], "write --gpu-memory-utilization"),
+    (["--model-path", "org/m"], "headstart serve MODEL"), (["--speculative-algorithm", "MTP"], "write --drafter"),
+    (["-ngl", "99"], "headstart doctor shows the backend"), (["--unheard-of"], "leave --unheard-of out"),
+])  # fmt: skip
 def test_each_refusal_says_what_to_type(capsys: pytest.CaptureFixture[str], words: list[str], hint: str) -> None:
     assert main(["serve", "no-such-model", *words]) == 2
     shown = capsys.readouterr().err
@@ -149,17 +141,14 @@ def test_shared_storage_becomes_spill() -> None:
     assert rewrite(["m", "--kv-transfer-config", text], serve.flags) == ["m", "--kv-spill", "kv"]
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (["--quantization", "awq", "--kv-cache-dtype", "fp8"], "--quantization awq --kv-cache-dtype fp8"),
-        (["--max-logprobs", "20", "--no-enable-prefix-caching"], "--max-logprobs 20"),
-        (["--max-model-len", "32k"], "--max-model-len 32000"),
-        (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill"),
-        (["--gpu-memory-utilization", "0.92"], "--gpu-memory-utilization 0.92"),
-        (["--speculative-model", "{head}", "--num-speculative-tokens", "2"], '"method": "eagle3"'),
-    ],
-)
+@pytest.mark.parametrize(("words", "shown"), [
+    (["--quantization", "awq", "--kv-cache-dtype", "fp8"], "--quantization awq --kv-cache-dtype fp8"),
+    (["--max-logprobs", "20", "--no-enable-prefix-caching"], "--max-logprobs 20"),
+    (["--max-model-len", "32k"], "--max-model-len 32000"),
+    (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill"),
+    (["--gpu-memory-utilization", "0.92"], "--gpu-memory-utilization 0.92"),
+    (["--speculative-model", "{head}", "--num-speculative-tokens", "2"], '"method": "eagle3"'),
+])  # fmt: skip
 def test_another_engine_gets_its_own_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], shown: str
 ) -> None:

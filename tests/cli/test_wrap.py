@@ -13,19 +13,15 @@ def wrapped(text: str, width: int, size: int = 1) -> str:
     return "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.flush()
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("The sky is blue because of scattering.", "The sky is blue\nbecause of\nscattering."),
-        ("exactly16letters and", "exactly16letters\nand"),
-        ("- one two three four\n  - deeper", "- one two three\nfour\n  - deeper"),
-        ("https://example.org/a/long/address ends", "https://example.org/a/long/address ends"),
-        (f"Look:\n{CODE}\nand so on, as before", f"Look:\n{CODE}\nand so on, as\nbefore"),
-        ("天空是蓝色的因为瑞利散射", "天空是蓝色的因为\n瑞利散射"),
-        ("one\ttwo three four", "one\ttwo\nthree four"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("The sky is blue because of scattering.", "The sky is blue\nbecause of\nscattering."),
+    ("exactly16letters and", "exactly16letters\nand"),
+    ("- one two three four\n  - deeper", "- one two three\nfour\n  - deeper"),
+    ("https://example.org/a/long/address ends", "https://example.org/a/long/address ends"),
+    (f"Look:\n{CODE}\nand so on, as before", f"Look:\n{CODE}\nand so on, as\nbefore"),
+    ("天空是蓝色的因为瑞利散射", "天空是蓝色的因为\n瑞利散射"),
+    ("one\ttwo three four", "one\ttwo\nthree four"), ("", ""),
+])  # fmt: skip
 def test_lines_end_between_words(text: str, shown: str) -> None:
     assert wrapped(text, 16) == shown
 

@@ -99,15 +99,10 @@ def test_head_that_is_no_head(capsys: pytest.CaptureFixture[str], tiny: Path, tm
     assert "nothing" in refused(capsys, *generate(tiny, "--head", str(tmp_path / "nothing")))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--max-model-len", "100000"), "100000"),
-        (("--logit-bias", '{"99999": 1}'), "99999"),
-        (("--drafter", "mtp"), "no MTP head"),
-        (("--raw", "--prompt", "hello " * 400), "512"),
-    ],
-)
+@pytest.mark.parametrize(("options", "named"), [
+    (("--max-model-len", "100000"), "100000"), (("--logit-bias", '{"99999": 1}'), "99999"),
+    (("--drafter", "mtp"), "no MTP head"), (("--raw", "--prompt", "hello " * 400), "512"),
+])  # fmt: skip
 def test_what_does_not_fit_the_model(
     capsys: pytest.CaptureFixture[str], tiny: Path, options: tuple[str, ...], named: str
 ) -> None:

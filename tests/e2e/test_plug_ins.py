@@ -51,11 +51,9 @@ def plain(backend: str, temperature: float) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", EXACT)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"}],
-    ids=["plain", "chunks", "preempted", "auto"],
-)
+@pytest.mark.parametrize("settings", [
+    {}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"},
+], ids=["plain", "chunks", "preempted", "auto"])  # fmt: skip
 def test_the_text_is_that_of_plain_decoding(backend: str, drafter: str, settings: dict[str, Any]) -> None:
     for temperature in (0.0, 0.9):
         drafted, engine = outputs(backend, temperature, **{"drafter": drafter, "depth": 3, **settings})

@@ -133,24 +133,16 @@ def test_keys_are_found_by_hash(tmp_path: Path) -> None:
     assert "secret" not in repr(vars(found))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no keys"),
-        ("key = 'a'", "key: it must be a table"),
-        ("[a", "is no TOML"),
-        ("[a]\nshare = 1", "a: it needs one of key and sha256"),
-        ("[a]\nkey = ' '", "a: key is empty"),
-        ("[a]\nsha256 = 'xyz'", "a: sha256 must be 64"),
-        ("[a]\nkey = 'a'\nrpm = 3", "a: rpm is unknown"),
-        ("[a]\nkey = 'a'\nrequests_per_minute = 0", "a: requests_per_minute is 0"),
-        ("[a]\nkey = 'a'\ntokens_per_minute = inf", "a: tokens_per_minute is inf"),
-        ("[a]\nkey = 'a'\nshare = nan", "a: share is nan"),
-        ("[a]\nkey = 'a'\nshare = '2'", "a: share is '2'"),
-        ("[a]\nkey = 'a'\npriority = 1.5", "a: priority is 1.5"),
-        ("[a]\nkey = 'a'\npriority = 99999999999", "a: priority is 99999999999"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "has no keys"), ("key = 'a'", "key: it must be a table"), ("[a", "is no TOML"),
+    ("[a]\nshare = 1", "a: it needs one of key and sha256"), ("[a]\nkey = ' '", "a: key is empty"),
+    ("[a]\nsha256 = 'xyz'", "a: sha256 must be 64"), ("[a]\nkey = 'a'\nrpm = 3", "a: rpm is unknown"),
+    ("[a]\nkey = 'a'\nrequests_per_minute = 0", "a: requests_per_minute is 0"),
+    ("[a]\nkey = 'a'\ntokens_per_minute = inf", "a: tokens_per_minute is inf"),
+    ("[a]\nkey = 'a'\nshare = nan", "a: share is nan"), ("[a]\nkey = 'a'\nshare = '2'", "a: share is '2'"),
+    ("[a]\nkey = 'a'\npriority = 1.5", "a: priority is 1.5"),
+    ("[a]\nkey = 'a'\npriority = 99999999999", "a: priority is 99999999999"),
+])  # fmt: skip
 def test_wrong_files(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)

@@ -12,10 +12,8 @@ from headstart.server.schema import Body, ChatRequest, CompletionRequest, Tokeni
 
 ASKED: dict[type[Body], dict[str, Any]] = {
     ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
-    CompletionRequest: {"prompt": "x"},
-    ResponsesRequest: {"input": "x"},
-    TokenizeRequest: {},
-}
+    CompletionRequest: {"prompt": "x"}, ResponsesRequest: {"input": "x"}, TokenizeRequest: {},
+}  # fmt: skip
 HI = ASKED[ChatRequest]
 
 
@@ -30,20 +28,17 @@ def test_null_is_what_was_not_said(model: type[Body]) -> None:
             parse_body(json.dumps({name: None}).encode(), model)
 
 
-@pytest.mark.parametrize(
-    ("model", "body", "says"),
-    [
-        (ChatRequest, HI | {"tool_choice": "maybe"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
-        (ChatRequest, HI | {"tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
-        (ChatRequest, HI | {"tool_choice": {}}, "tool_choice.function: Field required"),
-        (ChatRequest, HI | {"response_format": "json"}, "response_format: Input should be an object"),
-        (ChatRequest, {"messages": ["x"]}, "messages.0: Input should be an object"),
-        (ChatRequest, {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
-        (ChatRequest, HI | {"stop": [5]}, "stop.0: Input should be a valid string"),
-        (ChatRequest, [], "the body: Input should be an object"),
-        (ResponsesRequest, {"input": []}, "input: List should have at least 1 item"),
-    ],
-)
+@pytest.mark.parametrize(("model", "body", "says"), [
+    (ChatRequest, HI | {"tool_choice": "maybe"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+    (ChatRequest, HI | {"tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
+    (ChatRequest, HI | {"tool_choice": {}}, "tool_choice.function: Field required"),
+    (ChatRequest, HI | {"response_format": "json"}, "response_format: Input should be an object"),
+    (ChatRequest, {"messages": ["x"]}, "messages.0: Input should be an object"),
+    (ChatRequest, {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
+    (ChatRequest, HI | {"stop": [5]}, "stop.0: Input should be a valid string"),
+    (ChatRequest, [], "the body: Input should be an object"),
+    (ResponsesRequest, {"input": []}, "input: List should have at least 1 item"),
+])  # fmt: skip
 def test_the_place_and_the_type_are_named(model: type[Body], body: Any, says: str) -> None:
     with pytest.raises(BodyError) as told:
         parse_body(json.dumps(body).encode(), model)

@@ -33,18 +33,11 @@ def test_numbers_and_base64_are_the_same_vectors(openai_client: OpenAI, server: 
     assert np.array_equal(np.array(old, np.float32), vectors[0])
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"dimensions": 8}, "have 576"),
-        ({"input": []}, "empty"),
-        ({"input": ["x", ""]}, "empty"),
-        ({"input": [10**9]}, "outside"),
-        ({"input": 5}, "input"),
-        ({"input": "x " * 20_000}, "context"),
-        ({"encoding_format": "int8"}, "encoding_format"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"dimensions": 8}, "have 576"), ({"input": []}, "empty"), ({"input": ["x", ""]}, "empty"),
+    ({"input": [10**9]}, "outside"), ({"input": 5}, "input"), ({"input": "x " * 20_000}, "context"),
+    ({"encoding_format": "int8"}, "encoding_format"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(openai_client: OpenAI, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
         openai_client.embeddings.create(**{"model": MODEL, "input": "x"} | asked)

@@ -85,11 +85,9 @@ def prefill(model: str, tmp_path: Path) -> Iterator[Inside]:
         yield server
 
 
-@pytest.mark.parametrize(
-    ("family", "place"),
-    [("mimo", "kv"), ("mimo", "other"), ("qwen3_5", "other")],
-    ids=["shared folder", "over HTTP", "recurrent layers"],
-)
+@pytest.mark.parametrize(("family", "place"), [
+    ("mimo", "kv"), ("mimo", "other"), ("qwen3_5", "other"),
+], ids=["shared folder", "over HTTP", "recurrent layers"])  # fmt: skip
 def test_prompts_are_computed_elsewhere(
     model: str, expected: list[Any], prefill: Inside, place: str, tmp_path: Path
 ) -> None:

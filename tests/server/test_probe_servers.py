@@ -62,14 +62,9 @@ def test_probe_finds_drafting_off(plain: Inside, capsys: pytest.CaptureFixture[s
     assert (code, found["drafting"]) == (1, "off")
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("http://127.0.0.1:1", "cannot reach"),
-        ("http://[", "not the address"),
-        ("127.0.0.1:1/v1", "cannot reach"),
-    ],
-)
+@pytest.mark.parametrize(("url", "message"), [
+    ("http://127.0.0.1:1", "cannot reach"), ("http://[", "not the address"), ("127.0.0.1:1/v1", "cannot reach"),
+])  # fmt: skip
 def test_probe_without_a_server(url: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", url]) == 2
     assert message in capsys.readouterr().err

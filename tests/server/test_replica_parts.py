@@ -28,16 +28,10 @@ def member(tmp_path: Path) -> ReplicaId:
     return ReplicaId(tmp_path, 1)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "quota", "parts"),
-    [
-        ("1", None, [(0, 1, 2, 3, 4, 5, 6, 7)]),
-        ("2", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("3", None, [(0, 1), (2, 3, 4), (5, 6, 7)]),
-        ("numa", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
-        ("2", 4.0, [(), ()]),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "quota", "parts"), [
+    ("1", None, [(0, 1, 2, 3, 4, 5, 6, 7)]), ("2", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    ("3", None, [(0, 1), (2, 3, 4), (5, 6, 7)]), ("numa", None, [(0, 1, 2, 3), (4, 5, 6, 7)]), ("2", 4.0, [(), ()]),
+])  # fmt: skip
 def test_cores_are_dealt_out(tmp_path: Path, wanted: str, quota: float | None, parts: list[tuple[int, ...]]) -> None:
     shares = divide_cpus(wanted, None, TWO_NODES, quota, tmp_path)
     assert [share.cpus for share in shares] == parts

@@ -143,11 +143,9 @@ def test_a_model_that_cannot_be_loaded_is_told_to_who_asks(several: Server) -> N
 
 def test_other_endpoints_load_a_model_too(several: Server) -> None:
     bodies: dict[str, dict[str, Any]] = {
-        "/tokenize": {"prompt": "Hi"},
-        "/v1/embeddings": {"input": "Hi"},
-        "/api/embed": {"input": "Hi"},
+        "/tokenize": {"prompt": "Hi"}, "/v1/embeddings": {"input": "Hi"}, "/api/embed": {"input": "Hi"},
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
-    }
+    }  # fmt: skip
     for path, body in bodies.items():
         several.post("/api/generate", model="small", keep_alive=0)
         assert "small:latest" not in names(several, "/api/ps")
@@ -204,10 +202,8 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
 
 WRONG = {
     "a b --served-model-name c": "--served-model-name is for one model",
-    "a b --head c": "--head is for one model",
-    "a a": "two models are called a",
-    "--models none": "--models: none is no folder",
-    "--models .": "--models: there is no model in .",
+    "a b --head c": "--head is for one model", "a a": "two models are called a",
+    "--models none": "--models: none is no folder", "--models .": "--models: there is no model in .",
     "a b --keep-alive soon": "--keep-alive is 'soon', which is no time",
     "a b --memory 0": "--memory is '0', but must be above 0",
     "a b --engine vllm": "another engine serves one model",
@@ -224,18 +220,15 @@ WRONG = {
     "--kv-spill-gb 0": "--kv-spill-gb is 0",
     "qwen3_5-tiny --kv-spill x --no-enable-prefix-caching": "--kv-spill keeps prompts",
     "qwen3_5-tiny --kv-spill /proc/x": "--kv-spill: cannot write /proc/x",
-    "--replicas 0": "--replicas is 0",
-    "--replicas 9999": "the cores of this process",
-    "--replicas some": "--replicas is 'some'",
-    "--replicas 1 --threads 1024": "need 1024 cores",
+    "--replicas 0": "--replicas is 0", "--replicas 9999": "the cores of this process",
+    "--replicas some": "--replicas is 'some'", "--replicas 1 --threads 1024": "need 1024 cores",
     "one two --replicas 2": "serve one model",
     "--replicas 1 --record somewhere": "--record does not go with --replicas",
     "--replicas 1 --engine vllm": "headstart's own engines",
     "--replicas 1 --role decode": "--role decode needs a prefill server",
     "--replicas 1 --role prefill --kv-spill kv": "--role prefill does not go with --replicas",
-    "--join nowhere": "--join is 'nowhere'",
-    "--replica x": "--replica is 'x'",
-}
+    "--join nowhere": "--join is 'nowhere'", "--replica x": "--replica is 'x'",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", WRONG)

@@ -21,19 +21,15 @@ def test_render() -> None:
     assert template.render(USER, add_generation_prompt=False) == "<s>[user]hé <b>"
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("{{ messages | tojson }}", '[{"role": "user", "content": "hé <b>"}]'),
-        ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
-        ("{% for m in messages %}{% break %}x{% endfor %}y", "y"),
-        ("{% generation %}{{ messages[0].role }}{% endgeneration %}!", "user!"),
-        ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
-        ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
-        ("{{ thinking }}{{ tools is none }}{{ documents is none }}", "onTrueTrue"),
-        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
-    ],
-)
+@pytest.mark.parametrize(("source", "text"), [
+    ("{{ messages | tojson }}", '[{"role": "user", "content": "hé <b>"}]'),
+    ("{{ {'a': 1} | tojson(indent=1) }}", '{\n "a": 1\n}'),
+    ("{% for m in messages %}{% break %}x{% endfor %}y", "y"),
+    ("{% generation %}{{ messages[0].role }}{% endgeneration %}!", "user!"),
+    ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"), ("{{ strftime_now('%Y') }}", str(datetime.now().year)),
+    ("{{ thinking }}{{ tools is none }}{{ documents is none }}", "onTrueTrue"),
+    ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
+])  # fmt: skip
 def test_helpers(source: str, text: str) -> None:
     assert ChatTemplate(source).render(USER, variables={"thinking": "on"}) == text
 

@@ -41,10 +41,8 @@ class Person(BaseModel):
 WEATHER = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"city": {"enum": ["Ulm", "Köln"]}},
-}
+    "required": ["city"], "additionalProperties": False, "$defs": {"city": {"enum": ["Ulm", "Köln"]}},
+}  # fmt: skip
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "weather_now"}},
@@ -342,42 +340,31 @@ def test_compiled_once() -> None:
     assert (len(first), len(second)) == (1, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "message"),
-    [
-        ("xml", None, "unknown kind"),
-        ("json_schema", {"type": "objekt"}, "Invalid type: objekt$"),
-        ("json_schema", "{", "not valid JSON"),
-        ("json_schema", [1], "must be a JSON object, but is list"),
-        ("json_schema", {"const": b"x"}, "not JSON"),
-        ("json_schema", {"$ref": "#/$defs/x"}, "does not exist"),
-        ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "minLength"),
-        ("json_schema", False, "no text satisfies"),
-        ("regex", "(a", "unclosed group$"),
-        ("regex", "(?=a)b", "look-around"),
-        ("regex", "", "not empty"),
-        ("regex", "a\\", "ends within an escape"),
-        ("regex", "\\\\\\", "ends within an escape"),
-        ("regex", "\ud800", "half of a pair"),
-        ("choice", ["a", "\udfff"], "half of a pair"),
-        ("json_schema", {"properties": {"\ud800": {}}}, "half of a pair"),
-        ("json_schema", '{"const": "\\ud800"}', "half of a pair"),
-        ("json_schema", '{"items":' * 9000 + "{}" + "}" * 9000, "not valid JSON"),
-        ("grammar", 'start: <[0]> "a"', "end-of-text token where the text cannot end"),
-        ("regex", r"[^\s\S]", "no text of this vocabulary"),
-        ("choice", [], "empty list"),
-        ("choice", "yes", "list of texts"),
-        ("grammar", "start: foo", r"at 1\(8\): unknown name: \"foo\"$"),
-        ("grammar", "root ::= foo", "'foo' not found"),
-        ("grammar", "what is this", "Expected ::="),
-        ("tools", {"tools": TOOLS}, "must be ToolCalls"),
-        ("tools", ToolCalls([]), "list of tools is empty"),
-        ("tools", ToolCalls(TOOLS, name="f"), "no tool is named 'f'"),
-        ("tools", ToolCalls([{"type": "function"}]), "no function with a name"),
-        ("tools", ToolCalls([{"function": {"name": "f", "parameters": {"type": 3}}}]), "tools constraint is not valid"),
-        ("tools", ToolCalls([{"function": {"name": "f", "parameters": 3}}]), "parameters of tool 'f' must be"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "value", "message"), [
+    ("xml", None, "unknown kind"),
+    ("json_schema", {"type": "objekt"}, "Invalid type: objekt$"),
+    ("json_schema", "{", "not valid JSON"),
+    ("json_schema", [1], "must be a JSON object, but is list"),
+    ("json_schema", {"const": b"x"}, "not JSON"),
+    ("json_schema", {"$ref": "#/$defs/x"}, "does not exist"),
+    ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "minLength"),
+    ("json_schema", False, "no text satisfies"), ("regex", "(a", "unclosed group$"), ("regex", "(?=a)b", "look-around"),
+    ("regex", "", "not empty"), ("regex", "a\\", "ends within an escape"), ("regex", "\\\\\\", "ends within an escape"),
+    ("regex", "\ud800", "half of a pair"), ("choice", ["a", "\udfff"], "half of a pair"),
+    ("json_schema", {"properties": {"\ud800": {}}}, "half of a pair"),
+    ("json_schema", '{"const": "\\ud800"}', "half of a pair"),
+    ("json_schema", '{"items":' * 9000 + "{}" + "}" * 9000, "not valid JSON"),
+    ("grammar", 'start: <[0]> "a"', "end-of-text token where the text cannot end"),
+    ("regex", r"[^\s\S]", "no text of this vocabulary"), ("choice", [], "empty list"),
+    ("choice", "yes", "list of texts"),
+    ("grammar", "start: foo", r"at 1\(8\): unknown name: \"foo\"$"),
+    ("grammar", "root ::= foo", "'foo' not found"), ("grammar", "what is this", "Expected ::="),
+    ("tools", {"tools": TOOLS}, "must be ToolCalls"), ("tools", ToolCalls([]), "list of tools is empty"),
+    ("tools", ToolCalls(TOOLS, name="f"), "no tool is named 'f'"),
+    ("tools", ToolCalls([{"type": "function"}]), "no function with a name"),
+    ("tools", ToolCalls([{"function": {"name": "f", "parameters": {"type": 3}}}]), "tools constraint is not valid"),
+    ("tools", ToolCalls([{"function": {"name": "f", "parameters": 3}}]), "parameters of tool 'f' must be"),
+])  # fmt: skip
 def test_bad_input(kind: Any, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         start(GrammarSpec(kind, value))

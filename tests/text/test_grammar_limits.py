@@ -63,10 +63,8 @@ def chained_definitions(count: int, step: dict[str, Any]) -> dict[str, Any]:
 
 STEPS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": "NEXT"}, "required": ["a"]},
-    {"type": "array", "items": "NEXT"},
-    {"allOf": ["NEXT"]},
-    {"anyOf": ["NEXT", {"type": "null"}]},
-]
+    {"type": "array", "items": "NEXT"}, {"allOf": ["NEXT"]}, {"anyOf": ["NEXT", {"type": "null"}]},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -247,21 +245,15 @@ def test_too_many_that_wait_are_told_so() -> None:
     assert compiled.compile(HEAVY).mask().any()
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "light"),
-    [
-        ("json_schema", {"properties": {"pattern": {"type": "string"}, "multipleOf": {"maximum": 7}}}, True),
-        ("json_schema", {"type": "integer", "multipleOf": 123_457}, False),
-        ("json_schema", {"items": {"allOf": [{}]}}, False),
-        ("json_schema", {"type": "string", "maxLength": 10**6}, False),
-        ("json_schema", {"type": "number", "maximum": 1e300}, False),
-        ("regex", "[a-z]{3,8}", True),
-        ("regex", "(a{9}){9}", False),
-        ("regex", "a{1000}", False),
-        ("grammar", 'start: "a" | "b"', True),
-        ("grammar", "start: %json {}", False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "value", "light"), [
+    ("json_schema", {"properties": {"pattern": {"type": "string"}, "multipleOf": {"maximum": 7}}}, True),
+    ("json_schema", {"type": "integer", "multipleOf": 123_457}, False),
+    ("json_schema", {"items": {"allOf": [{}]}}, False),
+    ("json_schema", {"type": "string", "maxLength": 10**6}, False),
+    ("json_schema", {"type": "number", "maximum": 1e300}, False),
+    ("regex", "[a-z]{3,8}", True), ("regex", "(a{9}){9}", False), ("regex", "a{1000}", False),
+    ("grammar", 'start: "a" | "b"', True), ("grammar", "start: %json {}", False),
+])  # fmt: skip
 def test_what_is_light(kind: Any, value: Any, light: bool) -> None:
     spec = GrammarSpec(kind, value)
     assert is_light(kind, spec.plain, len(spec.key)) == light

@@ -36,21 +36,16 @@ def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
-    [
-        ("gpt-2", "a 1234  b", ["a", "Ġ1234", "Ġ", "Ġb"]),
-        ("smollm", "a 12\n3", ["a", "Ġ", "1", "2", "Ċ", "3"]),
-        ("llama-bpe", "a 12345!\n\nX'S", ["a", "Ġ", "123", "45", "!ĊĊ", "X", "'S"]),
-        ("qwen2", "(abc) 12", ["(abc", ")", "Ġ", "1", "2"]),
-        ("qwen35", "a\u0301b", ["aÌģb"]),
-        ("qwen2", "b\u0301c", ["b", "Ìģc"]),
-        ("deepseek-v3", "abc日本1234", ["abc", "æĹ¥æľ¬", "123", "4"]),
-        ("deepseek-llm", "a日本 b12", ["a", "æĹ¥æľ¬", "Ġb", "1", "2"]),
-        ("tekken", "HelloWorld 12", ["Hello", "World", "Ġ", "1", "2"]),
-        ("glm4", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
-    ],
-)
+@pytest.mark.parametrize(("pre", "text", "pieces"), [
+    ("gpt-2", "a 1234  b", ["a", "Ġ1234", "Ġ", "Ġb"]), ("smollm", "a 12\n3", ["a", "Ġ", "1", "2", "Ċ", "3"]),
+    ("llama-bpe", "a 12345!\n\nX'S", ["a", "Ġ", "123", "45", "!ĊĊ", "X", "'S"]),
+    ("qwen2", "(abc) 12", ["(abc", ")", "Ġ", "1", "2"]), ("qwen35", "a\u0301b", ["aÌģb"]),
+    ("qwen2", "b\u0301c", ["b", "Ìģc"]),
+    ("deepseek-v3", "abc日本1234", ["abc", "æĹ¥æľ¬", "123", "4"]),
+    ("deepseek-llm", "a日本 b12", ["a", "æĹ¥æľ¬", "Ġb", "1", "2"]),
+    ("tekken", "HelloWorld 12", ["Hello", "World", "Ġ", "1", "2"]),
+    ("glm4", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
+])  # fmt: skip
 def test_pieces(pre: str, text: str, pieces: list[str]) -> None:
     inner = _gguf_tokenizer.build(byte_level(pre), "test")
     assert [piece for piece, _ in inner.pre_tokenizer.pre_tokenize_str(text)] == pieces
@@ -73,16 +68,12 @@ def test_special_tokens() -> None:
     assert user in tokenizer.encode("a<think> xb", parse_special=False)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "ends"),
-    [
-        (byte_level(), (False, False)),
-        (byte_level("llama-bpe"), (True, False)),
-        (byte_level("llama-bpe") | {"tokenizer.ggml.add_bos_token": False}, (False, False)),
-        (byte_level() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, (True, True)),
-        (sentencepiece(), (True, False)),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "ends"), [
+    (byte_level(), (False, False)), (byte_level("llama-bpe"), (True, False)),
+    (byte_level("llama-bpe") | {"tokenizer.ggml.add_bos_token": False}, (False, False)),
+    (byte_level() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, (True, True)),
+    (sentencepiece(), (True, False)),
+])  # fmt: skip
 def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata)
     ids = tokenizer.encode("hello", add_special=True)
@@ -221,19 +212,14 @@ def test_odd_ids_and_text() -> None:
     assert tokenizer.token_text(half) == "\ufffd" and tokenizer.token_bytes(half) == b"\xc3"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tokenizer.ggml.pre": "new-thing"}, "pre-tokenizer 'new-thing' is not known"),
-        ({"tokenizer.ggml.pre": ["x"]}, "is not known"),
-        ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
-        ({"tokenizer.ggml.model": None}, "None"),
-        ({"tokenizer.ggml.tokens": []}, "missing or empty"),
-        ({"tokenizer.ggml.merges": None}, "merges is missing"),
-        ({"tokenizer.ggml.merges": ["h zz"]}, "the merge 'h' 'zz'"),
-        ({"tokenizer.ggml.model": "llama"}, "scores does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"tokenizer.ggml.pre": "new-thing"}, "pre-tokenizer 'new-thing' is not known"),
+    ({"tokenizer.ggml.pre": ["x"]}, "is not known"), ({"tokenizer.ggml.model": "rwkv"}, "'rwkv'"),
+    ({"tokenizer.ggml.model": None}, "None"), ({"tokenizer.ggml.tokens": []}, "missing or empty"),
+    ({"tokenizer.ggml.merges": None}, "merges is missing"),
+    ({"tokenizer.ggml.merges": ["h zz"]}, "the merge 'h' 'zz'"),
+    ({"tokenizer.ggml.model": "llama"}, "scores does not fit"),
+])  # fmt: skip
 def test_broken_gguf_tables(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_gguf(byte_level() | change, "m.gguf")

@@ -126,11 +126,9 @@ def tekken_file(folder: Path, **changes: Any) -> Path:
     more = {"rank": len(vocab), "token_bytes": base64.b64encode(b"beyond").decode(), "token_str": "beyond"}
     config = {
         "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        "num_vocab_tokens": len(vocab) + 1,
-        "default_vocab_size": len(vocab) + 30,
-        "default_num_special_tokens": 30,
+        "num_vocab_tokens": len(vocab) + 1, "default_vocab_size": len(vocab) + 30, "default_num_special_tokens": 30,
         "version": "v3",
-    }
+    }  # fmt: skip
     (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": [*vocab, more]} | changes))
     return folder
 
@@ -182,29 +180,20 @@ def test_ids_of_transformers(pre: str) -> None:
         assert ours.encode(text) == oracle.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
-    [
-        ("kimi-k2", "漢字かなAbc1234", ["漢字", "かなAbc", "123", "4"]),
-        ("afmoe", "1234567 ไทยabc", ["1", "234", "567", " ", "ไทย", "abc"]),
-        ("tiny_aya", "1234567 x", ["1", "234", "567", " x"]),
-        ("superbpe", "a b1234567", ["a b", "1", "234", "567"]),
-        ("viking", "abc, d 12", ["abc", ",", " d", " ", "1", "2"]),
-        ("falcon", "a+=b12345 x", ["a", "+=", "b", "123", "45", " x"]),
-        ("default", "ab 12345", ["ab", " ", "123", "45"]),
-        ("bailingmoe", "it's\n\nx", ["it", "'s", "\n\n", "x"]),
-        ("exaone-moe", "a b c!\n\n", ["a b c", "!\n", "\n"]),
-        ("seed-coder", "a!\n\nb", ["a", "!", "\n\n", "b"]),
-        ("ufakzeka", "it's", ["it", "'s"]),
-        ("ufakzeka", "I'll", ["I", "'ll"]),
-        ("laguna", "a.\n\nb", ["a", ".", "\n\n", "b"]),
-        ("jais-2", "a" + " " * 7 + "b", ["a", "    ", "  ", " b"]),
-        ("minicpm5", "x12345", ["x", "123", "45"]),
-        ("youtu", "한국 日本、ab", ["한국", " ", "日本", "、", "ab"]),
-        ("spark2_5", "a!\nb", ["a", "!", "\n", "b"]),
-        ("chameleon", "a  b1", ["a", "  ", "b", "1"]),
-    ],
-)
+@pytest.mark.parametrize(("pre", "text", "pieces"), [
+    ("kimi-k2", "漢字かなAbc1234", ["漢字", "かなAbc", "123", "4"]),
+    ("afmoe", "1234567 ไทยabc", ["1", "234", "567", " ", "ไทย", "abc"]),
+    ("tiny_aya", "1234567 x", ["1", "234", "567", " x"]), ("superbpe", "a b1234567", ["a b", "1", "234", "567"]),
+    ("viking", "abc, d 12", ["abc", ",", " d", " ", "1", "2"]),
+    ("falcon", "a+=b12345 x", ["a", "+=", "b", "123", "45", " x"]),
+    ("default", "ab 12345", ["ab", " ", "123", "45"]), ("bailingmoe", "it's\n\nx", ["it", "'s", "\n\n", "x"]),
+    ("exaone-moe", "a b c!\n\n", ["a b c", "!\n", "\n"]), ("seed-coder", "a!\n\nb", ["a", "!", "\n\n", "b"]),
+    ("ufakzeka", "it's", ["it", "'s"]), ("ufakzeka", "I'll", ["I", "'ll"]),
+    ("laguna", "a.\n\nb", ["a", ".", "\n\n", "b"]),
+    ("jais-2", "a" + " " * 7 + "b", ["a", "    ", "  ", " b"]),
+    ("minicpm5", "x12345", ["x", "123", "45"]), ("youtu", "한국 日本、ab", ["한국", " ", "日本", "、", "ab"]),
+    ("spark2_5", "a!\nb", ["a", "!", "\n", "b"]), ("chameleon", "a  b1", ["a", "  ", "b", "1"]),
+])  # fmt: skip
 def test_pieces_of_other_names(pre: str, text: str, pieces: list[str]) -> None:
     steps = json.loads(Tokenizer.from_gguf(byte_level(pre)).to_json())["pre_tokenizer"]["pretokenizers"][:-1]
     from tokenizers import Regex, pre_tokenizers
@@ -213,18 +202,15 @@ def test_pieces_of_other_names(pre: str, text: str, pieces: list[str]) -> None:
     assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.model", b"", "no pieces"),
-        ("tokenizer.model", b"\x0a\xff\x01ab", "not a sentencepiece model"),
-        ("tokenizer.model", b"\xff" * 12, "not a sentencepiece model"),
-        ("tokenizer.model", part(1, part(1, b"a")) + part(2, part(3, 4)), "of type 4"),
-        ("tokenizer.model", part(1, part(1, b"a")) + part(2, part(3, 1) + part(40, 9)), "table of pieces is broken"),
-        ("tekken.json", b"[]", "not a tekken file"),
-        ("tekken.json", b'{"config": {}, "vocab": []}', "not a tekken file"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("tokenizer.model", b"", "no pieces"),
+    ("tokenizer.model", b"\x0a\xff\x01ab", "not a sentencepiece model"),
+    ("tokenizer.model", b"\xff" * 12, "not a sentencepiece model"),
+    ("tokenizer.model", part(1, part(1, b"a")) + part(2, part(3, 4)), "of type 4"),
+    ("tokenizer.model", part(1, part(1, b"a")) + part(2, part(3, 1) + part(40, 9)), "table of pieces is broken"),
+    ("tekken.json", b"[]", "not a tekken file"),
+    ("tekken.json", b'{"config": {}, "vocab": []}', "not a tekken file"),
+])  # fmt: skip
 def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=message):

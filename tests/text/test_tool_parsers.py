@@ -11,16 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from headstart import registry
 from headstart.errors import UsageError
-from headstart.text.parsers import (
-    Arguments,
-    Content,
-    Event,
-    Reasoning,
-    ToolCall,
-    format_in,
-    make_parser,
-    merge_events,
-)  # fmt: skip
+from headstart.text.parsers import Arguments, Content, Event, Reasoning, ToolCall, format_in, make_parser, merge_events
 from headstart.text.parsers._tags import argument_types, convert_to_json
 
 PROPERTIES = {
@@ -46,14 +37,9 @@ NAMED = ("gemma4", "pythonic", "lfm2", "deepseek_v32")
 """Formats whose arguments have names, not any strings."""
 TRICKY = {
     "text": 'say "hi" \\ {[</tool_call> <tool_call>} \n\t é 🙂 中文 <｜tool▁call▁end｜> ``` end',
-    "count": -3,
-    "ratio": 0.5,
-    "deep": True,
-    "items": [1, {"a": "}]"}, []],
-    "options": {"x": {"y": None}},
-    "note": None,
+    "count": -3, "ratio": 0.5, "deep": True, "items": [1, {"a": "}]"}, []], "options": {"x": {"y": None}}, "note": None,
     "level": 2,
-}
+}  # fmt: skip
 
 
 def parse(pieces: Any, name: str | None, **options: Any) -> list[Event]:
@@ -294,20 +280,17 @@ def test_think(opened: bool) -> None:
         assert check("Answer <think>x</think>", None, **options) == [Content("Answer <think>x</think>")]
 
 
-@pytest.mark.parametrize(
-    ("template", "tools", "thoughts"),
-    [
-        ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|>' }}", "harmony", "harmony"),
-        ("{{ '<|channel>thought\\n' }}{{ '<|tool_call>call:' + f + '{' }}{{ '}<tool_call|>' }}", "gemma4", "gemma4"),
-        ("{{ '[THINK]' + x + '[/THINK]' }}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral", "mistral"),
-        ("{% set dsml_token = '｜DSML｜' %}<think>", "deepseek_v32", "think"),
-        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}", "kimi_k2", None),
-        ("{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' }}", "minimax_m2", None),
-        ("<|im_start|>system\nList of tools: [", "lfm2", None),
-        ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm45", None),
-        ("[func_name1(params_name1=params_value1)]", "pythonic", None),
-    ],
-)
+@pytest.mark.parametrize(("template", "tools", "thoughts"), [
+    ("{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|>' }}", "harmony", "harmony"),
+    ("{{ '<|channel>thought\\n' }}{{ '<|tool_call>call:' + f + '{' }}{{ '}<tool_call|>' }}", "gemma4", "gemma4"),
+    ("{{ '[THINK]' + x + '[/THINK]' }}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral", "mistral"),
+    ("{% set dsml_token = '｜DSML｜' %}<think>", "deepseek_v32", "think"),
+    ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}", "kimi_k2", None),
+    ("{% set begin = '<minimax:tool_call>' %}{{ '<invoke name=\"' }}", "minimax_m2", None),
+    ("<|im_start|>system\nList of tools: [", "lfm2", None),
+    ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm45", None),
+    ("[func_name1(params_name1=params_value1)]", "pythonic", None),
+])  # fmt: skip
 def test_templates_tell_the_format(template: str, tools: str, thoughts: str | None) -> None:
     assert format_in(template, "tool_formats") == tools
     assert format_in(template, "reasoning_formats") == thoughts
@@ -489,16 +472,12 @@ def test_glm45_variants() -> None:
     assert calls(check(f"<tool_call>ls {tight} </tool_call>", "glm45")) == [("ls", {"path": "a b", "n": 5})]
 
 
-@pytest.mark.parametrize(
-    ("text", "types", "value"),
-    [
-        ("5", {"integer"}, 5), ("5.0", {"integer"}, 5), ("5.5", {"integer"}, "5.5"), ("1e3", {"number"}, 1000.0),
-        ("nan", {"number"}, "nan"), ("+7", {"number"}, 7), ("TRUE", {"boolean"}, True), ("yes", {"boolean"}, "yes"),
-        ("None", {"null", "string"}, None), ("null", {"string"}, "null"), ("{'a': True}", {"object"}, {"a": True}),
-        ("[1", {"array"}, "[1"), ("5", {"string", "integer"}, 5), (" x ", {"any"}, " x "),
-        ('{"a": 1}', {"any"}, {"a": 1}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "types", "value"), [
+    ("5", {"integer"}, 5), ("5.0", {"integer"}, 5), ("5.5", {"integer"}, "5.5"), ("1e3", {"number"}, 1000.0),
+    ("nan", {"number"}, "nan"), ("+7", {"number"}, 7), ("TRUE", {"boolean"}, True), ("yes", {"boolean"}, "yes"),
+    ("None", {"null", "string"}, None), ("null", {"string"}, "null"), ("{'a': True}", {"object"}, {"a": True}),
+    ("[1", {"array"}, "[1"), ("5", {"string", "integer"}, 5), (" x ", {"any"}, " x "), ('{"a": 1}', {"any"}, {"a": 1}),
+])  # fmt: skip
 def test_conversion(text: str, types: set[str], value: Any) -> None:
     found = json.loads(convert_to_json(text, frozenset(types)))
     assert found == value and type(found) is type(value)
