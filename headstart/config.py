@@ -47,6 +47,13 @@ def _flag(
     return field(default=default, metadata={"doc": doc, "range": (low, high, hint), "metavar": metavar})
 
 
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # too long, or with a zero
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine runs. Raises UsageError, naming the flag, for a value outside its range."""
@@ -162,7 +169,7 @@ class EngineConfig:
             names = {*registry.available("drafters"), *registry.available("heads")}
             if self.drafter not in names:
                 raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
-        if self.lookup_corpus is not None and not Path(self.lookup_corpus).is_file():
+        if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
             raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 
     @property
