@@ -290,6 +290,8 @@ def load_model(
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the packing of weights, which is C++
         tokenizer = pool.submit(checkpoint.load_tokenizer)
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
+        if not tokenizer.done():  # large vocabularies take seconds at their first start
+            backend.loaded()
     model = Model(
         name=name or alias.name,
         checkpoint=checkpoint,
