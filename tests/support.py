@@ -27,6 +27,7 @@ from headstart.core import (
     SamplingParams,
     Sequence,
     Span,
+    StepPlan,
     TokenLogprob,
 )
 from headstart.drafters.base import Drafter, DraftRequest
@@ -293,6 +294,18 @@ def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None, com
         engine.runner.forward([Span(sequence, 0, computed, 0)])
     sequence.num_computed = computed
     return sequence
+
+
+def plan_at(start: int, tokens: Seq[int], visible_end: int | None = None, first_position: int = 0) -> StepPlan:
+    """Rows of one sequence at slots and positions from `start`."""
+    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
+    positions = ints(range(start, start + len(tokens)))
+    return StepPlan(
+        token_ids=ints(tokens), positions=positions, slots=positions, row_starts=ints([0, len(tokens)]),
+        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(tokens))), block_size=8,
+        first_position=first_position,
+        visible_end=None if visible_end is None else ints([visible_end] * len(tokens)),
+    )  # fmt: skip
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

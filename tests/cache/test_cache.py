@@ -4,8 +4,6 @@ A slot's content is named by the tokens up to its position: what a trunk (or a h
 else. Sequences over two tokens share prefixes all the time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -180,9 +178,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-# Single facts that a random walk might meet too rarely.
 
 
 def computed(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Sequence:

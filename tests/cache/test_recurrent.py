@@ -4,8 +4,6 @@ A state is named by the tokens that went into it; rows that are kept, by the tok
 tokens share prefixes all the time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of blocks: what is put is got, what is broken is never used, the bound holds, processes share a directory."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -3,8 +3,6 @@
 A new family that transformers knows needs no row; one with MTP modules names the formulas of its module (`head`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -220,8 +218,7 @@ ROWS: Mapping[str, FamilyRow] = {
     "glm4": FamilyRow(is_relative=True, gguf={"glm4": "glm4"}),
     "glm4_moe": FamilyRow(mtp=DEEPSEEK, mtp_block=2, transformers_mtp={}),
     "glm4_moe_lite": FamilyRow(
-        mtp=DEEPSEEK, mtp_block=2, oracle_config={"head_dim": 6}, llama_cpp=LATENT,
-        released={"scoring_func": "sigmoid"},
+        mtp=DEEPSEEK, mtp_block=2, oracle_config={"head_dim": 6}, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}
     ),
     "glm_moe_dsa": FamilyRow(mtp=DEEPSEEK, mtp_block=2, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}),
     "gpt_oss": FamilyRow(

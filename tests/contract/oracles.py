@@ -1,7 +1,5 @@
 """transformers' classes with a tiny model's weights: its trunk, and MTP modules as models of one layer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager
@@ -133,10 +131,8 @@ class MTPOracle:
 
     def _build_module(self, module: int) -> Any:
         """A model of one layer: the module's block, its final norm and LM head."""
-        mtp, config = (
-            self.mtp,
-            {**self.config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0, **self.mtp.config},
-        )
+        mtp = self.mtp
+        config = {**self.config, "num_hidden_layers": 1, "num_nextn_predict_layers": 0, **mtp.config}
         block, last = self.name("{block}", module), self.config["num_hidden_layers"] + module
         config |= {key: config[key][last : last + 1] for key in PER_LAYER if self.family == "step3p5"}
         tensors = {name: t for name, t in self.tensors.items() if "layers." not in name and "mtp" not in name}
@@ -243,10 +239,8 @@ def stepwise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Step-3.5's names in files -> those that transformers has inside."""
     found = {}
     for theirs, tensor in tensors.items():
-        name = theirs.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias").replace(
-            ".moe.gate.", ".mlp.gate."
-        )
-        name = name.replace(".share_expert.", ".mlp.shared_experts.")
+        name = theirs.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias")
+        name = name.replace(".moe.gate.", ".mlp.gate.").replace(".share_expert.", ".mlp.shared_experts.")
         if match := re.fullmatch(r"(.*)\.moe\.(gate|down)_proj\.weight", name):
             up = [tensors[f"{match[1]}.moe.up_proj.weight"]] if match[2] == "gate" else []
             part = "gate_up" if up else "down"
@@ -280,11 +274,9 @@ def renamed(name: str, table: dict[str, str]) -> str:
     return name
 
 
-GRANITE = {
+GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in {
     ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
-    ".router.layer.": ".router.",
-}  # fmt: skip
-GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in GRANITE.items()}
+    ".router.layer.": ".router."}.items()}  # fmt: skip
 """Those of Granite's experts."""
 
 

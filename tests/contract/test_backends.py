@@ -1,7 +1,5 @@
 """Backends as plug-ins: which one is meant, what a new file needs, and that engines give their memory back."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import re
@@ -84,10 +82,7 @@ def answer(llm: LLM) -> tuple[int, ...]:
 
 
 def resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.MULTILINE)
-    assert found
-    return int(found.group(1)) * 1024
+    return int(re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1]) * 1024
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The model inside the package, as others read it and as it promises to be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

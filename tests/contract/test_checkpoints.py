@@ -1,10 +1,9 @@
-"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts.
+"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts, a multimodal wrapper.
 
 Each form says the same as the plain safetensors model: logits in float32.
 """
 
-from __future__ import annotations
-
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,18 @@ from headstart.formats.safetensors import save
 from headstart.models.small import Arrays
 from headstart.tools.tiny import write_model
 
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CHANGES: dict[str, dict[str, Any]] = {
-    "glm4_moe": {},
-    "deepseek_v3": {"rope_scaling": YARN},
-    "qwen3_moe": {"mlp_only_layers": []},
-    "smollm3": {"no_rope_layers": None},
-}
+    "glm4_moe": {}, "deepseek_v3": {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "qwen3_moe": {"mlp_only_layers": []}, "smollm3": {"no_rope_layers": None},
+}  # fmt: skip
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+FILES: list[tuple[str, dict[str, Any], bool]] = [
+    *((family, changes, True) for family, changes in CHANGES.items()),
+    *((family, {}, listed) for family in HYBRID for listed in (True, False)),
+    ("lfm2", {}, True), ("lfm2_moe", {}, True),  # short convolutions
+    ("gpt_oss", {"rope_scaling": {**YARN, "truncate": False}}, True),  # files do not say that the ramp is not rounded
+]  # fmt: skip
 TOKENS = prompt_of(80, 1)
 
 
@@ -60,16 +62,30 @@ def tiny(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Arrays]:
 
 
 @pytest.mark.slow
-def test_llama_cpp_files(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "changes", "listed"), FILES)
+def test_llama_cpp_files(family: str, changes: dict[str, Any], listed: bool, tmp_path: Path) -> None:
+    tiny = family_of(family).tiny(**changes)
     plain = model_at(write_model(tmp_path / "plain", *tiny))
-    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
-    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
-    if plain.head is None:
-        return
-    assert found.head is not None
-    assert replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)  # eps is float32 in the file
-    ours, theirs = (model.weights.tensors["mtp.0.projection.weight"].float32() for model in (found, plain))
-    np.testing.assert_array_equal(ours, theirs)
+    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny, listed=listed))
+    most = 2e-5 if family in (*HYBRID, "lfm2", "lfm2_moe") else 1e-5
+    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= most
+    if plain.head:
+        assert replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)  # eps is float32 there
+    for name in plain.weights.tensors:
+        if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # files have them otherwise
+            both = (each.weights.tensors[name].float32() for each in (found, plain))
+            np.testing.assert_array_equal(*both, err_msg=name)
+
+
+@pytest.mark.parametrize("write", [write_model, write_gguf])
+def test_two_mtp_layers_share_the_projection(write: Any, tmp_path: Path) -> None:
+    """Draft step i runs layer i % 2, each with its own block."""
+    config, arrays = family_of("qwen3_5").tiny(mtp_num_hidden_layers=2)
+    head = model_at(write(tmp_path / "model.gguf", config, arrays)).head
+    first, second = head.modules
+    assert head.spec.num_modules == 2
+    assert (first.projection.weight == second.projection.weight).all()
+    assert not (first.block.input_norm.weight == second.block.input_norm.weight).all()
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
@@ -84,18 +100,6 @@ def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tm
             np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
 
 
-def test_sinks_windows_and_biases_in_a_gguf_file(tmp_path: Path) -> None:
-    """llama.cpp's files do not say that YaRN's ramp is not rounded."""
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
-    tiny = family_of("gpt_oss").tiny(rope_scaling=yarn)
-    plain = model_at(write_model(tmp_path / "plain", *tiny))
-    found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
-    assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
-
-
-# Hugging Face.
-
-
 def test_stacks_in_mxfp4_keep_their_values() -> None:
     """gpt-oss's blocks [experts, out, groups, 16] and scales, against transformers' own reading."""
     rng = np.random.default_rng(0)
@@ -108,12 +112,9 @@ def test_stacks_in_mxfp4_keep_their_values() -> None:
     expected = theirs.numpy().swapaxes(1, 2)
     np.testing.assert_array_equal(found.float32(), expected)
     np.testing.assert_array_equal(found.part(1).take_rows(np.arange(1, 40, 2)).float32(), expected[1, 1::2])
-    narrow = {
-        **tensors,
-        "e.up_proj_scales": make_tensor("e.up_proj_scales", (3, 40, 2), "U8", scales[..., :2].copy().reshape(-1)),
-    }
+    tensors["e.up_proj_scales"] = make_tensor("", (3, 40, 2), "U8", scales[..., :2].copy().reshape(-1))
     with pytest.raises(ModelError, match="MXFP4 has a byte for each 16 bytes"):
-        readable(narrow, {"quantization_config": {"quant_method": "mxfp4"}})
+        readable(tensors, {"quantization_config": {"quant_method": "mxfp4"}})
 
 
 def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.uint8], str], NDArray[np.float32]]:
@@ -155,9 +156,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
         ours, theirs = native_logits(folder), native_logits(tmp_path / "plain")
         assert np.abs(ours - theirs).max() <= most, path  # keys and values are bfloat16, on some paths queries too
 
-    save(
-        folder / "model.safetensors", {k: v for k, v in quantized.items() if not k.endswith("o_proj.weight_scale_inv")}
-    )
+    bare = {name: each for name, each in quantized.items() if not name.endswith("o_proj.weight_scale_inv")}
+    save(folder / "model.safetensors", bare)
     with pytest.raises(ModelError, match=r"o_proj\.weight is F8_E4M3, but no scales stand beside it"):
         model_at(folder)
 
@@ -172,25 +172,39 @@ def test_stacked_experts(tmp_path: Path) -> None:
         if not split:
             stacked[name] = array
         elif rest == "0.gate_proj.weight":
-            parts = {
-                n: [arrays[f"{prefix}.experts.{e}.{n}_proj.weight"] for e in range(count)]
-                for n in ("gate", "up", "down")
-            }
-            stacked[f"{prefix}.experts.gate_up_proj"] = np.concatenate(
-                [np.stack(parts["gate"]), np.stack(parts["up"])], 1
+            gate, up, down = (
+                np.stack([arrays[f"{prefix}.experts.{e}.{part}_proj.weight"] for e in range(count)])
+                for part in ("gate", "up", "down")
             )
-            stacked[f"{prefix}.experts.down_proj"] = np.stack(parts["down"])
+            stacked[f"{prefix}.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+            stacked[f"{prefix}.experts.down_proj"] = down
     found = model_at(write_model(tmp_path / "stacked", config, stacked))
     assert float((logits_of(found) - expected).abs().max()) <= 1e-6
-
-
-RECYCLES: dict[str, dict[str, Any]] = {"nothing": {}, "pre": {"mtp_recycle": "pre_norm"}}
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny(num_hidden_layers=2)
-    heads = [
-        model_at(write_model(tmp_path / name, config | changes, arrays)).head for name, changes in RECYCLES.items()
-    ]
-    assert [head and head.spec.recycle for head in heads] == ["post_norm", "pre_norm"]
+    for recycled, changes in (("post_norm", {}), ("pre_norm", {"mtp_recycle": "pre_norm"})):
+        model = model_at(write_model(tmp_path / recycled, config | changes, arrays))
+        assert model.head.spec.recycle == recycled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRID)
+def test_the_text_part_of_a_wrapper(family: str, tmp_path: Path) -> None:
+    """Sizes below text_config, tensors below model.language_model, and a vision part that is not the model's."""
+    config, arrays = family_of(family).tiny()
+    outside = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "torch_dtype")
+    inner = {key: value for key, value in config.items() if key not in outside}
+    wrapper = {key: config[key] for key in (*outside, "vocab_size")} | {
+        "model_type": config["model_type"].removesuffix("_text"),
+        "text_config": {**inner, "model_type": config["model_type"]},
+        "vision_config": {"hidden_size": 8, "num_hidden_layers": 1},
+    }
+    named = {name.replace("model.", "model.language_model.", 1): array for name, array in arrays.items()}
+    named["model.visual.blocks.0.norm1.weight"] = np.ones(8, np.float32)
+    expected = model_at(write_model(tmp_path / "plain", config, arrays))
+    found = model_at(write_model(tmp_path / "wrapper", wrapper, named))
+    assert found.config == expected.config and found.head is not None
+    assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5

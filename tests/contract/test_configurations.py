@@ -1,7 +1,5 @@
 """Random configurations of every family against transformers, and what they are drawn from."""
 
-from __future__ import annotations
-
 import dataclasses
 from random import Random
 

@@ -1,7 +1,5 @@
 """Constrained decoding in the one loop: the text is that of plain decoding and satisfies its constraint."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -10,25 +8,12 @@ from functools import cache
 from typing import Any
 
 import pytest
-from support import (
-    DRAFTERS,
-    EOS,
-    VOCAB,
-    Outputs,
-    agreeing_model,
-    assert_same,
-    headed_model,
-    make,
-    make_head,
-    prompt_of,
-    request,
-    run,
-    varied_requests,
-)
+import support
+from support import DRAFTERS, EOS, VOCAB, agreeing_model, assert_same, headed_model, make, request, run, varied_requests
 
 from headstart.core import Request
 from headstart.engine.load import Model
-from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState
+from headstart.text.grammar import GrammarCompiler, GrammarSpec
 from headstart.tools.verify.options import pairwise
 
 FAMILY = "mimo"
@@ -60,12 +45,9 @@ VARIETY: tuple[dict[str, Any], ...] = (
     {"logit_bias": {40: 3.0, EOS: 2.0}, "frequency_penalty": 0.4, "min_p": 0.01},
 )
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "temperature": (0.0, 1.0),
-    "depth": (1, 3, 5),
-    "max_num_seqs": (1, 8),
-    "max_num_batched_tokens": (20, 512),
+    "temperature": (0.0, 1.0), "depth": (1, 3, 5), "max_num_seqs": (1, 8), "max_num_batched_tokens": (20, 512),
     "kv_blocks": (16, 200),
-}
+}  # fmt: skip
 CELLS = pairwise(FACTORS)
 CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200]
 """Batches that run out of blocks: constraints are walked forward again after preemption."""
@@ -76,25 +58,18 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(headed_model(FAMILY).tokenizer, VOCAB)
 
 
-def start(spec: GrammarSpec) -> GrammarState:
-    return compiler().compile(spec)
-
-
 def requests_of(temperature: float) -> list[Request]:
     """Every kind of constraint, with other sampling parameters each, among requests without one."""
     free = varied_requests(temperature)[:4]
-    bound = [
-        request(
-            prompt_of(9 * i + 1, i), name=kind, seed=i, constraint=start(spec), temperature=temperature, max_tokens=90,
-            **extra,
-        )
-        for i, ((kind, (spec, _)), extra) in enumerate(zip(SPECS.items(), VARIETY, strict=True))
-    ]  # fmt: skip
+    bound = []
+    for i, ((kind, (spec, _)), extra) in enumerate(zip(SPECS.items(), VARIETY, strict=True)):
+        settings = {"name": kind, "seed": i, "temperature": temperature, "max_tokens": 90, **extra}
+        bound.append(request(support.prompt_of(9 * i + 1, i), constraint=compiler().compile(spec), **settings))
     return [each for pair in zip(free, bound, strict=True) for each in pair]
 
 
 @cache
-def plain(temperature: float, agreeing: bool = False) -> Outputs:
+def plain(temperature: float, agreeing: bool = False) -> support.Outputs:
     model = (agreeing_model if agreeing else headed_model)(FAMILY)
     settings = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
     return run(make(model, **settings), requests_of(temperature))
@@ -126,7 +101,6 @@ def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = Fal
     assert_same(outputs, plain(cell["temperature"], agreeing))
     for output in outputs.values():
         stats = output.stats
-        assert stats is not None
         assert stats.emitted == len(output.tokens) <= stats.passes + stats.accepted + stats.forced
         assert stats.accepted == sum(stats.per_position) and stats.drafted == sum(stats.drafted_at)
     return engine.stats.forced, engine.scheduler.num_preemptions
@@ -159,7 +133,7 @@ def test_a_head_that_is_often_right_changes_nothing() -> None:
 def test_a_draft_ends_where_the_draft_vocabulary_has_nothing_allowed() -> None:
     """Half of the ids: many masks leave none of them."""
     model = headed_model(FAMILY)
-    model = replace(model, head=make_head(model, draft_ids=range(0, VOCAB, 2)))
+    model = replace(model, head=support.make_head(model, draft_ids=range(0, VOCAB, 2)))
     for cell in CROWDED:
         check(model, "mtp", cell)
 
@@ -173,17 +147,14 @@ def test_rejection_keeps_the_constraint(drafter: str) -> None:
             assert SPECS[kind][1](text_of(output.tokens))
     assert sum(output.finish_reason == "stop" for (kind, _), output in outputs.items() if kind in SPECS) >= 3
 
-
-# Forced tokens.
-
 LONG = "the other thing in the ring"
 
 
-def one(drafter: str, text: str, asked: int | None = None, **settings: Any) -> Any:
+def one(drafter: str, text: str, asked: int | None = None, max_tokens: int = 60, **settings: Any) -> Any:
     """The output of a request that may only say `text`."""
     engine = make(headed_model(FAMILY), drafter=drafter, **{"depth": 2, **settings})
-    bound = request([5, 6, 7], constraint=start(GrammarSpec("choice", [text])), depth=asked, max_tokens=60)
-    return run(engine, [bound])["r", 0]
+    constraint = compiler().compile(GrammarSpec("choice", [text]))
+    return run(engine, [request([5, 6, 7], constraint=constraint, depth=asked, max_tokens=max_tokens)])["r", 0]
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
@@ -197,15 +168,10 @@ def test_forced_tokens_need_no_pass_of_their_own(drafter: str) -> None:
     assert narrow.tokens == found.tokens and narrow.stats.passes > 4
 
 
-def test_depth_0_forces_nothing() -> None:
+def test_depth_0_forces_nothing_and_drafts_stop_at_max_tokens() -> None:
     for found in (one("mtp", LONG, asked=0), one("none", LONG), one("mtp", LONG, depth=0)):
         assert found.stats.forced == 0 and found.stats.passes == len(found.tokens)
-
-
-def test_forced_drafts_stop_at_max_tokens() -> None:
-    engine = make(headed_model(FAMILY), drafter="mtp", depth=2)
-    bound = request([5, 6, 7], constraint=start(GrammarSpec("choice", [LONG])), max_tokens=5)
-    found = run(engine, [bound])["r", 0]
+    found = one("mtp", LONG, max_tokens=5)
     assert (len(found.tokens), found.finish_reason, found.stats.passes) == (5, "length", 2)
 
 
@@ -214,13 +180,10 @@ def test_prompt_lookup_drafts_only_what_fits() -> None:
     prompt = compiler()._tokenizer.encode("0ab1ab2ab3ab4ab5ab6ab7ab8ab9ab")
     for pattern, drafted in (("[0-9][2-8]", 0), ("[0-9][a-c][2-8]", 1)):
         engine = make(headed_model(FAMILY), drafter="ngram", depth=4, ngram_min=1)
-        bound = request(prompt, constraint=start(GrammarSpec("regex", pattern)), max_tokens=9)
+        bound = request(prompt, constraint=compiler().compile(GrammarSpec("regex", pattern)), max_tokens=9)
         assert_same(run(engine, [bound]), run(make(headed_model(FAMILY), drafter="none"), [bound]))
         assert engine.stats.drafted == drafted
         assert engine.runner.num_rows == len(prompt) + engine.stats.passes - 1 + drafted
-
-
-# Bans give way.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -228,7 +191,7 @@ def test_min_tokens_gives_way_to_the_grammar(temperature: float) -> None:
     (a, b) = compiler()._tokenizer.encode("ab")
 
     def output(spec: GrammarSpec, **params: Any) -> Any:
-        bound = request([5, 6], constraint=start(spec), temperature=temperature, min_tokens=5, **params)
+        bound = request([5, 6], constraint=compiler().compile(spec), temperature=temperature, min_tokens=5, **params)
         found = [run(make(headed_model(FAMILY), drafter=d), [bound])["r", 0] for d in ("none", "mtp")]
         assert found[0].tokens == found[1].tokens and found[0].finish_reason == found[1].finish_reason == "stop"
         return found[0].tokens

@@ -1,7 +1,5 @@
 """Families with experts as llama.cpp b11434's converter writes them: names by its own table, keys by its own words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -4,29 +4,15 @@ Tiny float64 models. Whatever the depth, batch, chunk size, prefix cache and KV 
 are those of plain decoding, and there are no ties to excuse.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from typing import Any
 
 import pytest
+import support
 from hypothesis import given, settings, strategies as st
-from support import (
-    DRAFTERS,
-    FAMILIES,
-    VOCAB,
-    OracleDrafter,
-    Outputs,
-    agreeing_model,
-    assert_same,
-    headed_model,
-    make,
-    make_head,
-    run,
-    varied_requests,
-)
+from support import DRAFTERS, OracleDrafter, agreeing_model, assert_same, headed_model, make, run, varied_requests
 
 from headstart.errors import UsageError
 from headstart.heads.base import HeadSpec
@@ -47,7 +33,7 @@ families are one of these: they differ in data, so a head that is often right an
 MIXERS = ("deepseek_v4", "gemma3", "glm_moe_dsa", "gpt_oss", "lfm2", "longcat_flash", "nemotron_h", "step3p5")
 """Other mixers: what they keep of drafts that come true is of other kinds. Greedy texts of all families are drafted in
 test_families.py, too."""
-OTHERS = [family for family in FAMILIES if family not in STRUCTURES]
+OTHERS = [family for family in support.FAMILIES if family not in STRUCTURES]
 PAIRS = [(family, drafter) for family in STRUCTURES for drafter in DRAFTERS] + list(
     zip(OTHERS, cycle(drafter for drafter in DRAFTERS if drafter != "mtp"), strict=False)
 )
@@ -64,7 +50,7 @@ def slow(family: str) -> list[pytest.MarkDecorator]:
 
 
 @cache
-def plain(kind: str, family: str, temperature: float) -> Outputs:
+def plain(kind: str, family: str, temperature: float) -> support.Outputs:
     """Plain decoding, one request after another; of OTHERS all at once: what company changes is a matter of their
     layers (test_logits_in_company)."""
     model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
@@ -116,9 +102,6 @@ def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
     assert sum(accepted for accepted, _ in totals) > 25 * len(totals)
     assert sum(preemptions for _, preemptions in totals) > 0
 
-
-# Every shape a head may have.
-
 PLAIN_FAMILY = "llama"
 SPECS = {
     "embedding first, pre-norm hidden": HeadSpec(tap="pre_norm"),
@@ -134,8 +117,8 @@ SPECS = {
 def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> None:
     kind = "agreeing" if agreeing else "random"
     model = (agreeing_model if agreeing else headed_model)(PLAIN_FAMILY)
-    vocabulary = range(0, VOCAB, 2) if agreeing else None
-    model = replace(model, head=make_head(model, spec, agreeing=agreeing, draft_ids=vocabulary))
+    vocabulary = range(0, support.VOCAB, 2) if agreeing else None
+    model = replace(model, head=support.make_head(model, spec, agreeing=agreeing, draft_ids=vocabulary))
     for temperature in (0.0, 1.0):
         engine = make(model, drafter="mtp", depth=4, kv_blocks=24, max_num_batched_tokens=40)
         assert_same(run(engine, varied_requests(temperature)), plain(kind, PLAIN_FAMILY, temperature))
@@ -144,13 +127,10 @@ def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> N
 
 def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
     model = headed_model(PLAIN_FAMILY)
-    model = replace(model, head=make_head(model, HeadSpec(num_modules=2)))
+    model = replace(model, head=support.make_head(model, HeadSpec(num_modules=2)))
     with pytest.raises(UsageError, match="--depth is 3, but drafter mtp goes to 2"):
         make(model, drafter="mtp", depth=3)
     make(model, drafter="mtp", depth=2)
-
-
-# Any draft whatsoever.
 
 
 @pytest.mark.slow
@@ -177,7 +157,7 @@ def test_no_draft_changes_the_text(
     check_stats(outputs, oracle, error)
 
 
-def check_stats(outputs: Outputs, oracle: OracleDrafter, error: float) -> None:
+def check_stats(outputs: support.Outputs, oracle: OracleDrafter, error: float) -> None:
     """The counts of drafting add up, and the truth is accepted."""
     for output in outputs.values():
         stats = output.stats

@@ -4,8 +4,6 @@ The trunk: transformers, in float32. Native MTP heads: a plain torch restatement
 A new family that transformers knows is tested with no edit here; any other one has a row in family_rows.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -74,10 +72,8 @@ def changes_of(family: str, variant: str) -> dict[str, Any]:
 
 def says_something(family: str, variant: str) -> bool:
     """Is it the family as it is, or a config that differs from that?"""
-    tiny = family_of(family).tiny_config()
-    return variant == "as it is" or any(
-        tiny.get(key, key) != value for key, value in changes_of(family, variant).items()
-    )
+    tiny, changes = family_of(family).tiny_config(), changes_of(family, variant)
+    return variant == "as it is" or any(tiny.get(key, key) != value for key, value in changes.items())
 
 
 CASES = [
@@ -152,9 +148,7 @@ def test_logits_in_company(family: str) -> None:
     oracle, parts = oracle_of(family, model), [(prompt_of(length, length), start) for length, start in lengths]
     spans, expected = [], []
     for tokens, start in parts:
-        sequence = new_sequence(engine, tokens)
-        if start:
-            engine.runner.forward([Span(sequence, 0, start, 0)])
+        sequence = new_sequence(engine, tokens, computed=start)
         spans.append(Span(sequence, start, len(tokens) - start, 2 if start < 8 else 1))
         expected.append(logits_of_oracle(oracle, tokens)[-spans[-1].num_sample :])
     found = engine.runner.forward(spans).logits
@@ -198,9 +192,6 @@ def test_unknown_rope_is_refused() -> None:
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
         tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
 
-
-# MTP modules.
-
 MTP_FAMILIES = [name for name, row in ROWS.items() if row.mtp]
 
 
@@ -209,9 +200,7 @@ def expected_draft_logits(family: str, states: Tensor, tokens: Seq[int], length:
     behind all tokens."""
     oracle, order = mtp_oracle(family), ROWS[family].modules or (0,) * depth
     recycled = hidden = states[: length - 1]
-    drafted: list[tuple[list[Tensor], list[int]]] = [
-        ([], []) for _ in range(max(order) + 1)
-    ]  # rows behind the true pairs
+    drafted: list[Any] = [([], []) for _ in range(max(order) + 1)]  # rows and tokens behind the true pairs
     logits: list[Tensor] = []
     for step in range(depth):
         rows, ids = drafted[order[step]]
@@ -236,6 +225,10 @@ class Forced:
             self.seen[len(sequence.tokens), len(prefix)] = row
         return Sampled(np.array([self.truth[position] for _, position, _ in entries]), [None] * len(entries))
 
+    def check(self, length: int, logits: list[Tensor]) -> None:
+        for step, expected in enumerate(logits):  # norms of 1 + w are rounded to float32
+            torch.testing.assert_close(self.seen[length, step], expected, rtol=1e-5, atol=1e-6)
+
 
 def test_every_mtp_family_has_an_oracle() -> None:
     assert {name for name in ALL_FAMILIES if family_of(name).head} == {*MTP_FAMILIES}
@@ -258,10 +251,7 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
         sequence.num_computed = length - 1
         engine.drafting.drafter.propose([DraftRequest(sequence, 3)])
         assert sequence.draft.tokens == tokens[length : length + 3]
-        for step, expected in enumerate(expected_draft_logits(family, states, tokens, length, 3)):
-            torch.testing.assert_close(
-                forced.seen[length, step], expected, rtol=1e-5, atol=1e-6
-            )  # norms of 1 + w are rounded to float32
+        forced.check(length, expected_draft_logits(family, states, tokens, length, 3))
 
 
 @pytest.mark.slow
@@ -273,18 +263,13 @@ def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
     states = mtp_oracle(family).trunk_states(tokens)
     engine = make(model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
     engine.runner.draw = forced = Forced(tokens)
-    requests = []
-    for length, depth in ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2)):
-        requests.append(DraftRequest(new_sequence(engine, tokens, length, length - 1), depth))
-    engine.drafting.drafter.propose(requests)
-    assert len(forced.seen) == sum(each.depth for each in requests)
-    for sequence, depth in [(each.sequence, each.depth) for each in requests]:
-        length = len(sequence.tokens)
-        assert sequence.filled[0] == length
-        for step, expected in enumerate(expected_draft_logits(family, states, tokens, length, depth)):
-            torch.testing.assert_close(
-                forced.seen[length, step], expected, rtol=1e-5, atol=1e-6
-            )  # norms of 1 + w are rounded to float32
+    rounds = ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2))
+    asked = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
+    engine.drafting.drafter.propose(asked)
+    assert len(forced.seen) == sum(depth for _, depth in rounds)
+    for (length, depth), each in zip(rounds, asked, strict=True):
+        assert each.sequence.filled[0] == length
+        forced.check(length, expected_draft_logits(family, states, tokens, length, depth))
 
 
 def test_vocabulary_of_the_tests() -> None:

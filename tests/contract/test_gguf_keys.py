@@ -1,7 +1,5 @@
 """Keys and tensors of GGUF files: read, known to change nothing, or refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

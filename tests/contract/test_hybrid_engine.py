@@ -1,8 +1,5 @@
 """Hybrid models in the engine: snapshots are found, slots run out, memory is counted."""
 
-from __future__ import annotations
-
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,19 +10,13 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Request
 from headstart.engine.build import MEMORY_SHARE
 from headstart.engine.engine import Engine
-from headstart.engine.load import Model
 
 FAMILY = "qwen3_5"
 LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 300}
 
 
-@cache
-def hybrid() -> Model:
-    return headed_model(FAMILY)
-
-
 def engine_of(**settings: Any) -> Engine:
-    return make(hybrid(), **{"drafter": "mtp", "depth": 3, **LONG, **settings})
+    return make(headed_model(FAMILY), **{"drafter": "mtp", "depth": 3, **LONG, **settings})
 
 
 def ask(prompt: list[int], name: str = "r", tokens: int = 12) -> Request:
@@ -73,21 +64,15 @@ def test_a_prefix_without_a_snapshot_is_computed() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    specs, backend = hybrid().decoder.state_specs, hybrid().backend
+    specs, backend = headed_model(FAMILY).decoder.state_specs, headed_model(FAMILY).backend
     each = sum(backend.state_bytes(spec, MAX_DEPTH) for spec in specs)
     monkeypatch.setattr(type(backend), "free_memory", lambda self: int(each * slots * 4 / MEMORY_SHARE["cpu"]) + 64)
     monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
     engine, requests = engine_of(), [ask(prompt_of(20 + i, i), f"r{i}") for i in range(5)]
-    assert engine.memory.states is not None
     assert engine.memory.states.num_running == slots
-    most = 0
-
-    def watch(running: Engine) -> None:
-        nonlocal most
-        most = max(most, len(running.scheduler.running))
-
-    found = run(engine, requests, watch)
-    assert most == slots
+    seen = set[int]()
+    found = run(engine, requests, lambda running: seen.add(len(running.scheduler.running)))
+    assert max(seen) == slots
     assert [found[each.request_id, 0].tokens for each in requests] == plainly(*requests)
 
 
@@ -100,7 +85,7 @@ def test_a_preempted_sequence_starts_from_its_snapshot() -> None:
 
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of the budget each for sequences and snapshots, the other half for KV."""
-    specs, backend = hybrid().decoder.state_specs, hybrid().backend
+    specs, backend = headed_model(FAMILY).decoder.state_specs, headed_model(FAMILY).backend
     state, kept = (sum(backend.state_bytes(spec, rows) for spec in specs) for rows in (0, MAX_DEPTH))
     monkeypatch.setattr(type(backend), "free_memory", lambda self: int(40 * kept / MEMORY_SHARE["cpu"]))
     for changes, running, snapshots in (
@@ -111,7 +96,6 @@ def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
         states = engine_of(**changes).memory.states
-        assert states is not None
         assert (states.num_running, states.num_slots - states.num_running) == (running, snapshots), changes
         assert states.num_kept == (0 if "drafter" in changes else MAX_DEPTH)
 

@@ -1,8 +1,6 @@
 """Ropes whose frequencies transformers chooses by the length of the text: here the context that was asked for decides,
 so that a text does not depend on how it is cut. Logits beyond the original context are transformers'."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Families with Mamba2 from GGUF files as llama.cpp's converter writes them: the tables here restate its
 `conversion/{mamba,granite,nemotron,falcon_h1}.py`, whose own output gave the same logits when this was written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSeek-V4 as published: experts in FP4 with a scale for 32 columns, other matrices in FP8, tables of integers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -27,10 +25,8 @@ def stored(name: str, array: Any, rng: np.random.Generator) -> tuple[dict[str, t
         codes = rng.integers(0, 16, array.shape).astype(np.uint8)
         powers = rng.integers(122, 125, (array.shape[0], array.shape[1] // 32)).astype(np.uint8)
         pairs = torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).view(np.int8))
-        numbers = CODES[codes] * np.repeat(2.0 ** (powers.astype(np.float32) - 127), 32, 1)
-        return {name: pairs, scale: torch.from_numpy(powers).view(torch.float8_e8m0fnu)}, torch.from_numpy(
-            numbers
-        ).float()
+        numbers = torch.from_numpy(CODES[codes] * np.repeat(2.0 ** (powers.astype(np.float32) - 127), 32, 1)).float()
+        return {name: pairs, scale: torch.from_numpy(powers).view(torch.float8_e8m0fnu)}, numbers
     if name.endswith(FP8) and "compressor" not in name:
         powers = np.full([-(-size // 128) for size in array.shape], 126, np.uint8)
         small = values.to(torch.float8_e4m3fn)
@@ -50,8 +46,7 @@ def test_packed_experts_and_integer_tables(tmp_path: Path) -> None:
         folder = write_model(tmp_path / str(len(texts)), config, arrays)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**config, **told}))
-        model = model_at(folder, dtype="float64")
-        assert model.head
-        found = run(make(model, drafter="mtp", depth=2), [request(prompt_of(40, 3), max_tokens=30, stops=())])
+        engine = make(model_at(folder, dtype="float64"), drafter="mtp", depth=2)
+        found = run(engine, [request(prompt_of(40, 3), max_tokens=30, stops=())])
         texts.append(found["r", 0].tokens)
     assert texts[0] == texts[1]

@@ -1,7 +1,5 @@
 """Models as they are published: the trunk quantized, embedding and MTP head not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Families that are Llama's layers with declared differences: each against transformers' own class, through both
 backends, with and without drafts, and from files as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

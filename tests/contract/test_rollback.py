@@ -4,8 +4,6 @@ A history: prompts in chunks and in company, drafts of which any part comes true
 rows of an op come from tables, so that a token's inputs have the same bits whatever the pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import as_tensors
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
@@ -78,16 +77,11 @@ def tables(name: str) -> dict[str, Array]:
 
 
 def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: int = 0, threads: int = 1) -> Machine:
-    from headstart.formats.base import make_tensor
-
     spec, width = SPECS[name]
     conv = ConvSpec(spec.channels, width)
     on = ReferenceBackend(dtype="float64") if kind == "reference" else native_backend(kind, threads)
     pools = tuple(on.state_pool(num_slots, num_owned, num_kept, each) for each in (conv, spec))
-    w = {
-        key: on.weight(make_tensor(key, value.shape, "F32", value.reshape(-1).view(np.uint8)))
-        for key, value in tables(name).items()
-    }
+    w = {key: on.weight(tensor) for key, tensor in as_tensors(tables(name)).items()}
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         qkv, bias = ops.embed(w["qkv"], step.token_ids), w["conv_bias"] if isinstance(spec, ScanSpec) else None
@@ -121,13 +115,11 @@ def fresh(kind: str, name: str, tokens: tuple[int, ...]) -> Fresh:
     return out, [on.states(slot) for slot in range(count + 1)]
 
 
-TEXTS = [
-    tuple(
-        np.random.default_rng(9).integers(0, VOCAB, 40).tolist()
-        + np.random.default_rng(i).integers(0, VOCAB, 35).tolist()
-    )
-    for i in range(4)
-]
+def random_tokens(seed: int, count: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCAB, count).tolist())
+
+
+TEXTS = [random_tokens(9, 40) + random_tokens(i, 35) for i in range(4)]
 """What sequences say; they begin alike."""
 
 

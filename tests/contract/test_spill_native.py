@@ -1,7 +1,5 @@
 """Blocks that outlive their process, on native: the bits of the next one are those that it would have computed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -36,11 +34,6 @@ def answer(llm: LLM, seed: int = 1) -> tuple[list[int], list[float]]:
     return found.token_ids, [each.logprob for each in found.logprobs]
 
 
-def hits(llm: LLM) -> int:
-    assert llm.engine.memory.spill is not None
-    return llm.engine.memory.spill.hits.total()
-
-
 OTHER_KINDS = [("llama", "int8"), ("deepseek_v4", "int8"), ("llama", "float32"), ("llama", "fp8")]
 """Types of keys change how wide a slot is and nothing else."""
 
@@ -54,7 +47,7 @@ def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
         assert answer(first) == expected
     with LLM(model_of(family), **settings, kv_spill=str(tmp_path)) as second:
         assert answer(second) == expected
-        assert hits(second) == 288
+        assert second.engine.memory.spill.hits.total() == 288
         blocks = {number: part.read(3) for number, part in second.engine.memory.spill._parts.items() if number != -2}
         assert all(piece.any() for pieces in blocks.values() for piece in pieces[:1])
 
@@ -112,4 +105,4 @@ def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
             for each in (llm, plain):
                 done = each.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
                 assert done.token_ids == tokens
-        assert hits(llm) > 0 and not llm.engine.memory.spill.store.counts.dropped
+        assert llm.engine.memory.spill.hits.total() > 0 and not llm.engine.memory.spill.store.counts.dropped

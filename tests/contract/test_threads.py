@@ -1,7 +1,5 @@
 """Several threads on one LLM, and several LLMs on one model: every text is the one it is alone."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -22,9 +20,7 @@ from headstart.tools.tiny import write_model
 NATIVE = pytest.mark.skipif(limits(EngineConfig()) is not None, reason="not built")
 CASES = [
     pytest.param("native", "mimo", marks=NATIVE),  # with an MTP head
-    pytest.param(
-        "native", "qwen3_5_moe", marks=NATIVE
-    ),  # recurrent layers, experts: with memory of their own in a pass
+    pytest.param("native", "qwen3_5_moe", marks=NATIVE),  # with memory of their own in a pass: states, experts
     ("reference", "mimo"),
 ]
 SETTINGS: dict[str, Any] = {"threads": 2, "block_size": 16, "kv_blocks": 40, "max_model_len": 256, "depth": 3}
@@ -102,19 +98,29 @@ def test_llms_are_made_in_threads_while_others_run() -> None:
     assert in_threads(work, range(6)) == [alone] * 6
 
 
+MADE = """
+import faulthandler, os, random, signal, sys, threading, time
+from pathlib import Path
+from headstart.api import LLM
+from headstart.core import SamplingParams
+from headstart.errors import GenerationError
+from headstart.tools.tiny import write_tiny
+llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), backend="native", threads=2, kv_blocks=40, depth=2)
+params = SamplingParams(max_tokens=15, ignore_eos=True)
+"""
+
+
+def run_script(code: str) -> None:
+    command = [sys.executable, "-c", MADE + code, str(new_folder())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+
+
 @NATIVE
 def test_a_child_process_has_threads_of_its_own() -> None:
     """Those of its parent are not there: a pool that waits for them waits for ever. In a process of its own, as a
     crowded test process is not to be forked."""
-    code = """
-import os, signal, sys
-from pathlib import Path
-from headstart.api import LLM
-from headstart.config import EngineConfig
-from headstart.core import SamplingParams
-from headstart.tools.tiny import write_tiny
-llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), EngineConfig(backend="native", threads=2, kv_blocks=40, depth=2))
-params = SamplingParams(max_tokens=20, ignore_eos=True)
+    run_script("""
 alone = llm.generate([[5, 6]], params)[0].token_ids
 child = os.fork()
 if child == 0:
@@ -124,10 +130,7 @@ if child == 0:
     del llm
     os._exit(answer != alone)
 sys.exit(os.waitpid(child, 0)[1])
-"""
-    command = [sys.executable, "-c", code, str(new_folder())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+""")
 
 
 @NATIVE
@@ -135,17 +138,8 @@ sys.exit(os.waitpid(child, 0)[1])
 def test_interrupts_leave_the_others_going() -> None:
     """Ctrl-C again and again in the main thread, at any place: another thread's texts are right or end with an error,
     nothing waits for ever, and nothing is left in the engine."""
-    code = """
-import faulthandler, os, random, signal, sys, threading, time
-from pathlib import Path
-from headstart.api import LLM
-from headstart.config import EngineConfig
-from headstart.core import SamplingParams
-from headstart.errors import GenerationError
-from headstart.tools.tiny import write_tiny
+    run_script("""
 faulthandler.dump_traceback_later(250, exit=True)
-llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), EngineConfig(backend="native", threads=2, kv_blocks=40, depth=2))
-params = SamplingParams(max_tokens=15, ignore_eos=True)
 def ask():
     try:
         return llm.generate([[5, 6, 7]], params)[0].token_ids
@@ -182,7 +176,4 @@ over.set()
 threads[0].join()
 assert num_interrupts > 10 and len(answers) > 10 and all(answers), (num_interrupts, len(answers))
 assert not llm.engine.has_work and not llm.shared.inboxes and ask() == alone
-"""
-    command = [sys.executable, "-c", code, str(new_folder())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
+""")

@@ -3,8 +3,6 @@
 transformers finds the modules by layer numbers of the released models; the tiny model's number is set on the instance.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Models that see: their text part against transformers' own class, without their towers; parts of messages that are
 not text are refused with one line."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

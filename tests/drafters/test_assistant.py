@@ -1,7 +1,5 @@
 """Assistants, whose layers read the trunk's keys: drafts against transformers, and the text with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -25,17 +23,14 @@ from headstart.tools.tiny import write_model
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 TRUNK = {
-    "vocab_size_per_layer_input": support.VOCAB + 1,
-    "num_hidden_layers": 6,
-    "layer_types": KINDS * 2,
+    "vocab_size_per_layer_input": support.VOCAB + 1, "num_hidden_layers": 6, "layer_types": KINDS * 2,
     "num_kv_shared_layers": 2,
-}
+}  # fmt: skip
 OWN = {
     "vocab_size": support.VOCAB + 1, "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3,
     "layer_types": KINDS, "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 24, "attention_k_eq_v": True,
     "num_global_key_value_heads": 1, "sliding_window": 11, "hidden_size_per_layer_input": 0,
-    "vocab_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
-    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 0, "enable_moe_block": False, "use_double_wide_mlp": False, "num_kv_shared_layers": 3,
 }  # fmt: skip
 """A vocabulary that makes twelve groups."""
 

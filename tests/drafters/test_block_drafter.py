@@ -1,7 +1,5 @@
 """Block drafters in the engine: a text is the same with every kind of them, and a draft is one pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -93,12 +91,8 @@ def test_the_text_is_that_of_plain_decoding(backend: str, variant: str, settings
 def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, rule: str) -> None:
     model = trunk(backend)
     settings: dict[str, Any] = {
-        "backend": backend,
-        "dtype": EXACT[backend],
-        "enable_prefix_caching": False,
-        "rule": rule,
-        "block_size": 16,
-    }
+        "backend": backend, "dtype": EXACT[backend], "enable_prefix_caching": False, "rule": rule, "block_size": 16,
+    }  # fmt: skip
     engine = support.make(replace(model, head=attach_head(model, written("dspark"))), depth=3, **settings)
     passes: list[tuple[str, int]] = []
     original = engine.runner.run

@@ -1,7 +1,5 @@
 """Drafter draft_model: a second whole model beside the trunk, its vocabulary, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,23 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import (
-    SMALL,
-    VOCAB,
-    eagle3_arrays,
-    eagle3_spec,
-    family_of,
-    headed_model,
-    make,
-    make_draft_model,
-    new_folder,
-    prompt_of,
-    request,
-    run,
-    tiny_model,
-    varied_requests,
-    write_head,
-)
+import support
+from support import VOCAB, family_of, make, make_draft_model, prompt_of, request, run, tiny_model, varied_requests
 
 from headstart.config import EngineConfig
 from headstart.core import Rows
@@ -37,7 +20,7 @@ EXACT = {"reference": "float64", "native": "float32"}
 
 
 def written(family: str, **changes: Any) -> Path:
-    return write_model(new_folder(), *family_of(family).tiny(**changes))
+    return write_model(support.new_folder(), *family_of(family).tiny(**changes))
 
 
 def loaded(backend: str, trunk: Path, draft: Path, **settings: Any) -> Model:
@@ -47,7 +30,7 @@ def loaded(backend: str, trunk: Path, draft: Path, **settings: Any) -> Model:
 
 def engine_of(model: Model, backend: str, **settings: Any) -> Any:
     wanted = {"drafter": "draft_model", "depth": 3, "block_size": 16, **settings}
-    return make(model, **{**SMALL, "backend": backend, "dtype": EXACT[backend], **wanted})
+    return make(model, **{**support.SMALL, "backend": backend, "dtype": EXACT[backend], **wanted})
 
 
 @pytest.mark.parametrize("backend", EXACT)
@@ -106,7 +89,7 @@ def test_any_family_beside_any_other(family: str, drafter: str) -> None:
 
 
 def test_rule_rejection_takes_its_distributions() -> None:
-    model = headed_model("llama", "draft_model")
+    model = support.headed_model("llama", "draft_model")
     engine = make(model, drafter="draft_model", depth=3, rule="rejection")
     run(engine, varied_requests(1.0))
     assert engine.stats.drafted > 50
@@ -118,9 +101,6 @@ def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
     outputs = run(engine, REQUESTS)
     assert len(outputs["r", 0].tokens) == 30
     assert 0 < engine.stats.drafted == engine.stats.accepted < 15
-
-
-# Vocabularies.
 
 WORDS = {f"w{i}": i for i in range(200)}
 
@@ -183,9 +163,6 @@ def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
     assert engine.stats.drafted == engine.stats.accepted > 10
 
 
-# What is refused.
-
-
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     trunk = written("llama")
     with pytest.raises(ModelError, match="has recurrent layers, which cannot draft yet"):
@@ -197,8 +174,8 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="without an MTP head of its own"):
         loaded("native", trunk, trunk, drafter="mtp")
     model = tiny_model("llama")
-    spec = eagle3_spec(model)
-    head = write_head(tmp_path / "head", model.config, spec, eagle3_arrays(model, spec))
+    spec = support.eagle3_spec(model)
+    head = support.write_head(tmp_path / "head", model.config, spec, support.eagle3_arrays(model, spec))
     with pytest.raises(ModelError, match="is a head of kind eagle3, not a whole model"):
         loaded("native", trunk, head)
 

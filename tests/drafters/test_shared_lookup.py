@@ -1,7 +1,5 @@
 """Texts of earlier requests as drafts: what is found, for whom, within which memory, and that texts stay the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,9 +74,6 @@ def test_memory_is_bounded() -> None:
     assert texts.find(ME, [1, 2, 3, 4], 2) == ([7, 8], 4)
     assert texts.find(ME, list(range(4990, 4996)), 2) == ([4996, 4997], 6)
     assert texts.find(ME, list(range(100, 110)), 2) == ([], 0)
-
-
-# In the engine.
 
 
 def again(requests: list[Request], **changes: str) -> list[Request]:

@@ -1,7 +1,5 @@
 """Which trunk a head was trained on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

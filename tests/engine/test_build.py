@@ -1,7 +1,5 @@
 """Engines as they are made: what their pools take of the memory, and values of flags without sense."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A calibration keeps its time, and what it found serves the next start, whatever else the machine does meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """Another head on a running engine: the texts stay the same, the prefix cache serves on, faults change nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 from typing import Any

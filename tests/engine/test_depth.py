@@ -1,7 +1,5 @@
 """Costs, odds, and the depth that follows from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,9 +28,6 @@ def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
     prompt = tuple(range(tokens))
     request = Request(request_id="r", prompt_ids=prompt, params=params, seed=1, stop_ids=frozenset())
     return Sequence(request, 0, list(prompt), 0)
-
-
-# Costs.
 
 
 def test_a_curve_goes_through_what_was_measured_and_never_falls() -> None:
@@ -80,9 +75,6 @@ def test_a_calibration_measures_this_engine() -> None:
     assert not engine.has_work and engine.stats.passes == 0
 
 
-# Odds.
-
-
 def learn(acceptance: AcceptanceEstimator, each: Sequence, score: float, right: bool) -> None:
     acceptance.record_draft(each, Draft([7 if right else 8], method="mtp", scores=[score]))
     each.tokens.append(7)
@@ -123,9 +115,6 @@ def test_sequences_and_temperatures_have_records_of_their_own() -> None:
         learn(acceptance, cold, 0.5, True)
         learn(acceptance, hot, 0.5, False)
     assert acceptance.table(cold, "mtp", 0).mean > acceptance.table(hot, "mtp", 0).mean + 0.2
-
-
-# Depth, in a world that is known: costs do not change, and tokens come as `rate` says.
 
 
 class Known(Costs):
@@ -265,9 +254,6 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     pilot.estimate_costs(PassShape(1))
     drafts = [pilot.make_requests([DraftCandidate(each, 8, uncached)])[0] for uncached in (0, 100, 100_000)]
     assert [draft.gate.should_start for draft in drafts] == [True, True, False]
-
-
-# In the engine.
 
 
 def test_auto_keeps_the_text_and_a_table_by_batch_size() -> None:

@@ -1,7 +1,5 @@
 """Embeddings of prompts: what transformers' hidden states come to, and the same bits in any company."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

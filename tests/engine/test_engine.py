@@ -10,25 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support
 import torch
-from support import (
-    VOCAB,
-    OracleDrafter,
-    Outputs,
-    agreeing_model,
-    assert_clean,
-    assert_same,
-    collect,
-    headed_model,
-    make,
-    make_head,
-    new_sequence,
-    prompt_of,
-    request,
-    run,
-    tiny_model,
-    varied_requests,
-)
+from support import Outputs, agreeing_model, assert_same, headed_model, make, prompt_of, request, run, varied_requests
 
 from headstart.core import Delta, Draft, Request, Sequence, Span, StepPlan
 from headstart.drafters.base import DraftRequest
@@ -90,7 +74,7 @@ def step(engine: Engine, outputs: Outputs | None = None) -> list[Delta]:
     found: list[Delta] = []
     engine.step(found.extend)
     if outputs is not None:
-        collect(outputs, found)
+        support.collect(outputs, found)
     return found
 
 
@@ -136,7 +120,7 @@ def test_drafts_starve_nobody() -> None:
     """Eight sequences want six rows each of a budget of 17: every one still gets its token in each step."""
     engine = make(agreeing_model(FAMILY), drafter="none", depth=5, max_num_batched_tokens=17, kv_blocks=200)
     truth = run(engine, requests := [request(prompt_of(2, i), name=f"{i}", max_tokens=40, stops=()) for i in range(8)])
-    engine.drafting.drafter = OracleDrafter(truth, 0, 0.2)
+    engine.drafting.drafter = support.OracleDrafter(truth, 0, 0.2)
     for each in requests:
         engine.submit(each)
     step(engine)
@@ -156,7 +140,7 @@ def test_tokens_leave_before_the_next_draft() -> None:
     engine.step(lambda deltas: pytest.fail("delivered"))  # an idle step does nothing
     assert engine.runner.num_passes == 0
 
-    class Noted(OracleDrafter):
+    class Noted(support.OracleDrafter):
         def propose(self, requests: Seq[DraftRequest]) -> None:
             events.append("propose")
 
@@ -208,7 +192,7 @@ def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
 def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int) -> tuple[Engine, Sequence]:
     """The same tokens computed at once by an engine that never drafted."""
     other = make(headed_model(FAMILY), drafter="mtp", depth=1, enable_prefix_caching=False)
-    sequence = new_sequence(other, tokens, computed=num_computed)
+    sequence = support.new_sequence(other, tokens, computed=num_computed)
     if num_drafter > 1:
         sequence.tokens = tokens[:num_drafter]
         other.drafting.drafter.propose([DraftRequest(sequence, 1)])
@@ -358,7 +342,7 @@ def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
     truth = run(engine, [request([5, 9], max_tokens=30, stops=())])
     tokens = truth["r", 0].tokens
     stop = next(token for token in tokens[4:] if token not in tokens[:4])
-    engine.drafting.drafter = OracleDrafter(truth, 1, 0.0)
+    engine.drafting.drafter = support.OracleDrafter(truth, 1, 0.0)
     found = run(engine, [request([5, 9], max_tokens=30, stops=(stop,))])["r", 0]
     assert (found.tokens, found.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
     assert found.stats.accepted > 0
@@ -396,7 +380,7 @@ def test_abort_frees_blocks_wherever_the_sequence_is() -> None:
     assert set(outputs) == {("0", 0), ("1", 0)}
     for name in "012":
         engine.abort(name)
-    assert_clean(engine)
+    support.assert_clean(engine)
     assert run(engine, [request([5], name="0", max_tokens=2, stops=())])["0", 0].finish_reason == "length"
 
 
@@ -414,13 +398,13 @@ def test_abort_from_inside_deliver() -> None:
     while engine.has_work:
         engine.step(deliver)
     assert sorted(seen) == ["0", "1", "2"]
-    assert_clean(engine)
+    support.assert_clean(engine)
 
 
 BAD: dict[str, tuple[Request, type[HeadstartError], str]] = {
     "empty": (request([]), UsageError, "the prompt is empty"),
     "too long": (request([5] * 128), CapacityError, "128 tokens, but the context holds 128"),
-    "id too large": (request([5, VOCAB]), UsageError, f"outside 0..{VOCAB - 1}"),
+    "id too large": (request([5, support.VOCAB]), UsageError, f"outside 0..{support.VOCAB - 1}"),
     "id below 0": (request([-1]), UsageError, "outside 0.."),
     "deep": (request([5], depth=17), UsageError, "depth is 17, but the drafter's limit is 16"),
     "depth below 0": (request([5], depth=-1), UsageError, "depth is -1, but must be at least 0"),
@@ -441,7 +425,7 @@ def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
     assert not engine.scheduler.waiting
     while engine.has_work:
         step(engine, outputs)
-    assert_clean(engine)
+    support.assert_clean(engine)
     assert_same(outputs, run(make(headed_model(FAMILY), drafter="none"), [good]))
 
 
@@ -461,11 +445,11 @@ def processed(logits: np.ndarray) -> np.ndarray:
 @cache
 def joint_of_three(prompt: tuple[int, ...]) -> np.ndarray:
     """P(t1, t2, t3) [V, V, V] from the trunk's own logits."""
-    engine = make(tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2), drafter="none")
+    engine = make(support.tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2), drafter="none")
 
     @cache
     def next_probs(*tokens: int) -> np.ndarray:
-        sequence = new_sequence(engine, [*prompt, *tokens])
+        sequence = support.new_sequence(engine, [*prompt, *tokens])
         logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
         engine.memory.release(sequence)
         return processed(logits[0].numpy())
@@ -476,7 +460,7 @@ def joint_of_three(prompt: tuple[int, ...]) -> np.ndarray:
     return joint
 
 
-class JunkDrafter(OracleDrafter):
+class JunkDrafter(support.OracleDrafter):
     """One-hot drafts from nowhere."""
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
@@ -487,15 +471,14 @@ class JunkDrafter(OracleDrafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [("mtp", "rejection"), ("mtp, reduced", "rejection"), ("junk", "rejection"), ("mtp", "exact")],
+    ("drafter", "rule"), [("mtp", "rejection"), ("mtp, reduced", "rejection"), ("junk", "rejection"), ("mtp", "exact")]
 )
 def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, rule: str) -> None:
     """Chi-square of the joint distribution of the first three tokens, the last two of them drafted."""
     prompt, runs = [3, 1, 4, 1], 6
-    model = tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
+    model = support.tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
     if drafter == "mtp, reduced":
-        model = replace(model, head=make_head(model, draft_ids=(0, 2, 3)))
+        model = replace(model, head=support.make_head(model, draft_ids=(0, 2, 3)))
     engine = make(model, drafter="none" if drafter == "junk" else "mtp", depth=2, rule=rule, kv_blocks=400)
     if drafter == "junk":
         engine.drafting.drafter = JunkDrafter({}, 0, 0)

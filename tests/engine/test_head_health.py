@@ -1,7 +1,5 @@
 """Drafting pauses while a head's drafts are not accepted, in process as on a server."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -8,22 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import (
-    SMALL,
-    VOCAB,
-    Outputs,
-    agreeing_model,
-    assert_clean,
-    assert_same,
-    family_of,
-    headed_model,
-    make,
-    new_folder,
-    prompt_of,
-    request,
-    run,
-    varied_requests,
-)
+import support
+from support import VOCAB, agreeing_model, assert_same, headed_model, make, prompt_of, request, run, varied_requests
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -43,8 +29,8 @@ GOOD_TOKENS = 6
 @cache
 def native_model() -> Model:
     pytest.importorskip("headstart.kernels.native._native")
-    config, arrays = family_of(FAMILY).tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
-    return load_model(str(write_model(new_folder(), config, arrays)), EngineConfig(backend="native", threads=1))
+    config, arrays = support.family_of(FAMILY).tiny(num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+    return load_model(str(write_model(support.new_folder(), config, arrays)), EngineConfig(backend="native", threads=1))
 
 
 MODELS: dict[str, Callable[[], Model]] = {"reference": lambda: agreeing_model(FAMILY), "native": native_model}
@@ -179,12 +165,9 @@ def test_slots_of_others_are_never_read() -> None:
     assert engine.stats.drafted
 
 
-# What a user sees.
-
-
 def dead_end() -> tuple[LLM, GrammarSpec, dict[int, float]]:
     """A vocabulary that cannot spell 日, and a bias that leads there."""
-    llm = LLM(headed_model(FAMILY), EngineConfig(**{**SMALL, "dtype": "float64", "drafter": "mtp", "depth": 3}))
+    llm = LLM(headed_model(FAMILY), EngineConfig(**{**support.SMALL, "dtype": "float64", "drafter": "mtp", "depth": 3}))
     (x,) = llm.tokenizer.encode("x")
     return llm, GrammarSpec("choice", ["x日", "the thing"]), {x: 100.0}
 
@@ -192,7 +175,7 @@ def dead_end() -> tuple[LLM, GrammarSpec, dict[int, float]]:
 def test_a_dead_end_of_the_grammar() -> None:
     llm, spec, bias = dead_end()
     constraint = GrammarCompiler(llm.tokenizer, VOCAB).compile(spec)
-    found: list[Outputs] = []
+    found: list[support.Outputs] = []
     for drafter in ("none", "mtp", "ngram"):
         bound = request([5, 6], name="bad", constraint=constraint, logit_bias=bias)
         found.append(run(make(headed_model(FAMILY), drafter=drafter), [bound, *neighbours()]))
@@ -211,6 +194,6 @@ def test_the_api_raises() -> None:
     assert next(pieces).text == "x"
     with pytest.raises(GenerationError):
         next(pieces)
-    assert_clean(llm.engine)
+    support.assert_clean(llm.engine)
     away = SamplingParams(logit_bias=dict.fromkeys(bias, -100.0))
     assert llm.generate(["a"], away, constraint=spec)[0].text == "the thing"

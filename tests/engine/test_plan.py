@@ -1,7 +1,5 @@
 """The plan of a pass against its definition, row by row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,24 +1,12 @@
 """The token budget: any number of rows per pass, down to one, gives the same text and lets everybody through."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from support import (
-    OracleDrafter,
-    Outputs,
-    agreeing_model,
-    assert_same,
-    headed_model,
-    make,
-    new_sequence,
-    prompt_of,
-    request,
-    run,
-)
+import support
+from support import OracleDrafter, Outputs, agreeing_model, assert_same, headed_model, make, prompt_of, request, run
 
 from headstart.core import Request, Span
 from headstart.engine.engine import Engine
@@ -109,6 +97,6 @@ def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
 
 def test_numpy_gives_the_logits_of_a_pass() -> None:
     engine = make(headed_model(FAMILY), drafter="none")
-    sequence = new_sequence(engine, [5, 6, 7])
+    sequence = support.new_sequence(engine, [5, 6, 7])
     logits = engine.runner.backend.numpy(engine.runner.forward([Span(sequence, 0, 3, 3)]).logits)
     assert (logits.dtype, logits.shape) == (np.float32, (3, engine.runner.vocab_size))

@@ -1,7 +1,5 @@
 """One engine for several threads: the fair lock, what finalizers do, steps that fail."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

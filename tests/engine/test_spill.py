@@ -1,7 +1,5 @@
 """Blocks that outlive their engine: texts and logprobs of the next one are the same, and nothing is computed twice."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

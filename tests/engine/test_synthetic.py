@@ -1,7 +1,5 @@
 """Synthetic acceptance: rates met, decided by the seed alone, marked in every output, refused where texts matter."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Judging: prefixes, the distribution of rule `rejection`, and its reduction to exact match for greedy rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

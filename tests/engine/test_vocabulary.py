@@ -1,7 +1,5 @@
 """Draft vocabularies of heads that have none: the texts stay the same, measurements are kept, bad values are named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who comes next: shares of owners, priorities, and what was preempted; never a difference in a text."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What lies in a model's folder: placeholders of files, stale indexes, heads in files of their own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Formats: what is written is read back, and no damaged file does worse than a ModelError."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

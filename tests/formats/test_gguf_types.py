@@ -1,7 +1,5 @@
 """Types of GGUF files: NVFP4 and 1-bit weights in what kernels take, what becomes float32, and what nobody reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

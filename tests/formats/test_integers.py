@@ -1,7 +1,5 @@
 """GPTQ, AWQ and packed compressed-tensors: the values by their formats' definitions, and what they become."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,18 +1,15 @@
 """Quantized weights by the code that published the formats: compressed-tensors and bitsandbytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 import test_integers
 import test_small_floats
+import torch
 from test_small_floats import rounded, tensors
 
 from headstart.formats.quantization import readable
-
-torch = pytest.importorskip("torch")
 
 TYPES = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16"}
 FP8 = {"num_bits": 8, "type": "float"}
@@ -35,10 +32,8 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 PACKED: dict[str, dict[str, Any]] = {
-    "packed": INT4,
-    "packed, zero points": {**INT4, "symmetric": False},
-    "packed, 8 bits": {**INT4, "num_bits": 8},
-}
+    "packed": INT4, "packed, zero points": {**INT4, "symmetric": False}, "packed, 8 bits": {**INT4, "num_bits": 8},
+}  # fmt: skip
 """Cases of the other files -> the library's format, and its arguments."""
 
 

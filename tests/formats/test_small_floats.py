@@ -1,21 +1,18 @@
 """FP8, NVFP4, MXFP4, bitsandbytes and 8-bit integers: the values by their formats' definitions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.quantization import readable
 from headstart.formats.safetensors import bfloat16
-
-torch = pytest.importorskip("torch")
 
 ROWS, COLUMNS = 48, 256
 Parts = dict[str, tuple[str, NDArray[Any]]]

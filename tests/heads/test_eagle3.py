@@ -1,7 +1,5 @@
 """EAGLE-3 heads: the formula against a plain implementation, the files in the layout of other engines."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -11,21 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-torch = pytest.importorskip("torch")
-
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
-
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import StepPlan  # noqa: E402
-from headstart.engine.load import attach_head  # noqa: E402
-from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.formats.safetensors_file import read_file  # noqa: E402
-from headstart.heads.base import HeadNetwork  # noqa: E402
-from headstart.heads.files import read_head, write_head  # noqa: E402
-from headstart.layers.network import Pools  # noqa: E402
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import attach_head
+from headstart.errors import ModelError, UsageError
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.base import HeadNetwork
+from headstart.heads.files import read_head, write_head
+from headstart.layers.network import Pools
 
 MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
@@ -93,13 +90,7 @@ def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
     pool = model.backend.kv_pool(32, module.kv_specs[0])
     programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
     first, following = programs["pairs.0"].code, programs["next.0"].code
-    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
-    positions = ints(range(1, count + 1))
-    plan = StepPlan(
-        token_ids=ints(ids), positions=positions, slots=positions, row_starts=ints([0, count]),
-        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(count)),
-        first_position=1, block_size=8,
-    )  # fmt: skip
+    plan = support.plan_at(1, ids, first_position=1)
     found = model.backend.run(first, plan, hidden=streams)
     torch.testing.assert_close(found["logits"], expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found["hidden"], recycled, rtol=1e-9, atol=1e-9)
@@ -110,18 +101,14 @@ def test_files_are_those_of_other_engines(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     path = written(model, tmp_path / "head")
     document = json.loads((path / "config.json").read_text())
-    assert document["architectures"] == ["LlamaForCausalLMEagle3"]
-    assert document["draft_vocab_size"] == len(DRAFT_IDS)
-    assert document["rope_theta"] == 10000.0
+    said = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFT_IDS), "rope_theta": 10000.0}
+    assert {key: document[key] for key in said} == said
     tensors = read_file(path / "model.safetensors")
     assert {"fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} <= tensors.keys()
     offsets = tensors["d2t"].numpy()
-    assert offsets.dtype == np.int64
-    assert (offsets + np.arange(len(offsets)) == np.array(DRAFT_IDS)).all()
-    head = read_head(path)
-    assert (head.spec, head.trunk) == (support.eagle3_spec(model), "x")
-    assert (head.hidden_size, head.vocab_size) == (model.config.hidden_size, model.config.vocab_size)
-    assert head.draft_token_ids is not None
+    assert offsets.dtype == np.int64 and (offsets + np.arange(len(offsets))).tolist() == list(DRAFT_IDS)
+    head, sizes = read_head(path), (model.config.hidden_size, model.config.vocab_size)
+    assert (head.spec, head.trunk, head.hidden_size, head.vocab_size) == (support.eagle3_spec(model), "x", *sizes)
     assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
 
 
@@ -136,8 +123,8 @@ def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path)
     document = json.loads((path / "config.json").read_text())
     del document["rope_theta"]
     if layout == "speculators":
-        inner = {key: document.pop(key) for key in list(document) if key not in ("architectures", "draft_vocab_size")}
-        document |= {"speculators_model_type": "eagle3", "transformer_layer_config": {**inner, "rope_parameters": rope}}
+        document = as_speculators({**document, "rope_parameters": rope})
+        inner = document["transformer_layer_config"]
     else:
         document |= {"rope_scaling": {key: rope[key] for key in rope if key != "rope_theta"}, "rope_theta": 5e4}
         inner = document
@@ -149,25 +136,22 @@ def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path)
     assert spec.scale == pytest.approx(expected.attention_scaling)
 
 
+def as_speculators(document: dict[str, Any]) -> dict[str, Any]:
+    outside = {key: document.pop(key) for key in ("architectures", "draft_vocab_size")}
+    return {**outside, "speculators_model_type": "eagle3", "transformer_layer_config": document}
+
+
 def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
     """layers.0 for midlayer, sizes in transformer_layer_config, no tap ids: low, middle and high layer."""
     model = support.tiny_model("llama", num_hidden_layers=8)
     path = written(model, tmp_path / "head", tap=())
-    document = json.loads((path / "config.json").read_text())
-    inner = {key: document.pop(key) for key in list(document) if key not in ("architectures", "draft_vocab_size")}
-    document |= {"speculators_model_type": "eagle3", "transformer_layer_config": inner}
+    document = as_speculators(json.loads((path / "config.json").read_text()))
     (path / "config.json").write_text(json.dumps(document))
-    attached = attach_head(model, path)
-    assert attached.spec.tap == (2, 4, 5)
+    assert attach_head(model, path).spec.tap == (2, 4, 5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
-    if backend == "native":
-        pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-    from headstart.api import LLM
-    from headstart.core import SamplingParams
-
     config, arrays = support.family_of("llama").tiny()
     folder = support.write_model(tmp_path / "model", config, arrays)
     path = written(support.tiny_model("llama"), tmp_path / "head", NORMS[-1])
@@ -188,11 +172,8 @@ def test_wrong_heads(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     with pytest.raises(ModelError, match="taps the layers"):
         attach_head(model, written(model, tmp_path / "a", tap=(0, 1, 9)))
-    path = written(model, tmp_path / "b")
-    document = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**document, "rope_scaling": {"rope_type": "spiral"}}))
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
-        read_head(path)
+        read_head(changed(written(model, tmp_path / "b"), {}, rope_scaling={"rope_type": "spiral"}))
     with pytest.raises(UsageError, match="its head is of kind eagle3"):
         support.make(replace(model, head=attach_head(model, written(model, tmp_path / "c"))), drafter="mtp")
 
@@ -206,16 +187,11 @@ def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("layers.1.input_layernorm.weight", "layers.1.input_layernorm.weight is not known of an EAGLE-3 head"),
-        ("midlayer.self_attn.q_norm.weight", "midlayer.self_attn.q_norm.weight is not known"),
-        ("fc.bias", "fc.bias is not known"),
-    ],
+    "name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.q_norm.weight", "fc.bias"]
 )
-def test_what_would_change_the_drafts_is_refused(name: str, said: str, tmp_path: Path) -> None:
+def test_what_would_change_the_drafts_is_refused(name: str, tmp_path: Path) -> None:
     path = changed(written(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
-    with pytest.raises(ModelError, match=re.escape(said)):
+    with pytest.raises(ModelError, match=re.escape(f"{name} is not known of an EAGLE-3 head")):
         read_head(path)
 
 
@@ -235,8 +211,7 @@ def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     path = written(model, tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
     document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
-    assert document["fc_norm"]
-    assert document["norm_output"]
+    assert document["fc_norm"] and document["norm_output"]
     assert {f"fc_norm.{i}.weight" for i in range(3)} <= names
     head = read_head(path)
     write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})

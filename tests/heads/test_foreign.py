@@ -1,11 +1,10 @@
 """EAGLE and Medusa heads as their projects publish them: drafts of their formulas, and files that are none."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from headstart.cli.main import main
-from headstart.core import Sequence, Span
+from headstart.core import Span
 from headstart.drafters.base import DraftRequest
 from headstart.engine.load import Model, attach_head
+from headstart.engine.runner import span_rows
 from headstart.errors import ModelError
 from headstart.formats.pickled import read_pickle
 from headstart.heads.files import is_head
@@ -31,8 +31,7 @@ SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 64}  # fmt: skip
 
 
-def trunk() -> Model:
-    return tiny_model("llama", softness=0.3)
+trunk = partial(tiny_model, "llama", softness=0.3)
 
 
 def written(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
@@ -50,7 +49,8 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
     engine, tokens, same = make(model, drafter=kind, depth=depth), prompt_of(20, 4), list[bool]()
     for length in range(2, len(tokens)):
         sequence = new_sequence(engine, tokens, length)
-        forward = engine.runner.run(engine.runner.trunk, "forward", [rows_of(sequence, length)])
+        rows = span_rows(Span(sequence, 0, length - 1, 1))
+        forward = engine.runner.run(engine.runner.trunk, "forward", [rows])
         sequence.num_computed = length - 1
         engine.drafting.drafter.propose([DraftRequest(sequence, depth)])
         with torch.inference_mode():
@@ -60,18 +60,10 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
     return float(np.mean(same))
 
 
-def rows_of(sequence: Sequence, length: int) -> Any:
-    from headstart.engine.runner import span_rows
-
-    return span_rows(Span(sequence, 0, length - 1, 1))
-
-
-def plain_weights(model: Model) -> tuple[Tensor, Tensor]:
-    embedding, lm_head = model.decoder.embedding, model.decoder.lm_head.weight
-    return embedding, lm_head
-
-
-# EAGLE.
+def check_text(model: Model, headed: Model, **settings: Any) -> None:
+    requests = varied_requests(0.8)
+    plain = run(make(model, drafter="none", max_num_seqs=1), requests)
+    assert_same(run(make(headed, **settings), requests), plain)
 
 
 def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -116,7 +108,7 @@ def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], tmp_path:
     layer.load_state_dict(
         {name.removeprefix("layers.0."): each for name, each in tensors.items() if name.startswith("layers.0.")}
     )
-    embedding, lm_head = plain_weights(model)
+    embedding, lm_head = model.decoder.embedding, model.decoder.lm_head.weight
 
     def expected(hidden: Tensor, tokens: list[int]) -> list[int]:
         found, ids = [], tokens[1:]
@@ -133,18 +125,13 @@ def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], tmp_path:
 
     headed = replace(model, head=attach_head(model, path))
     assert drafts_at_every_length(headed, "eagle", expected) >= 0.99
-    requests = varied_requests(0.8)
-    plain = run(make(model, drafter="none", max_num_seqs=1), requests)
-    assert_same(run(make(headed, drafter="eagle", depth=4), requests), plain)
+    check_text(model, headed, drafter="eagle", depth=4)
 
 
 def test_a_model_of_one_layer_is_no_head(tmp_path: Path) -> None:
     config, tensors = eagle_files(trunk())
     del tensors["fc.weight"]
     assert not is_head(written(tmp_path / "one", config, tensors, "model.safetensors"))
-
-
-# Medusa.
 
 
 @pytest.mark.parametrize(("own_lm_heads", "layout"), [(True, "medusa_lm_head.pt"), (True, "vllm"), (False, "vllm")])
@@ -173,7 +160,7 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
                   "num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}  # fmt: skip
     file = "model.safetensors" if layout == "vllm" else layout
     headed = replace(model, head=attach_head(model, written(tmp_path / "medusa", config, tensors, file)))
-    _, lm_head = plain_weights(model)
+    lm_head = model.decoder.lm_head.weight
 
     def expected(states: Tensor, tokens: list[int]) -> list[int]:
         found = []
@@ -185,12 +172,7 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
         return found
 
     assert drafts_at_every_length(headed, "medusa", expected) >= 0.99
-    requests = varied_requests(0.8)
-    plain = run(make(model, drafter="none", max_num_seqs=1), requests)
-    assert_same(run(make(headed, drafter="medusa", depth=3), requests), plain)
-
-
-# What is not run.
+    check_text(model, headed, drafter="medusa", depth=3)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +192,6 @@ def test_what_is_not_run_is_named(changes: dict[str, Any], more: dict[str, Tenso
     path = written(tmp_path / "head", {**config, **changes}, {**tensors, **more}, "model.safetensors")
     with pytest.raises(ModelError, match=said):
         attach_head(trunk(), path)
-
-
-# Pickles.
 
 
 class Harm:

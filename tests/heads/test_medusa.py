@@ -1,19 +1,16 @@
 """Medusa heads: the paper's formula, and how deep they go. That they leave the text alone: contract/test_exact.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import support
+import torch
 
-torch = pytest.importorskip("torch")
-
-from headstart.api import LLM  # noqa: E402
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import SamplingParams  # noqa: E402
-from headstart.errors import UsageError  # noqa: E402
-from headstart.train.objective import unroll  # noqa: E402
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import UsageError
+from headstart.train.objective import unroll
 
 
 def test_the_formula() -> None:

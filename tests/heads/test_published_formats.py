@@ -1,11 +1,10 @@
 """Every published form of a drafter is told by one place, which inspect, launch, export and train ask."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_files
 import numpy as np
 import pytest
@@ -54,12 +53,11 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("mtp", "dspark", {"model_type": "deepseek_v4", "dspark_block_size": 5, "n_mtp_layers": 3}),
     ("draft_model", "draft_model", {**LLAMA, "num_hidden_layers": 16}),
     (
-        "draft_model",
-        "draft_model",
+        "draft_model", "draft_model",
         {"architectures": ["Eagle2_5_VLForConditionalGeneration"], "model_type": "eagle_vl"},
     ),
     ("unknown", "", {**SPECULATORS, "speculators_model_type": "unheard_of", "architectures": ["Eagle3Speculator"]}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "method", "config"), FORMS)
@@ -120,8 +118,6 @@ def test_directories(tmp_path: Path) -> None:
     ],
 )
 def test_gguf_files(tmp_path: Path, metadata: dict[str, Any], kind: str, method: str) -> None:
-    import gguf
-
     path = tmp_path / "drafter.gguf"
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():

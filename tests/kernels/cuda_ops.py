@@ -1,7 +1,5 @@
 """Plans, weights and runs of the tests of the cuda backend's kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,15 +31,10 @@ def plan_of(spans: list[tuple[int, int]], *, block_size: int = 4, **more: Any) -
     sequences = np.repeat(np.arange(len(spans)), [count for _, count in spans])
     slots = tables[sequences, positions // block_size] * block_size + positions % block_size
     return StepPlan(
-        token_ids=np.arange(len(positions), dtype=np.int32),
-        positions=positions,
-        slots=slots.astype(np.int32),
-        row_starts=np.cumsum([0, *(count for _, count in spans)]).astype(np.int32),
-        block_tables=tables,
-        logit_rows=np.arange(len(positions), dtype=np.int32),
-        block_size=block_size,
-        **more,
-    )
+        token_ids=np.arange(len(positions), dtype=np.int32), positions=positions, slots=slots.astype(np.int32),
+        row_starts=np.cumsum([0, *(count for _, count in spans)]).astype(np.int32), block_tables=tables,
+        logit_rows=np.arange(len(positions), dtype=np.int32), block_size=block_size, **more,
+    )  # fmt: skip
 
 
 def only(plan: StepPlan, row: int) -> StepPlan:

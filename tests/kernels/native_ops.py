@@ -26,9 +26,6 @@ BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
 
-# Matrices.
-
-
 F16, F32_SCALES, BF16_SCALES, E8M0, E4M3, I8 = range(6)
 SCALE_TYPES = ("<f2", "<f4", "<u2", "u1", "u1", "i1")
 MINS, POINTS = 1, 2
@@ -224,16 +221,10 @@ def stored(values: Array, kv_dtype: str, dim: int) -> Array:
     return values
 
 
-# Attention.
-
-
 def attention(ops: Any, q: Any, k: Any, v: Any, pool: Any, spec: AttentionSpec, sinks: Any = None) -> Any:
     """Keys and values stored, then attended to by the same layer."""
     ops.store_kv(k, v, pool, spec)
     return ops.attend(q, pool, spec, sinks)
-
-
-# Plans.
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,24 +246,17 @@ def plan_of(parts: Seq[Part], *, first_position: int = 0, logit_rows: Seq[int] =
         before.append(part.table[(at - 1) // BLOCK] * BLOCK + (at - 1) % BLOCK)
     return StepPlan(
         token_ids=np.concatenate([part.ids for part in parts]).astype(np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
-        slots=np.concatenate(slots).astype(np.int32),
-        row_starts=np.cumsum([0] + [len(part.ids) for part in parts]).astype(np.int32),
-        block_tables=tables,
-        logit_rows=np.array(logit_rows, np.int32),
-        first_position=first_position,
-        hidden_slots=np.concatenate(before).astype(np.int32) if first_position else None,
-        block_size=BLOCK,
-    )
+        positions=np.concatenate(positions).astype(np.int32), slots=np.concatenate(slots).astype(np.int32),
+        row_starts=np.cumsum([0] + [len(part.ids) for part in parts]).astype(np.int32), block_tables=tables,
+        logit_rows=np.array(logit_rows, np.int32), first_position=first_position,
+        hidden_slots=np.concatenate(before).astype(np.int32) if first_position else None, block_size=BLOCK,
+    )  # fmt: skip
 
 
 def single_rows(ids: Seq[int] | Array, position: int = 0) -> StepPlan:
     """Each row a sequence of its own, with its own block; all of them are logit rows, in reverse."""
     parts = [Part(np.array([token]), position, np.full(position // BLOCK + 1, i)) for i, token in enumerate(ids)]
     return plan_of(parts, logit_rows=range(len(ids) - 1, -1, -1))
-
-
-# Backends.
 
 
 Code = Callable[..., Mapping[str, Any]]

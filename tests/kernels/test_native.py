@@ -1,7 +1,5 @@
 """The native backend: the bits of a row are its own, its logits the reference's; tiny models of every family."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

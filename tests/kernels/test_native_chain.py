@@ -1,7 +1,5 @@
 """Whole drafts in one crossing: the tokens, scores and gates of a draft made step by step, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,21 +31,20 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "min_tokens": 6, "logit_bias": {4: 1.0}},
 )
 HEADS: dict[str, Callable[[Model], Head]] = {
-    "mtp": support.make_head,
-    "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
+    "mtp": support.make_head, "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
     "mtp, three modules": lambda model: support.make_head(
-        model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm")
+        model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm"),
     ),
     "eagle3": lambda model: support.make_eagle3(model, draft_ids=DRAFT_IDS),
     "dspark": lambda model: support.make_block(model, draft_ids=DRAFT_IDS, markov_rank=8, confidence=True),
     "dspark without confidence": lambda model: support.make_block(model, markov_rank=8),
     "confidence of the row": lambda model: support.make_block(
-        model, markov_rank=4, confidence=True, confidence_markov=False
+        model, markov_rank=4, confidence=True, confidence_markov=False,
     ),
     "dflash": lambda model: support.make_block(
-        model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False
+        model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False,
     ),
-}
+}  # fmt: skip
 
 
 @cache

@@ -1,7 +1,5 @@
 """What an indexer chooses: ties, NaN, many positions, and as many as there are; see test_native_rows for the rest."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -44,14 +42,13 @@ def chosen_positions(on: Any, scores: Array, first: int) -> list[list[int]]:
 
 
 NUMBERS = {
-    "a few values": np.tile([1.0, 3.0, 0.0, 2.0, 3.0, 1.0], 9),
-    "equal": np.full(50, 2.0),
+    "a few values": np.tile([1.0, 3.0, 0.0, 2.0, 3.0, 1.0], 9), "equal": np.full(50, 2.0),
     "none above 0": -np.arange(50.0) - 1,  # each scores 0
     "signed zeros": np.tile([0.0, -0.0, -1.0], 17),
     "NaN": np.where(np.arange(50) % 3 == 0, np.nan, np.arange(50.0) % 7),
     "hardly any": np.where(np.arange(50) == 40, 1.0, np.nan),
     "infinite": np.where(np.arange(50) % 4 == 0, np.inf, np.arange(50.0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("first", [0, 1])

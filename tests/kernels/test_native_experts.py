@@ -1,7 +1,5 @@
 """Mixtures of experts and matrices of heads on the native backend: bits of a row, and what they stand for."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from typing import Any
@@ -12,20 +10,9 @@ import torch
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
+import native_ops as nat
 from hypothesis import given, settings, strategies as st
-from native_ops import (
-    FORMS,
-    PATHS,
-    Array,
-    Code,
-    backend,
-    random_matrix,
-    reference_weight,
-    run_native,
-    run_reference,
-    single_rows,
-    values_of,
-)
+from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
 from test_native_ops import check_company, varied_rows
 
 from headstart.formats.base import make_tensor
@@ -163,16 +150,9 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
     kept.append(pages)
     return packing.Matrix(
-        matrix.kind,
-        matrix.rows,
-        matrix.cols,
-        matrix.group,
-        matrix.zero,
-        matrix.scales,
-        matrix.offsets,
-        data,
+        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scales, matrix.offsets, data,
         matrix.levels,
-    )
+    )  # fmt: skip
 
 
 def test_experts_that_no_row_takes_are_not_touched() -> None:
@@ -191,9 +171,6 @@ def test_experts_that_no_row_takes_are_not_touched() -> None:
     )
     found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
     np.testing.assert_array_equal(found, expected)
-
-
-# The choice.
 
 POWERS = np.linspace(0.2, 4.0, 20)
 """Logits of which no two sums of sigmoids are nearly equal, so that arithmetic decides nothing."""
@@ -251,22 +228,16 @@ def test_a_router_is_never_rounded(quantization: Any) -> None:
     assert worker.weight(tensor).kind > FORMS["BF16"].kind
 
 
-# Matrices of heads, gates.
-
-
-def heads_code(w: dict[str, Any]) -> Code:
+def heads_code(w: dict[str, Any]) -> nat.Code:
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = step.hidden
         turned = ops.head_linear(x, w["heads"])
         joined = ops.concat(turned, x, 3)
         narrow = ops.sigmoid_mul(ops.linear(x, w["gate"]), joined)
         return {
-            "turned": turned,
-            "joined": joined,
-            "gated": ops.sigmoid_mul(joined, joined),
-            "narrow": narrow,
+            "turned": turned, "joined": joined, "gated": ops.sigmoid_mul(joined, joined), "narrow": narrow,
             "logits": ops.take_rows(narrow, step.logit_rows),
-        }
+        }  # fmt: skip
 
     return code
 
@@ -288,5 +259,5 @@ def test_matrices_of_heads(path: str, form: str) -> None:
     x: Array = rng.standard_normal((7, 99)).astype(np.float32)
     wide = {"heads": [reference_weight(w) for w in weights["heads"]], "gate": reference_weight(weights["gate"])}
     found = run_native(backend(path), heads_code(weights), single_rows(range(7)), x)
-    for name, expected in run_reference(heads_code(wide), single_rows(range(7)), x).items():
+    for name, expected in nat.run_reference(heads_code(wide), single_rows(range(7)), x).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-4)

@@ -1,7 +1,5 @@
 """Hostile numbers: NaN, infinities, zeros, denormals and extremes stay in the row, sequence or column they are in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,30 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from native_ops import (
-    E8M0,
-    FORMS,
-    PATHS,
-    Array,
-    Code,
-    Part,
-    assert_same_bits,
-    attention,
-    attention_tolerance,
-    backend,
-    inputs_of,
-    plan_of,
-    quantized_rows,
-    random_matrix,
-    reference_weight,
-    rounded_rows,
-    run_native,
-    run_reference,
-    set_scale,
-    single_rows,
-    stored,
-    values_of,
-)
+import native_ops as nat
+from native_ops import FORMS, Array, Part, assert_same_bits, backend, random_matrix, run_native, single_rows, values_of
 
 from headstart.kernels.ops import AttentionSpec, RopeSpec
 from headstart.kernels.reference.backend import ReferenceBackend
@@ -43,7 +19,7 @@ SPECIAL = (np.nan, np.inf, -np.inf)
 FINITE = (0.0, -0.0, 1e-45, -1e-40, 1e-38, 1e-30, 1e-20, 1e15, -1e18)
 SIZES = st.sampled_from([1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 70, 96, 100, 129])
 SEEDS = st.integers(0, 2**31)
-paths = pytest.mark.parametrize("path", PATHS)
+paths = pytest.mark.parametrize("path", nat.PATHS)
 many = settings(max_examples=40)
 
 
@@ -74,7 +50,7 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
 
     x, worker = finite_rows(rows, width, rng), backend(path)
     clean = run_native(worker, code, single_rows(range(rows)), x)
-    check_finite_product(clean["linear"] - bias, inputs_of(form, path, x), w, bias)
+    check_finite_product(clean["linear"] - bias, nat.inputs_of(form, path, x), w, bias)
     poisoned = np.flatnonzero(rng.random(rows) < 0.4)
     dirty = x.copy()
     dirty[poisoned, rng.integers(0, width, len(poisoned))] = rng.choice(SPECIAL, len(poisoned))
@@ -87,7 +63,7 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
     assert not np.isfinite(found["linear"][poisoned]).any() or not values_of(w).all()
 
 
-FLOAT_SCALES = [name for name, form in FORMS.items() if form.quantized and form.scales < E8M0]
+FLOAT_SCALES = [name for name, form in FORMS.items() if form.quantized and form.scales < nat.E8M0]
 
 
 def check_finite_product(found: Array, inputs: Array, w: Any, bias: Array) -> None:
@@ -106,14 +82,14 @@ def test_scales_of_weights(path: str, seed: int, name: str, width: int, out: int
     w, again = (random_matrix(form, out, width, np.random.default_rng(seed + 1)) for _ in range(2))
     column, group = int(rng.integers(0, out)), int(rng.integers(0, -(-width // form.group)))
     value = float(rng.choice([*SPECIAL, 0.0, 6e-8, 6e4, -6e4]))
-    set_scale(again, column, group, value)
+    nat.set_scale(again, column, group, value)
     x = np.abs(rng.standard_normal((3, width))).astype(np.float32)
     codes = [lambda ops, step, w=w: {"y": ops.linear(step.hidden, w)} for w in (w, again)]
     clean, found = (run_native(backend(path), code, single_rows(range(3)), x)["y"] for code in codes)
     others = np.delete(np.arange(out), column)
     assert_same_bits({"y": found[:, others]}, {"y": clean[:, others]})
     if np.isfinite(value):
-        check_finite_product(found, quantized_rows(x)[0], again, np.zeros(out))
+        check_finite_product(found, nat.quantized_rows(x)[0], again, np.zeros(out))
     else:
         assert not np.isfinite(found[:, column]).any()
 
@@ -127,26 +103,21 @@ def test_rowwise_ops(path: str, seed: int, rows: int, groups: int, dim: int) -> 
     rope = RopeSpec(tuple(rng.uniform(0, 1, int(rng.integers(1, dim // 2 + 1)))), 0, 1.0)
     rope = RopeSpec(rope.inv_freq, 2 * len(rope.inv_freq))
 
-    def make(weight: Any) -> Code:
+    def make(weight: Any) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             x = step.hidden
             normed, total = ops.add_rms_norm(x, x, weight, 1e-6)
             return {
-                "norm": ops.rms_norm(x, weight, 1e-6),
-                "rope": ops.rope(x, step.positions, rope, dim),
-                "total": total,
-                "normed": normed,
-                "gated": ops.activate_mul(x, normed),
-                "both": ops.concat(normed, ops.add(x, normed)),
-                "kept": ops.zero_where(x, step.positions, 4),
-                "zeroed": ops.zero_where(x, step.positions, 3),
-            }
+                "norm": ops.rms_norm(x, weight, 1e-6), "rope": ops.rope(x, step.positions, rope, dim), "total": total,
+                "normed": normed, "gated": ops.activate_mul(x, normed), "both": ops.concat(normed, ops.add(x, normed)),
+                "kept": ops.zero_where(x, step.positions, 4), "zeroed": ops.zero_where(x, step.positions, 3),
+            }  # fmt: skip
 
         return code
 
     x, plan = finite_rows(rows, groups * dim, rng), single_rows(range(rows), 3)
     worker, code = backend(path), make(norm)
-    clean, expected = run_native(worker, code, plan, x), run_reference(make(reference_weight(norm)), plan, x)
+    clean, expected = run_native(worker, code, plan, x), nat.run_reference(make(nat.reference_weight(norm)), plan, x)
     sizes = np.abs(x).max(1, keepdims=True)
     for name, values in expected.items():
         assert (np.abs(clean[name] - values) <= 1e-5 * (np.abs(values) + sizes + 1e-30)).all(), name
@@ -175,9 +146,6 @@ def test_silu_of_extremes(path: str) -> None:
     found = run_native(backend(path), code, single_rows([0]), x)["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-33)
 
-
-# Attention: what a sequence writes is seen by its own later rows only.
-
 NUM_BLOCKS = 12
 KINDS = ("q", "k", "v")
 
@@ -192,10 +160,10 @@ class World:
         self.tables = {key: random_matrix(FORMS["F32"], tokens, n * spec.head_dim, rng) for key, n in heads.items()}
         self.code = self.code_of(self.tables, self.worker.kv_pool(NUM_BLOCKS * 16, spec))
 
-    def code_of(self, tables: dict[str, Any], pool: Any) -> Code:
+    def code_of(self, tables: dict[str, Any], pool: Any) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             q, k, v = (ops.embed(tables[kind], step.token_ids) for kind in KINDS)
-            return {"y": attention(ops, q, k, v, pool, self.spec)}
+            return {"y": nat.attention(ops, q, k, v, pool, self.spec)}
 
         return code
 
@@ -208,7 +176,7 @@ class World:
         self.entries(kind)[token // 16, token % 16, column] = value
 
     def run(self, parts: list[Part], first: int) -> list[Array]:
-        found = run_native(self.worker, self.code, plan_of(parts, first_position=first))["y"]
+        found = run_native(self.worker, self.code, nat.plan_of(parts, first_position=first))["y"]
         return np.split(found, np.cumsum([len(part.ids) for part in parts])[:-1])
 
 
@@ -240,12 +208,10 @@ def run_all(world: World, passes: list[list[Part]], tokens: int, first: int) -> 
 
 
 attention_world = {
-    "seed": SEEDS,
-    "kv_dtype": st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),
+    "seed": SEEDS, "kv_dtype": st.sampled_from(["float32", "bfloat16", "int8", "fp8"]),
     "heads": st.sampled_from([(1, 1, 2), (3, 1, 16), (4, 2, 18), (8, 2, 32), (5, 1, 8)]),
-    "first": st.sampled_from([0, 1]),
-    "lengths": st.lists(st.integers(1, 62), min_size=1, max_size=3),
-}
+    "first": st.sampled_from([0, 1]), "lengths": st.lists(st.integers(1, 62), min_size=1, max_size=3),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -291,17 +257,17 @@ def test_extreme_attention(
     for token in np.flatnonzero(rng.random(tokens) < 0.3).tolist():
         begin = rng.integers(0, heads[2])
         world.write(rng.choice(KINDS), token, slice(begin, begin + heads[2]), rng.choice([0, 1e-45, -1e-39]))
-    world.entries("q")[:] = rounded_rows(world.entries("q"))  # some paths round queries, and the weights of values
-    tolerance = attention_tolerance(path, kv_dtype, 1e-4)
+    world.entries("q")[:] = nat.rounded_rows(world.entries("q"))  # some paths round queries, and the weights of values
+    tolerance = nat.attention_tolerance(path, kv_dtype, 1e-4)
     passes = in_two(shared_blocks(lengths, first, rng), rng)
     found = run_all(world, passes, tokens, first)
-    kept = {kind: reference_weight(table) for kind, table in world.tables.items()}
+    kept = {kind: nat.reference_weight(table) for kind, table in world.tables.items()}
     for kind in ("k", "v"):
-        kept[kind] = torch.from_numpy(stored(values_of(world.tables[kind]), kv_dtype, heads[2])).double()
+        kept[kind] = torch.from_numpy(nat.stored(values_of(world.tables[kind]), kv_dtype, heads[2])).double()
     oracle = world.code_of(kept, ReferenceBackend(dtype="float64").kv_pool(NUM_BLOCKS * 16, spec))
     largest = float(kept["v"].abs().max())
     for parts in passes:
-        expected = run_reference(oracle, plan_of(parts, first_position=first))["y"]
+        expected = nat.run_reference(oracle, nat.plan_of(parts, first_position=first))["y"]
         ids = np.concatenate([part.ids for part in parts])
         assert (np.abs(found[ids] - expected) <= tolerance * largest).all()
 

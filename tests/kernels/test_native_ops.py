@@ -1,7 +1,5 @@
 """The bit contract of the native ops: a row alone and the same row in any company have the same output bits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -10,20 +8,8 @@ import pytest
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from native_ops import (
-    FORMS,
-    PATHS,
-    Array,
-    Code,
-    Part,
-    assert_same_bits,
-    attention,
-    backend,
-    plan_of,
-    random_matrix,
-    run_native,
-    single_rows,
-)
+import native_ops as nat
+from native_ops import FORMS, PATHS, Part, assert_same_bits, backend, plan_of, random_matrix, run_native, single_rows
 
 from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import AttentionSpec, RopeSpec
@@ -33,7 +19,7 @@ VARIETY = 40
 """Different rows; longer passes repeat them."""
 
 
-def check_company(path: str, code: Code, hidden: Array, seed: int, counts: Seq[int] = COUNTS) -> None:
+def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, counts: Seq[int] = COUNTS) -> None:
     """Every row alone, then in passes of other rows: results [R, ...] and, in reverse, logits [R, ...]."""
     rng = np.random.default_rng(seed)
     workers = [backend(path, threads) for threads in (1, 2, 3)]
@@ -47,7 +33,7 @@ def check_company(path: str, code: Code, hidden: Array, seed: int, counts: Seq[i
         assert_same_bits(found, expected, f"{count} rows, {i % 3 + 1} threads")
 
 
-def varied_rows(width: int, rng: np.random.Generator) -> Array:
+def varied_rows(width: int, rng: np.random.Generator) -> nat.Array:
     """Rows of many sizes, some with groups of zeros."""
     rows = rng.standard_normal((VARIETY, width)) * 10.0 ** rng.uniform(-4, 4, (VARIETY, 1))
     rows[::5, 32:64] = 0
@@ -109,9 +95,6 @@ def test_rowwise_ops(path: str) -> None:
     check_company(path, code, varied_rows(width, rng), 1)
 
 
-# Attention.
-
-
 class Sequences:
     """Sequences of random tokens, whose queries, keys and values are rows of tables; every token is used once."""
 
@@ -124,10 +107,10 @@ class Sequences:
         self.q, self.k, self.v = (random_matrix(FORMS["F32"], sum(lengths), n, self.rng) for n in widths)
         self.output = random_matrix(FORMS["Q8-32-f16"], 33, spec.num_heads * spec.value_width, self.rng)
 
-    def code(self, pool: Any) -> Code:
+    def code(self, pool: Any) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             q, k, v = (ops.embed(table, step.token_ids) for table in (self.q, self.k, self.v))
-            attended = attention(ops, q, k, v, pool, self.spec)
+            attended = nat.attention(ops, q, k, v, pool, self.spec)
             return {"attended": attended, "output": ops.linear(attended, self.output)}
 
         return code

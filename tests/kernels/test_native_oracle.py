@@ -1,7 +1,5 @@
 """The native ops against float64: the reference backend, and what 8-bit activations are documented to be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,28 +10,8 @@ import torch
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from native_ops import (
-    FORMS,
-    PATHS,
-    Array,
-    Code,
-    Form,
-    Part,
-    attention,
-    attention_tolerance,
-    backend,
-    inputs_of,
-    plan_of,
-    quantized_rows,
-    random_matrix,
-    reference_weight,
-    rounded_rows,
-    run_native,
-    run_reference,
-    single_rows,
-    stored,
-    values_of,
-)
+import native_ops as nat
+from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
 
 from headstart.formats.base import make_tensor
 from headstart.kernels.native import packing
@@ -50,7 +28,7 @@ def both(path: str, make: Any, weights: dict[str, Any], hidden: Array, position:
     """Results of make(weights) on both backends."""
     plan = single_rows(range(len(hidden)), position)
     widened = {name: reference_weight(weight) for name, weight in weights.items()}
-    return run_native(backend(path), make(weights), plan, hidden), run_reference(make(widened), plan, hidden)
+    return run_native(backend(path), make(weights), plan, hidden), nat.run_reference(make(widened), plan, hidden)
 
 
 def assert_close(found: Array, expected: Array, scale: Array | float = 1.0, tolerance: float = 1e-5) -> None:
@@ -72,18 +50,18 @@ def test_linear(path: str, name: str, rows: int, cols: int) -> None:
         return {"y": ops.linear(step.hidden, w), "biased": ops.linear(step.hidden, w, bias)}
 
     found = run_native(backend(path), code, single_rows(range(ROWS)), x)
-    check_product(found["y"], x, inputs_of(FORMS[name], path, x), FORMS[name], values_of(w))
+    check_product(found["y"], x, nat.inputs_of(FORMS[name], path, x), FORMS[name], values_of(w))
     np.testing.assert_array_equal(found["biased"], found["y"] + bias)
 
 
-def check_product(found: Array, x: Array, inputs: Array, form: Form, values: Array) -> None:
+def check_product(found: Array, x: Array, inputs: Array, form: nat.Form, values: Array) -> None:
     """The product with the rows as this form takes them; those of integers are within half a step of x."""
     wide = values.astype(np.float64).T
     # a minimum and q * scale may cancel: what is summed is larger than the values
     spread = np.abs(wide) + (np.abs(values.T).max() * 2 if form.has_min else 0)
     assert_close(found, inputs @ wide, np.abs(inputs) @ spread + 1e-30, 2e-6)
     if form.quantized:
-        bound = (0.5 * quantized_rows(x)[1]) @ np.abs(wide) * 1.0001 + np.abs(inputs) @ spread * 2e-6
+        bound = (0.5 * nat.quantized_rows(x)[1]) @ np.abs(wide) * 1.0001 + np.abs(inputs) @ spread * 2e-6
         assert (np.abs(found - x.astype(np.float64) @ wide) <= bound).all()
 
 
@@ -107,7 +85,7 @@ def test_gated_floats(path: str, name: str) -> None:
     weights = {key: random_matrix(FORMS[name], 71, 99, rng) for key in ("gate", "up")}
     weights |= {"bias": rng.standard_normal(71).astype(np.float32)}
 
-    def make(w: dict[str, Any]) -> Code:
+    def make(w: dict[str, Any]) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             x = step.hidden
             return {
@@ -117,7 +95,7 @@ def test_gated_floats(path: str, name: str) -> None:
 
         return code
 
-    x = rounded_rows(rng.standard_normal((ROWS, 99)).astype(np.float32))  # nothing is lost on any path
+    x = nat.rounded_rows(rng.standard_normal((ROWS, 99)).astype(np.float32))  # nothing is lost on any path
     found, expected = both(path, make, weights, x)
     for each in expected:
         assert_close(found[each], expected[each], 10)
@@ -158,7 +136,7 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
     dims = [dim for dim in (head_dim, head_dim // 2 // 2 * 2, 6, 2) if dim]
     ropes = {dim: RopeSpec(tuple(10000.0 ** -rng.uniform(0, 1, dim // 2)), dim, 1.25) for dim in dims}
 
-    def make(w: dict[str, Any]) -> Code:
+    def make(w: dict[str, Any]) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             x = step.hidden
             out = {name: ops.rms_norm(x, weight, 1e-5) for name, weight in w.items()}
@@ -184,12 +162,10 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
 
 
 EXACT: dict[Activation, Callable[[Array], Array]] = {
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "gelu": np.vectorize(lambda x: x / 2 * math.erfc(-x / math.sqrt(2))),
+    "silu": lambda x: x / (1 + np.exp(-x)), "gelu": np.vectorize(lambda x: x / 2 * math.erfc(-x / math.sqrt(2))),
     "gelu_tanh": lambda x: x / (1 + np.exp(-math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))),
-    "relu": lambda x: np.maximum(x, 0),
-    "relu2": lambda x: np.maximum(x, 0) ** 2,
-}
+    "relu": lambda x: np.maximum(x, 0), "relu2": lambda x: np.maximum(x, 0) ** 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -244,21 +220,21 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
     total, narrow, first = sum(LENGTHS), heads[1] * heads[2], heads[2] // 8 % 2
     q = random_matrix(FORMS["BF16"], total, heads[0] * heads[2], rng)  # some paths round queries, and weights
     k, v = (random_matrix(FORMS["F32"], total, narrow, rng) for _ in range(2))
-    tolerance = attention_tolerance(path, kv_dtype, 3e-6)
+    tolerance = nat.attention_tolerance(path, kv_dtype, 3e-6)
 
-    def code_of(tables: list[Any], pool: Any) -> Code:
+    def code_of(tables: list[Any], pool: Any) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
-            return {"y": attention(ops, *(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
+            return {"y": nat.attention(ops, *(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
 
         return code
 
-    kept = [torch.from_numpy(stored(values_of(each), kv_dtype, heads[2])).double() for each in (k, v)]
+    kept = [torch.from_numpy(nat.stored(values_of(each), kv_dtype, heads[2])).double() for each in (k, v)]
     native, oracle = backend(path, kv_dtype=kv_dtype), ReferenceBackend(dtype="float64")
     num_slots = sum(length // 16 + 2 for length in LENGTHS) * 16
     on_native = code_of([q, k, v], native.kv_pool(num_slots, spec))
     on_oracle = code_of([reference_weight(q), *kept], oracle.kv_pool(num_slots, spec))
     for plan in attention_plans(rng.permutation(num_slots // 16), first):
-        found, expected = run_native(native, on_native, plan)["y"], run_reference(on_oracle, plan)["y"]
+        found, expected = run_native(native, on_native, plan)["y"], nat.run_reference(on_oracle, plan)["y"]
         assert_close(found, expected, 1.0, tolerance)
 
 
@@ -273,12 +249,12 @@ def test_latent_attention(path: str, kv_dtype: str) -> None:
     q = random_matrix(FORMS["F32"], total, 5 * 576, rng)
     k = rng.standard_normal((total, 576)).astype(np.float32) * 0.3
     k[:, 7] = 2  # the peak of key and value
-    kept = stored(k, kv_dtype, 576)
+    kept = nat.stored(k, kv_dtype, 576)
 
-    def code_of(tables: list[Any], pool: Any) -> Code:
+    def code_of(tables: list[Any], pool: Any) -> nat.Code:
         def code(ops: Any, step: Any) -> dict[str, Any]:
             query, key, value = (ops.embed(table, step.token_ids) for table in tables)
-            return {"y": attention(ops, query, key, value, pool, spec)}
+            return {"y": nat.attention(ops, query, key, value, pool, spec)}
 
         return code
 
@@ -290,8 +266,8 @@ def test_latent_attention(path: str, kv_dtype: str) -> None:
     keys = torch.from_numpy(kept).double()
     on_oracle = code_of([reference_weight(q), keys, keys[:, :512]], oracle.kv_pool(num_slots, spec))
     for plan in attention_plans(rng.permutation(num_slots // 16), 0):
-        found, expected = run_native(native, on_native, plan)["y"], run_reference(on_oracle, plan)["y"]
-        assert_close(found, expected, 1.0, attention_tolerance(path, kv_dtype, 3e-6))
+        found, expected = run_native(native, on_native, plan)["y"], nat.run_reference(on_oracle, plan)["y"]
+        assert_close(found, expected, 1.0, nat.attention_tolerance(path, kv_dtype, 3e-6))
 
 
 def as_matrix(values: Array) -> packing.Matrix:
@@ -303,11 +279,11 @@ def attention_plans(blocks: Array, first: int) -> list[Any]:
     """Two passes that together compute sequences of LENGTHS."""
     ids = np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1])
     tables = np.split(blocks, np.cumsum([length // 16 + 2 for length in LENGTHS])[:-1])
-    early = [Part(each[: len(each) // 2], first, table) for each, table in zip(ids, tables, strict=True)]
+    early = [nat.Part(each[: len(each) // 2], first, table) for each, table in zip(ids, tables, strict=True)]
     late = [
-        Part(each[len(each) // 2 :], first + len(each) // 2, table) for each, table in zip(ids, tables, strict=True)
+        nat.Part(each[len(each) // 2 :], first + len(each) // 2, table) for each, table in zip(ids, tables, strict=True)
     ]
-    return [plan_of(early[1:], first_position=first), plan_of(late, first_position=first)]
+    return [nat.plan_of(early[1:], first_position=first), nat.plan_of(late, first_position=first)]
 
 
 def test_no_rows_of_logits() -> None:
@@ -318,7 +294,7 @@ def test_no_rows_of_logits() -> None:
         return {"logits": ops.linear(ops.take_rows(step.hidden, step.logit_rows), w)}
 
     worker: NativeBackend = backend()
-    plan = plan_of([Part(np.array([1, 2]), 0, np.array([0]))])
+    plan = nat.plan_of([nat.Part(np.array([1, 2]), 0, np.array([0]))])
     handle = worker.prepare(code, hidden_width=64)
     for _ in range(2):
         assert worker.run(handle, plan, hidden=np.ones((2, 64), np.float32))["logits"].shape == (0, 33)

@@ -1,7 +1,5 @@
 """What rows see: windows, sinks, softcap, blocks and trees; against float64, and bit for bit in any company."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,24 +9,8 @@ import torch
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from native_ops import (
-    FORMS,
-    PATHS,
-    Array,
-    Code,
-    Part,
-    assert_same_bits,
-    attention,
-    attention_tolerance,
-    backend,
-    plan_of,
-    random_matrix,
-    reference_weight,
-    run_native,
-    run_reference,
-    stored,
-    values_of,
-)
+import native_ops as nat
+from native_ops import PATHS, Array, Part, assert_same_bits, attention_tolerance, plan_of, random_matrix, run_native
 
 from headstart.core import Paths, StepPlan
 from headstart.kernels.ops import AttentionSpec
@@ -71,13 +53,12 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.kv_dtype, self.dim = kv_dtype, dim
         self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
-        self.tables = [random_matrix(FORMS["F32"], 4 * length, n * dim, self.rng) for n in (heads, kv_heads, kv_heads)]
         self.index = IndexSpec(11, 18, top_k) if top_k else None
-        if self.index:
-            widths = (11 * 18, 11, 18)  # queries and weights of the indexer, its keys
-            self.tables += [random_matrix(FORMS["F32"], 4 * length, n, self.rng) for n in widths]
+        widths = [n * dim for n in (heads, kv_heads, kv_heads)]
+        widths += [11 * 18, 11, 18] if top_k else []  # queries and weights of the indexer, its keys
+        self.tables = [random_matrix(nat.FORMS["F32"], 4 * length, n, self.rng) for n in widths]
         self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
-        self.workers = [backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
+        self.workers = [nat.backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
         self.fresh()
 
     def fresh(self) -> None:
@@ -89,7 +70,7 @@ class World:
         specs = (self.spec, *([self.index] if self.index else []))
         return [worker.kv_pool(self.num_blocks * 16, spec) for spec in specs]
 
-    def code_of(self, tables: list[Any], pools: list[Any], sinks: Any) -> Code:
+    def code_of(self, tables: list[Any], pools: list[Any], sinks: Any) -> nat.Code:
         pool, *chosen = pools
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
@@ -108,13 +89,13 @@ class World:
 
     def oracle(self, plans: list[StepPlan]) -> list[Array]:
         """The same in float64, over keys and values as the pool keeps them."""
-        tables, dims = [reference_weight(each) for each in self.tables], {1: self.dim, 2: self.dim, 5: 18}
+        tables, dims = [nat.reference_weight(each) for each in self.tables], {1: self.dim, 2: self.dim, 5: 18}
         for i in range(len(tables)):
             if i in dims:
-                tables[i] = torch.from_numpy(stored(values_of(self.tables[i]), self.kv_dtype, dims[i])).double()
+                tables[i] = torch.from_numpy(nat.stored(nat.values_of(self.tables[i]), self.kv_dtype, dims[i])).double()
         sinks = None if self.sinks is None else torch.from_numpy(self.sinks).double()
         code = self.code_of(tables, self.pools_of(ReferenceBackend(dtype="float64")), sinks)
-        return [run_reference(code, plan)["y"] for plan in plans]
+        return [nat.run_reference(code, plan)["y"] for plan in plans]
 
     def table(self) -> Array:
         return self.rng.permutation(self.num_blocks)[: self.length // 16 + 2]
@@ -280,14 +261,11 @@ def test_layers_read_what_others_stored() -> None:
 
     def shared(ops: Any, step: Any) -> dict[str, Any]:
         q, k, v = (ops.embed(table, step.token_ids) for table in world.tables)
-        first = attention(ops, q, k, v, world.pools[0], world.spec)
+        first = nat.attention(ops, q, k, v, world.pools[0], world.spec)
         return {"first": first, "second": ops.attend(q, world.pools[0], world.spec)}
 
     found = run_native(world.workers[1], shared, plan)
     assert_same_bits({"second": found["second"]}, {"second": found["first"]})
-
-
-# Plans that point outside what a program reads.
 
 
 def broken(plan: StepPlan, **changes: Any) -> StepPlan:

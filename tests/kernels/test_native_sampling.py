@@ -1,7 +1,5 @@
 """The native sampler against the reference one: the same tokens, and the same bits of logprobs and probabilities."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 

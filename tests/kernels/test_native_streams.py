@@ -1,7 +1,5 @@
 """Residual streams and compressed attention: what the reference says, and the bits of a row in any company."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Packed weights kept between runs: served when right, silently packed again when not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packed weights: every value of the file, in the kernels' blocks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -1,15 +1,12 @@
 """The noise: known answers, accuracy, bounds, and the same bits in numpy and torch on any shape."""
 
-from __future__ import annotations
-
 from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
+import torch
 
 from headstart.kernels import philox
-
-torch = pytest.importorskip("torch")
 
 # Known answers of the Random123 distribution (kat_vectors, philox4x32 10): counter, key, result.
 KNOWN = [

@@ -1,7 +1,5 @@
 """Threads and weights on machines of several nodes of memory, which are made up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

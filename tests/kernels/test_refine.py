@@ -1,7 +1,5 @@
 """Products that are exact where they are promised to be large, and logits of some groups of tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -10,17 +8,8 @@ import torch
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from native_ops import (
-    FORMS,
-    PATHS,
-    Array,
-    backend,
-    random_matrix,
-    reference_weight,
-    run_native,
-    run_reference,
-    single_rows,
-)
+import native_ops as nat
+from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows
 
 from headstart.kernels.ops import NEVER, REFINED
 
@@ -37,7 +26,7 @@ def refined(path: str, weights: tuple[Any, Any], x: Array, count: int, *, refere
         return {"y": ops.refine(promised, step.hidden, wide, count), "promised": again, "exact": exact}
 
     plan = single_rows(range(len(x)))
-    return run_reference(code, plan, x) if reference else run_native(backend(path), code, plan, x)
+    return nat.run_reference(code, plan, x) if reference else run_native(backend(path), code, plan, x)
 
 
 def two(form: str, rows: int) -> tuple[Any, Any]:
@@ -101,7 +90,7 @@ def test_logits_of_the_best_groups(path: str) -> None:
             return {"y": kept, "logits": logits, "scores": told}
 
         plan = single_rows(range(len(rows)))
-        return run_reference(code, plan, rows) if reference else run_native(backend(path), code, plan, rows)
+        return nat.run_reference(code, plan, rows) if reference else run_native(backend(path), code, plan, rows)
 
     all_rows = {name: values.copy() for name, values in found(x).items()}
     for row, told in enumerate(all_rows["scores"]):

@@ -1,20 +1,17 @@
 """The sampler: order of processing against a plain-Python oracle, ties, row independence, distribution, coupling."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import currently_in_test_context, given, reject, settings, strategies as st
 
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Request, SamplingParams, Sequence
 from headstart.engine.sampling import allowed_tokens, build_rows, update_counts
 from headstart.kernels import philox
-
-torch = pytest.importorskip("torch")
-from headstart.kernels.reference import sampling as rs  # noqa: E402
+from headstart.kernels.reference import sampling as rs
 
 
 def sequence(prompt=(0, 1), output=(), seed=0, choice=0, banned=(), **params):

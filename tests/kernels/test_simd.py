@@ -1,7 +1,5 @@
 """What csrc/simd.h offers: kernels are written once, so each instruction set has every function that plain C++ has."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Costs of every family: weights, cache and states of a plan are those of the family's tensors and of the engine."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -82,21 +80,19 @@ EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size":
 INDEXER = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 32}
 BLOCKS = {"sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_topk_blocks": 4, "sparse_block_size": 16}
 OWN = {
-    "bailing_hybrid": {**LATENT, **EXPERTS, "layer_group_size": 4},
-    "dots3_note": {**LATENT, **EXPERTS, **INDEXER},
-    "glm5_next": {
-        **LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "layer_types": ["linear_attention"] * 4 + ["full"] * 4,
-    },
+    "bailing_hybrid": {**LATENT, **EXPERTS, "layer_group_size": 4}, "dots3_note": {**LATENT, **EXPERTS, **INDEXER},
+    "glm5_next": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "layer_types": ["linear_attention"] * 4 + ["full"] * 4},
     "hy_v4": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "indexer_types": ["full", *["shared"] * 7]},
     "kimi_k3": {
         **LATENT, **EXPERTS, "linear_attn_config": {"full_attn_layers": [4, 8], "num_heads": 8, "head_dim": 32},
     },
     "mimo_v2": {**EXPERTS, "n_routed_experts": 16, "sliding_window": 128, "v_head_dim": 32, "n_shared_experts": None},
-    "minicpm3": LATENT,
-    "minimax_m3": {**EXPERTS, "sparse_attention_config": BLOCKS},
+    "minicpm3": LATENT, "minimax_m3": {**EXPERTS, "sparse_attention_config": BLOCKS},
     "pangu_ultra_moe": {**LATENT, **EXPERTS},
-    "qwen4_exp": {**EXPERTS, "full_attention_interval": 4, "hc_count": 4, "linear_num_key_heads": 4,
-                  "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "qwen4_exp": {
+        **EXPERTS, "full_attention_interval": 4, "hc_count": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    },
 }  # fmt: skip
 
 

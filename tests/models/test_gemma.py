@@ -1,7 +1,5 @@
 """Gemma in the forms that people have it in: the text part of a wrapper, GGUF files; what is not served is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

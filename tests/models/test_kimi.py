@@ -1,7 +1,5 @@
 """Kimi-K2 as DeepSeek-V3's layers under its own names; of Kimi-K2.5 the text part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

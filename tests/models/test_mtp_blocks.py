@@ -1,7 +1,5 @@
 """The block of a family's MTP module against transformers' own layer: names and shapes of attention, MLP and norms."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from typing import Any

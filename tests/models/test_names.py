@@ -1,7 +1,5 @@
 """Tensor names by one table, there and back."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Configs: whatever a key says, it is read, known to change nothing, or refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of released config.json files, of each family: they run, or one line names what is missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`headstart adapt`: what is held out, when a new head stays, where it is found, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,9 +69,6 @@ def recorded(folder: Path, name: str, records: list[TextRecord]) -> Path:
     return folder
 
 
-# What is held out.
-
-
 def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
     first, more = texts(200), texts(200, seed=1)
     before, after = split_records(first), split_records(first + more)
@@ -107,9 +102,6 @@ def test_few_or_equal_prompts() -> None:
     assert {len(split_records(same).held_out), len(split_records(same).training)} == {0, 30}
 
 
-# When a new head stays.
-
-
 @pytest.mark.parametrize(
     "after, better",
     [([9] * 20, True), ([5] * 20, False), ([6, 4] * 10, False), ([4] * 20, False), ([9] * 3, False)],
@@ -120,9 +112,6 @@ def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
     assert found.is_better == better
     assert f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
     assert json.dumps(found.data())
-
-
-# Where it is found.
 
 
 def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -162,9 +151,6 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
     assert find_adapted_head(model, CONFIG) is None
     assert forget(model, "eagle3") == ([], [])
     assert forget(model, None) == (["mtp"], [])
-
-
-# A whole run, with training as a stand-in.
 
 
 def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
@@ -230,9 +216,6 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     assert "forgotten: mtp; " in (told := capfd.readouterr().out)
     assert "removed files of interrupted runs: mtp" in told
     assert not list(folder_of(model).iterdir())
-
-
-# What is refused.
 
 
 def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """What `headstart doctor` makes of the driver's own words."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`headstart graft`: trunks keep their bytes, heads come back whole, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

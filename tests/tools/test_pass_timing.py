@@ -1,7 +1,5 @@
 """Other programs on the processor are noticed while something is measured."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

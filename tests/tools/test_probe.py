@@ -1,7 +1,5 @@
 """The probe's judgement over traces: synthetic ones of known make, and metrics as each engine writes them."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -111,9 +109,6 @@ def test_confidence_grows_with_the_signs() -> None:
     strong = judged(traces("predictable", accepted=0.9), traces("random", accepted=0.1))
     assert strong.confidence > 0.99 > weak.confidence
 
-
-# Metrics.
-
 VLLM = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0
@@ -183,9 +178,6 @@ def test_other_texts_are_no_metrics(text: str) -> None:
     assert engine_metrics.read(text) is None
 
 
-# Endpoints of other kinds.
-
-
 class ChatOnly(BaseHTTPRequestHandler):
     """A server with chat alone, that takes few fields and wants the newer name for the length."""
 
@@ -232,9 +224,6 @@ def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> Non
     fields = ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
     assert ChatOnly.asked[-1] == ("/v1/chat/completions", fields)
     assert Endpoint(Server.at(endpoint)).metrics() is None
-
-
-# Advice.
 
 
 def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> EngineCounters:

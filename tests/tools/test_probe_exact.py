@@ -1,7 +1,5 @@
 """`headstart probe --exact`: what counts say, and its verdict on servers that are inexact in one known way each."""
 
-from __future__ import annotations
-
 import json
 import random
 import threading
@@ -74,9 +72,6 @@ def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> Non
     assert asked == make_prompt(case, 1, 2, "asked") != other
     assert asked[:15] == other[:15]
     assert asked[:15] not in {make_prompt(case, *place, "asked")[:15] for place in ((1, 3), (2, 2))}
-
-
-# Servers.
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """A head that goes less deep than the defaults: every command works with it, and only what was asked for is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

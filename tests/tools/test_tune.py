@@ -1,7 +1,5 @@
 """Tuning: what is chosen, kept and found again."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import socket

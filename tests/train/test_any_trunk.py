@@ -1,7 +1,5 @@
 """Heads for every family: trained a little, written, read and run; and what cannot be trained is refused first."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +8,18 @@ import numpy as np
 import pytest
 import support
 
-torch = pytest.importorskip("torch")
-
-from headstart.cli.train import _with_own_text  # noqa: E402
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import Report  # noqa: E402
-from headstart.engine.load import attach_head  # noqa: E402
-from headstart.errors import ModelError, UsageError  # noqa: E402
-from headstart.heads.kind import is_plain, new_head_spec  # noqa: E402
-from headstart.tools.inspect.run import InspectOptions, run as inspect  # noqa: E402
-from headstart.tools.tiny import write_model  # noqa: E402
-from headstart.train.dataset import TrainingData  # noqa: E402
-from headstart.train.frozen_model import make_frozen_model  # noqa: E402
-from headstart.train.records import Example  # noqa: E402
-from headstart.train.run import TrainOptions, _TrainingRun, check, run  # noqa: E402
+from headstart.cli.train import _with_own_text
+from headstart.config import EngineConfig
+from headstart.core import Report
+from headstart.engine.load import attach_head
+from headstart.errors import ModelError, UsageError
+from headstart.heads.kind import is_plain, new_head_spec
+from headstart.tools.inspect.run import InspectOptions, run as inspect
+from headstart.tools.tiny import write_model
+from headstart.train.dataset import TrainingData
+from headstart.train.frozen_model import make_frozen_model
+from headstart.train.records import Example
+from headstart.train.run import TrainOptions, _TrainingRun, check, run
 
 QUICK = ("deepseek_v4", "gemma3", "gemma4", "nemotron_h")
 

@@ -1,7 +1,5 @@
 """Training that goes on from a head: what it has of its own stays, and it reads what it has always read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,12 @@ import numpy as np
 import pytest
 import support
 
-torch = pytest.importorskip("torch")
-
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.engine.load import load_model  # noqa: E402
-from headstart.heads.files import read_head, write_head  # noqa: E402
-from headstart.train.frozen_model import make_frozen_model  # noqa: E402
-from headstart.train.head_weights import initial_head  # noqa: E402
-from headstart.train.run import TrainOptions, run  # noqa: E402
+from headstart.config import EngineConfig
+from headstart.engine.load import load_model
+from headstart.heads.files import read_head, write_head
+from headstart.train.frozen_model import make_frozen_model
+from headstart.train.head_weights import initial_head
+from headstart.train.run import TrainOptions, run
 
 WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
 

@@ -1,7 +1,5 @@
 """A block drafter in training computes what it computes at run time, behind every anchor."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,45 +7,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
+import torch
 
-torch = pytest.importorskip("torch")
-
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import StepPlan  # noqa: E402
-from headstart.formats.safetensors_file import read_file  # noqa: E402
-from headstart.heads.base import HeadSpec  # noqa: E402
-from headstart.heads.files import read_head  # noqa: E402
-from headstart.heads.kind import HeadCheckpoint, head_kind  # noqa: E402
-from headstart.kernels.ops import StepInputs  # noqa: E402
-from headstart.train.dataset import Batch  # noqa: E402
-from headstart.train.frozen_model import make_frozen_model  # noqa: E402
-from headstart.train.head_weights import export_head, first_weights  # noqa: E402
-from headstart.train.objective import choose_anchors, draft_blocks  # noqa: E402
-from headstart.train.run import TrainOptions, run  # noqa: E402
-from headstart.train.torch_weights import build_modules  # noqa: E402
-
-
-def plan_of(tokens: list[int], start: int, visible_end: int | None) -> StepPlan:
-    """Rows of one sequence at slots and positions from `start`."""
-    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
-    positions = ints(range(start, start + len(tokens)))
-    return StepPlan(
-        token_ids=ints(tokens), positions=positions, slots=positions, row_starts=ints([0, len(tokens)]),
-        block_tables=ints([[0, 1, 2, 3]]), logit_rows=ints(range(len(tokens))), first_position=0, block_size=8,
-        visible_end=None if visible_end is None else ints([visible_end] * len(tokens)),
-    )  # fmt: skip
+from headstart.config import EngineConfig
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.base import HeadSpec
+from headstart.heads.files import read_head
+from headstart.heads.kind import HeadCheckpoint, head_kind
+from headstart.kernels.ops import StepInputs
+from headstart.train.dataset import Batch
+from headstart.train.frozen_model import make_frozen_model
+from headstart.train.head_weights import export_head, first_weights
+from headstart.train.objective import choose_anchors, draft_blocks
+from headstart.train.run import TrainOptions, run
+from headstart.train.torch_weights import build_modules
 
 
 @pytest.mark.parametrize("change", [{}, {"causal": False}, {"windows": (0, 6), "causal_windows": True}])
 def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
     model = support.tiny_model("llama", num_hidden_layers=7)
     frozen_model = make_frozen_model(model, EngineConfig(dtype="float64", threads=1), "block", 4)
-    assert frozen_model.spec.block
     sizes = {"vocab_size": support.VOCAB, "draft_vocab_size": 50, "mask_token_id": support.EOS}
     spec = replace(frozen_model.spec, block=replace(frozen_model.spec.block, **sizes, **change))
-    training = head_kind("block").training
-    assert training
-    masters = first_weights(training, spec, model, 1.0)
+    masters = first_weights(head_kind("block").training, spec, model, 1.0)
     module = build_modules(masters, spec, model.config.hidden_size, torch.float64)[0]
     length, rng = 20, np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(0, support.VOCAB - 8, (2, length)))
@@ -72,9 +54,9 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
         def rows(ops, step: StepInputs, pools=pools):
             return {"y": module.draft(ops, ops.embed(embedding, step.token_ids), step.token_ids, step.positions, pools)}
 
-        model.backend.run(keep, plan_of(tokens[b, :anchor].tolist(), 0, None), hidden=streams[b, :anchor])
+        model.backend.run(keep, support.plan_at(0, tokens[b, :anchor].tolist()), hidden=streams[b, :anchor])
         block = [int(tokens[b, anchor]), *[support.EOS] * 3]
-        found = model.backend.run(rows, plan_of(block, anchor, anchor + 3))["y"]
+        found = model.backend.run(rows, support.plan_at(anchor, block, anchor + 3))["y"]
         torch.testing.assert_close(drafted.y[chunk, place], found, rtol=0, atol=1e-6)
         told = blocks.valid[chunk, place].tolist()
         assert told == [
@@ -106,7 +88,6 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: 
     texts.write_text("".join(json.dumps({"kind": "plain", "text": " ".join(row)}) + "\n" for row in words))
     common = {"model": str(model), "out": tmp_path / "head", "kind": "block", "data": (texts,), "depth": 2}
     kind = head_kind("block")
-    assert kind.training
     spec_of = kind.training.spec
 
     def older(layers: int, depth: int) -> HeadSpec:
@@ -120,10 +101,7 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: 
     second = run(TrainOptions(tokens=6_000, threads=1, measure_speedup=False, **common))
     assert second.data["steps"] > first.data["steps"]
     begun = read_head(tmp_path / "head").spec
-    assert begun.block
-    assert begun.block.tap_norms
-    assert begun.layer
-    assert not begun.layer.mixer.qk_norm
+    assert begun.block.tap_norms and not begun.layer.mixer.qk_norm
     anew = run(TrainOptions(tokens=300, threads=1, measure_speedup=False, **{**common, "out": tmp_path / "new"}))
     assert "tap_norms.weight" not in read_head(Path(anew.data["out"])).tensors
 

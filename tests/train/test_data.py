@@ -1,10 +1,10 @@
 """`headstart data`: text at hand, prompts of the model's own, shards that survive, runs that go on."""
 
-from __future__ import annotations
-
 import json
 import math
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,15 +92,13 @@ def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
     assert [len(file.read_text().splitlines()) for file in sorted(tmp_path.glob("*.jsonl"))] == [3, 3, 2]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full")
     with Shards(tmp_path, "x") as shards:
         shards.append({"key": "a"})
         shards.close()
         (tmp_path / "x-00000.jsonl").rename(tmp_path / "kept")
-        (tmp_path / "x-00000.jsonl").symlink_to(full)
+        (tmp_path / "x-00000.jsonl").symlink_to("/dev/full")
         with pytest.raises(CapacityError, match="No space left"):
             shards.append({"key": "b"})
     (tmp_path / "kept").replace(tmp_path / "x-00000.jsonl")
@@ -135,18 +133,12 @@ def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeyp
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["letter.txt"]
 
 
-def test_text_of_another_model_is_left_alone(tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"model": "models/other"}')
     with pytest.raises(UsageError, match="holds text of models/other, not of my-model"):
         run(DataOptions(out=tmp_path, tokens=10, model="my-model"))
-
-
-def test_text_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no"):
         run(DataOptions(out=tmp_path / "out", tokens=10, text=(tmp_path / "nowhere",)))
-
-
-def test_a_prompt_file_without_prompts(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"no": 1}\n')
     with pytest.raises(UsageError, match="holds no prompts"):
@@ -182,17 +174,6 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     assert all(0 < len(line["response_ids"]) <= 24 for line in lines)
 
 
-class _Clock:
-    """Seconds that go on by one with each look."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def _tiny(folder: Path, *, template: bool) -> str:
     path = write_tiny("mimo", folder / "model")
     if not template:
@@ -207,12 +188,11 @@ def test_what_is_in_the_making_at_the_end_of_the_time_is_kept(
     tmp_path: Path, short_work: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers of 200 tokens, and time for some steps: without this, nothing would be there."""
-    monkeypatch.setattr(self_distillation, "time", _Clock())
+    monkeypatch.setattr(self_distillation, "time", SimpleNamespace(monotonic=count(1.0).__next__))
     report = run(DataOptions(model=_tiny(tmp_path, template=True), out=tmp_path / "out", minutes=1.0, max_tokens=200))
     assert report.ok
-    lines = [json.loads(line) for line in (tmp_path / "out" / "answers-00000.jsonl").read_text().splitlines()]
-    cut = [line for line in lines if line["finish_reason"] == "length" and len(line["response_ids"]) < 200]
-    assert cut
+    lines = list(map(json.loads, (tmp_path / "out" / "answers-00000.jsonl").read_text().splitlines()))
+    assert any(line["finish_reason"] == "length" and len(line["response_ids"]) < 200 for line in lines)
     assert report.data["answer_tokens"] == sum(len(line["response_ids"]) for line in lines)
 
 
@@ -224,7 +204,6 @@ def test_no_answers_are_a_failure_with_a_reason(
     model = _tiny(tmp_path, template=False)
     assert main(["data", model, "--out", str(tmp_path / "out"), "--tokens", "50"]) == 1
     assert "nothing was written: the model has no chat template" in capsys.readouterr().out
-    pytest.importorskip("torch")
     assert main(["train", model, "--out", str(tmp_path / "head"), "--tokens", "50"]) == 2
     assert "has no chat template" in capsys.readouterr().err
 
@@ -237,7 +216,6 @@ def test_no_answers_are_a_failure_with_a_reason(
     ],
 )  # fmt: skip
 def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch")
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text to learn from, again and again and again"}\n')
     arguments = [_tiny(tmp_path, template=True), "--data", str(data), "--out", str(tmp_path / "head"), "--tokens", "99"]
@@ -264,7 +242,6 @@ def test_training_without_text_writes_its_own(
     monkeypatch.setattr(generate, "is_usable", lambda text, language: True)
     out = tmp_path / "head"
     code = main(["train", "--out", str(out), "--tokens", "500", "--threads", "1", "--json"])
-    report = json.loads(capsys.readouterr().out)
     assert code in (0, 1)  # so short a run makes no head that pays
-    assert report["tokens"] >= 500
+    assert json.loads(capsys.readouterr().out)["tokens"] >= 500
     assert json.loads((tmp_path / "head.training" / "text" / "manifest.json").read_text())["answer_tokens"] >= 500

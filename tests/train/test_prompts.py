@@ -1,55 +1,39 @@
 """Tests of the templated prompts."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 
 import pytest
 
-from headstart.train.prompts import (
-    KIND_WEIGHTS,
-    ForeignText,
-    TemplatedPrompt,
-    follow_ups,
-    split_sentences,
-    templated_prompts,
-)
+from headstart.train.prompts import KIND_WEIGHTS, ForeignText, follow_ups, split_sentences, templated_prompts
 
 PASSAGES = [f"Passage number {i} is about the history of a town. It has several sentences." for i in range(40)]
 FOREIGN = [ForeignText("German", f"Dies ist der Satz Nummer {i}.") for i in range(90)]
+RECORDS = list(templated_prompts(7, 1000, PASSAGES, FOREIGN))
 
 
-@pytest.fixture(scope="module")
-def records() -> list[TemplatedPrompt]:
-    return list(templated_prompts(7, 1000, PASSAGES, FOREIGN))
+def test_prompts_are_many_and_different() -> None:
+    assert list(templated_prompts(7, 1000, PASSAGES, FOREIGN)) == RECORDS
+    assert list(templated_prompts(8, 1000, PASSAGES, FOREIGN)) != RECORDS
+    assert len({record.prompt.lower() for record in RECORDS}) == len(RECORDS)
 
 
-def test_same_seed_gives_same_prompts(records: list[TemplatedPrompt]) -> None:
-    assert list(templated_prompts(7, 1000, PASSAGES, FOREIGN)) == records
-    assert list(templated_prompts(8, 1000, PASSAGES, FOREIGN)) != records
-
-
-def test_all_kinds_come_in_proportion(records: list[TemplatedPrompt]) -> None:
-    kinds = Counter(record.kind for record in records)
+def test_all_kinds_come_in_proportion() -> None:
+    kinds = Counter(record.kind for record in RECORDS)
     total = sum(KIND_WEIGHTS.values())
-    assert len(records) == 1000
+    assert len(RECORDS) == 1000
     for kind, weight in KIND_WEIGHTS.items():
         assert kinds[kind] == pytest.approx(1000 * weight / total, abs=20)
 
 
-def test_no_duplicates(records: list[TemplatedPrompt]) -> None:
-    assert len({record.prompt.lower() for record in records}) == len(records)
+def test_every_placeholder_is_filled() -> None:
+    assert not [record.prompt for record in RECORDS if re.search(r"\{[\w#/-]+\}", record.prompt)]
+    assert not [record.prompt for record in RECORDS if re.search(r"\ba [aei][a-z]", record.prompt.split("\n")[0])]
 
 
-def test_every_placeholder_is_filled(records: list[TemplatedPrompt]) -> None:
-    assert not [record.prompt for record in records if re.search(r"\{[\w#/-]+\}", record.prompt)]
-    assert not [record.prompt for record in records if re.search(r"\ba [aei][a-z]", record.prompt.split("\n")[0])]
-
-
-def test_used_passages_stand_in_the_prompt(records: list[TemplatedPrompt]) -> None:
-    assert any(record.passages for record in records)
-    for record in records:
+def test_used_passages_stand_in_the_prompt() -> None:
+    assert any(record.passages for record in RECORDS)
+    for record in RECORDS:
         texts = [each.text for each in FOREIGN] if record.kind == "translation" else PASSAGES
         assert all(texts[index] in record.prompt for index in record.passages)
 
@@ -72,12 +56,8 @@ def test_a_translation_names_the_language_of_its_text() -> None:
 
 
 def test_an_exhausted_kind_ends_instead_of_repeating() -> None:
-    prompts = [
-        r.prompt
-        for r in templated_prompts(1, 3000, PASSAGES, [ForeignText("German", "Guten Tag.")])
-        if r.kind == "translation"
-    ]
-    assert 0 < len(prompts) <= 8
+    made = templated_prompts(1, 3000, PASSAGES, [ForeignText("German", "Guten Tag.")])
+    assert 0 < sum(each.kind == "translation" for each in made) <= 8
 
 
 def test_sentences_and_follow_ups() -> None:

@@ -1,7 +1,5 @@
 """Models from nothing: every family trains head and all, and the result is a checkpoint like any other."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,20 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+import torch
 
-torch = pytest.importorskip("torch")
-
-from headstart.api import LLM  # noqa: E402
-from headstart.cli.main import main  # noqa: E402
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import SamplingParams  # noqa: E402
-from headstart.errors import UsageError  # noqa: E402
-from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step  # noqa: E402
-from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec  # noqa: E402
-from headstart.train import plain_text, recurrent, scratch  # noqa: E402
-from headstart.train.objective import LossConfig  # noqa: E402
-from headstart.train.records import SkippedRecords  # noqa: E402
-from headstart.train.scratch import ScratchModel, ScratchOptions, run  # noqa: E402
+from headstart.api import LLM
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import UsageError
+from headstart.kernels.reference.recurrent import Step, conv_step, delta_step, scan_step
+from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
+from headstart.train import plain_text, recurrent, scratch
+from headstart.train.objective import LossConfig
+from headstart.train.records import SkippedRecords
+from headstart.train.scratch import ScratchModel, ScratchOptions, run
 
 TINY = {"vocab_size": support.VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
 POEM = "the other thing in the tower then hears an aunt or ant out there\n"

@@ -1,7 +1,5 @@
 """Training of heads: what is trained is what runs, it learns, it resumes, and bad data is named."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections import Counter
@@ -11,36 +9,35 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+import torch
 
-torch = pytest.importorskip("torch")
-
-from headstart.api import LLM  # noqa: E402
-from headstart.config import EngineConfig  # noqa: E402
-from headstart.core import SamplingParams, StepPlan  # noqa: E402
-from headstart.engine.load import load_model  # noqa: E402
-from headstart.errors import CapacityError, ModelError, UsageError  # noqa: E402
-from headstart.formats.base import make_tensor  # noqa: E402
-from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec  # noqa: E402
-from headstart.heads.files import read_head, write_head  # noqa: E402
-from headstart.heads.kind import HeadCheckpoint, head_kind, trained_kinds  # noqa: E402
-from headstart.layers.decoder import join_pools  # noqa: E402
-from headstart.layers.linear import Linear  # noqa: E402
-from headstart.layers.network import Pools  # noqa: E402
-from headstart.layers.norm import RMSNorm  # noqa: E402
-from headstart.tools.tiny import write_model  # noqa: E402
-from headstart.train import generate, records, trainer as trainer_module  # noqa: E402
-from headstart.train.dataset import TrainingData, plan_epoch, prepare_data  # noqa: E402
-from headstart.train.frozen_model import FrozenModel, make_frozen_model  # noqa: E402
-from headstart.train.generate import ConversationPrompt  # noqa: E402
-from headstart.train.head_weights import first_weights, stream_scale  # noqa: E402
-from headstart.train.hidden_states import FeatureCache, trunk_argmax, trunk_hidden  # noqa: E402
-from headstart.train.losses import LossTerms, distill, likely_candidates, make_teacher  # noqa: E402
-from headstart.train.objective import DistillationTarget, LossConfig, before_norm, unroll  # noqa: E402
-from headstart.train.ops import TrainOps  # noqa: E402
-from headstart.train.records import Shards  # noqa: E402
-from headstart.train.run import TrainOptions, batch_tokens, run  # noqa: E402
-from headstart.train.torch_weights import round_int4  # noqa: E402
-from headstart.train.trainer import Recipe, Trainer, TrainingHooks, save_checkpoint, train  # noqa: E402
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.engine.load import load_model
+from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.formats.base import make_tensor
+from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec
+from headstart.heads.files import read_head, write_head
+from headstart.heads.kind import HeadCheckpoint, head_kind, trained_kinds
+from headstart.layers.decoder import join_pools
+from headstart.layers.linear import Linear
+from headstart.layers.network import Pools
+from headstart.layers.norm import RMSNorm
+from headstart.tools.tiny import write_model
+from headstart.train import generate, records, trainer as trainer_module
+from headstart.train.dataset import TrainingData, plan_epoch, prepare_data
+from headstart.train.frozen_model import FrozenModel, make_frozen_model
+from headstart.train.generate import ConversationPrompt
+from headstart.train.head_weights import first_weights, stream_scale
+from headstart.train.hidden_states import FeatureCache, trunk_argmax, trunk_hidden
+from headstart.train.losses import LossTerms, distill, likely_candidates, make_teacher
+from headstart.train.objective import DistillationTarget, LossConfig, before_norm, unroll
+from headstart.train.ops import TrainOps
+from headstart.train.records import Shards
+from headstart.train.run import TrainOptions, batch_tokens, run
+from headstart.train.torch_weights import round_int4
+from headstart.train.trainer import Recipe, Trainer, TrainingHooks, save_checkpoint, train
 
 SPECS = [
     HeadSpec(),
@@ -53,23 +50,6 @@ WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", 
 
 
 # The unrolled forward is the run-time forward.
-
-
-def head_plan(tokens: list[int], start: int) -> StepPlan:
-    """Rows of one sequence at positions start.. of a head's KV; slot = position."""
-    ints = lambda values: np.asarray(values, np.int32)  # noqa: E731
-    count = len(tokens)
-    positions = ints(range(start, start + count))
-    return StepPlan(
-        token_ids=ints(tokens),
-        positions=positions,
-        slots=positions,
-        row_starts=ints([0, count]),
-        block_tables=ints([[0, 1, 2, 3]]),
-        logit_rows=ints(range(count)),
-        first_position=1,
-        block_size=8,
-    )
 
 
 @pytest.mark.slow
@@ -94,13 +74,14 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
             for module in head.modules:
                 pool = join_pools([model.backend.kv_pool(32, each) for each in module.kv_specs])
                 programs.append(DraftStep(spec, module, pool, embedding, identity))
-                plan = head_plan(row[1 : origin + 2], 1)
+                plan = support.plan_at(1, row[1 : origin + 2], first_position=1)
                 outs.append(model.backend.run(programs[-1], plan, hidden=hidden[b, : origin + 1]))
             out = outs[0]
             for step in range(1, depth + 1):
                 if step > 1:
                     # rows of a module follow each other: its true pairs, then its draft steps
-                    plan = head_plan([row[origin + step]], origin + 2 + spec.rows_before(step - 1))
+                    start = origin + 2 + spec.rows_before(step - 1)
+                    plan = support.plan_at(start, [row[origin + step]], first_position=1)
                     out = model.backend.run(programs[spec.module_of(step - 1)], plan, hidden=out["hidden"][-1:])
                 torch.testing.assert_close(ours[step - 1][b, origin], out["logits"][-1], rtol=0, atol=1e-9)
 
@@ -155,11 +136,11 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
         network = HeadNetwork(head, model.config.hidden_size, embedding, [identity])
         programs = network.programs(Pools([pool]))
         first, following = programs["pairs.0"].code, programs["next.0"].code
-        plan = head_plan(row[1 : origin + 2], 1)
+        plan = support.plan_at(1, row[1 : origin + 2], first_position=1)
         out = model.backend.run(first, plan, hidden=streams[0, : origin + 1])
         for step in range(1, depth + 1):
             if step > 1:
-                plan = head_plan([row[origin + step]], origin + step)
+                plan = support.plan_at(origin + step, [row[origin + step]], first_position=1)
                 out = model.backend.run(following, plan, hidden=out["hidden"][-1:])
             torch.testing.assert_close(ours[step - 1][0, origin], out["logits"][-1], rtol=0, atol=1e-9)
 

@@ -1,10 +1,9 @@
 """Block drafters as five projects publish them: read, run on a trunk, and written back tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,12 @@ class Published:
 
 def speculators(kind: str, anchor: bool, **more: Any) -> dict[str, Any]:
     return {
-        "speculators_model_type": kind,
-        "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
-        "aux_hidden_state_layer_ids": [2, 4, 6],
-        "mask_token_id": 7,
-        "block_size": 4 if anchor else 5,
-        "draft_vocab_size": V,
-        "sample_from_anchor": anchor,
-        "sliding_window_non_causal": False,
+        "speculators_model_type": kind, "architectures": [f"D{'Spark' if kind == 'dspark' else 'Flash'}Speculator"],
+        "aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": 7, "block_size": 4 if anchor else 5,
+        "draft_vocab_size": V, "sample_from_anchor": anchor, "sliding_window_non_causal": False,
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "some/model", "architectures": ["X"]}},
         "transformer_layer_config": INNER,
-    } | more
+    } | more  # fmt: skip
 
 
 ZLAB = {**INNER, "architectures": ["DFlashDraftModel"], "num_target_layers": TRUNK, "block_size": 5}
@@ -92,30 +86,28 @@ TOP = ("architectures", "block_size", "num_target_layers")
 PUBLISHED: dict[str, Published] = {
     "z-lab": Published(ZLAB | {"dflash_config": FLASH}, PLAIN, as_dflash, same=(*TOP, "dflash_config")),
     "SpecForge, windows": Published(
-        ZLAB | SWA | {"dflash_config": FLASH},
-        replace(PLAIN, windows=(12, 0), causal_windows=True),
-        as_dflash,
+        ZLAB | SWA | {"dflash_config": FLASH}, replace(PLAIN, windows=(12, 0), causal_windows=True), as_dflash,
         same=(*TOP, "dflash_config", "layer_types", "sliding_window"),
     ),
     "SpecForge, DSpark": Published(
         ZLAB | {
-            "architectures": ["DSparkDraftModel"], "block_size": 4, "dflash_config": FLASH | MARKOV | CONFIDENCE | {
+            "architectures": ["DSparkDraftModel"], "block_size": 4,
+            "dflash_config": FLASH | MARKOV | CONFIDENCE | {
                 "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0,
             },
         },
         FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES}, same=("block_size", "num_target_layers"),
     ),
     "DeepSpec": Published(
-        DEEPSPEC | MARKOV | CONFIDENCE | {"num_anchors": 512},
-        FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE),
+        DEEPSPEC | MARKOV | CONFIDENCE | {"num_anchors": 512}, FACTS, as_dspark,
+        {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE),
     ),
     "vLLM": Published(
         ZLAB | {
             "dflash_config": FLASH | {"causal": True, "attention_sink_bias": True}, "is_neox_style": False,
             "logit_scale": 0.5, "draft_vocab_size": DRAFT, "target_hidden_size": H,
         },
-        replace(PLAIN, causal=True, interleaved=True, sinks=True, logit_scale=0.5, draft_vocab_size=DRAFT),
-        as_dflash,
+        replace(PLAIN, causal=True, interleaved=True, sinks=True, logit_scale=0.5, draft_vocab_size=DRAFT), as_dflash,
         {f"layers.{i}.self_attn.attention_sink_bias": (6,) for i in range(LAYERS)} | {"lm_head.weight": (DRAFT, H)},
         ids=np.arange(1, 3 * DRAFT, 3),
         same=(*TOP, "dflash_config", "is_neox_style", "logit_scale", "draft_vocab_size", "target_hidden_size"),
@@ -148,6 +140,9 @@ def published(path: Path, each: Published, **changes: Any) -> Path:
     return written(path, {**each.config, **changes}, arrays)
 
 
+trunk_of = partial(support.tiny_model, "llama", num_hidden_layers=TRUNK)
+
+
 def written(path: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     save(path / "model.safetensors", arrays)
@@ -170,7 +165,7 @@ def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> No
     assert before.keys() == after.keys()
     assert all((before[name].data == after[name].data).all() for name in before)
     assert {key: document[key] for key in each.same} == {key: each.config[key] for key in each.same}
-    attached = attach_head(support.tiny_model("llama", num_hidden_layers=TRUNK), path)
+    attached = attach_head(trunk_of(), path)
     assert attached.spec.depth_limit == 4
     assert (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
 
@@ -196,10 +191,7 @@ def test_other_spellings(tmp_path: Path) -> None:
     head = read_head(written(tmp_path / "a", each.config, spelt))
     assert head.tensors["fuse.weight"].shape == (H, 3 * H)
     config = {**each.config, "dflash_config": {"mask_token_id": 7}, "num_target_layers": 10}
-    two = {
-        name: np.ascontiguousarray(array[:, : 2 * H]) if name == "fc.weight" else array
-        for name, array in arrays.items()
-    }
+    two = {**arrays, "fc.weight": np.ascontiguousarray(arrays["fc.weight"][:, : 2 * H])}
     assert read_head(written(tmp_path / "b", config, two)).spec.tap == (2, 8)
     muse = {**INNER, **SWA, **FLASH, "model_type": "muse_glimmer_assistant", "block_size": 5}
     assert read_head(written(tmp_path / "c", muse, spelt)).spec.block == replace(PLAIN, windows=(12, 0))
@@ -253,28 +245,24 @@ def test_wrong_tensors(tmp_path: Path, changes: dict[str, Any], message: str) ->
 
 def test_drafters_of_another_trunk(tmp_path: Path) -> None:
     """The number that differs is named."""
-    path, model = published(tmp_path, PUBLISHED["z-lab"]), support.tiny_model("llama", num_hidden_layers=9)
-    with pytest.raises(ModelError, match="its num_layers is 8, the model's is 9"):
-        attach_head(model, path)
-    with pytest.raises(ModelError, match="its hidden_size is 48, the model's is 64"):
-        attach_head(support.tiny_model("llama", hidden_size=64, num_hidden_layers=8), path)
-    with pytest.raises(ModelError, match="its vocab_size is 131, the model's is 100"):
-        attach_head(support.tiny_model("llama", vocab_size=100, num_hidden_layers=8), path)
+    for sizes, said in (
+        ({"num_hidden_layers": 9}, "num_layers is 8, the model's is 9"),
+        ({"hidden_size": 64}, "hidden_size is 48, the model's is 64"),
+        ({"vocab_size": 100}, "vocab_size is 131, the model's is 100"),
+    ):
+        with pytest.raises(ModelError, match=f"its {said}"):
+            attach_head(trunk_of(**sizes), published(tmp_path, PUBLISHED["z-lab"]))
     far = {"dflash_config": FLASH | {"target_layer_ids": [1, 3, 7]}}
     with pytest.raises(ModelError, match=r"taps the streams before the layers \[2, 4, 8\]"):
-        attach_head(
-            support.tiny_model("llama", num_hidden_layers=8), published(tmp_path / "far", PUBLISHED["z-lab"], **far)
-        )
+        attach_head(trunk_of(), published(tmp_path / "far", PUBLISHED["z-lab"], **far))
 
 
 def test_what_no_layout_holds(tmp_path: Path) -> None:
     head = read_head(published(tmp_path, PUBLISHED["DeepSpec"]))
-    assert head.spec.block
-    with pytest.raises(ModelError, match="DFlash has no Markov"):
-        as_dflash(head, {})
-    normed = replace(head, spec=replace(head.spec, block=replace(head.spec.block, tap_norms=True)))
-    with pytest.raises(ModelError, match="its taps are normed one by one"):
-        as_dspark(normed, {})
-    turned = replace(head, spec=replace(head.spec, block=replace(head.spec.block, interleaved=True)))
-    with pytest.raises(ModelError, match="no place for an interleaved RoPE"):
-        as_speculators(turned, {})
+    for write, changes, said in (
+        (as_dflash, {}, "DFlash has no Markov"),
+        (as_dspark, {"tap_norms": True}, "its taps are normed one by one"),
+        (as_speculators, {"interleaved": True}, "no place for an interleaved RoPE"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            write(replace(head, spec=replace(head.spec, block=replace(head.spec.block, **changes))), {})

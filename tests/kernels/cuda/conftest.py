@@ -1,7 +1,5 @@
 """Kernels run in Triton's interpreter on the CPU, unless there is a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

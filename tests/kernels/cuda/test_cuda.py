@@ -1,7 +1,5 @@
 """The kernels of the cuda backend against `reference`, and one row against many, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Triton's compiler on the kernels, for a GPU that is not here: types, shapes and memory, and one binary for any number
 of rows. All families: `python benchmarks/kernels.py compile`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

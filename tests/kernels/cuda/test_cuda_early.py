@@ -1,8 +1,6 @@
 """Drafts that are begun behind a pass before the host knows what it has drawn: the same drafts and texts, and no work
 of the device waits for the host in between."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An engine on the cuda backend: the text of `reference`, with drafts and without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Experts, recurrent layers, indexers, compressed attention and residual streams of the cuda backend against
 `reference`, and one row against many, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -91,9 +89,6 @@ def test_experts_of_several_types_are_refused_when_loaded(cuda: Any) -> None:
         cuda.prepare(lambda ops, step: {"y": ops.moe(step.hidden, step.hidden, None, mixed, RouterSpec(3, 1))})
     assert raised.value.hint == "use --backend native"
 
-
-# Recurrent layers.
-
 LAYERS: dict[str, Any] = {
     "conv": ConvSpec(10, 4),
     "delta": DeltaSpec(2, 4, 6, 5),
@@ -127,14 +122,8 @@ def steps(*told: tuple[int, int, int, int, dict[int, int]]) -> StateSteps:
     own, reads, starts, keeps, stores = zip(*told, strict=True)
     counts = np.cumsum([0, *map(len, stores)])
     arrays = (
-        own,
-        reads,
-        starts,
-        keeps,
-        counts,
-        [p for s in stores for p in s],
-        [s for t in stores for s in t.values()],
-    )
+        own, reads, starts, keeps, counts, [p for s in stores for p in s], [s for t in stores for s in t.values()],
+    )  # fmt: skip
     return StateSteps(*(np.array(each, np.int32) for each in arrays))
 
 
@@ -175,9 +164,6 @@ def first_of(plan: StepPlan) -> StepPlan:
     single = plan_of([(int(plan.positions[0]), count)])
     single.states = StateSteps(*parts, told.store_positions[:end], told.store_slots[:end])
     return single
-
-
-# Indexers, entries, streams.
 
 SCORES = {
     "ties": (1, np.tile([1.0, 3.0, 0.0, 2.0, 3.0], 4)),

@@ -1,8 +1,6 @@
 """Recorded programs, draws and whole drafts of the cuda backend, on a device whose graphs run their work again. What
 must come out are the tokens and drafts of `reference`, which makes them step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

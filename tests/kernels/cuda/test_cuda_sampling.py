@@ -1,7 +1,5 @@
 """The cuda backend's sampler: noise, tokens and logprobs are those of `reference`, and so of `native`, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

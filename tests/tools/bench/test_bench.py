@@ -1,7 +1,5 @@
 """`headstart bench` in process: statistics, workloads, runs on tiny models, the document and its report."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`headstart bench --url` against small servers made here: odd, refusing and dying ones."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

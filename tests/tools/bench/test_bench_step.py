@@ -1,7 +1,5 @@
 """`headstart bench step` on tiny models: what it reports and what it refuses. No times are looked at."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`headstart export`: what is written is what the other layout's formula needs, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A block drafter from training to the layouts of other engines and back: the same drafts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

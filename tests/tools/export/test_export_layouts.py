@@ -1,7 +1,5 @@
 """`headstart export` to EAGLE, speculators and GGUF: where the formula allows it, by tables; where not, the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """--force replaces what such a command has written, and nothing else whatever it is called."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exports and grafts that cannot be written to the end: a clear line, the right exit code, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """`headstart export --to xllm`: names, bytes and config keys of each model type, against tables written by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import tracemalloc

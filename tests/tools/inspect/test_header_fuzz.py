@@ -1,7 +1,5 @@
 """Hostile files: no header and no config does worse than a clear error, in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

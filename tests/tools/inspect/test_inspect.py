@@ -1,7 +1,5 @@
 """`headstart inspect`: promises, packed weights, remarks, targets, GGUF files, the command, and what is measured."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

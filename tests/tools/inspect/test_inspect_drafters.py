@@ -1,7 +1,5 @@
 """Drafters that are checkpoints of their own, and whether they fit a target."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`headstart inspect` over a zoo: every family with MTP heads; whole, stripped, in part, undeclared, of wrong shape."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`headstart inspect` of a repo on the Hub: a small hub of its own serves files by ranges, and counts the bytes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

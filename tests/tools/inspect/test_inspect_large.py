@@ -1,7 +1,5 @@
 """A checkpoint of the size of DeepSeek-V3: 160 shards, 92,000 tensors, FP8 with block scales. The files are holes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Heads that look sound and are not, each as it was met: inspect names what is wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A block drafter whose config.json is wrong without an error: `inspect --deep` reads the weights in other ways too."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

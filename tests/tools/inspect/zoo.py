@@ -5,8 +5,6 @@ contract tests have it; the other tensors are those of the family's small model,
 described, the declared ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files for Compose, Slurm, Kubernetes and KubeRay: read back as those who run them read them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -79,9 +77,6 @@ def containers(workload: dict[str, Any], template: str) -> dict[str, Any]:
     return dict(container)
 
 
-# Kubernetes.
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_server_on_two_nodes_is_a_leader_and_workers(model: str, capsys: Capture, engine: str) -> None:
     text = emitted(capsys, engine, model, "--gpus", "h100x4", "--nodes", "2", "--tp", "8", "--emit", "k8s")
@@ -154,9 +149,6 @@ def test_a_repo_is_fetched_with_a_token_that_may_be_there(model: str, capsys: Ca
     assert any(mount["name"] == "hf-cache" for mount in container["volumeMounts"])
 
 
-# Compose and Slurm.
-
-
 def test_compose(model: str, capsys: Capture) -> None:
     words = ["vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--emit", "compose"]
     services = yaml.safe_load(emitted(capsys, *words))["services"]
@@ -198,9 +190,6 @@ def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp
     assert from_router if "--disaggregate" in words else any("alpha" in line for line in on["beta"])
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -215,9 +204,6 @@ def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp
 def test_what_cannot_be_written(model: str, capsys: Capture, words: list[str], message: str) -> None:
     assert main(["launch", words[0], model, *words[1:]]) == 2
     assert message in capsys.readouterr().err
-
-
-# YAML.
 
 
 @pytest.mark.parametrize(

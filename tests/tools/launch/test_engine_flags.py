@@ -1,7 +1,5 @@
 """The launchers' data against what engines really take: a committed snapshot, and engines installed here."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """Several servers behind a router: who gets which devices, ports and roles, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -110,9 +108,6 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
 def test_what_cannot_be(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, CapacityError), match=message):
         planned(model, **options)
-
-
-# A CPU.
 
 
 @pytest.fixture

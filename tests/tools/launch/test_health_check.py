@@ -1,7 +1,5 @@
 """Whether engines draft, by what several of them counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from headstart.tools.engine_metrics import EngineCounters

@@ -1,7 +1,5 @@
 """Launchers: what is decided from model, machine and version, the traps, and old command lines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -556,11 +554,7 @@ def test_bad_input(model: str, capsys: Capture, arguments: list[str], message: s
     ],
 )
 def test_serve_with_another_engine(
-    model: str,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    shown: str,
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, arguments: list[str], shown: str
 ) -> None:
     monkeypatch.setattr(parallelism, "here", parallelism.NodeDevices)
     assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 0
@@ -576,9 +570,7 @@ def test_serve_with_another_engine(
         (["--swap-space", "4"], "has no --swap-space"),
     ],
 )
-def test_serve_refuses_by_name(
-    model: str, capsys: Capture, arguments: list[str], message: str
-) -> None:
+def test_serve_refuses_by_name(model: str, capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -1,8 +1,6 @@
 """Printed commands as the engines themselves would take them: names, values, combinations; engines x models x heads x
 devices."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex
@@ -109,9 +107,6 @@ REFUSED = (
 def test_what_has_no_command_says_a_reason_of_its_own(tried: tuple[Any, Any]) -> None:
     assert not [each for each in tried[1] if not any(reason in each for reason in REFUSED)]
 
-
-# The rules.
-
 FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.max_drafts",
          "adaptive.steps"}  # fmt: skip
 RULES = [(engine, rule) for engine in ENGINES for rule in rules(engine)]
@@ -173,9 +168,6 @@ def test_users_flags_are_checked_and_a_rule_about_something_unknown_does_not_app
     options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", extra=("--enable-auto-tool-choice",))
     with pytest.raises(UsageError, match="needs --tool-call-parser"):
         launch.prepare(options)
-
-
-# Models by version.
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The shell's text: taken apart, and left as it is around what changes."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

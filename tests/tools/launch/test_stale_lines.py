@@ -1,8 +1,6 @@
 """Command lines as guides, issues and scripts show them: brought up to date, a shell reads them, and so do the engines'
 own argument definitions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

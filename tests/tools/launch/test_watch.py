@@ -1,7 +1,5 @@
 """Processes that are watched: real ones, which are killed. Small HTTP servers stand where engines would."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

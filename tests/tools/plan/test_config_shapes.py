@@ -1,7 +1,5 @@
 """Shapes from the keys of config.json files as their makers write them: published parameters, windows as they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

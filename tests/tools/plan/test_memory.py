@@ -1,7 +1,5 @@
 """What a model takes of its devices: the arithmetic that `plan` and `launch` share."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every kind of drafter in a plan: its size, what a draft costs, how deep it goes; prices; configs of any kind."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

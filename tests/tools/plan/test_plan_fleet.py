@@ -1,7 +1,5 @@
 """Disaggregated prefill and decode, simulated: request by request, and as `plan --fleet` reports it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

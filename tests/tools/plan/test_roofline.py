@@ -1,7 +1,5 @@
 """The roofline behind `headstart plan`: shapes, passes, depths, memory, cost, calibration, published figures."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

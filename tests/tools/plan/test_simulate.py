@@ -1,7 +1,5 @@
 """The simulated fleet: against queueing theory where that knows the answer, and `plan --fleet` as people call it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

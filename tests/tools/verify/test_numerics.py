@@ -1,7 +1,5 @@
 """How far a backend is from float32: nothing for float32 itself, a known amount for a known change, and said so."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

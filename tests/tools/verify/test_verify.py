@@ -1,7 +1,5 @@
 """verify finds no difference where there is none, and every one that there is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations, product
