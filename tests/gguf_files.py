@@ -78,11 +78,12 @@ def write_gguf(
     arrays: Arrays,
     *,
     listed: bool = True,
-    experts: gguf.GGMLQuantizationType | None = None,
+    quantized: gguf.GGMLQuantizationType | None = None,
+    part: str = "_exps.",
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """`config` and `arrays` as Hugging Face has them. `listed`: which layers are recurrent is written one by one, as
-    newer converters do; `experts`: what the experts' matrices are quantized to; `more` adds keys and tensors."""
+    newer converters do; `quantized`: what tensors whose names have this part are; `more` adds keys and tensors."""
     writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
     tensors = llama_tensors(config, arrays)
     _write_sizes(writer, config, tensors, listed=listed)
@@ -92,8 +93,8 @@ def write_gguf(
     add_vocabulary(writer, config["vocab_size"])
     more(writer)
     for name, array in tensors.items():
-        if experts is not None and "_exps." in name:
-            writer.add_tensor(name, gguf.quantize(array, experts), raw_dtype=experts)
+        if quantized is not None and part in name:
+            writer.add_tensor(name, gguf.quantize(array, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
     return written(writer, path)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from support import request
 
 from headstart.cache.blocks import ROOT, BlockPool, block_key
 from headstart.cache.kv_cache import KVCacheManager
-from headstart.core import Request, SamplingParams, Sequence
+from headstart.core import Sequence
 
 SIZE, NUM_BLOCKS, MAX_LENGTH = 4, 12, 30
 HEAD = 0  # the one network beside the trunk
@@ -20,10 +21,7 @@ Prefix = tuple[int, ...]
 
 
 def new_sequence(tokens: list[int], **params: Any) -> Sequence:
-    request = Request(
-        request_id="r", prompt_ids=tuple(tokens), params=SamplingParams(**params), seed=0, stop_ids=frozenset()
-    )
-    return Sequence(request, 0, list(tokens), 0)
+    return Sequence(request(tokens, stops=(), **params), 0, list(tokens), 0)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -38,9 +36,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live: list[Sequence] = []
         self.trunk: dict[int, Prefix] = {}  # slot -> what it holds
         self.head: dict[int, Prefix] = {}
-        self.begins: dict[
-            Sequence, int
-        ] = {}  # where what the head holds of a sequence begins, if not at its first pair
+        self.begins = dict[Sequence, int]()  # where what the head holds of a sequence begins, if not at its first pair
         self.junk = 0
 
     def slot(self, sequence: Sequence, position: int) -> int:
@@ -193,24 +189,21 @@ def test_prefix_hit_leaves_one_row() -> None:
     memory = KVCacheManager(8, SIZE)
     tokens = list(range(8))
     first = computed(memory, [*tokens, 9], 8)
-    second = new_sequence(tokens)
-    assert memory.attach_prefix(second) == 4  # all 8 are cached, but the last row must be computed
+    assert cached(memory, tokens) == 4  # all 8 are cached, but the last row must be computed
     third = new_sequence([*tokens, 1])
     assert memory.attach_prefix(third) == 8
     assert third.block_table == first.block_table[:2]
+    assert cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a different past is no hit"
 
 
-def test_a_different_past_is_no_hit() -> None:
-    memory = KVCacheManager(8, SIZE)
-    computed(memory, [1, 2, 3, 4, 5, 6, 7, 8, 9], 8)
-    other = new_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])
-    assert memory.attach_prefix(other) == 0
+def cached(memory: KVCacheManager, tokens: list[int], **params: Any) -> int:
+    return memory.attach_prefix(new_sequence(tokens, **params))
 
 
 def test_uncomputed_tokens_are_not_published() -> None:
     memory = KVCacheManager(8, SIZE)
     computed(memory, list(range(9)), 7)
-    assert memory.attach_prefix(new_sequence(list(range(9)))) == 4
+    assert cached(memory, list(range(9))) == 4
 
 
 def test_released_blocks_are_found_until_taken() -> None:
@@ -221,9 +214,8 @@ def test_released_blocks_are_found_until_taken() -> None:
     again = new_sequence(list(range(13)))
     assert memory.attach_prefix(again) == 12
     memory.release(again)
-    greedy = new_sequence([5] * 5)
-    assert memory.reserve(greedy, 2 * SIZE)  # takes the unused block and the end of the prefix, not its front
-    assert memory.attach_prefix(new_sequence(list(range(13)))) == 8
+    assert memory.reserve(new_sequence([5] * 5), 2 * SIZE)  # takes the unused block and the prefix's end, not its front
+    assert cached(memory, list(range(13))) == 8
 
 
 def test_reserve_takes_all_or_nothing() -> None:
@@ -256,25 +248,23 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
     memory.reaches[HEAD] = 5
     first = computed(memory, list(range(13)), 12)
     memory.fill(first, HEAD, 4, 13)
-    for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the keys of the first block are missing
+
+    def filled(length: int = 13) -> int:
         again = new_sequence(list(range(length)))
         memory.attach_prefix(again)
-        assert again.filled[HEAD] == expected
+        return again.filled[HEAD]
+
+    for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the keys of the first block are missing
+        assert filled(length) == expected
     memory.fill(first, HEAD, 1, 4)  # another sequence's, as far as it went
     memory.reaches[HEAD] = 2
-    late = new_sequence(list(range(13)))
     memory.pool.blocks[first.block_table[1]].filled.clear()
-    memory.attach_prefix(late)
-    assert late.filled[HEAD] == 12, "the last block is all that it needs"
+    assert filled() == 12, "the last block is all that it needs"
     memory.reaches[HEAD] = 6
-    late = new_sequence(list(range(13)))
-    memory.attach_prefix(late)
-    assert late.filled[HEAD] == 4, "the first block is whole, the second is not"
+    assert filled() == 4, "the first block is whole, the second is not"
     memory.pool.blocks[first.block_table[0]].filled.clear()
     memory.reaches[HEAD] = 0
-    again = new_sequence(list(range(13)))
-    memory.attach_prefix(again)
-    assert again.filled[HEAD] == 0
+    assert filled() == 0
 
 
 def test_a_block_taken_again_forgets_the_drafter() -> None:
@@ -302,16 +292,11 @@ def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
         memory.pool.check()
 
 
-def test_switched_off_it_finds_nothing() -> None:
-    memory = KVCacheManager(8, SIZE, prefix_caching=False)
+@pytest.mark.parametrize("caching", [False, True])
+def test_neither_a_cache_switched_off_nor_prompt_logprobs_find_anything(caching: bool) -> None:
+    memory = KVCacheManager(8, SIZE, prefix_caching=caching)
     computed(memory, list(range(9)), 8)
-    assert memory.attach_prefix(new_sequence(list(range(9)))) == 0
-
-
-def test_prompt_logprobs_do_not_read_the_cache() -> None:
-    memory = KVCacheManager(8, SIZE)
-    computed(memory, list(range(9)), 8)
-    assert memory.attach_prefix(new_sequence(list(range(9)), prompt_logprobs=1)) == 0
+    assert cached(memory, list(range(9)), prompt_logprobs=1 if caching else None) == 0
 
 
 def test_equal_blocks_published_twice_stay_apart() -> None:

@@ -9,22 +9,16 @@ from typing import Any
 import numpy as np
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from test_cache import new_sequence
 
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import StateCacheManager
-from headstart.core import Draft, Request, SamplingParams, Sequence, Span
+from headstart.core import Draft, Sequence, Span
 
 SIZE, EVERY, RUNNING, SNAPSHOTS, KEPT = 4, 8, 3, 4, 5
 COMMON = np.random.default_rng(0).integers(0, 2, 30).tolist()
 """What sequences begin with, more or less of it."""
 Prefix = tuple[int, ...]
-
-
-def new_sequence(tokens: list[int], **params: Any) -> Sequence:
-    request = Request(
-        request_id="r", prompt_ids=tuple(tokens), params=SamplingParams(**params), seed=0, stop_ids=frozenset()
-    )
-    return Sequence(request, 0, list(tokens), 0)
 
 
 class World:

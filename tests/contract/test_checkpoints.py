@@ -92,7 +92,7 @@ def test_two_mtp_layers_share_the_projection(write: Any, tmp_path: Path) -> None
 def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     packing = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)
     config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=32, mlp_only_layers=[])
-    path = write_gguf(tmp_path / "model.gguf", config, arrays, experts=kind)
+    path = write_gguf(tmp_path / "model.gguf", config, arrays, quantized=kind)
     ours, theirs = (model_at(path, backend).decoder.layers[2].mlp.experts for backend in ("native", "reference"))
     for name in ("gate", "up", "down"):
         for matrix, expected in zip(getattr(ours, name), getattr(theirs, name), strict=True):
