@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from support import VOCAB, family_of, make, make_draft_model, prompt_of, request
 
 from headstart.config import EngineConfig
 from headstart.core import Rows
-from headstart.engine.load import Matching, Model, load_model, match
+from headstart.engine.load import Model, load_model, match
 from headstart.errors import ModelError, UsageError
 from headstart.tools.tiny import write_model
 
@@ -31,6 +32,10 @@ def loaded(backend: str, trunk: Path, draft: Path, **settings: Any) -> Model:
 def engine_of(model: Model, backend: str, **settings: Any) -> Any:
     wanted = {"drafter": "draft_model", "depth": 3, "block_size": 16, **settings}
     return make(model, **{**support.SMALL, "backend": backend, "dtype": EXACT[backend], **wanted})
+
+
+def tokens_of(outputs: support.Outputs) -> dict[Any, list[int]]:
+    return {key: each.tokens for key, each in outputs.items()}
 
 
 @pytest.mark.parametrize("backend", EXACT)
@@ -60,9 +65,7 @@ def test_rows_are_computed_once(settings: dict[str, Any]) -> None:
 
     engine.runner.run = noted
     expected = run(engine_of(replace(loaded("native", folder, folder), head=None), "native", drafter="none"), REQUESTS)
-    assert {key: each.tokens for key, each in run(engine, REQUESTS).items()} == {
-        key: each.tokens for key, each in expected.items()
-    }
+    assert tokens_of(run(engine, REQUESTS)) == tokens_of(expected)
     if not settings:
         assert max(rows[1:]) == 2
 
@@ -82,8 +85,7 @@ def test_any_family_beside_any_other(family: str, drafter: str) -> None:
     for temperature in (0.0, 1.0):
         plain = run(make(model, drafter="none"), varied_requests(temperature))
         engine = make(model, drafter=drafter, depth=depth, kv_blocks=24, max_num_batched_tokens=40)
-        drafted = run(engine, varied_requests(temperature))
-        assert {key: each.tokens for key, each in drafted.items()} == {key: e.tokens for key, e in plain.items()}
+        assert tokens_of(run(engine, varied_requests(temperature))) == tokens_of(plain)
         if drafter == "draft_model":
             assert engine.stats.drafted > 100
 
@@ -98,38 +100,25 @@ def test_rule_rejection_takes_its_distributions() -> None:
 def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
     folder = written("llama")
     engine = engine_of(loaded("native", folder, written("llama", max_position_embeddings=32)), "native")
-    outputs = run(engine, REQUESTS)
-    assert len(outputs["r", 0].tokens) == 30
+    assert len(run(engine, REQUESTS)["r", 0].tokens) == 30
     assert 0 < engine.stats.drafted == engine.stats.accepted < 15
 
 WORDS = {f"w{i}": i for i in range(200)}
 
 
-def matched(ours: dict[str, int], theirs: dict[str, int], sizes: tuple[int, int]) -> Matching:
-    return match(ours, theirs, sizes, ("trunk", "draft"))
+matched = partial(match, WORDS, names=("trunk", "draft"))
 
 
-def test_padding_is_no_difference() -> None:
-    assert matched(WORDS, WORDS, (200, 200)) == (range(200), None)
-    assert matched(WORDS, WORDS, (256, 200)) == (range(200), None)
-    assert matched(WORDS, WORDS, (200, 256)) == (range(200), list(range(200)))
-
-
-def test_a_few_tokens_elsewhere_are_mapped() -> None:
-    moved = {**WORDS, "w0": 200, "new": 0}
-    found = matched(WORDS, moved, (200, 201))
+def test_vocabularies_are_matched() -> None:
+    """Padding is no difference, a few tokens elsewhere are mapped, another vocabulary is refused."""
+    assert matched(WORDS, (200, 200)) == matched(WORDS, (256, 200)) == (range(200), None)
+    assert matched(WORDS, (200, 256)) == (range(200), list(range(200)))
+    found = matched({**WORDS, "w0": 200, "new": 0}, (200, 201))
     assert (found.ids, found.rows) == (list(range(200)), [200, *range(1, 200)])
-    own_ids = found.own_ids(200)
-    assert own_ids is not None
-    assert own_ids.tolist() == [200, *range(1, 200)]
-
-
-def test_another_vocabulary_is_refused() -> None:
+    assert found.own_ids(200).tolist() == [200, *range(1, 200)]
     others = {(token if i % 2 else f"x{i}"): i for token, i in WORDS.items()}
-    with pytest.raises(
-        ModelError, match="draft has another vocabulary than trunk: 200 tokens, not 200; token 0 is 'x0', not 'w0'"
-    ):
-        matched(WORDS, others, (200, 200))
+    with pytest.raises(ModelError, match="another vocabulary than trunk: 200 tokens, not 200; token 0 is 'x0', not"):
+        matched(others, (200, 200))
 
 
 @pytest.mark.parametrize("size", [VOCAB - 3, VOCAB + 29])
@@ -138,8 +127,7 @@ def test_rows_more_or_less_draft_all_the_same(size: int) -> None:
     model = loaded("native", trunk, draft)
     plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
     engine = engine_of(model, "native")
-    drafted = run(engine, varied_requests(0.8))
-    assert {key: each.tokens for key, each in drafted.items()} == {key: each.tokens for key, each in plain.items()}
+    assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain)
     assert engine.stats.drafted > 100
 
 
@@ -164,23 +152,21 @@ def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
 
 
 def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
-    trunk = written("llama")
-    with pytest.raises(ModelError, match="has recurrent layers, which cannot draft yet"):
-        loaded("native", trunk, written("qwen3_next"))
-    with pytest.raises(UsageError, match="needs a second, smaller model"):
-        load_model(str(trunk), EngineConfig(drafter="draft_model", threads=1))
-    with pytest.raises(ModelError, match="without an MTP head of its own, and not smaller"):
-        loaded("native", trunk, trunk, drafter="auto")
-    with pytest.raises(ModelError, match="without an MTP head of its own"):
-        loaded("native", trunk, trunk, drafter="mtp")
-    model = tiny_model("llama")
+    trunk, model = written("llama"), tiny_model("llama")
     spec = support.eagle3_spec(model)
     head = support.write_head(tmp_path / "head", model.config, spec, support.eagle3_arrays(model, spec))
-    with pytest.raises(ModelError, match="is a head of kind eagle3, not a whole model"):
-        loaded("native", trunk, head)
+    for draft, drafter, said in (
+        (written("qwen3_next"), "draft_model", "has recurrent layers, which cannot draft yet"),
+        (trunk, "auto", "without an MTP head of its own, and not smaller"),
+        (trunk, "mtp", "without an MTP head of its own"),
+        (head, "draft_model", "is a head of kind eagle3, not a whole model"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            loaded("native", trunk, draft, drafter=drafter)
+    with pytest.raises(UsageError, match="needs a second, smaller model"):
+        load_model(str(trunk), EngineConfig(drafter="draft_model", threads=1))
 
 
 def test_a_smaller_model_needs_no_word() -> None:
     model = loaded("native", written("llama"), written("llama", num_hidden_layers=1), drafter="auto")
-    assert model.head is not None
     assert model.head.spec.kind == "draft_model"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import headed_model, make, prompt_of, request, run, varied_requests
+from support import assert_same, headed_model, make, prompt_of, request, run, varied_requests
 
 from headstart.config import EngineConfig
 from headstart.core import Request
@@ -131,10 +131,7 @@ def test_a_corpus_is_looked_up_and_the_text_stays(tmp_path: Path) -> None:
     model = replace(headed_model("mimo"), tokenizer=tokenizer)
     for settings in ({"drafter": "ngram"}, {"drafter": "mixed", "depth": "auto"}):
         engine = make(model, **{"depth": 5, "shared_lookup": False, "lookup_corpus": str(corpus), **settings})
-        outputs = run(engine, requests)
-        assert {key: output.tokens for key, output in outputs.items()} == {
-            key: output.tokens for key, output in plain.items()
-        }
+        assert_same(run(engine, requests), plain)
         assert engine.stats.sources[SHARED] > (20 if settings["drafter"] == "ngram" else 0)
 
 

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
+
 from headstart.core import StepPlan
+from headstart.formats.base import make_tensor
 from headstart.kernels.native import packing
 from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
@@ -73,10 +77,8 @@ class Form:
         num_factors = -(-panels // FACTOR_PANELS) if self.scales == I8 else 1
         rows = data.reshape(blocks, -1)
         size = (rows.shape[1] - num_factors * self.factor_bytes) // panels
-        starts = [
-            i * size + self.factor_bytes * (1 + (i // FACTOR_PANELS) * (self.scales == I8)) for i in range(panels)
-        ]
-        return [rows[:, start : start + size] for start in starts]
+        before = [1 + (i // FACTOR_PANELS) * (self.scales == I8) for i in range(panels)]  # factors of so many panels
+        return [rows[:, at : at + size] for i in range(panels) for at in [i * size + self.factor_bytes * before[i]]]
 
 
 FORMS = {
@@ -103,9 +105,13 @@ def random_matrix(form: Form, rows: int, cols: int, rng: np.random.Generator) ->
     else:
         values = rng.standard_normal(out.size // (4 if form.kind == 0 else 2))
         out[:] = (values.astype("<f4") if form.kind == 0 else _two_bytes(form, values)).view(np.uint8)
-    return packing.Matrix(
-        form.kind, rows, cols, form.group, form.zero, form.scales, form.offsets, out, form.levels
-    )  # fmt: skip
+    return packing.Matrix(form.kind, rows, cols, form.group, form.zero, form.scales, form.offsets, out, form.levels)
+
+
+def matrix_of(values: Array) -> packing.Matrix:
+    """These very values."""
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+    return packing.pack(make_tensor("w", values.shape, "F32", flat), ONE_THREAD)
 
 
 def _two_bytes(form: Form, values: Array) -> Array:

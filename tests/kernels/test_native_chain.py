@@ -1,7 +1,7 @@
 """Whole drafts in one crossing: the tokens, scores and gates of a draft made step by step, bit for bit."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ pytest.importorskip("headstart.kernels.native._native")
 
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Sequence
+from headstart.drafters.base import DraftRequest
 from headstart.engine.depth import AutoDepth, AutoGate
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
@@ -21,7 +22,6 @@ from headstart.heads.base import Head, HeadSpec
 from headstart.tools.tiny import write_model
 
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
-BATCH = 6
 MIXED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8},
@@ -68,27 +68,20 @@ def step_by_step(engine: Engine) -> Iterator[None]:
 def engine_of(head: str, threads: int = 2, **settings: Any) -> Engine:
     model = native_model(threads)
     made = HEADS[head](model)
-    return support.make(
-        replace(model, head=made), **{"drafter": made.spec.kind, "depth": 5, "block_size": 16, **settings}
-    )
+    wanted = {"drafter": made.spec.kind, "depth": 5, "block_size": 16, **settings}
+    return support.make(replace(model, head=made), **wanted)
 
 
 def record(head: str, *, whole: bool, **settings: Any) -> list[Any]:
     """Every draft of every step of a batch of mixed requests."""
     engine, seen = engine_of(head, **settings), list[Any]()
-    for i, fields in enumerate(MIXED[:BATCH]):
+    for i, fields in enumerate(MIXED):
         engine.submit(support.request(support.prompt_of(7 + 5 * i, i), name=str(i), seed=i, max_tokens=14, **fields))
 
-    def go() -> None:
+    with nullcontext() if whole else step_by_step(engine):
         while engine.has_work:
             engine.step(lambda deltas: None)
             seen.append([(s.order, list(s.tokens), s.draft.tokens, s.draft.scores) for s in engine.scheduler.running])
-
-    if whole:
-        go()
-    else:
-        with step_by_step(engine):
-            go()
     return seen
 
 
@@ -147,20 +140,13 @@ def test_gates_decide_as_in_python(head: str) -> None:
 def drafts_of(
     engine: Engine, auto: AutoDepth, sequences: list[Sequence], *, whole: bool
 ) -> Iterator[tuple[list[int], list[float]]]:
-    from headstart.drafters.base import DraftRequest
-
-    drafter = engine.drafting.drafter
-    assert drafter
     for row_s in (0.0, 0.02, 0.1, 0.3):
         auto.row_s = row_s
         requests = [DraftRequest(sequence, 5, AutoGate(auto, sequence, should_start=True)) for sequence in sequences]
         for sequence in sequences:
             assert engine.memory.reserve(sequence, len(sequence.tokens) + 6)
             sequence.draft = Draft()
-        if whole:
-            drafter.propose(requests)
-        else:
-            with step_by_step(engine):
-                drafter.propose(requests)
+        with nullcontext() if whole else step_by_step(engine):
+            engine.drafting.drafter.propose(requests)
         for sequence in sequences:
             yield sequence.draft.tokens, sequence.draft.scores

@@ -4,9 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
 from checkpoints import as_tensors
 from native_ops import FORMS, PATHS, Array, Part, assert_same_bits, backend, plan_of, random_matrix, run_native
 from test_native_rows import World

@@ -4,13 +4,10 @@ import ctypes
 import mmap
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from hypothesis import given, settings, strategies as st
 from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
 from test_native_ops import check_company, varied_rows
@@ -113,17 +110,12 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
 def test_ties_go_to_the_lowest_expert() -> None:
     spec = RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2)
     mixture = Mixture(spec, "F32", 5)
-    zeros = packing.aligned_empty(mixture.router.num_bytes)
-    zeros[:] = 0
-    mixture.router = packing.Matrix(0, 6, WIDTH, 32, 0, False, False, zeros)
-    mixture.bias = None
+    mixture.router, mixture.bias = nat.matrix_of(np.zeros((6, WIDTH))), None
     hidden = np.ones((2, WIDTH), np.float32)
     found = run_native(backend(), mixture.code, single_rows(range(2)), hidden)["mixed"]
-    weights = [
-        reference_weight(w) for each in (mixture.experts.gate, mixture.experts.up, mixture.experts.down) for w in each
-    ]
+    parts = (mixture.experts.gate, mixture.experts.up, mixture.experts.down)
+    gate, up, down = ([reference_weight(w) for w in each] for each in parts)
     x = torch.ones(WIDTH, dtype=torch.float64)
-    gate, up, down = weights[:6], weights[6:12], weights[12:]
     expected = sum(down[e] @ (torch.nn.functional.silu(gate[e] @ x) * (up[e] @ x)) for e in range(3)) / 3
     np.testing.assert_allclose(found, np.stack([expected] * 2), rtol=1e-4, atol=1e-4)
 
@@ -149,10 +141,8 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     assert libc.mprotect(data.ctypes.data, len(pages), 0) == 0
     kept.append(pages)
-    return packing.Matrix(
-        matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scales, matrix.offsets, data,
-        matrix.levels,
-    )  # fmt: skip
+    known = [getattr(matrix, name) for name in ("kind", "rows", "cols", "group", "zero", "scales", "offsets")]
+    return packing.Matrix(*known, data, matrix.levels)
 
 
 def test_experts_that_no_row_takes_are_not_touched() -> None:
@@ -163,11 +153,9 @@ def test_experts_that_no_row_takes_are_not_touched() -> None:
     _, ids = route(torch.from_numpy(x @ values_of(mixture.router).T), None, mixture.spec)
     taken, kept = set(ids.flatten().tolist()), []
     assert len(taken) < mixture.spec.num_experts
+    parts = [getattr(mixture.experts, name) for name in ("gate", "up", "down")]
     mixture.experts = Experts(
-        **{
-            name: tuple(w if e in taken else unreadable(w, kept) for e, w in enumerate(getattr(mixture.experts, name)))
-            for name in ("gate", "up", "down")
-        }
+        *(tuple(w if e in taken else unreadable(w, kept) for e, w in enumerate(each)) for each in parts)
     )
     found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
     np.testing.assert_array_equal(found, expected)
@@ -179,10 +167,10 @@ POWERS = np.linspace(0.2, 4.0, 20)
 def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | None) -> Array:
     """[R, E]: what each row gives each expert, said by experts whose word is their own number."""
     count = spec.num_experts
-    one = floats(np.ones((1, 1)))
-    says = tuple(floats(np.eye(count)[:, e : e + 1]) for e in range(count))
+    one = nat.matrix_of(np.ones((1, 1)))
+    says = tuple(nat.matrix_of(np.eye(count)[:, e : e + 1]) for e in range(count))
     experts = Experts((one,) * count, (one,) * count, says)
-    nothing, ones = floats(np.zeros((1, count))), np.ones(1, np.float32)
+    nothing, ones = nat.matrix_of(np.zeros((1, count))), np.ones(1, np.float32)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = ops.linear(step.hidden, nothing, ones)
@@ -190,11 +178,6 @@ def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | 
 
     said = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
     return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
-
-
-def floats(values: Array) -> packing.Matrix:
-    tensor = make_tensor("w", values.shape, "F32", np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8))
-    return packing.pack(tensor, packing.ThreadPool(1))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -221,33 +204,26 @@ def test_the_choice_is_the_references(path: str, seed: int) -> None:
 def test_a_router_is_never_rounded(quantization: Any) -> None:
     tensor = make_tensor("gate", (7, 64), "BF16", np.zeros(7 * 64 * 2, np.uint8))
     worker = NativeBackend(threads=1, quantization=quantization)
-    kinds = [
-        worker.weight(tensor, drafts=drafts, precise=precise).kind for drafts, precise in ((False, True), (True, True))
-    ]
-    assert kinds == [FORMS["BF16"].kind] * 2
+    kinds = {worker.weight(tensor, drafts=drafts, precise=True).kind for drafts in (False, True)}
+    assert kinds == {FORMS["BF16"].kind}
     assert worker.weight(tensor).kind > FORMS["BF16"].kind
 
 
 def heads_code(w: dict[str, Any]) -> nat.Code:
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        x = step.hidden
-        turned = ops.head_linear(x, w["heads"])
-        joined = ops.concat(turned, x, 3)
-        narrow = ops.sigmoid_mul(ops.linear(x, w["gate"]), joined)
-        return {
-            "turned": turned, "joined": joined, "gated": ops.sigmoid_mul(joined, joined), "narrow": narrow,
-            "logits": ops.take_rows(narrow, step.logit_rows),
-        }  # fmt: skip
+        turned = ops.head_linear(step.hidden, w["heads"])
+        joined = ops.concat(turned, step.hidden, 3)
+        narrow = ops.sigmoid_mul(ops.linear(step.hidden, w["gate"]), joined)
+        logits, gated = ops.take_rows(narrow, step.logit_rows), ops.sigmoid_mul(joined, joined)
+        return {"turned": turned, "joined": joined, "gated": gated, "narrow": narrow, "logits": logits}
 
     return code
 
 
 def heads_weights(form: str, rng: np.random.Generator) -> dict[str, Any]:
     """Three heads of 33 columns, 21 rows."""
-    return {
-        "heads": [random_matrix(FORMS[form], 21, 33, rng) for _ in range(3)],
-        "gate": random_matrix(FORMS["F32"], 6, 99, rng),
-    }
+    heads = [random_matrix(FORMS[form], 21, 33, rng) for _ in range(3)]
+    return {"heads": heads, "gate": random_matrix(FORMS["F32"], 6, 99, rng)}
 
 
 @pytest.mark.parametrize("path", PATHS)

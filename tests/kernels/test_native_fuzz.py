@@ -2,14 +2,11 @@
 
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from native_ops import FORMS, Array, Part, assert_same_bits, backend, random_matrix, run_native, single_rows, values_of
 
 from headstart.kernels.ops import AttentionSpec, RopeSpec

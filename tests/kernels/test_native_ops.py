@@ -3,12 +3,9 @@
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from native_ops import FORMS, PATHS, Part, assert_same_bits, backend, plan_of, random_matrix, run_native, single_rows
 
 from headstart.kernels.native.program import ACTIVATIONS
@@ -60,14 +57,12 @@ def test_products(path: str, name: str) -> None:
         gated = ops.activate_mul(ops.linear(x, w["gate"], bias), ops.linear(x, w["up"], bias))
         down = ops.linear(gated, w["down"])
         return {
-            "embedded": ops.embed(w["table"], step.token_ids),
-            "linear": ops.linear(x, w["w"]),
-            "biased": ops.linear(x, w["up"], bias),
+            "embedded": ops.embed(w["table"], step.token_ids), "linear": ops.linear(x, w["w"]), "down": down,
             "mixed": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["other"], bias)),
-            "down": down,
             "gelu": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["up"], bias), "gelu"),
+            "biased": ops.linear(x, w["up"], bias),
             "logits": ops.linear(ops.take_rows(down, step.logit_rows), w["head"]),
-        }
+        }  # fmt: skip
 
     check_company(path, code, varied_rows(width, rng), index)
 
@@ -156,28 +151,19 @@ class Sequences:
                 [(long, 70, lengths[long]), *((s, lengths[s] - 1, lengths[s]) for s in rest)]]  # fmt: skip
 
 
-KV_DTYPES = ["float32", "bfloat16", "int8", "fp8"]
-SPECS = ((4, 2, 32), (3, 1, 40), (4, 1, 16), (2, 2, 22), (6, 2, 80), (8, 1, 64), (5, 1, 24), (4, 2, 50))
+SPECS = [
+    ("float32", 0, (4, 2, 32, 0.2)), ("float32", 1, (3, 1, 40, 0.2)), ("bfloat16", 0, (4, 1, 16, 0.25)),
+    ("bfloat16", 1, (2, 2, 22, 0.2)), ("int8", 0, (6, 2, 80, 0.1)), ("int8", 1, (8, 1, 64, 0.125)),
+    ("fp8", 0, (5, 1, 24, 0.2)), ("fp8", 1, (4, 2, 50, 0.1)),
+    *((kv, 0, (8, 1, 76, 0.1, width)) for kv, width in (("float32", 26), ("bfloat16", 64), ("int8", 90), ("fp8", 42))),
+]  # fmt: skip
+"""Types of keys, the first position, and AttentionSpec: values narrower or wider than keys, many heads over one."""
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("first_position", [0, 1])
-def test_attention(path: str, kv_dtype: str, first_position: int) -> None:
-    index = 2 * KV_DTYPES.index(kv_dtype) + first_position
-    heads, kv_heads, dim = SPECS[index]
-    check_attention(path, kv_dtype, AttentionSpec(heads, kv_heads, dim, dim**-0.5), first_position, index)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(("kv_dtype", "value_dim"), [("float32", 26), ("bfloat16", 64), ("int8", 90), ("fp8", 42)])
-def test_attention_with_other_values(path: str, kv_dtype: str, value_dim: int) -> None:
-    """Values narrower or wider than keys; many heads over one latent."""
-    check_attention(path, kv_dtype, AttentionSpec(8, 1, 76, 0.1, value_dim), 0, value_dim)
-
-
-def check_attention(path: str, kv_dtype: str, spec: AttentionSpec, first_position: int, seed: int) -> None:
-    sequences = Sequences(spec, (150, 64, 33, 17, 7), first_position, seed)
+@pytest.mark.parametrize(("kv_dtype", "first", "spec"), SPECS)
+def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) -> None:
+    sequences = Sequences(AttentionSpec(*spec), (150, 64, 33, 17, 7), first, spec[2])
     expected = sequences.run(path, kv_dtype, sequences.alone())
     schedules = {
         "at once": sequences.at_once(), "one pass": sequences.chunked(1000), "37": sequences.chunked(37),

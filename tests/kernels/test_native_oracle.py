@@ -4,17 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
 
-from headstart.formats.base import make_tensor
-from headstart.kernels.native import packing
 from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import Activation, AttentionSpec, RopeSpec
@@ -222,17 +217,11 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
     k, v = (random_matrix(FORMS["F32"], total, narrow, rng) for _ in range(2))
     tolerance = nat.attention_tolerance(path, kv_dtype, 3e-6)
 
-    def code_of(tables: list[Any], pool: Any) -> nat.Code:
-        def code(ops: Any, step: Any) -> dict[str, Any]:
-            return {"y": nat.attention(ops, *(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
-
-        return code
-
     kept = [torch.from_numpy(nat.stored(values_of(each), kv_dtype, heads[2])).double() for each in (k, v)]
     native, oracle = backend(path, kv_dtype=kv_dtype), ReferenceBackend(dtype="float64")
     num_slots = sum(length // 16 + 2 for length in LENGTHS) * 16
-    on_native = code_of([q, k, v], native.kv_pool(num_slots, spec))
-    on_oracle = code_of([reference_weight(q), *kept], oracle.kv_pool(num_slots, spec))
+    on_native = code_of([q, k, v], native.kv_pool(num_slots, spec), spec)
+    on_oracle = code_of([reference_weight(q), *kept], oracle.kv_pool(num_slots, spec), spec)
     for plan in attention_plans(rng.permutation(num_slots // 16), first):
         found, expected = run_native(native, on_native, plan)["y"], nat.run_reference(on_oracle, plan)["y"]
         assert_close(found, expected, 1.0, tolerance)
@@ -251,39 +240,33 @@ def test_latent_attention(path: str, kv_dtype: str) -> None:
     k[:, 7] = 2  # the peak of key and value
     kept = nat.stored(k, kv_dtype, 576)
 
-    def code_of(tables: list[Any], pool: Any) -> nat.Code:
-        def code(ops: Any, step: Any) -> dict[str, Any]:
-            query, key, value = (ops.embed(table, step.token_ids) for table in tables)
-            return {"y": nat.attention(ops, query, key, value, pool, spec)}
-
-        return code
-
     native, oracle = backend(path, kv_dtype=kv_dtype), ReferenceBackend(dtype="float64")
     assert native.kv_bytes(spec) == {"float32": 1088 * 4, "bfloat16": 1088 * 2, "int8": 1096, "fp8": 1096}[kv_dtype]
     assert oracle.kv_bytes(spec) == 576 * 8
     num_slots = sum(length // 16 + 2 for length in LENGTHS) * 16
-    on_native = code_of([q, as_matrix(k), as_matrix(k[:, :512])], native.kv_pool(num_slots, spec))
+    on_native = code_of([q, nat.matrix_of(k), nat.matrix_of(k[:, :512])], native.kv_pool(num_slots, spec), spec)
     keys = torch.from_numpy(kept).double()
-    on_oracle = code_of([reference_weight(q), keys, keys[:, :512]], oracle.kv_pool(num_slots, spec))
+    on_oracle = code_of([reference_weight(q), keys, keys[:, :512]], oracle.kv_pool(num_slots, spec), spec)
     for plan in attention_plans(rng.permutation(num_slots // 16), 0):
         found, expected = run_native(native, on_native, plan)["y"], nat.run_reference(on_oracle, plan)["y"]
         assert_close(found, expected, 1.0, nat.attention_tolerance(path, kv_dtype, 3e-6))
 
 
-def as_matrix(values: Array) -> packing.Matrix:
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
-    return packing.pack(make_tensor("w", values.shape, "F32", flat), packing.ThreadPool(1))
+def code_of(tables: list[Any], pool: Any, spec: AttentionSpec) -> nat.Code:
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        return {"y": nat.attention(ops, *(ops.embed(table, step.token_ids) for table in tables), pool, spec)}
+
+    return code
 
 
 def attention_plans(blocks: Array, first: int) -> list[Any]:
     """Two passes that together compute sequences of LENGTHS."""
     ids = np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1])
     tables = np.split(blocks, np.cumsum([length // 16 + 2 for length in LENGTHS])[:-1])
-    early = [nat.Part(each[: len(each) // 2], first, table) for each, table in zip(ids, tables, strict=True)]
-    late = [
-        nat.Part(each[len(each) // 2 :], first + len(each) // 2, table) for each, table in zip(ids, tables, strict=True)
-    ]
-    return [nat.plan_of(early[1:], first_position=first), nat.plan_of(late, first_position=first)]
+    halves = [(each, len(each) // 2, table) for each, table in zip(ids, tables, strict=True)]
+    early = [nat.Part(each[:half], first, table) for each, half, table in halves[1:]]
+    late = [nat.Part(each[half:], first + half, table) for each, half, table in halves]
+    return [nat.plan_of(parts, first_position=first) for parts in (early, late)]
 
 
 def test_no_rows_of_logits() -> None:

@@ -3,13 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from native_ops import PATHS, Array, Part, assert_same_bits, attention_tolerance, plan_of, random_matrix, run_native
 
 from headstart.core import Paths, StepPlan
@@ -38,16 +35,9 @@ class World:
     """Queries, keys and values by token on one backend, and a pool for them."""
 
     def __init__(
-        self,
-        path: str,
-        kv_dtype: str,
-        seed: int = 0,
-        *,
-        sinks: bool = False,
-        top_k: int = 0,
-        length: int = LENGTH,
+        self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, top_k: int = 0, length: int = LENGTH,
         **seen: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         heads, kv_heads, dim = HEADS[kv_dtype]
         self.length, self.num_blocks = length, length // 16 + NUM_BLOCKS - LENGTH // 16
         self.rng = np.random.default_rng(seed)
@@ -89,10 +79,12 @@ class World:
 
     def oracle(self, plans: list[StepPlan]) -> list[Array]:
         """The same in float64, over keys and values as the pool keeps them."""
-        tables, dims = [nat.reference_weight(each) for each in self.tables], {1: self.dim, 2: self.dim, 5: 18}
-        for i in range(len(tables)):
-            if i in dims:
-                tables[i] = torch.from_numpy(nat.stored(nat.values_of(self.tables[i]), self.kv_dtype, dims[i])).double()
+        dims = {1: self.dim, 2: self.dim, 5: 18}
+        values = [
+            nat.stored(nat.values_of(each), self.kv_dtype, dims[i]) if i in dims else nat.values_of(each)
+            for i, each in enumerate(self.tables)
+        ]
+        tables = [torch.from_numpy(np.array(each)).double() for each in values]
         sinks = None if self.sinks is None else torch.from_numpy(self.sinks).double()
         code = self.code_of(tables, self.pools_of(ReferenceBackend(dtype="float64")), sinks)
         return [nat.run_reference(code, plan)["y"] for plan in plans]
@@ -133,11 +125,10 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
     """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
     world = World(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
-    table, context, block = world.table(), Part(np.arange(60), 0, world.table()), np.arange(60, 69)
-    context = replace(context, table=table)
+    table, block = world.table(), np.arange(60, 69)
     whole = plan_of([Part(block, 60, table)])
     whole.visible_end = np.full(9, 68, np.int32)
-    plans = [plan_of([context]), whole]
+    plans = [plan_of([Part(np.arange(60), 0, table)]), whole]
     found = [world.run(plan) for plan in plans]
     np.testing.assert_allclose(found[1], world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for i in (0, 3, 8):
@@ -282,9 +273,7 @@ def test_plans_are_checked() -> None:
         "a slot is outside": [{"slots": [1, 2, slots]}, {"slots": [-5, 2, 3]}],
         "a position is below 0": [{"positions": [-1, 2, 3]}, {"visible_end": [0, 1, -2]}],
         "outside its blocks or the pool": [
-            {"positions": [14, 15, 32]},
-            {"visible_end": [14, 15, 32]},
-            {"block_tables": [[2, NUM_BLOCKS]]},
+            {"positions": [14, 15, 32]}, {"visible_end": [14, 15, 32]}, {"block_tables": [[2, NUM_BLOCKS]]},
             {"block_tables": [[-1, 2]]},
         ],
         "a logit row is not in the pass": [{"logit_rows": [3]}],

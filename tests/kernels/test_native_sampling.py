@@ -5,12 +5,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from headstart.core import NOT_FINITE, NOTHING_LEFT, SamplingRows
 
 _native = pytest.importorskip("headstart.kernels.native._native")
-torch = pytest.importorskip("torch")
 from headstart.kernels.native import backend as native_sampling  # noqa: E402
 from headstart.kernels.reference import sampling as reference_sampling  # noqa: E402
 

@@ -5,9 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
 from checkpoints import as_tensors
 from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
 

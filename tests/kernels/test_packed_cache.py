@@ -23,9 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "packed"
 
 
-@pytest.fixture(scope="module")
-def pool() -> packing.ThreadPool:
-    return packing.ThreadPool(1)
+POOL = packing.ThreadPool(1)
 
 
 @pytest.fixture
@@ -40,21 +38,21 @@ def tensors(count: int = 3) -> list[Tensor]:
     return [make_tensor(f"w{i}", (40, 70), "F32", values[i].reshape(-1).view(np.uint8)) for i in range(count)]
 
 
-def filled(source: Path, pool: packing.ThreadPool, these: list[Tensor]) -> PackedCache:
+def filled(source: Path, these: list[Tensor]) -> PackedCache:
     cache = PackedCache.open(key_of([source], None))
     for tensor in these:
-        cache.put(tensor, packing.pack(tensor, pool))
+        cache.put(tensor, packing.pack(tensor, POOL))
     cache.save()
     return cache
 
 
-def served(source: Path, these: list[Tensor], pool: packing.ThreadPool, quantization: str | None = None) -> list[bool]:
+def served(source: Path, these: list[Tensor], quantization: str | None = None) -> list[bool]:
     """Which tensors a new process would get, with their values checked."""
     cache = PackedCache.open(key_of([source], quantization))
     found = [cache.get(tensor) for tensor in these]
     for tensor, matrix in zip(these, found, strict=True):
         if matrix:
-            np.testing.assert_array_equal(packing.dequantize(matrix, pool), tensor.float32())
+            np.testing.assert_array_equal(packing.dequantize(matrix, POOL), tensor.float32())
     return [matrix is not None for matrix in found]
 
 
@@ -63,126 +61,119 @@ def only_file(folder: Path) -> Path:
     return path
 
 
-def test_round_trip(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_round_trip(source: Path, folder: Path) -> None:
     these = tensors()
-    assert served(source, these, pool) == [False] * 3
-    filled(source, pool, these)
-    assert served(source, these, pool) == [True] * 3
-    assert served(source, these, pool, "int8") == [False] * 3
+    assert served(source, these) == [False] * 3
+    filled(source, these)
+    assert served(source, these) == [True] * 3
+    assert served(source, these, "int8") == [False] * 3
     matrix = PackedCache.open(key_of([source], None)).get(these[0])
     only_file(folder).unlink()
-    assert matrix is not None
-    np.testing.assert_array_equal(packing.dequantize(matrix, pool), these[0].float32())  # still mapped
+    np.testing.assert_array_equal(packing.dequantize(matrix, POOL), these[0].float32())  # still mapped
 
 
-def test_quantized_forms_come_back(source: Path, pool: packing.ThreadPool) -> None:
+def test_quantized_forms_come_back(source: Path) -> None:
     tensor = tensors(1)[0]
     for quantization in ("int8", "int4"):
         cache = PackedCache.open(key_of([source], quantization))
-        packed = cache.put(tensor, packing.pack(tensor, pool, quantization))
+        packed = cache.put(tensor, packing.pack(tensor, POOL, quantization))
         cache.save()
         found = PackedCache.open(key_of([source], quantization)).get(tensor)
-        assert found is not None
         for name in ("kind", "rows", "cols", "group", "zero", "scales", "offsets", "levels", "num_bytes"):
             assert getattr(found, name) == getattr(packed, name)
         np.testing.assert_array_equal(found.data, packed.data)
 
 
-def test_what_was_there_stays(source: Path, pool: packing.ThreadPool) -> None:
+def test_what_was_there_stays(source: Path) -> None:
     first, second, third = tensors()
-    filled(source, pool, [first])
-    filled(source, pool, [third])
-    assert served(source, [first, second, third], pool) == [True, False, True]
+    filled(source, [first])
+    filled(source, [third])
+    assert served(source, [first, second, third]) == [True, False, True]
 
 
-def test_same_name_other_rows(source: Path, pool: packing.ThreadPool) -> None:
+def test_same_name_other_rows(source: Path) -> None:
     """Rows taken from a tensor carry its name, and may be as many."""
     tensor = tensors(1)[0]
-    filled(source, pool, [tensor])
-    assert (
-        served(source, [tensor.take_rows(np.arange(39, -1, -1)), tensor.take_rows(np.arange(3))], pool) == [False] * 2
-    )
+    filled(source, [tensor])
+    assert served(source, [tensor.take_rows(rows) for rows in (np.arange(39, -1, -1), np.arange(3))]) == [False] * 2
 
 
-def test_nothing_new_writes_nothing(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
-    filled(source, pool, tensors())
+def test_nothing_new_writes_nothing(source: Path, folder: Path) -> None:
+    filled(source, tensors())
     before = only_file(folder).stat().st_ino
-    filled(source, pool, [])
+    filled(source, [])
     assert only_file(folder).stat().st_ino == before
 
 
-def test_changed_checkpoint(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_changed_checkpoint(source: Path, folder: Path) -> None:
     these = tensors()
-    filled(source, pool, these)
+    filled(source, these)
     os.utime(source, ns=(1, 1))
-    assert served(source, these, pool) == [False] * 3
-    filled(source, pool, these[:1])
-    assert served(source, these, pool) == [True, False, False]
+    assert served(source, these) == [False] * 3
+    filled(source, these[:1])
+    assert served(source, these) == [True, False, False]
     only_file(folder)  # in the place of the old one
 
 
 @pytest.mark.parametrize("name", ["LAYOUT", "__version__"])
-def test_other_version(source: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_other_version(source: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     these = tensors()
-    filled(source, pool, these)
+    filled(source, these)
     monkeypatch.setattr(packing, name, "other")
-    assert served(source, these, pool) == [False] * 3
-    filled(source, pool, these)
-    assert served(source, these, pool) == [True] * 3
+    assert served(source, these) == [False] * 3
+    filled(source, these)
+    assert served(source, these) == [True] * 3
 
 
 @pytest.mark.parametrize("size", [0, 7, 200, 4096, -1])
-def test_cut_off(source: Path, folder: Path, pool: packing.ThreadPool, size: int) -> None:
+def test_cut_off(source: Path, folder: Path, size: int) -> None:
     these = tensors()
-    filled(source, pool, these)
+    filled(source, these)
     path = only_file(folder)
     path.write_bytes(path.read_bytes()[:size])
-    assert served(source, these, pool) == [False] * 3
-    filled(source, pool, these)
-    assert served(source, these, pool) == [True] * 3
+    assert served(source, these) == [False] * 3
+    filled(source, these)
+    assert served(source, these) == [True] * 3
 
 
-def test_damage(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_damage(source: Path, folder: Path) -> None:
     """In the header nothing is served; in a matrix that one is not, and is not carried over."""
     these = tensors()
-    filled(source, pool, these)
+    filled(source, these)
     path = only_file(folder)
     good = bytearray(path.read_bytes())
     for at in (0, 9, 13, 60):
         path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        assert served(source, these, pool) == [False] * 3
+        assert served(source, these) == [False] * 3
     path.write_bytes(good[:-8192] + bytes(8192))
-    assert served(source, these, pool) == [True, True, False]
-    filled(source, pool, these[:1])
-    assert served(source, these, pool) == [True, True, False]
+    assert served(source, these) == [True, True, False]
+    filled(source, these[:1])
+    assert served(source, these) == [True, True, False]
     path.write_text('{"not": "ours"}')
-    assert served(source, these, pool) == [False] * 3
+    assert served(source, these) == [False] * 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions")
-def test_unwritable_folder(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_unwritable_folder(source: Path, folder: Path) -> None:
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")  # root may write everywhere else
     these = tensors()
-    filled(source, pool, these)
-    assert served(source, these, pool) == [False] * 3
+    filled(source, these)
+    assert served(source, these) == [False] * 3
 
 
-def test_missing_checkpoint(tmp_path: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_a_missing_checkpoint_and_no_room_leave_nothing(
+    tmp_path: Path, folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert key_of([tmp_path / "nothing"], None) is None
-    filled(tmp_path / "nothing", pool, tensors())
+    filled(tmp_path / "nothing", tensors())
     assert not folder.exists()
-
-
-def test_no_room(source: Path, folder: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_MAX_BYTES", 10_000)
-    filled(source, pool, tensors())
+    filled(source, tensors())
     assert not list(folder.iterdir())
 
 
-def test_oldest_files_go(
-    tmp_path: Path, folder: Path, pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oldest_files_go(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_MAX_FILES", 2)
     folder.mkdir(parents=True)
     stale = folder / ".dead.tmp"
@@ -191,26 +182,26 @@ def test_oldest_files_go(
     these, sources = tensors(1), [tmp_path / f"{i}.gguf" for i in range(3)]
     for age, source in enumerate(sources):
         source.write_bytes(b"x")
-        filled(source, pool, these)
+        filled(source, these)
         for file in folder.glob("*.pack"):
             os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9))
-        assert age == 0 or served(sources[0], these, pool) == [True]  # its use makes it new
-    assert [served(source, these, pool) for source in sources] == [[True], [False], [True]]
+        assert age == 0 or served(sources[0], these) == [True]  # its use makes it new
+    assert [served(source, these) for source in sources] == [[True], [False], [True]]
     assert not stale.exists()
 
 
 @pytest.mark.slow
-def test_concurrent_writers(source: Path, folder: Path, pool: packing.ThreadPool) -> None:
+def test_concurrent_writers(source: Path, folder: Path) -> None:
     """Readers see a whole file at any moment while two processes write it again and again."""
     these = tensors()
-    filled(source, pool, these)
+    filled(source, these)
     command = [sys.executable, "-P", "-c", _WRITER, str(Path(__file__).parent), str(source)]
     writers = [subprocess.Popen(command) for _ in range(2)]
     while any(writer.poll() is None for writer in writers):
-        assert served(source, these, pool) == [True] * 3
+        assert served(source, these) == [True] * 3
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0]
-    assert served(source, these, pool) == [True] * 3
+    assert served(source, these) == [True] * 3
     only_file(folder)
 
 
@@ -220,7 +211,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_packed_cache as own
 for _ in range(20):
-    own.filled(Path(sys.argv[2]), own.packing.ThreadPool(1), own.tensors())
+    own.filled(Path(sys.argv[2]), own.tensors())
 """
 
 

@@ -20,9 +20,7 @@ BLOCKS = {
 """ggml type -> where its block has float16 numbers. Of IQ3_S the library's floats are taken."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> packing.ThreadPool:
-    return packing.ThreadPool(2)
+POOL = packing.ThreadPool(2)
 
 
 def floats(rows: int, cols: int) -> NDArray[np.float32]:
@@ -55,49 +53,49 @@ def bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 64), (37, 99), (40, 130)])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
-def test_plain_values_stay(pool: packing.ThreadPool, dtype: str, shape: tuple[int, int]) -> None:
+def test_plain_values_stay(dtype: str, shape: tuple[int, int]) -> None:
     tensor = float_tensor(floats(*shape), dtype)
-    matrix = packing.pack(tensor, pool)
+    matrix = packing.pack(tensor, POOL)
     assert matrix.kind == {"F32": 0, "F16": 1, "BF16": 2, "F64": 0}[dtype]
-    np.testing.assert_array_equal(bits(packing.dequantize(matrix, pool)), bits(tensor.float32()))
+    np.testing.assert_array_equal(bits(packing.dequantize(matrix, POOL)), bits(tensor.float32()))
 
 
 @pytest.mark.parametrize("dtype", BLOCKS)
-def test_block_values_stay(pool: packing.ThreadPool, dtype: str) -> None:
+def test_block_values_stay(dtype: str) -> None:
     """Bit for bit what the gguf library computes, the sign of zero included."""
     cols = 160 if GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][0] == 32 else 768
     tensor = block_tensor(dtype, 37, cols)
-    matrix = packing.pack(tensor, pool)
-    np.testing.assert_array_equal(bits(packing.dequantize(matrix, pool)), bits(tensor.float32()))
+    matrix = packing.pack(tensor, POOL)
+    np.testing.assert_array_equal(bits(packing.dequantize(matrix, POOL)), bits(tensor.float32()))
 
 
-def test_special_halves(pool: packing.ThreadPool) -> None:
+def test_special_halves() -> None:
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
     tensor = make_tensor("weight", halves.shape, "F16", halves.reshape(-1).view(np.uint8))
     with np.errstate(invalid="ignore"):  # signalling NaNs, on some processors
         expected = halves.astype(np.float32)
-    np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, pool), pool), expected)
+    np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, POOL), POOL), expected)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "int8"])
-def test_padding_is_zero(pool: packing.ThreadPool, dtype: str) -> None:
+def test_padding_is_zero(dtype: str) -> None:
     """The padded matrix, read as if the padding were real."""
     quantization = "int8" if dtype == "int8" else None
     tensor = (
         block_tensor(dtype, 21, 96) if dtype in BLOCKS else float_tensor(floats(21, 96), dtype.replace("int8", "F32"))
     )
-    m = packing.pack(tensor, pool, quantization)
+    m = packing.pack(tensor, POOL, quantization)
     whole = packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scales, m.offsets, m.data)
-    values = packing.dequantize(whole, pool)
-    np.testing.assert_array_equal(values[:21, :96], packing.dequantize(m, pool))
+    values = packing.dequantize(whole, POOL)
+    np.testing.assert_array_equal(values[:21, :96], packing.dequantize(m, POOL))
     assert not values[21:].any()
     assert not values[:, 96:].any()
 
 
-def test_layout_of_four_bits(pool: packing.ThreadPool) -> None:
+def test_layouts() -> None:
     """The order of csrc/matrix.h, spelled out: scales, then nibbles of columns 4 j + i and 16 + 4 j + i."""
     tensor = block_tensor("Q4_0", 16, 64)
-    panel = packing.pack(tensor, pool).data
+    panel = packing.pack(tensor, POOL).data
     scales = panel[:64].view(np.float16).reshape(2, 16)
     vectors = panel[64:].reshape(2, 4, 16, 4)
     half, vector, lane, byte = 1, 2, 5, 3
@@ -107,11 +105,8 @@ def test_layout_of_four_bits(pool: packing.ThreadPool) -> None:
     np.testing.assert_array_equal(
         scales[half, lane].astype(np.float32) * np.array([both % 16 - 8, both // 16 - 8]), expected
     )
-
-
-def test_layout_of_eight_bits(pool: packing.ThreadPool) -> None:
     tensor = block_tensor("Q8_0", 32, 64)
-    data = packing.pack(tensor, pool).data
+    data = packing.pack(tensor, POOL).data
     panel = data[data.size // 2 :]  # rows 16..31
     scale = panel[:64].view(np.float16).reshape(2, 16)[1, 3]
     quant = int(panel[64:].reshape(16, 16, 4)[9, 3, 2])
@@ -119,46 +114,46 @@ def test_layout_of_eight_bits(pool: packing.ThreadPool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits_each"), [("Q5_0", 5.5), ("Q5_1", 6), ("Q5_K", 5.625), ("Q4_K", 4.625)])
-def test_blocks_keep_their_size(pool: packing.ThreadPool, dtype: str, bits_each: float) -> None:
-    matrix = packing.pack(block_tensor(dtype, 32, 768), pool)
+def test_blocks_keep_their_size(dtype: str, bits_each: float) -> None:
+    matrix = packing.pack(block_tensor(dtype, 32, 768), POOL)
     assert matrix.num_bytes * 8 == bits_each * 32 * 768
 
 
-def test_many_floats_go_in_parts(pool: packing.ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_floats_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 3 * 16 * 70)
     tensor = float_tensor(floats(101, 70), "F64")
-    np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, pool), pool), tensor.float32())
+    np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, POOL), POOL), tensor.float32())
 
 
-def test_int8_rounds_to_nearest(pool: packing.ThreadPool) -> None:
+def test_int8_rounds_to_nearest() -> None:
     values = floats(33, 100)
-    matrix = packing.pack(float_tensor(values), pool, "int8")
+    matrix = packing.pack(float_tensor(values), POOL, "int8")
     assert (matrix.kind, matrix.zero, matrix.scales, matrix.offsets) == (3, 128, 0, 0)
     groups = np.pad(values, ((0, 0), (0, 28))).reshape(33, 4, 32)
     scale = (np.abs(groups).max(2, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
     expected = (np.rint(groups / scale) * scale).reshape(33, 128)[:, :100]
-    np.testing.assert_allclose(packing.dequantize(matrix, pool), expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(packing.dequantize(matrix, POOL), expected, rtol=0, atol=1e-6)
 
 
-def test_int4_is_better_than_the_plain_range(pool: packing.ThreadPool) -> None:
+def test_int4_is_better_than_the_plain_range() -> None:
     values = floats(64, 512)
     values[::2] += 3  # groups whose values all have one sign
-    matrix = packing.pack(float_tensor(values), pool, "int4")
+    matrix = packing.pack(float_tensor(values), POOL, "int4")
     assert (matrix.kind, matrix.scales, matrix.offsets) == (4, 0, 1)
     groups = values.reshape(-1, 32)
     low = groups.min(1, keepdims=True)
     scale = (groups.max(1, keepdims=True) - low) / 15
     plain = np.square(np.rint((groups - low) / scale) * scale + low - groups).sum()
-    assert np.square(packing.dequantize(matrix, pool) - values).sum() < 0.88 * plain
+    assert np.square(packing.dequantize(matrix, POOL) - values).sum() < 0.88 * plain
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantization_of_odd_values(pool: packing.ThreadPool, quantization: packing.Quantization) -> None:
+def test_quantization_of_odd_values(quantization: packing.Quantization) -> None:
     """Constant groups, zeros, ragged ends, tiny and huge numbers: finite, and near where that can be."""
     values = np.zeros((20, 75), np.float32)
     values[0], values[1, :40], values[2, 74], values[3] = 0.25, -3.0, 7.0, 1e-30
     values[4, 3], values[5] = 1e30, np.linspace(-1, 1, 75)
-    out = packing.dequantize(packing.pack(float_tensor(values), pool, quantization), pool)
+    out = packing.dequantize(packing.pack(float_tensor(values), POOL, quantization), POOL)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[[0, 1, 2, 3, 5]], values[[0, 1, 2, 3, 5]], atol=0.04)
 
@@ -168,40 +163,40 @@ def test_quantization_of_odd_values(pool: packing.ThreadPool, quantization: pack
     [("Q4_1", "int8", 4), ("Q4_K", "int4", 4), ("Q6_K", "int8", 7), ("Q8_0", "int4", 4)],
 )
 def test_never_more_bits_than_the_file(
-    pool: packing.ThreadPool, dtype: str, quantization: packing.Quantization, kind: int
+    dtype: str, quantization: packing.Quantization, kind: int
 ) -> None:
     tensor = block_tensor(dtype, 16, 256)
-    matrix = packing.pack(tensor, pool, quantization)
+    matrix = packing.pack(tensor, POOL, quantization)
     assert matrix.kind == kind
-    exact = np.array_equal(packing.dequantize(matrix, pool), tensor.float32())
+    exact = np.array_equal(packing.dequantize(matrix, POOL), tensor.float32())
     assert exact == (dtype != "Q8_0")
 
 
-def test_threads_do_not_matter(pool: packing.ThreadPool) -> None:
+def test_threads_do_not_matter() -> None:
     tensor = float_tensor(floats(200, 96))
     whole = float_tensor(floats(1000, 530))  # beyond what is done by the caller alone
-    np.testing.assert_array_equal(packing.dequantize(packing.pack(whole, pool), pool), whole.float32())
+    np.testing.assert_array_equal(packing.dequantize(packing.pack(whole, POOL), POOL), whole.float32())
     one = packing.pack(tensor, packing.ThreadPool(1), "int4")
-    np.testing.assert_array_equal(one.data, packing.pack(tensor, pool, "int4").data)
+    np.testing.assert_array_equal(one.data, packing.pack(tensor, POOL, "int4").data)
 
 
-def test_wrong_input(pool: packing.ThreadPool) -> None:
+def test_wrong_input() -> None:
     with pytest.raises(ValueError, match="matrix"):
-        packing.pack(make_tensor("norm", (8,), "F32", np.zeros(32, np.uint8)), pool)
+        packing.pack(make_tensor("norm", (8,), "F32", np.zeros(32, np.uint8)), POOL)
     with pytest.raises(ModelError, match="I32"):
-        packing.pack(make_tensor("ids", (2, 2), "I32", np.zeros(16, np.uint8)), pool)
+        packing.pack(make_tensor("ids", (2, 2), "I32", np.zeros(16, np.uint8)), POOL)
     with pytest.raises(ValueError, match="wrong size"):
         packing.Matrix(0, 16, 64, 32, 0, 0, 0, packing.aligned_empty(64))
     with pytest.raises(ValueError, match="aligned"):
         packing.Matrix(3, 16, 64, 32, 0, 0, 0, packing.aligned_empty(1089)[1:])
     with pytest.raises(ValueError, match="row size"):
-        packing.pack_rows(pool, "Q4_0", np.zeros((16, 17), np.uint8), 32, packing.aligned_empty(576))
+        packing.pack_rows(POOL, "Q4_0", np.zeros((16, 17), np.uint8), 32, packing.aligned_empty(576))
 
 
-def test_matrix_keeps_its_data(pool: packing.ThreadPool) -> None:
+def test_matrix_keeps_its_data() -> None:
     values = floats(16, 64)
-    matrix = packing.pack(float_tensor(values), pool)
+    matrix = packing.pack(float_tensor(values), POOL)
     junk = [np.full(matrix.num_bytes, 7, np.uint8) for _ in range(4)]
-    np.testing.assert_array_equal(packing.dequantize(matrix, pool), values)
+    np.testing.assert_array_equal(packing.dequantize(matrix, POOL), values)
     assert len(junk) == 4
     assert matrix.data.ctypes.data % 64 == 0

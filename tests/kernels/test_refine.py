@@ -2,13 +2,10 @@
 
 from typing import Any
 
+import native_ops as nat
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
-
-import native_ops as nat
 from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows
 
 from headstart.kernels.ops import NEVER, REFINED

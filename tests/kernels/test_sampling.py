@@ -179,9 +179,17 @@ def test_pruned_equals_unpruned_on_a_large_vocabulary(threads):
         torch.set_num_threads(before)
 
 
-def test_float64_logits_give_the_same_tokens():
+def test_logits_of_any_type_and_size_are_read_and_left_as_they_are() -> None:
     logits, entries = mixed_rows(9, 200)
     assert (run(logits, entries).tokens == run(logits.astype(np.float64), entries).tokens).all()
+    logits, entries = mixed_rows(9, 64)
+    for dtype in (torch.float32, torch.float64):
+        tensor = torch.from_numpy(logits).to(dtype)
+        before = tensor.clone()
+        rs.sample(tensor, build_rows(entries), None, 64, keep_probs=True)
+        assert torch.equal(tensor, before)
+    logits = np.array([[0.0, 1.0, 9.0, 9.0]], np.float32)
+    assert run(logits, [entry(sequence())], vocab_size=2).tokens[0] == 1
 
 
 def test_ties_go_to_the_lowest_id():
@@ -207,20 +215,6 @@ def test_a_row_fails_alone(temperature):
     assert got.tokens.tolist() == [expected.tokens[0], -1, -1, expected.tokens[3]]
     assert got.logprobs == [expected.logprobs[0], None, None, expected.logprobs[3]]
     assert (got.probs[[0, 3]] == expected.probs[[0, 3]]).all() and not got.probs[1:3].any()
-
-
-def test_input_logits_are_untouched():
-    logits, entries = mixed_rows(9, 64)
-    for dtype in (torch.float32, torch.float64):
-        tensor = torch.from_numpy(logits).to(dtype)
-        before = tensor.clone()
-        rs.sample(tensor, build_rows(entries), None, 64, keep_probs=True)
-        assert torch.equal(tensor, before)
-
-
-def test_padded_logits_are_cut():
-    logits = np.array([[0.0, 1.0, 9.0, 9.0]], np.float32)
-    assert run(logits, [entry(sequence())], vocab_size=2).tokens[0] == 1
 
 
 # Distribution and coupling.

@@ -6,7 +6,6 @@ import pytest
 from support import SMALL, family_of, new_folder, request, run, soften
 
 from headstart.config import EngineConfig
-from headstart.core import Request, SamplingParams
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.errors import UsageError
@@ -24,12 +23,8 @@ def test_the_text_is_that_of_reference_and_of_no_draft() -> None:
         kv: Any = "float32" if backend == "cuda" else None
         wanted = EngineConfig(**{**SMALL, "backend": backend, "kv_cache_dtype": kv, "drafter": "ngram", "depth": 3})
         engine = build_engine(load_model(str(folder), wanted), wanted)
-        params = SamplingParams(max_tokens=6, temperature=0.2)
-        request = Request(request_id="a", prompt_ids=PROMPT, params=params, seed=3, stop_ids=frozenset(), depth=depth)
-        engine.submit(request)
-        texts.append([])
-        while engine.has_work:
-            engine.step(lambda deltas: texts[-1].extend(token for delta in deltas for token in delta.tokens))
+        asked = request(PROMPT, seed=3, depth=depth, stops=(), max_tokens=6, temperature=0.2)
+        texts.append(run(engine, [asked])["r", 0].tokens)
         accepted = engine.stats.accepted
     assert texts[0] == texts[1] == texts[2] and accepted > 0
 

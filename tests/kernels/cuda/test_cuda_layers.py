@@ -253,13 +253,8 @@ def test_residual_streams(count: int, cuda: Any) -> None:
             weights = ops.stream_weights(ops.linear(step.hidden, mixes), base, scale, spec)
             entering = ops.stream_weights(ops.linear(step.hidden, last), base, scale, spec)
             summed = ops.sum_streams(step.hidden, weights, spec)
-            return {
-                "weights": weights,
-                "entering": entering,
-                "summed": summed,
-                "mean": ops.sum_streams(step.hidden, None, spec),
-                "mixed": ops.mix_streams(step.hidden, summed, weights, spec),
-            }
+            mean, mixed = ops.sum_streams(step.hidden, None, spec), ops.mix_streams(step.hidden, summed, weights, spec)
+            return {"weights": weights, "entering": entering, "summed": summed, "mean": mean, "mixed": mixed}
 
         return code
 

@@ -139,14 +139,10 @@ def test_tables_that_grow_are_recorded_anew() -> None:
     model, made = model_of(), Replaying()
     with recorded(model, made.device()):
         engine = engine_of(model, drafter="none")
-        engine.submit(support.request([3, 4, 5], max_tokens=3))
-        while engine.has_work:
-            engine.step(lambda deltas: None)
-        before, recorder = made.recorded, model.backend.recorder
-        recorder.tables.cover(5000)
-        engine.submit(support.request([3, 4, 6], max_tokens=3))
-        while engine.has_work:
-            engine.step(lambda deltas: None)
+        support.run(engine, [support.request([3, 4, 5], max_tokens=3)])
+        before = made.recorded
+        model.backend.recorder.tables.cover(5000)
+        support.run(engine, [support.request([3, 4, 6], max_tokens=3)])
     assert made.recorded == 2 * before
 
 
