@@ -227,16 +227,13 @@ def mimos(family: str, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(name=family, sizes=replace(sizes, layers=(first, *sizes.layers[1:])), head=head)
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "why"),
-    [
-        ("qwen3", {}, "q and k are normed"), ("qwen3_5", {}, "q and k are normed"),
-        ("glm4_moe", {}, "q and k are normed"), ("deepseek_v3", {}, "there are experts"),
-        ("llama", {"gated": True}, "attention is gated"), ("llama", {"o_bias": True}, "output has a bias"),
-        ("llama", {"rope": None}, "a part of each head is not rotated"),
-        ("llama", {"qkv_bias": True}, "its layers are not all"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "changes", "why"), [
+    ("qwen3", {}, "q and k are normed"), ("qwen3_5", {}, "q and k are normed"),
+    ("glm4_moe", {}, "q and k are normed"), ("deepseek_v3", {}, "there are experts"),
+    ("llama", {"gated": True}, "attention is gated"), ("llama", {"o_bias": True}, "output has a bias"),
+    ("llama", {"rope": None}, "a part of each head is not rotated"),
+    ("llama", {"qkv_bias": True}, "its layers are not all"),
+])  # fmt: skip
 def test_mimos_layout_refuses_what_it_cannot_carry(family: str, changes: dict[str, Any], why: str) -> None:
     """Whatever the head, which would fit here."""
     with pytest.raises(ModelError, match=why):

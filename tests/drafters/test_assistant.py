@@ -163,22 +163,19 @@ def changed(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"backbone_hidden_size": 40}, "its hidden_size is 40, the model's is 48"),
-        ({"vocab_size": 133}, "its vocab_size is 133, the model's is 132"),
-        ({"head_dim": 12}, "layer 0 of the assistant reads keys with head_dim 12, the model's sliding_attention"),
-        ({"num_centroids": 9}, "does not put 132 tokens into 9 groups"),
-        ({"num_centroids": None}, "is missing or wrong"),
-        ({"text_config": 3}, "text_config is 3, not an object"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
-        ({"layer_types": ["full_attention"] * 2}, "layer_types .* is missing or wrong"),
-        ({"sliding_window": 1}, "with a window of 1 is missing or wrong"),
-        ({"enable_moe_block": True}, "enable_moe_block is True, which is not known of an assistant"),
-        ({"intermediate_size": 30}, "has shape"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"backbone_hidden_size": 40}, "its hidden_size is 40, the model's is 48"),
+    ({"vocab_size": 133}, "its vocab_size is 133, the model's is 132"),
+    ({"head_dim": 12}, "layer 0 of the assistant reads keys with head_dim 12, the model's sliding_attention"),
+    ({"num_centroids": 9}, "does not put 132 tokens into 9 groups"),
+    ({"num_centroids": None}, "is missing or wrong"),
+    ({"text_config": 3}, "text_config is 3, not an object"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+    ({"layer_types": ["full_attention"] * 2}, "layer_types .* is missing or wrong"),
+    ({"sliding_window": 1}, "with a window of 1 is missing or wrong"),
+    ({"enable_moe_block": True}, "enable_moe_block is True, which is not known of an assistant"),
+    ({"intermediate_size": 30}, "has shape"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         attach_head(trunk(), changed(tmp_path, **changes))

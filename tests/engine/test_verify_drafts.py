@@ -13,16 +13,13 @@ P = np.array([[0.5, 0.2, 0.05, 0.0, 0.25], [0.1, 0.1, 0.1, 0.6, 0.1]])
 Q = np.array([[0.2, 0.3, 0.4, 0.1, 0.0], [0.1, 0.1, 0.1, 0.6, 0.1]])
 
 
-@pytest.mark.parametrize(
-    ("draft", "targets", "tokens", "accepted"),
-    [
-        ([], [4], (4,), 0),
-        ([4], [4, 9], (4, 9), 1),
-        ([5], [4, 9], (4,), 0),
-        ([1, 2, 3], [1, 7, 3, 8], (1, 7), 1),
-        ([1, 2, 3], [1, 2, 3, 8], (1, 2, 3, 8), 3),
-    ],
-)
+@pytest.mark.parametrize(("draft", "targets", "tokens", "accepted"), [
+    ([], [4], (4,), 0),
+    ([4], [4, 9], (4, 9), 1),
+    ([5], [4, 9], (4,), 0),
+    ([1, 2, 3], [1, 7, 3, 8], (1, 7), 1),
+    ([1, 2, 3], [1, 2, 3, 8], (1, 2, 3, 8), 3),
+])  # fmt: skip
 def test_exact(draft, targets, tokens, accepted):
     assert verify_exact(draft, targets) == VerifyResult(tokens, len(draft), accepted)
     assert verify_exact(draft, np.array(targets)).tokens == tokens

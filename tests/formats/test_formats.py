@@ -131,27 +131,24 @@ def test_sharded(tmp_path: Path) -> None:
             open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("header", "data", "message"),
-    [
-        (b"{", b"", "not valid JSON"),
-        (b"[1]", b"", "an object is wanted"),
-        (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
-        (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"", "not valid JSON"),
-        (b'{"a":1,"a":2}', b"", "twice"),
-        ({"a": 3}, b"", "not an object"),
-        ({"a": entry()}, b"1234", "lies at bytes 0..8 of 4"),
-        ({"a": entry(8, 0)}, b"12345678", "lies at bytes"),
-        ({"a": entry(-8, 0)}, b"12345678", "offsets"),
-        ({"a": entry(0, 4)}, b"12345678", "needs 8 bytes, but has 4"),
-        ({"a": entry(shape=[2**62, 2**62])}, b"12345678", "needs"),
-        ({"a": entry(shape=[10**40])}, b"12345678", "shape"),
-        ({"a": entry(shape="2")}, b"12345678", "shape"),
-        ({"a": entry(dtype="F99")}, b"12345678", "dtype 'F99'"),
-        ({"a": entry(dtype=["F32"])}, b"12345678", "dtype"),
-        ({"a": entry(), "b": entry(4, 12)}, b"x" * 12, "overlap"),
-    ],
-)
+@pytest.mark.parametrize(("header", "data", "message"), [
+    (b"{", b"", "not valid JSON"),
+    (b"[1]", b"", "an object is wanted"),
+    (b'{"a":' + b"[" * 100_000, b"", "not valid JSON"),
+    (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"", "not valid JSON"),
+    (b'{"a":1,"a":2}', b"", "twice"),
+    ({"a": 3}, b"", "not an object"),
+    ({"a": entry()}, b"1234", "lies at bytes 0..8 of 4"),
+    ({"a": entry(8, 0)}, b"12345678", "lies at bytes"),
+    ({"a": entry(-8, 0)}, b"12345678", "offsets"),
+    ({"a": entry(0, 4)}, b"12345678", "needs 8 bytes, but has 4"),
+    ({"a": entry(shape=[2**62, 2**62])}, b"12345678", "needs"),
+    ({"a": entry(shape=[10**40])}, b"12345678", "shape"),
+    ({"a": entry(shape="2")}, b"12345678", "shape"),
+    ({"a": entry(dtype="F99")}, b"12345678", "dtype 'F99'"),
+    ({"a": entry(dtype=["F32"])}, b"12345678", "dtype"),
+    ({"a": entry(), "b": entry(4, 12)}, b"x" * 12, "overlap"),
+])  # fmt: skip
 def test_damaged_safetensors(tmp_path: Path, header: object, data: bytes, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         safetensors_file.read_file(raw_file(tmp_path / "x.safetensors", header, data))

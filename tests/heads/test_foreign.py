@@ -175,18 +175,15 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
     check_text(model, headed, drafter="medusa", depth=3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "more", "said"),
-    [
-        ({"speculators_model_type": "peagle"}, {"mask_hidden": torch.ones(3)}, "is a P-EAGLE head"),
-        ({"num_hidden_layers": 2, "model_type": "eagle"}, {}, "an EAGLE head of 2 layers"),
-        ({}, {"embedding_layernorm.weight": torch.ones(48)}, "embedding_layernorm.weight is not known of"),
-        ({"hidden_size": None}, {}, "is missing or wrong"),
-        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, {}, "rope scaling type 'spiral'"),
-        ({"vocab_size": 7}, {}, "its vocab_size is 7, the model's is 131"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "more", "said"), [
+    ({"speculators_model_type": "peagle"}, {"mask_hidden": torch.ones(3)}, "is a P-EAGLE head"),
+    ({"num_hidden_layers": 2, "model_type": "eagle"}, {}, "an EAGLE head of 2 layers"),
+    ({}, {"embedding_layernorm.weight": torch.ones(48)}, "embedding_layernorm.weight is not known of"),
+    ({"hidden_size": None}, {}, "is missing or wrong"),
+    ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),
+    ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, {}, "rope scaling type 'spiral'"),
+    ({"vocab_size": 7}, {}, "its vocab_size is 7, the model's is 131"),
+])  # fmt: skip
 def test_what_is_not_run_is_named(changes: dict[str, Any], more: dict[str, Tensor], said: str, tmp_path: Path) -> None:
     config, tensors = eagle_files(trunk())
     path = written(tmp_path / "head", {**config, **changes}, {**tensors, **more}, "model.safetensors")
@@ -199,16 +196,13 @@ class Harm:
         return (print, ("this must not run",))
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({"fc.weight": Harm()}, "it names __builtin__.print"),
-        ({"fc.weight": torch.ones(4, 6).T}, "do not follow each other"),
-        ({"fc.weight": 3}, "something else than tensors"),
-        ([torch.ones(2)], "something else than tensors"),
-        ({"fc.weight": torch.ones(2).to_sparse()}, "which no tensor needs"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    ({"fc.weight": Harm()}, "it names __builtin__.print"),
+    ({"fc.weight": torch.ones(4, 6).T}, "do not follow each other"),
+    ({"fc.weight": 3}, "something else than tensors"),
+    ([torch.ones(2)], "something else than tensors"),
+    ({"fc.weight": torch.ones(2).to_sparse()}, "which no tensor needs"),
+])  # fmt: skip
 def test_pickles_run_no_code(content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=said):

@@ -71,16 +71,13 @@ def test_every_kind_has_a_form_here() -> None:
     assert {kind for kind, _, _ in FORMS} == {*(each.key for each in published_formats()), *OTHERS}
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["fc.weight", "layers.0.mlp.up_proj.weight"], "eagle"),
-        (["fc.weight", "midlayer.self_attn.q_proj.weight"], "eagle3"),
-        (["fc.weight", "d2t", "layers.0.self_attn.q_proj.weight"], "eagle3"),
-        (["0.0.linear.weight"], "medusa"),
-        (["model.layers.0.mlp.up_proj.weight"], "draft_model"),
-    ],
-)
+@pytest.mark.parametrize(("names", "kind"), [
+    (["fc.weight", "layers.0.mlp.up_proj.weight"], "eagle"),
+    (["fc.weight", "midlayer.self_attn.q_proj.weight"], "eagle3"),
+    (["fc.weight", "d2t", "layers.0.self_attn.q_proj.weight"], "eagle3"),
+    (["0.0.linear.weight"], "medusa"),
+    (["model.layers.0.mlp.up_proj.weight"], "draft_model"),
+])  # fmt: skip
 def test_tensors_decide_where_the_config_says_nothing(names: list[str], kind: str) -> None:
     assert classify({**LLAMA, "num_hidden_layers": 1}, names).kind == kind
 
@@ -107,16 +104,13 @@ def test_directories(tmp_path: Path) -> None:
         classify_path(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    ("metadata", "kind", "method"),
-    [
-        ({"general.architecture": "eagle3"}, "eagle3", "eagle3"),
-        ({"general.architecture": "dflash", "dflash.block_size": 16}, "dflash", "dflash"),
-        ({"general.architecture": "gemma4-assistant"}, "assistant", "mtp"),
-        ({"general.architecture": "qwen35", "qwen35.nextn_predict_layers": 1}, "mtp", "mtp"),
-        ({"general.architecture": "llama"}, "draft_model", "draft_model"),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "kind", "method"), [
+    ({"general.architecture": "eagle3"}, "eagle3", "eagle3"),
+    ({"general.architecture": "dflash", "dflash.block_size": 16}, "dflash", "dflash"),
+    ({"general.architecture": "gemma4-assistant"}, "assistant", "mtp"),
+    ({"general.architecture": "qwen35", "qwen35.nextn_predict_layers": 1}, "mtp", "mtp"),
+    ({"general.architecture": "llama"}, "draft_model", "draft_model"),
+])  # fmt: skip
 def test_gguf_files(tmp_path: Path, metadata: dict[str, Any], kind: str, method: str) -> None:
     path = tmp_path / "drafter.gguf"
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])

@@ -195,15 +195,12 @@ class Tree:
 @pytest.mark.slow
 @paths
 @kv_dtypes
-@pytest.mark.parametrize(
-    ("seen", "context"),
-    [
-        *(("all", context) for context in (1, 14, 15, 16, 37, 64, 127, 509)),
-        *(("window 16", context) for context in (1, 15, 64, 509)),
-        *(("window and softcap", context) for context in (14, 37, 127)),
-        *(("the best 16", context) for context in (1, 16, 64, 127)),
-    ],
-)
+@pytest.mark.parametrize(("seen", "context"), [
+    *(("all", context) for context in (1, 14, 15, 16, 37, 64, 127, 509)),
+    *(("window 16", context) for context in (1, 15, 64, 509)),
+    *(("window and softcap", context) for context in (14, 37, 127)),
+    *(("the best 16", context) for context in (1, 16, 64, 127)),
+])  # fmt: skip
 def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
     """A context of 509: paths over the end of a stretch, which threads share."""
     world = World(path, kv_dtype, context, sinks=context % 2 == 0, length=max(LENGTH, context + 20), **SEEN[seen])

@@ -87,30 +87,24 @@ def test_scores_of_27b_in_gguf_files() -> None:
         assert mixer.spec.scale == scalar**-0.5
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
-        ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which is not known for gemma3_text"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "must say the rope of each kind of layer"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
+    ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which is not known for gemma3_text"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "must say the rope of each kind of layer"),
+    ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
+])  # fmt: skip
 def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         family_of("gemma3").tiny(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"altup_active_idx": 3}, "altup_active_idx is 3, but altup_num_inputs 3"),
-        ({"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0]}, r"activation_sparsity_pattern is \[0\.9, 0\.5, 0\.0"),
-        ({"activation_sparsity_pattern": [0.9, 1.0, 0.0, 0.0, 0.0]}, "activation_sparsity_pattern is"),
-        ({"intermediate_size": [80, 80]}, "intermediate_size has widths of 2 layers, not of layer 2"),
-        ({"num_kv_shared_layers": 4}, "no full_attention layer is left whose keys layer 1 could read"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"altup_active_idx": 3}, "altup_active_idx is 3, but altup_num_inputs 3"),
+    ({"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0]}, r"activation_sparsity_pattern is \[0\.9, 0\.5, 0\.0"),
+    ({"activation_sparsity_pattern": [0.9, 1.0, 0.0, 0.0, 0.0]}, "activation_sparsity_pattern is"),
+    ({"intermediate_size": [80, 80]}, "intermediate_size has widths of 2 layers, not of layer 2"),
+    ({"num_kv_shared_layers": 4}, "no full_attention layer is left whose keys layer 1 could read"),
+])  # fmt: skip
 def test_sizes_of_gemma_3n_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         family_of("gemma3n").tiny(**changes)

@@ -271,17 +271,14 @@ def test_what_would_not_fit_into_memory_is_not_measured(tmp_path: Path, monkeypa
 NORMS = {name: bfloat16(np.full(H, -0.05, np.float32)) for name in TRUNK if "norm" in name}
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "ids", "said"),
-    [
-        ({"model_type": "glm4_moe"}, {}, (0, 1), "is a glm4_moe model"),
-        ({"num_hidden_layers": 2}, {}, (0, 1), "num_hidden_layers is 2"),
-        ({"vocab_size": 13}, {}, (0, 1), "vocab_size is 13"),
-        ({}, {"model.embed_tokens.weight": tensor("BF16", V + 1, H)}, (0, 1), "embed_tokens.weight is [13, 8]"),
-        ({}, NORMS, (0, 1), "one stores w, the other 1 + w"),
-        ({}, {}, (1, 0), "2 tokens have other ids"),
-    ],
-)
+@pytest.mark.parametrize(("config", "tensors", "ids", "said"), [
+    ({"model_type": "glm4_moe"}, {}, (0, 1), "is a glm4_moe model"),
+    ({"num_hidden_layers": 2}, {}, (0, 1), "num_hidden_layers is 2"),
+    ({"vocab_size": 13}, {}, (0, 1), "vocab_size is 13"),
+    ({}, {"model.embed_tokens.weight": tensor("BF16", V + 1, H)}, (0, 1), "embed_tokens.weight is [13, 8]"),
+    ({}, NORMS, (0, 1), "one stores w, the other 1 + w"),
+    ({}, {}, (1, 0), "2 tokens have other ids"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(
     config: dict[str, Any], tensors: dict[str, Array], ids: tuple[int, int], said: str, base: Path, tmp_path: Path
 ) -> None:

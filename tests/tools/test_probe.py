@@ -136,25 +136,22 @@ speculative_num_accepted_tokens_total 8
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "engine", "answer", "length"),
-    [
-        (VLLM, "vllm", "on", 2.5),
-        (VLLM.replace("150.0", "0.0"), "vllm", "dead", 1.0),
-        (VLLM + RUNNING.format("headstart:depth"), "headstart", "on", 2.5),
-        (VLLM.replace("vllm:", "llamacpp:"), "llamacpp", "on", 2.5),
-        (VLLM.replace("vllm:", "llamacpp:").replace("00.0", "0").replace("100", "0"), "llamacpp", "on", None),
-        (RUNNING.format("vllm:num_requests_running"), "vllm", "off", None),
-        (SGLANG.format("2.1"), "sglang", "on", 2.1),
-        (SGLANG.format("0.0"), "sglang", "off", None),
-        (SGLANG.format("2.0") + 'sglang:spec_accept_length{model_name="m",dp_rank="1"} 3.0\n', "sglang", "on", 2.5),
-        (SGLANG.format("1.0"), "sglang", "dead", 1.0),
-        (TRTLLM, "trtllm", "on", 2.4),
-        (RUNNING.format("trtllm_kv_cache_hit_rate"), "trtllm", "off", None),
-        (XLLM, "xllm", "on", 1.8),
-        (XLLM.replace(" 10", " 0").replace(" 8", " 0"), "xllm", "off", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "engine", "answer", "length"), [
+    (VLLM, "vllm", "on", 2.5),
+    (VLLM.replace("150.0", "0.0"), "vllm", "dead", 1.0),
+    (VLLM + RUNNING.format("headstart:depth"), "headstart", "on", 2.5),
+    (VLLM.replace("vllm:", "llamacpp:"), "llamacpp", "on", 2.5),
+    (VLLM.replace("vllm:", "llamacpp:").replace("00.0", "0").replace("100", "0"), "llamacpp", "on", None),
+    (RUNNING.format("vllm:num_requests_running"), "vllm", "off", None),
+    (SGLANG.format("2.1"), "sglang", "on", 2.1),
+    (SGLANG.format("0.0"), "sglang", "off", None),
+    (SGLANG.format("2.0") + 'sglang:spec_accept_length{model_name="m",dp_rank="1"} 3.0\n', "sglang", "on", 2.5),
+    (SGLANG.format("1.0"), "sglang", "dead", 1.0),
+    (TRTLLM, "trtllm", "on", 2.4),
+    (RUNNING.format("trtllm_kv_cache_hit_rate"), "trtllm", "off", None),
+    (XLLM, "xllm", "on", 1.8),
+    (XLLM.replace(" 10", " 0").replace(" 8", " 0"), "xllm", "off", None),
+])  # fmt: skip
 def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: float | None) -> None:
     counts = engine_metrics.read(text)
     assert counts is not None and counts.engine == engine

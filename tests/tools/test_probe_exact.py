@@ -236,14 +236,11 @@ def test_known_faults_of_an_engine_are_told_to_people(capsys: Capture) -> None:
     assert shown.strip().splitlines()[-1].startswith("DIFFERENCES: alone and in company (greedy ")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--exact", "cannot reach"), ("--minutes 3", "--minutes is for --exact"),
-        ("--exact --minutes 0", "--minutes is '0'"), ("--exact --max-tokens 0", "--max-tokens is '0'"),
-        ("--exact --no-metrics", "--no-metrics"), ("--exact --against http://[", "cannot reach"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    ("--exact", "cannot reach"), ("--minutes 3", "--minutes is for --exact"),
+    ("--exact --minutes 0", "--minutes is '0'"), ("--exact --max-tokens 0", "--max-tokens is '0'"),
+    ("--exact --no-metrics", "--no-metrics"), ("--exact --against http://[", "cannot reach"),
+])  # fmt: skip
 def test_wrong_usage(words: str, message: str, capsys: Capture) -> None:
     assert main(["probe", "http://127.0.0.1:1", *words.split()]) == 2
     assert message in capsys.readouterr().err

@@ -23,17 +23,14 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(write_tiny("mimo", tmp_path / "model", num_nextn_predict_layers=2))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "verify {} --max-tokens 2 --temperatures 0 --batch-sizes 1 --chunk-sizes 32 --preemption off "
-        "--prefix-cache off --thread-counts 1",
-        "bench step {} --repeats 1 --rows 1,2 --context 16",
-        "bench {} --requests 1 --pairs 1 --concurrency 1 --input-tokens 8 --output-tokens 4",
-        "plan {} --batch 1",
-        "generate {} --prompt hi --max-tokens 2",
-    ],
-)
+@pytest.mark.parametrize("command", [
+    "verify {} --max-tokens 2 --temperatures 0 --batch-sizes 1 --chunk-sizes 32 --preemption off "
+    "--prefix-cache off --thread-counts 1",
+    "bench step {} --repeats 1 --rows 1,2 --context 16",
+    "bench {} --requests 1 --pairs 1 --concurrency 1 --input-tokens 8 --output-tokens 4",
+    "plan {} --batch 1",
+    "generate {} --prompt hi --max-tokens 2",
+])  # fmt: skip
 def test_defaults_fit_the_head(command: str, two: str, capsys: Capture) -> None:
     assert main(command.format(two).split()) == 0, capsys.readouterr().err
 

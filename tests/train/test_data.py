@@ -62,18 +62,15 @@ def test_long_files_are_cut_at_line_ends() -> None:
     assert all(piece.endswith("\n") for piece in pieces)
 
 
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("Write a short story about a lighthouse keeper.", True),
-        ("What is the capital of France?", True),
-        ("Hi", False),
-        ("again and again " * 60, False),
-        ("日本の歴史について短い文章を書いてください。", False),
-        ("broken \ufffd character in the middle of this", False),
-        ("xkcd qwfp zxcv arst neio", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "good"), [
+    ("Write a short story about a lighthouse keeper.", True),
+    ("What is the capital of France?", True),
+    ("Hi", False),
+    ("again and again " * 60, False),
+    ("日本の歴史について短い文章を書いてください。", False),
+    ("broken \ufffd character in the middle of this", False),
+    ("xkcd qwfp zxcv arst neio", False),
+])  # fmt: skip
 def test_what_is_a_prompt(text: str, good: bool) -> None:
     assert is_usable(text, "en") is good
 
@@ -106,17 +103,14 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
         assert shards.keys == {"a"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, "needs a bound"),
-        ({"tokens": 0}, "above 0"),
-        ({"minutes": math.nan}, "above 0"),
-        ({"minutes": math.inf}, "above 0"),
-        ({"minutes": -1.0}, "above 0"),
-        ({"only_prompts": True}, "no prompts"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({}, "needs a bound"),
+    ({"tokens": 0}, "above 0"),
+    ({"minutes": math.nan}, "above 0"),
+    ({"minutes": math.inf}, "above 0"),
+    ({"minutes": -1.0}, "above 0"),
+    ({"only_prompts": True}, "no prompts"),
+])  # fmt: skip
 def test_bad_options(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(DataOptions(out=tmp_path / "out", **changes))
@@ -208,13 +202,10 @@ def test_no_answers_are_a_failure_with_a_reason(
     assert "has no chat template" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--kind magic", "--depth 99", "--modules 9", "--draft-vocab 0", "--seed -1", "--threads 0", "--threads -3",
-        "--device tpu", "--head x",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("wrong", [
+    "--kind magic", "--depth 99", "--modules 9", "--draft-vocab 0", "--seed -1", "--threads 0", "--threads -3",
+    "--device tpu", "--head x",
+])  # fmt: skip
 def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text to learn from, again and again and again"}\n')

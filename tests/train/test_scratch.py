@@ -171,16 +171,13 @@ def test_batches_hold_every_document_once_in_a_round() -> None:
     assert not np.array_equal(rounds[0], rounds[1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"family": "animal"}, "no family 'animal'"),
-        ({"tokens": 0}, "above 0"),
-        ({"depth": 99}, "--depth is 99"),
-        ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
-        ({"out": Path()}, "exists"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"family": "animal"}, "no family 'animal'"),
+    ({"tokens": 0}, "above 0"),
+    ({"depth": 99}, "--depth is 99"),
+    ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
+    ({"out": Path()}, "exists"),
+])  # fmt: skip
 def test_what_cannot_work_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     options = {"family": "mimo", "out": tmp_path / "model", "tokens": 100, **changes}
     with pytest.raises(UsageError, match=message):
@@ -193,16 +190,13 @@ def test_too_little_text(tmp_path: Path) -> None:
         run(ScratchOptions(family="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--kind", "eagle3"], "--kind does not go with --from-scratch"),
-        (["--finetune"], "--finetune does not go"),
-        (["--draft-vocab", "100"], "--draft-vocab does not go"),
-        (["--restart"], "--restart does not go"),
-        (["some/model"], "some/model does not go"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--kind", "eagle3"], "--kind does not go with --from-scratch"),
+    (["--finetune"], "--finetune does not go"),
+    (["--draft-vocab", "100"], "--draft-vocab does not go"),
+    (["--restart"], "--restart does not go"),
+    (["some/model"], "some/model does not go"),
+])  # fmt: skip
 def test_options_of_heads_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -226,16 +226,13 @@ def test_wrong_configs(tmp_path: Path, name: str) -> None:
         read_head(published(tmp_path, PUBLISHED[publisher], **changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"fc.weight": None}, "holds no fc.weight"),
-        ({"layers.1.self_attn.q_norm.weight": None, "norm.weight": None}, "holds no norm.weight and 1 more"),
-        ({"norm.weight": np.ones(H + 1, np.float32)}, r"norm.weight is \[49\], but config.json asks for \[48\]"),
-        ({"layers.0.self_attn.g_proj.weight": np.ones((H, H), np.float32)}, "holds layers.0.self_attn.g_proj.weight"),
-        ({"d2t": np.full(DRAFT, V), "t2d": np.ones(V, np.bool_)}, "d2t does not give ascending ids below"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"fc.weight": None}, "holds no fc.weight"),
+    ({"layers.1.self_attn.q_norm.weight": None, "norm.weight": None}, "holds no norm.weight and 1 more"),
+    ({"norm.weight": np.ones(H + 1, np.float32)}, r"norm.weight is \[49\], but config.json asks for \[48\]"),
+    ({"layers.0.self_attn.g_proj.weight": np.ones((H, H), np.float32)}, "holds layers.0.self_attn.g_proj.weight"),
+    ({"d2t": np.full(DRAFT, V), "t2d": np.ones(V, np.bool_)}, "d2t does not give ascending ids below"),
+])  # fmt: skip
 def test_wrong_tensors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arrays = {**random_arrays(NAMES, seed=3), **changes}
     path = written(tmp_path, PUBLISHED["z-lab"].config, {n: each for n, each in arrays.items() if each is not None})

@@ -75,15 +75,12 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     assert 88 <= hits <= 100
 
 
-@pytest.mark.parametrize(
-    ("auto", "ok"),
-    [
-        ([101] * 10, True),
-        ([97] * 10, False),
-        ([100, 100, 100, 100, 100, 100, 80, 80, 80, 80], False),  # the median is 1, the lower bound is not
-        ([120] * 9, None),
-    ],
-)
+@pytest.mark.parametrize(("auto", "ok"), [
+    ([101] * 10, True),
+    ([97] * 10, False),
+    ([100, 100, 100, 100, 100, 100, 80, 80, 80, 80], False),  # the median is 1, the lower bound is not
+    ([120] * 9, None),
+])  # fmt: skip
 def test_never_slower(auto: list[float], ok: bool | None) -> None:
     check = summary.never_slower(cells([100] * len(auto)), cells(auto, "auto"))
     assert check.ok is ok
@@ -189,18 +186,15 @@ def test_a_file_takes_categories_in_turn_or_one_of_them(questions: Path) -> None
         workloads.find(f"{questions}:art", words)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"prompt": "a"}\n{oops\n', "1 bad line of 2: line 2 is not JSON"),
-        ("[1]\n", "line 1 is not a JSON object"),
-        ('{"prompt": " "}\n{"text": "a"}\n', "2 bad lines of 2: line 1 has no prompt; line 2 has no prompt"),
-        ('{"prompt": "a", "max_tokens": 0}\n', "line 1 has max_tokens 0"),
-        ('{"prompt": "a", "temperature": "hot"}\n', "line 1 has temperature 'hot'"),
-        ("x\n" * 9, "and 6 more"),
-        ("\n", "holds no task"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    ('{"prompt": "a"}\n{oops\n', "1 bad line of 2: line 2 is not JSON"),
+    ("[1]\n", "line 1 is not a JSON object"),
+    ('{"prompt": " "}\n{"text": "a"}\n', "2 bad lines of 2: line 1 has no prompt; line 2 has no prompt"),
+    ('{"prompt": "a", "max_tokens": 0}\n', "line 1 has max_tokens 0"),
+    ('{"prompt": "a", "temperature": "hot"}\n', "line 1 has temperature 'hot'"),
+    ("x\n" * 9, "and 6 more"),
+    ("\n", "holds no task"),
+])  # fmt: skip
 def test_bad_lines(tmp_path: Path, capsys: Capture, lines: str, message: str) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(lines)
@@ -450,24 +444,21 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
     assert "no cost: --price-per-hour says what the machine costs" in found["notes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--price-per-hour", "-1"], "--price-per-hour is '-1', but must be above 0"),
-        (["--concurrency", "0"], "--concurrency is '0', but must be at least 1"),
-        (["--concurrency", "1", "--request-rate", "2"], "both given"),
-        (["--request-rate", "nan"], "--request-rate is 'nan', but must be above 0"),
-        (["--temperature", "0,-1"], "temperature is -1.0"),
-        (["--preset", "nope"], "--preset is 'nope'"),
-        (["--preset", "sharegpt-2500-1500", "--workload", "code"], "both given"),
-        (["--depth", "3"], "--depth and --no-mtp"),
-        (["--chunked-prefill", "maybe"], "--chunked-prefill is 'maybe'"),
-        (["--off-url", "http://x"], "give --url too"),
-        (["--url", "http://x", "--chunked-prefill", "off"], "cannot be changed over HTTP"),
-        (["--out", __file__], "exists"),
-        (["--compare", __file__, __file__], "is not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--price-per-hour", "-1"], "--price-per-hour is '-1', but must be above 0"),
+    (["--concurrency", "0"], "--concurrency is '0', but must be at least 1"),
+    (["--concurrency", "1", "--request-rate", "2"], "both given"),
+    (["--request-rate", "nan"], "--request-rate is 'nan', but must be above 0"),
+    (["--temperature", "0,-1"], "temperature is -1.0"),
+    (["--preset", "nope"], "--preset is 'nope'"),
+    (["--preset", "sharegpt-2500-1500", "--workload", "code"], "both given"),
+    (["--depth", "3"], "--depth and --no-mtp"),
+    (["--chunked-prefill", "maybe"], "--chunked-prefill is 'maybe'"),
+    (["--off-url", "http://x"], "give --url too"),
+    (["--url", "http://x", "--chunked-prefill", "off"], "cannot be changed over HTTP"),
+    (["--out", __file__], "exists"),
+    (["--compare", __file__, __file__], "is not JSON"),
+])  # fmt: skip
 def test_bad_options(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["bench", *arguments]) == 2
     shown = capsys.readouterr()

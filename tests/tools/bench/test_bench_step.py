@@ -162,16 +162,13 @@ def test_command_prints_tables(headed: str, small_buffer: None, capsys: Capture)
     assert all(word in shown for word in ("GB/s", "t(4)/t(1)", "sampling", "depth 0", "depth 1"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rows", "1,x"], "--rows is '1,x', which is not a list of such values"),
-        (["--rows", "0,1"], "--rows is '0,1', but must be at least 1"),
-        (["--repeats", "0"], "--repeats is '0', but must be at least 1"),
-        (["--kv-blocks", "9"], "--kv-blocks has no meaning"),
-        (["--drafter", "ngram"], "--drafter ngram: bench step times a head"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--rows", "1,x"], "--rows is '1,x', which is not a list of such values"),
+    (["--rows", "0,1"], "--rows is '0,1', but must be at least 1"),
+    (["--repeats", "0"], "--repeats is '0', but must be at least 1"),
+    (["--kv-blocks", "9"], "--kv-blocks has no meaning"),
+    (["--drafter", "ngram"], "--drafter ngram: bench step times a head"),
+])  # fmt: skip
 def test_wrong_options(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["bench", "step", "no-such-model", *arguments]) == 2
     captured = capsys.readouterr()

@@ -41,22 +41,19 @@ def remarks(data: dict[str, Any], topic: str) -> list[str]:
 # the config's word
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, (0, None)),
-        ({"num_nextn_predict_layers": 1}, (1, "num_nextn_predict_layers")),
-        ({"mtp_num_hidden_layers": 1}, (1, "mtp_num_hidden_layers")),
-        ({"num_mtp_layers": 2}, (2, "num_mtp_layers")),
-        ({"num_mtp_modules": 3}, (3, "num_mtp_modules")),
-        ({"text_config": {"mtp_num_hidden_layers": 1}}, (1, "text_config.mtp_num_hidden_layers")),
-        ({"num_nextn_predict_layers": 0, "llm_config": {"num_mtp_layers": 1}}, (1, "llm_config.num_mtp_layers")),
-        ({"mtp_config": {"num_nextn_predict_layers": 8}}, (8, "mtp_config.num_nextn_predict_layers")),
-        ({"num_nextn_predict_layers": 0}, (0, "num_nextn_predict_layers")),
-        ({"num_nextn_predict_layers": None, "num_mtp_layers": "2"}, (0, "num_mtp_layers")),
-        ({"num_nextn_predict_layers": True}, (0, "num_nextn_predict_layers")),
-    ],
-)
+@pytest.mark.parametrize(("config", "expected"), [
+    ({}, (0, None)),
+    ({"num_nextn_predict_layers": 1}, (1, "num_nextn_predict_layers")),
+    ({"mtp_num_hidden_layers": 1}, (1, "mtp_num_hidden_layers")),
+    ({"num_mtp_layers": 2}, (2, "num_mtp_layers")),
+    ({"num_mtp_modules": 3}, (3, "num_mtp_modules")),
+    ({"text_config": {"mtp_num_hidden_layers": 1}}, (1, "text_config.mtp_num_hidden_layers")),
+    ({"num_nextn_predict_layers": 0, "llm_config": {"num_mtp_layers": 1}}, (1, "llm_config.num_mtp_layers")),
+    ({"mtp_config": {"num_nextn_predict_layers": 8}}, (8, "mtp_config.num_nextn_predict_layers")),
+    ({"num_nextn_predict_layers": 0}, (0, "num_nextn_predict_layers")),
+    ({"num_nextn_predict_layers": None, "num_mtp_layers": "2"}, (0, "num_mtp_layers")),
+    ({"num_nextn_predict_layers": True}, (0, "num_nextn_predict_layers")),
+])  # fmt: skip
 def test_all_spellings_of_the_promise(config: dict[str, Any], expected: tuple[int, str | None]) -> None:
     assert declared(config) == expected
 
@@ -177,19 +174,16 @@ def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> No
 # remarks
 
 
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [
-        (COMPRESSED | {"ignore": ["lm_head"]}, True),
-        (COMPRESSED | {"ignore": ["re:^mtp.*"]}, False),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["mtp"]}, False),
-        ({"quant_method": "modelopt", "exclude_modules": ["mtp*"]}, False),
-        ({"quant_method": "gptq", "dynamic": {"-:.*mtp.*": {}}}, False),
-        ({"quant_method": "gptq", "dynamic": {"+:.*mtp.*": {}}}, True),
-        (COMPRESSED | {"ignore": ["re:("]}, True),
-        (COMPRESSED | {"ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
-    ],
-)
+@pytest.mark.parametrize(("settings", "warned"), [
+    (COMPRESSED | {"ignore": ["lm_head"]}, True),
+    (COMPRESSED | {"ignore": ["re:^mtp.*"]}, False),
+    ({"quant_method": "fp8", "modules_to_not_convert": ["mtp"]}, False),
+    ({"quant_method": "modelopt", "exclude_modules": ["mtp*"]}, False),
+    ({"quant_method": "gptq", "dynamic": {"-:.*mtp.*": {}}}, False),
+    ({"quant_method": "gptq", "dynamic": {"+:.*mtp.*": {}}}, True),
+    (COMPRESSED | {"ignore": ["re:("]}, True),
+    (COMPRESSED | {"ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
+])  # fmt: skip
 def test_a_head_that_the_quantization_config_does_not_leave_out(
     tmp_path: Path, settings: dict[str, Any], warned: bool
 ) -> None:
@@ -215,24 +209,21 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
     assert look(tmp_path / "own", config_of(animal), trunk(animal) | heads(animal))["heads"]["lm_head"] == "own"
 
 
-@pytest.mark.parametrize(
-    ("key", "changes", "topic", "text"),
-    [
-        ("step3p5", {"layer_types": ["full_attention"] * 4}, "config", "stops before the head"),
-        ("step3p5", {"rope_theta": [1e4] * 5}, "rope", "rope_theta has 5 entries"),
-        ("mimo_v2", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope", "does not reach the head"),
-        ("nemotron_h", {}, "rope", "no positions"),
-        ("qwen3_5", {"rope_theta": 1e6, "text_config.rope_theta": 1e7}, "rope", "text_config.rope_theta"),
-        ("qwen3_5", {"rope_scaling": {"type": "yarn"}}, "rope", "engines read it from text_config"),
-        ("qwen3_5", {"mtp_num_hidden_layers": 0}, "config", "engines disagree"),
-        ("qwen3_5", {"tie_word_embeddings": True}, "tied", "an lm_head is stored"),
-        ("qwen3_5", {}, "norm", "1 + w"),
-        ("mimo", {}, "formula", "hidden state comes first"),
-        ("deepseek_v4", {}, "formula", "added, not joined"),
-        ("dots3_note", {"mtp_layer_types": ["a", "b"]}, "config", "mtp_layer_types has 2 entries for 1"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 0, "num_mtp_layers": 1}, "config", "engines read num_nextn"),
-    ],
-)
+@pytest.mark.parametrize(("key", "changes", "topic", "text"), [
+    ("step3p5", {"layer_types": ["full_attention"] * 4}, "config", "stops before the head"),
+    ("step3p5", {"rope_theta": [1e4] * 5}, "rope", "rope_theta has 5 entries"),
+    ("mimo_v2", {"rope_scaling": {"type": "yarn", "factor": 4}}, "rope", "does not reach the head"),
+    ("nemotron_h", {}, "rope", "no positions"),
+    ("qwen3_5", {"rope_theta": 1e6, "text_config.rope_theta": 1e7}, "rope", "text_config.rope_theta"),
+    ("qwen3_5", {"rope_scaling": {"type": "yarn"}}, "rope", "engines read it from text_config"),
+    ("qwen3_5", {"mtp_num_hidden_layers": 0}, "config", "engines disagree"),
+    ("qwen3_5", {"tie_word_embeddings": True}, "tied", "an lm_head is stored"),
+    ("qwen3_5", {}, "norm", "1 + w"),
+    ("mimo", {}, "formula", "hidden state comes first"),
+    ("deepseek_v4", {}, "formula", "added, not joined"),
+    ("dots3_note", {"mtp_layer_types": ["a", "b"]}, "config", "mtp_layer_types has 2 entries for 1"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 0, "num_mtp_layers": 1}, "config", "engines read num_nextn"),
+])  # fmt: skip
 def test_remarks(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, text: str) -> None:
     animal, config = ZOO[key], config_of(ZOO[key])
     for name, value in changes.items():

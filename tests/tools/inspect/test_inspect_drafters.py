@@ -126,16 +126,13 @@ def test_drafters_are_known_and_fit_a_trunk_of_their_size(tmp_path: Path, kind: 
     assert "hidden size 32, but the target has 64" in report.data["heads"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "what"),
-    [
-        ("eagle3", {"vocab_size": 95}, "vocabulary"),
-        ("eagle3", {"num_hidden_layers": 2}, "layers read"),
-        ("dflash", {"num_hidden_layers": 3}, "layers read"),
-        ("eagle3 (speculators)", {"architectures": ["OtherForCausalLM"]}, "architecture"),
-        ("assistant", {"model_type": "gemma3"}, "family"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "what"), [
+    ("eagle3", {"vocab_size": 95}, "vocabulary"),
+    ("eagle3", {"num_hidden_layers": 2}, "layers read"),
+    ("dflash", {"num_hidden_layers": 3}, "layers read"),
+    ("eagle3 (speculators)", {"architectures": ["OtherForCausalLM"]}, "architecture"),
+    ("assistant", {"model_type": "gemma3"}, "family"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], what: str) -> None:
     more = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]} if kind == "eagle3" else {}
     options = InspectOptions(model=str(drafter(tmp_path / "d", kind, **more)), target=target(tmp_path / "t", **changes))

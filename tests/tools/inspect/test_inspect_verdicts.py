@@ -94,16 +94,13 @@ def test_a_reduced_vocabulary_needs_its_map(tmp_path: Path) -> None:
         assert verdict == "mismatch" and "d2t leads" in reason, name
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": V}}, "mask_token_id is 96"),
-        ({"mask_token_id": -1}, "mask_token_id is -1"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"layers that it reads are \[1, 1\]"),
-        ({"draft_vocab_size": 2 * V}, "draft vocabulary has 192 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": V}}, "mask_token_id is 96"),
+    ({"mask_token_id": -1}, "mask_token_id is -1"),
+    ({"block_size": 0}, "block_size is 0"),
+    ({"dflash_config": {"target_layer_ids": [1, 1]}}, r"layers that it reads are \[1, 1\]"),
+    ({"draft_vocab_size": 2 * V}, "draft vocabulary has 192 tokens"),
+])  # fmt: skip
 def test_configs_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     verdict, reason = said(drafter(tmp_path, "dflash", **changes))
     assert verdict == "mismatch" and re.search(words, reason)

@@ -160,13 +160,10 @@ def test_compose(model: str, capsys: Capture) -> None:
     assert "http://127.0.0.1:8001/health" in prefill["healthcheck"]["test"][-1]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "vllm --gpus h100x4 --nodes 2 --tp 8", "vllm --gpus h100x4 --nodes 2 --tp 8 --engine-version 0.11.0",
-        "sglang --gpus h100x1 --nodes 2 --disaggregate 1:1",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    "vllm --gpus h100x4 --nodes 2 --tp 8", "vllm --gpus h100x4 --nodes 2 --tp 8 --engine-version 0.11.0",
+    "sglang --gpus h100x1 --nodes 2 --disaggregate 1:1",
+])  # fmt: skip
 def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp_path: Path, words: str) -> None:
     """The script is run, with srun and scontrol that say what they were asked: bash's own reading of the quotes."""
     script = tmp_path / "job.sh"
@@ -190,31 +187,25 @@ def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp
     assert from_router if "--disaggregate" in words else any("alpha" in line for line in on["beta"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["vllm", "--gpus", "h100x1", "--emit", "helm"], "--emit is 'helm', which is unknown"),
-        (["vllm", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", "--emit", "compose"], "Compose runs on one machine"),
-        (["sglang", "--gpus", "h100x1", "--emit", "kuberay"], "is for one vLLM server on GPUs"),
-        (["vllm", "--gpus", "none", "--emit", "kuberay"], "is for one vLLM server on GPUs"),
-        (["vllm", "--gpus", "h100x1", "--emit", "kuberay"], "which Ray's pods do not see"),
-        (["xllm", "--gpus", "ascend-910bx2", "--tp", "2", "--emit", "k8s"], "a command before the server"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "message"), [
+    (["vllm", "--gpus", "h100x1", "--emit", "helm"], "--emit is 'helm', which is unknown"),
+    (["vllm", "--gpus", "h100x4", "--nodes", "2", "--tp", "8", "--emit", "compose"], "Compose runs on one machine"),
+    (["sglang", "--gpus", "h100x1", "--emit", "kuberay"], "is for one vLLM server on GPUs"),
+    (["vllm", "--gpus", "none", "--emit", "kuberay"], "is for one vLLM server on GPUs"),
+    (["vllm", "--gpus", "h100x1", "--emit", "kuberay"], "which Ray's pods do not see"),
+    (["xllm", "--gpus", "ascend-910bx2", "--tp", "2", "--emit", "k8s"], "a command before the server"),
+])  # fmt: skip
 def test_what_cannot_be_written(model: str, capsys: Capture, words: list[str], message: str) -> None:
     assert main(["launch", words[0], model, *words[1:]]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"a": "yes", "b": "1", "c": "null", "d": "~", "e": "", "f": " x", "g": "a: b", "h": "#", "i": "0x1f"},
-        {"text": "one\n  two\n\nthree\n", "odd": "\n x\n", "tab": "a\tb\nc\n", "blank": "a \nb\n", "no end": "a\nb"},
-        {"list": [{"a": {"b": [1, 2.5, True, None]}, "c": []}, {}, [["x"], "y"]], "empty": {}},
-        {"ключ": "\u2028 \x85 emoji 🙂", "quote": 'it\'s "so"', "on": "off", "-": "- a", "?": "?x", "!": "&a *b"},
-        [{"a": 1}, "b", ["c"]],
-    ],
-)
+@pytest.mark.parametrize("document", [
+    {"a": "yes", "b": "1", "c": "null", "d": "~", "e": "", "f": " x", "g": "a: b", "h": "#", "i": "0x1f"},
+    {"text": "one\n  two\n\nthree\n", "odd": "\n x\n", "tab": "a\tb\nc\n", "blank": "a \nb\n", "no end": "a\nb"},
+    {"list": [{"a": {"b": [1, 2.5, True, None]}, "c": []}, {}, [["x"], "y"]], "empty": {}},
+    {"ключ": "\u2028 \x85 emoji 🙂", "quote": 'it\'s "so"', "on": "off", "-": "- a", "?": "?x", "!": "&a *b"},
+    [{"a": 1}, "b", ["c"]],
+])  # fmt: skip
 def test_yaml_is_read_back_as_it_was(document: Any) -> None:
     assert yaml.safe_load(dump_yaml(document)) == document

@@ -56,17 +56,14 @@ def test_newest_version_was_read(name: str) -> None:
     assert PROGRAMS[name].newest in snapshot(name).versions
 
 
-@pytest.mark.parametrize(
-    ("engine", "flag", "versions"),
-    [
-        ("vllm", "--headless", {"0.11.0", "0.24.0", "0.32.0", "0.33.0"}),
-        ("vllm", "--kv-offloading-size", {"0.24.0", "0.32.0", "0.33.0"}),
-        ("vllm", "--swap-space", {"0.9.2", "0.11.0"}),
-        ("vllm", "speculative_config.disable_by_batch_size", {"0.9.2", "0.11.0"}),
-        ("sglang", "--speculative-adaptive", {"0.5.23"}),
-        ("trtllm", "speculative_config.num_nextn_predict_layers", {"1.2.0"}),
-    ],
-)
+@pytest.mark.parametrize(("engine", "flag", "versions"), [
+    ("vllm", "--headless", {"0.11.0", "0.24.0", "0.32.0", "0.33.0"}),
+    ("vllm", "--kv-offloading-size", {"0.24.0", "0.32.0", "0.33.0"}),
+    ("vllm", "--swap-space", {"0.9.2", "0.11.0"}),
+    ("vllm", "speculative_config.disable_by_batch_size", {"0.9.2", "0.11.0"}),
+    ("sglang", "--speculative-adaptive", {"0.5.23"}),
+    ("trtllm", "speculative_config.num_nextn_predict_layers", {"1.2.0"}),
+])  # fmt: skip
 def test_a_flag_is_supported_by_the_versions_that_were_read_with_it(engine: str, flag: str, versions: set[str]) -> None:
     launcher, read = LAUNCHERS[engine], snapshot(engine).versions
     assert {version for version in read if launcher.supports(parse_version(version), flag)} == versions

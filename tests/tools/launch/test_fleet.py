@@ -90,21 +90,18 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
     assert after(router, "--decode-policy") == "power_of_two"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gpus": "h100x1", "disaggregate": "1:1"}, "2 servers of 1 GPUs do not fit on 1 x 1"),
-        ({"gpus": "h100x2", "disaggregate": "1:1", "tp": 2}, "2 servers of 2 GPUs do not fit"),
-        ({"gpus": "h100x2", "disaggregate": "1:1", "role": "decode"}, "two ways to say it"),
-        ({"gpus": "h100x2", "disaggregate": "1:1", "settings": {"ssl_certfile": "x"}}, "go with several servers"),
-        ({"gpus": "ascend-910bx2", "engine": "xllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
-        ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
-        ({"gpus": "h100x4", "engine": "trtllm", "disaggregate": "1:1", "dp": 2}, "takes --disaggregate or --dp"),
-        ({"gpus": "none", "engine": "sglang", "tp": 2}, "is not given --tp on a CPU"),
-        ({"gpus": "none", "extra": ("--distributed-executor-backend=ray",)}, "vLLM refuses Ray on a CPU"),
-        ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "message"), [
+    ({"gpus": "h100x1", "disaggregate": "1:1"}, "2 servers of 1 GPUs do not fit on 1 x 1"),
+    ({"gpus": "h100x2", "disaggregate": "1:1", "tp": 2}, "2 servers of 2 GPUs do not fit"),
+    ({"gpus": "h100x2", "disaggregate": "1:1", "role": "decode"}, "two ways to say it"),
+    ({"gpus": "h100x2", "disaggregate": "1:1", "settings": {"ssl_certfile": "x"}}, "go with several servers"),
+    ({"gpus": "ascend-910bx2", "engine": "xllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
+    ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
+    ({"gpus": "h100x4", "engine": "trtllm", "disaggregate": "1:1", "dp": 2}, "takes --disaggregate or --dp"),
+    ({"gpus": "none", "engine": "sglang", "tp": 2}, "is not given --tp on a CPU"),
+    ({"gpus": "none", "extra": ("--distributed-executor-backend=ray",)}, "vLLM refuses Ray on a CPU"),
+    ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
+])  # fmt: skip
 def test_what_cannot_be(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, CapacityError), match=message):
         planned(model, **options)

@@ -77,16 +77,13 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
     assert depth == 0 and "tensors are not in the checkpoint" in why
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"architectures": ["DFlashDraftModel"]}, "dflash"),
-        ({"speculators_model_type": "eagle3"}, "eagle3"),
-        ({"model_type": "acme_mtp"}, "mtp"),
-        ({"architectures": ["AcmeForCausalLM"]}, "draft_model"),
-    ],
-)
+@pytest.mark.parametrize(("config", "kind"), [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+    ({"architectures": ["DFlashDraftModel"]}, "dflash"),
+    ({"speculators_model_type": "eagle3"}, "eagle3"),
+    ({"model_type": "acme_mtp"}, "mtp"),
+    ({"architectures": ["AcmeForCausalLM"]}, "draft_model"),
+])  # fmt: skip
 def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert drafter_of(str(tmp_path)).method == kind
@@ -151,16 +148,13 @@ def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: i
     return parallelism.divide(facts, hardware)[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tensor"),
-    [
-        ({"heads": 32, "gpus": 8}, 1),
-        ({"heads": 32, "gpus": 8, "gigabytes": 150}, 4),
-        ({"heads": 9, "gpus": 8, "gigabytes": 100}, 3),
-        ({"heads": 32, "gpus": 8, "gigabytes": 700, "nodes": 2}, 16),
-        ({"heads": 32, "gpus": 8, "tp": 2}, 2),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "tensor"), [
+    ({"heads": 32, "gpus": 8}, 1),
+    ({"heads": 32, "gpus": 8, "gigabytes": 150}, 4),
+    ({"heads": 9, "gpus": 8, "gigabytes": 100}, 3),
+    ({"heads": 32, "gpus": 8, "gigabytes": 700, "nodes": 2}, 16),
+    ({"heads": 32, "gpus": 8, "tp": 2}, 2),
+])  # fmt: skip
 def test_tensor_parallel_size(arguments: dict[str, int], tensor: int) -> None:
     assert divide(**arguments).tensor == tensor
     assert divide(32, 8, 150, experts=64).expert == 4  # experts are divided over all devices
@@ -314,28 +308,25 @@ def test_depth_0_is_plain_decoding(engine: str) -> None:
     assert "speculative" not in text.replace("speculative_config:", "") and "spec-type" not in text
 
 
-@pytest.mark.parametrize(
-    ("engine", "version", "wanted", "message"),
-    [
-        ("vllm", "0.32.0", {"depth_by_batch": TABLE, "parallel": TWO_COPIES}, "ignores a depth by batch"),
-        ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "vLLM 0.33.0 has no method medusa"),
-        ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
-        ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
-        ("vllm", "0.32.0", {"kv_offload_gb": 8, "role": "decode"}, "two KV connectors"),
-        ("vllm", "0.32.0", {"settings": {"swap_space": "4"}}, "has no --swap-space"),
-        ("vllm", "0.32.0", {"settings": {"threads": 2}}, "has nothing for --threads"),
-        ("sglang", "0.5.9", {"depth_by_batch": TABLE}, "has no --speculative-adaptive"),
-        ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
-        ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
-        ("trtllm", "1.3.0", {"parallel": Parallelism()}, "does not run on a CPU alone"),
-        ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
-        ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
-        ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
-        ("xllm", "0.11.0", {"kv_offload_gb": 8}, "cannot take --kv-offload"),
-        ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
-        ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, nodes=2)}, "runs on one machine"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "version", "wanted", "message"), [
+    ("vllm", "0.32.0", {"depth_by_batch": TABLE, "parallel": TWO_COPIES}, "ignores a depth by batch"),
+    ("vllm", "0.33.0", {"head": "/h", "method": "medusa"}, "vLLM 0.33.0 has no method medusa"),
+    ("vllm", "0.11.0", {"head": "/h", "method": "dflash"}, "has no method dflash"),
+    ("vllm", "0.11.0", {"kv_offload_gb": 8}, "has no --kv-offloading-size"),
+    ("vllm", "0.32.0", {"kv_offload_gb": 8, "role": "decode"}, "two KV connectors"),
+    ("vllm", "0.32.0", {"settings": {"swap_space": "4"}}, "has no --swap-space"),
+    ("vllm", "0.32.0", {"settings": {"threads": 2}}, "has nothing for --threads"),
+    ("sglang", "0.5.9", {"depth_by_batch": TABLE}, "has no --speculative-adaptive"),
+    ("sglang", "0.5.9", {"head": "/h", "method": "dflash"}, "has no --speculative-algorithm DFLASH"),
+    ("sglang", "0.5.23", {"head": "/h", "method": "medusa"}, "cannot draft with a head of kind medusa"),
+    ("trtllm", "1.3.0", {"parallel": Parallelism()}, "does not run on a CPU alone"),
+    ("trtllm", "1.2.1", {"depth_by_batch": TABLE}, "drafts to one depth"),
+    ("trtllm", "1.3.0", {"depth_by_batch": "[[1, 4, 1], [5, 64, 3]]"}, "wants most there"),
+    ("trtllm", "1.3.0", {"role": "decode"}, "cannot take --role"),
+    ("xllm", "0.11.0", {"kv_offload_gb": 8}, "cannot take --kv-offload"),
+    ("llamacpp", "11434", {"depth_by_batch": TABLE}, "cannot take --depth-by-batch"),
+    ("llamacpp", "11434", {"parallel": Parallelism(gpus=8, nodes=2)}, "runs on one machine"),
+])  # fmt: skip
 def test_what_an_engine_cannot_do_is_refused(engine: str, version: str, wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         made = plan(engine, version, **wanted)
@@ -369,17 +360,14 @@ def test_a_block_drafter_drafts_its_block(model: str, tmp_path: Path, engine: st
         prepare(replace(options, depth=16))
 
 
-@pytest.mark.parametrize(
-    ("config", "used"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 512}, True),
-        ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 128}, False),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False),
-        ({"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}, False),
-        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, False),
-        (None, True),
-    ],
-)
+@pytest.mark.parametrize(("config", "used"), [
+    ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 512}, True),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 512, "draft_vocab_size": 128}, False),
+    ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, False),
+    ({"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}, False),
+    ({"architectures": ["DFlashDraftModel"], "block_size": 16}, False),
+    (None, True),
+])  # fmt: skip
 def test_sglang_samples_by_rejection_only_where_it_can(
     model: str, tmp_path: Path, config: dict[str, Any] | None, used: bool
 ) -> None:
@@ -520,25 +508,22 @@ def test_docker_listens_on_all_addresses(model: str, capsys: Capture) -> None:
     assert line.startswith("docker run --rm") and "--host 0.0.0.0" in line and f"{model}:{model}:ro" in line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["vllm"], "which engine and which model"),
-        (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "there are none"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
-        (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
-        (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
-        (["vllm", "{model}", "--translate", "vllm serve m"], "takes no ENGINE"),
-        (["llamacpp", "{model}", "--dry-run"], "is no GGUF file"),
-        (["vllm", "{model}", "--dry-run", "--engine-version", "new"], "'new' is not a version"),
-        (["vllm", "{model}", "--dry-run", "--depth-by-batch", "[[1"], "is not a JSON list of lists"),
-        (["vllm", "{model}", "--dry-run", "--tp", "0"], "--tp is 0, but must be at least 1"),
-        (["vllm", "{model}", "--dry-run", "--gpus", "h100x1", "--dp", "2"], "--dp is 2, but there are 1 GPUs"),
-        (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["vllm"], "which engine and which model"),
+    (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
+    (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
+    (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "there are none"),
+    (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
+    (["vllm", "{model}", "--dry-run", "--role", "both", "--gpus", "h100"], "--role is 'both'"),
+    (["vllm", "{model}", "--program", "/nowhere/vllm"], "/nowhere/vllm is no program"),
+    (["vllm", "{model}", "--translate", "vllm serve m"], "takes no ENGINE"),
+    (["llamacpp", "{model}", "--dry-run"], "is no GGUF file"),
+    (["vllm", "{model}", "--dry-run", "--engine-version", "new"], "'new' is not a version"),
+    (["vllm", "{model}", "--dry-run", "--depth-by-batch", "[[1"], "is not a JSON list of lists"),
+    (["vllm", "{model}", "--dry-run", "--tp", "0"], "--tp is 0, but must be at least 1"),
+    (["vllm", "{model}", "--dry-run", "--gpus", "h100x1", "--dp", "2"], "--dp is 2, but there are 1 GPUs"),
+    (["vllm", "{model}", "--dry-run", "--depth", "-1"], "--depth is -1, but must be at least 0"),
+])  # fmt: skip
 def test_bad_input(model: str, capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["launch", *(word.format(model=model) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
@@ -561,15 +546,12 @@ def test_serve_with_another_engine(
     assert shown in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--threads", "2"], "--threads has no counterpart in vllm"),
-        (["--max-queue", "3"], "--max-queue is an option of headstart's own server"),
-        (["--drafter", "ngram"], "--drafter ngram is headstart's own"),
-        (["--swap-space", "4"], "has no --swap-space"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--threads", "2"], "--threads has no counterpart in vllm"),
+    (["--max-queue", "3"], "--max-queue is an option of headstart's own server"),
+    (["--drafter", "ngram"], "--drafter ngram is headstart's own"),
+    (["--swap-space", "4"], "has no --swap-space"),
+])  # fmt: skip
 def test_serve_refuses_by_name(model: str, capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["serve", model, "--engine", "vllm", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -608,19 +590,16 @@ def test_memory_of_the_devices(tmp_path: Path) -> None:
 # Platforms and containers.
 
 
-@pytest.mark.parametrize(
-    ("engine", "gpus", "shown"),
-    [
-        ("vllm", "mi300x", "--device=/dev/kfd --device=/dev/dri --group-add=video"),
-        ("vllm", "mi300x", "vllm/vllm-openai-rocm:v0.33.0"),
-        ("vllm", "none", "vllm/vllm-openai-cpu:v0.33.0"),
-        ("vllm", "arc-b60", "vllm/vllm-openai-xpu:v0.33.0"),
-        ("sglang", "mi300x", "lmsysorg/sglang:v0.5.23-rocm720-mi30x"),
-        ("sglang", "none", "lmsysorg/sglang:v0.5.23-xeon"),
-        ("vllm", "h100", "-p 127.0.0.1:8000:8000"),
-        ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "gpus", "shown"), [
+    ("vllm", "mi300x", "--device=/dev/kfd --device=/dev/dri --group-add=video"),
+    ("vllm", "mi300x", "vllm/vllm-openai-rocm:v0.33.0"),
+    ("vllm", "none", "vllm/vllm-openai-cpu:v0.33.0"),
+    ("vllm", "arc-b60", "vllm/vllm-openai-xpu:v0.33.0"),
+    ("sglang", "mi300x", "lmsysorg/sglang:v0.5.23-rocm720-mi30x"),
+    ("sglang", "none", "lmsysorg/sglang:v0.5.23-xeon"),
+    ("vllm", "h100", "-p 127.0.0.1:8000:8000"),
+    ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
+])  # fmt: skip
 def test_docker_by_platform(model: str, capsys: Capture, engine: str, gpus: str, shown: str) -> None:
     assert main(["launch", engine, model, "--docker", "--gpus", gpus]) == 0
     assert shown in capsys.readouterr().out
@@ -651,17 +630,14 @@ def test_xllm_in_a_container_sees_the_draft(model: str, capsys: Capture) -> None
     assert f"-v {model}-mtp:{model}-mtp:ro" in line and "--privileged" in line
 
 
-@pytest.mark.parametrize(
-    ("engine", "gpus", "message", "hint"),
-    [
-        ("vllm", "m3-ultra", "does not run on Apple's GPUs", "llamacpp, or MTPLX"),
-        ("trtllm", "mi300x", "does not run on AMD GPUs", "vllm or sglang"),
-        ("ollama", "h100", "has no launcher here", "ollama run"),
-        ("mlx-lm", "m4", "has no launcher here", "MTPLX"),
-        ("ExLlamaV3", "3090", "has no launcher here", "TabbyAPI"),
-        ("lm-studio", "m4", "has no launcher here", "model settings"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "gpus", "message", "hint"), [
+    ("vllm", "m3-ultra", "does not run on Apple's GPUs", "llamacpp, or MTPLX"),
+    ("trtllm", "mi300x", "does not run on AMD GPUs", "vllm or sglang"),
+    ("ollama", "h100", "has no launcher here", "ollama run"),
+    ("mlx-lm", "m4", "has no launcher here", "MTPLX"),
+    ("ExLlamaV3", "3090", "has no launcher here", "TabbyAPI"),
+    ("lm-studio", "m4", "has no launcher here", "model settings"),
+])  # fmt: skip
 def test_what_an_engine_does_not_run_on_has_an_answer(
     model: str, engine: str, gpus: str, message: str, hint: str
 ) -> None:

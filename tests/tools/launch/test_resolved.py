@@ -170,14 +170,11 @@ def test_users_flags_are_checked_and_a_rule_about_something_unknown_does_not_app
         launch.prepare(options)
 
 
-@pytest.mark.parametrize(
-    ("engine", "version", "model", "needs"),
-    [
-        ("vllm", "0.8.5", "glm_moe_dsa", "0.16.0"), ("vllm", "0.9.2", "qwen3_5", "0.17.0"),
-        ("sglang", "0.5.7", "qwen3_5", "0.5.9"), ("sglang", "0.5.6", "mimo_v2_flash", "0.5.7"),
-        ("xllm", "0.8.0", "glm_moe_dsa", "0.9.0"), ("trtllm", "1.2.0", "qwen3_5", "1.3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("engine", "version", "model", "needs"), [
+    ("vllm", "0.8.5", "glm_moe_dsa", "0.16.0"), ("vllm", "0.9.2", "qwen3_5", "0.17.0"),
+    ("sglang", "0.5.7", "qwen3_5", "0.5.9"), ("sglang", "0.5.6", "mimo_v2_flash", "0.5.7"),
+    ("xllm", "0.8.0", "glm_moe_dsa", "0.9.0"), ("trtllm", "1.2.0", "qwen3_5", "1.3"),
+])  # fmt: skip
 def test_a_version_that_does_not_know_the_model_is_refused(
     tmp_path: Path, engine: str, version: str, model: str, needs: str
 ) -> None:

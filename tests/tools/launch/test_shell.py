@@ -63,14 +63,11 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         assert error.hint
 
 
-@pytest.mark.parametrize(
-    ("value", "word"),
-    [
-        ("a b", "'a b'"), ("$HOME/m", "$HOME/m"), ("$A b", '"$A b"'), ("~/m", "~/m"),
-        ('{"a": "$B"}', '"{\\"a\\": \\"$B\\"}"'),
-        ("{}", "'{}'"), ("it's", "'it'\"'\"'s'"), ("${A}", "${A}"), ("$(date +%s)", '"$(date +%s)"'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("value", "word"), [
+    ("a b", "'a b'"), ("$HOME/m", "$HOME/m"), ("$A b", '"$A b"'), ("~/m", "~/m"),
+    ('{"a": "$B"}', '"{\\"a\\": \\"$B\\"}"'),
+    ("{}", "'{}'"), ("it's", "'it'\"'\"'s'"), ("${A}", "${A}"), ("$(date +%s)", '"$(date +%s)"'),
+])  # fmt: skip
 def test_words_for_the_shell(value: str, word: str) -> None:
     assert quoted(value) == word
     shown = subprocess.run(["bash", "-c", f"HOME=/h A=1 B=2; printf %s {word}"], capture_output=True, text=True)

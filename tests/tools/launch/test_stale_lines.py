@@ -55,14 +55,11 @@ def test_a_yaml_file_alone_and_a_head_that_nobody_has_looked_at() -> None:
     assert "was not looked at: headstart inspect" in done.changes[-1]
 
 
-@pytest.mark.parametrize(
-    ("text", "hint"),
-    [
-        ("python ktransformers/server/main.py --model_path m --port 10002", "headstart probe"),
-        ("lmdeploy serve api_server m --tp 2", "headstart probe"),
-        ("trtllm-build --checkpoint_dir ./c --speculative_decoding_mode medusa", "headstart launch trtllm"),
-    ],
-)
+@pytest.mark.parametrize(("text", "hint"), [
+    ("python ktransformers/server/main.py --model_path m --port 10002", "headstart probe"),
+    ("lmdeploy serve api_server m --tp 2", "headstart probe"),
+    ("trtllm-build --checkpoint_dir ./c --speculative_decoding_mode medusa", "headstart launch trtllm"),
+])  # fmt: skip
 def test_programs_without_a_launcher_get_an_answer(text: str, hint: str) -> None:
     with pytest.raises(UsageError, match="has no launcher here") as caught:
         translate_text(text, None, None)

@@ -51,16 +51,13 @@ def test_the_longest_context_just_fits(name: str, context: int) -> None:
         assert fits >= 1 and no_more == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "weights", "kv", "gpu", "context"),
-    [
-        ("qwen3.6-27b", "int4", "fp8", "4090", 65536),  # sold in a guide for this card
-        ("qwen3.6-27b", "int4", "bf16", "3090", 32768),
-        ("qwen3-30b-a3b", None, "bf16", "a100", 16384),
-        ("gpt-oss-120b", None, "bf16", "h100", 8192),  # what it was made for
-        ("deepseek-v4", None, "bf16", "b200", 65536),
-    ],
-)
+@pytest.mark.parametrize(("name", "weights", "kv", "gpu", "context"), [
+    ("qwen3.6-27b", "int4", "fp8", "4090", 65536),  # sold in a guide for this card
+    ("qwen3.6-27b", "int4", "bf16", "3090", 32768),
+    ("qwen3-30b-a3b", None, "bf16", "a100", 16384),
+    ("gpt-oss-120b", None, "bf16", "h100", 8192),  # what it was made for
+    ("deepseek-v4", None, "bf16", "b200", 65536),
+])  # fmt: skip
 def test_what_people_run_fits(name: str, weights: str | None, kv: str, gpu: str, context: int) -> None:
     assert estimate_memory(model(name, weights, kv), one(gpu), context).verdict == "fits"
 
@@ -120,20 +117,17 @@ def compressed(bits: int, kind: str, size: int | None) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
 
 
-@pytest.mark.parametrize(
-    ("quantization", "weights"),
-    [
-        (None, "bf16"), (V4, "fp8"), ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "awq", "bits": 4}, "int4"), ({"quant_method": "gptq", "bits": 8}, "int8"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
-        (compressed(4, "int", 128), "int4"), (compressed(8, "int", None), "int8"),
-        (compressed(8, "float", None), "fp8"), (compressed(4, "float", 16), "nvfp4"),
-        (compressed(4, "float", 32), "mxfp4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("quantization", "weights"), [
+    (None, "bf16"), (V4, "fp8"), ({"quant_method": "mxfp4"}, "mxfp4"),
+    ({"quant_method": "awq", "bits": 4}, "int4"), ({"quant_method": "gptq", "bits": 8}, "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    (compressed(4, "int", 128), "int4"), (compressed(8, "int", None), "int8"),
+    (compressed(8, "float", None), "fp8"), (compressed(4, "float", 16), "nvfp4"),
+    (compressed(4, "float", 32), "mxfp4"),
+])  # fmt: skip
 def test_a_declared_quantization_is_counted(quantization: dict[str, Any] | None, weights: str) -> None:
     config = {"quantization_config": quantization} if quantization else {}
     assert sized_model("made up", {**LLAMA, **config}).shape.weight_format == weights

@@ -111,22 +111,19 @@ def test_drafters_by_name() -> None:
     assert parse_drafters("all") == ("mtp", *(name for name in MADE if name != "none"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--drafter magic", "known: mtp"),
-        ("--drafter draft_model", "which one"),
-        ("--drafter assistant", "which one"),
-        ("--drafter mtp --head qwen3.5-2b", "leave --drafter out"),
-        ("--price-per-hour nan", "above 0"),
-        ("--price-per-hour inf", "above 0"),
-        ("--price-per-hour 1e30", "above 0"),
-        ("--price-per-hour spot --price-list nowhere.toml", "no file"),
-        ("--price-per-hour 3 --api-price 0", "above 0"),
-        ("--context 5000000", "the model's context is"),
-        ("--acceptance nan", "between 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--drafter magic", "known: mtp"),
+    ("--drafter draft_model", "which one"),
+    ("--drafter assistant", "which one"),
+    ("--drafter mtp --head qwen3.5-2b", "leave --drafter out"),
+    ("--price-per-hour nan", "above 0"),
+    ("--price-per-hour inf", "above 0"),
+    ("--price-per-hour 1e30", "above 0"),
+    ("--price-per-hour spot --price-list nowhere.toml", "no file"),
+    ("--price-per-hour 3 --api-price 0", "above 0"),
+    ("--context 5000000", "the model's context is"),
+    ("--acceptance nan", "between 0 and 1"),
+])  # fmt: skip
 def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
     assert main(["plan", "qwen3.6-27b", "--gpu", "h200", *arguments.split()]) == 2
     assert message in capsys.readouterr().err

@@ -53,19 +53,16 @@ def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHA
 # Shapes
 
 
-@pytest.mark.parametrize(
-    ("card", "total", "active"),
-    [
-        ("deepseek-v3", 671, 37), ("deepseek-v4", 284, 13), ("deepseek-v4-pro", 1600, 49), ("glm-5.1", 744, 40),
-        ("glm-4.5", 355, 32), ("qwen3.5-397b-a17b", 397, 17), ("qwen3-30b-a3b", 30.5, 3.3),
-        ("gpt-oss-120b", 117, 5.1), ("step-3.5-flash", 196, 11), ("llama-2-7b", 6.74, 6.6), ("hy3", 295, 21),
-        ("deepseek-v3.2", 671, 37), ("qwen3-235b-a22b", 235, 22), ("gemma-4-31b", 30.7, 30.7),
-        ("gemma-4-26b-a4b", 25.2, 3.8), ("llama-4-maverick", 400, 17), ("granite-4.0-h-small", 32.2, 9),
-        ("nemotron-3-nano", 31.6, 3.2), ("nemotron-3-super", 120, 12), ("mimo-v2-flash", 309, 15),
-        ("k-exaone-236b-a23b", 236, 23), ("ling-1t", 1000, 50), ("falcon-h1-34b", 33.6, 33.6),
-        ("llama-4-scout", 107.8, 17),  # 109 with the part that sees images
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("card", "total", "active"), [
+    ("deepseek-v3", 671, 37), ("deepseek-v4", 284, 13), ("deepseek-v4-pro", 1600, 49), ("glm-5.1", 744, 40),
+    ("glm-4.5", 355, 32), ("qwen3.5-397b-a17b", 397, 17), ("qwen3-30b-a3b", 30.5, 3.3),
+    ("gpt-oss-120b", 117, 5.1), ("step-3.5-flash", 196, 11), ("llama-2-7b", 6.74, 6.6), ("hy3", 295, 21),
+    ("deepseek-v3.2", 671, 37), ("qwen3-235b-a22b", 235, 22), ("gemma-4-31b", 30.7, 30.7),
+    ("gemma-4-26b-a4b", 25.2, 3.8), ("llama-4-maverick", 400, 17), ("granite-4.0-h-small", 32.2, 9),
+    ("nemotron-3-nano", 31.6, 3.2), ("nemotron-3-super", 120, 12), ("mimo-v2-flash", 309, 15),
+    ("k-exaone-236b-a23b", 236, 23), ("ling-1t", 1000, 50), ("falcon-h1-34b", 33.6, 33.6),
+    ("llama-4-scout", 107.8, 17),  # 109 with the part that sees images
+])  # fmt: skip
 def test_a_cards_shape_has_the_published_number_of_parameters(card: str, total: float, active: float) -> None:
     """In billions; published figures are rounded, and count embedding or not."""
     shape = find_shape(card)
@@ -88,13 +85,10 @@ FALCON = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "states"),
-    [
-        (GRANITE_TINY, 36 * (48 * 64 * 128 + 3 * (48 * 64 + 2 * 128))),
-        (FALCON, 24 * (48 * 64 * 256 + 3 * (48 * 64 + 2 * 256))),
-    ],
-)
+@pytest.mark.parametrize(("config", "states"), [
+    (GRANITE_TINY, 36 * (48 * 64 * 128 + 3 * (48 * 64 + 2 * 128))),
+    (FALCON, 24 * (48 * 64 * 256 + 3 * (48 * 64 + 2 * 256))),
+])  # fmt: skip
 def test_a_config_with_mamba2_has_its_familys_weights_and_states(config: dict[str, Any], states: int) -> None:
     """`states`: elements, of the scan and of the convolution before it."""
     shape, family = shape_of("a model", config), family_named(config["model_type"])
@@ -415,23 +409,20 @@ def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) ->
     assert "6 devices hold the weights" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("deepseek-v4 --gpu h200x4 --api-price 0.9", "not what the machine costs"),
-        ("deepseek-v4 --gpu h200x4 --price-per-hour -1", "a price is above 0"),
-        ("deepseek-v4 --gpu h200x4 --price-per-hour x", "give a number"),
-        ("deepseek-v5 --gpu h200x4", "did you mean deepseek-v"),
-        ("deepseek-v4 --gpu toaster", "not in the catalogue"),
-        ("deepseek-v4", "card without weights"),
-        ("deepseek-v4 --gpu h200x4 --weights int3", "known: bf16"),
-        ("deepseek-v4 --gpu h200x4 --kv-dtype int3", "known: float32"),
-        ("deepseek-v4 --gpu h200x4 --batch 0", "from 1"),
-        ("deepseek-v4 --gpu h200x4 --depth 99", "0 to 16"),
-        ("deepseek-v4 --gpu h200x4 --context 0", "from 1"),
-        ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("deepseek-v4 --gpu h200x4 --api-price 0.9", "not what the machine costs"),
+    ("deepseek-v4 --gpu h200x4 --price-per-hour -1", "a price is above 0"),
+    ("deepseek-v4 --gpu h200x4 --price-per-hour x", "give a number"),
+    ("deepseek-v5 --gpu h200x4", "did you mean deepseek-v"),
+    ("deepseek-v4 --gpu toaster", "not in the catalogue"),
+    ("deepseek-v4", "card without weights"),
+    ("deepseek-v4 --gpu h200x4 --weights int3", "known: bf16"),
+    ("deepseek-v4 --gpu h200x4 --kv-dtype int3", "known: float32"),
+    ("deepseek-v4 --gpu h200x4 --batch 0", "from 1"),
+    ("deepseek-v4 --gpu h200x4 --depth 99", "0 to 16"),
+    ("deepseek-v4 --gpu h200x4 --context 0", "from 1"),
+    ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
+])  # fmt: skip
 def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
     assert main(["plan", *arguments.split()]) == 2
     assert message in capsys.readouterr().err

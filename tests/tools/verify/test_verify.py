@@ -165,18 +165,15 @@ def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> 
     assert not calls
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--threads", "1", "--thread-counts", "1,2"], "--threads and --thread-counts are both given"),
-        (["--numerics", "--against", "transformers"], "--numerics and --against are both given"),
-        (["--numerics", "--full"], "--numerics and --full are both given"),
-        (["--preemption", "maybe"], "--preemption is 'maybe', which is not a list of such values"),
-        (["--depth", "3"], "verify varies --depth"),
-        (["--chunk-sizes", "0,1"], "--max-num-batched-tokens is 0"),
-        (["--temperatures", "-1"], "temperature is -1.0"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--threads", "1", "--thread-counts", "1,2"], "--threads and --thread-counts are both given"),
+    (["--numerics", "--against", "transformers"], "--numerics and --against are both given"),
+    (["--numerics", "--full"], "--numerics and --full are both given"),
+    (["--preemption", "maybe"], "--preemption is 'maybe', which is not a list of such values"),
+    (["--depth", "3"], "verify varies --depth"),
+    (["--chunk-sizes", "0,1"], "--max-num-batched-tokens is 0"),
+    (["--temperatures", "-1"], "temperature is -1.0"),
+])  # fmt: skip
 def test_what_contradicts_itself(
     folder: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
