@@ -55,8 +55,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def arrive(self, tokens: list[int]) -> Any:
         sequence = new_sequence(tokens)
         cached = self.memory.attach_prefix(sequence)
-        assert cached == sequence.num_computed < len(tokens)
-        assert cached % SIZE == 0
+        assert cached == sequence.num_computed < len(tokens) and cached % SIZE == 0
         self.live.append(sequence)
         return sequence
 
@@ -167,8 +166,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in self.live:
             self.memory.release(sequence)
-        assert self.memory.pool.num_free == NUM_BLOCKS
-        assert not self.memory._keys
+        assert self.memory.pool.num_free == NUM_BLOCKS and not self.memory._keys
         self.memory.pool.check()
 
 
@@ -191,8 +189,7 @@ def test_prefix_hit_leaves_one_row() -> None:
     first = computed(memory, [*tokens, 9], 8)
     assert cached(memory, tokens) == 4  # all 8 are cached, but the last row must be computed
     third = new_sequence([*tokens, 1])
-    assert memory.attach_prefix(third) == 8
-    assert third.block_table == first.block_table[:2]
+    assert memory.attach_prefix(third) == 8 and third.block_table == first.block_table[:2]
     assert cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a different past is no hit"
 
 
@@ -208,8 +205,7 @@ def test_uncomputed_tokens_are_not_published() -> None:
 
 def test_released_blocks_are_found_until_taken() -> None:
     memory = KVCacheManager(4, SIZE)
-    first = computed(memory, list(range(13)), 12)
-    memory.release(first)
+    memory.release(computed(memory, list(range(13)), 12))
     assert memory.pool.num_free == 4
     again = new_sequence(list(range(13)))
     assert memory.attach_prefix(again) == 12
@@ -221,22 +217,17 @@ def test_released_blocks_are_found_until_taken() -> None:
 def test_reserve_takes_all_or_nothing() -> None:
     memory = KVCacheManager(4, SIZE)
     sequence = new_sequence([1])
-    assert not memory.reserve(sequence, 4 * SIZE + 1)
-    assert memory.pool.num_free == 4
-    assert not sequence.block_table
-    assert memory.reserve(sequence, 4 * SIZE)
-    assert memory.reserve(sequence, 1)
+    assert not memory.reserve(sequence, 4 * SIZE + 1) and memory.pool.num_free == 4
+    assert not sequence.block_table and memory.reserve(sequence, 4 * SIZE) and memory.reserve(sequence, 1)
     assert memory.pool.num_free == 0
 
 
 def test_drafter_fill_stops_at_the_first_hole() -> None:
     memory = KVCacheManager(8, SIZE)
-    first = computed(memory, list(range(13)), 12)
-    memory.fill(first, HEAD, 1, 6)
+    memory.fill(computed(memory, list(range(13)), 12), HEAD, 1, 6)
     second = new_sequence(list(range(13)))
     memory.attach_prefix(second)
-    assert (second.num_computed, second.filled[HEAD]) == (12, 6)
-    assert memory.reserve(second, 13)
+    assert (second.num_computed, second.filled[HEAD]) == (12, 6) and memory.reserve(second, 13)
     memory.fill(second, HEAD, 6, 13)
     third = new_sequence([*range(12), 99])
     memory.attach_prefix(third)
@@ -274,8 +265,7 @@ def test_a_block_taken_again_forgets_the_drafter() -> None:
     memory.release(first)
     second = computed(memory, [7] * 9, 8)
     memory.release(second)
-    assert memory.attach_prefix(second) == 8
-    assert second.filled[HEAD] == 0
+    assert memory.attach_prefix(second) == 8 and second.filled[HEAD] == 0
 
 
 def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
@@ -284,8 +274,7 @@ def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
         if forgets:
             memory.pool.clear()
         sequence = new_sequence([1, 2, 3, 4, 5])
-        assert memory.attach_prefix(sequence) == expected
-        assert memory.reserve(sequence, 5)
+        assert memory.attach_prefix(sequence) == expected and memory.reserve(sequence, 5)
         sequence.num_computed = 4
         memory.commit(sequence)
         memory.release(sequence)
@@ -308,9 +297,7 @@ def test_equal_blocks_published_twice_stay_apart() -> None:
     pool.release(b)
     pool.release(a)
     pool.check()
-    taken = {pool.allocate().index for _ in range(3)}
-    assert taken == {0, 1, 2}
-    assert pool.find(b"same") is None
+    assert {pool.allocate().index for _ in range(3)} == {0, 1, 2} and pool.find(b"same") is None
 
 
 def test_blocks_that_nobody_can_find_are_taken_first() -> None:

@@ -70,8 +70,7 @@ class StateMachine(RuleBasedStateMachine):
 
     def admit(self, sequence: Sequence) -> Any:
         memory = self.world.memory
-        cached = memory.attach_prefix(sequence)
-        assert cached == sequence.num_computed < len(sequence.tokens)
+        assert memory.attach_prefix(sequence) == sequence.num_computed < len(sequence.tokens)
         if not memory.reserve(sequence, len(sequence.tokens)):
             assert len(self.live) == RUNNING
             memory.release(sequence)
@@ -154,8 +153,7 @@ def test_snapshots_are_taken_every_so_often_and_at_the_end_of_the_prompt() -> No
     for chunk in (1, 3, 100):
         world = World()
         world.memory.release(computed(world, list(range(22)), chunk))
-        held = sorted(len(world.slots[slot]) for slot in world.states._snapshots.values())
-        assert held == [8, 16, 20], chunk
+        assert sorted(len(world.slots[slot]) for slot in world.states._snapshots.values()) == [8, 16, 20], chunk
 
 
 def test_a_prefix_is_found_up_to_its_last_snapshot() -> None:

@@ -65,8 +65,7 @@ def test_what_is_put_is_got(tmp_path: Path) -> None:
     filled(tmp_path / "new" / "folder")
     store = BlockStore(tmp_path / "new" / "folder", 10**8)  # as the next process has it
     assert [got(store, number) for number in range(4)] == [whole(0), whole(1), whole(2), None]
-    assert got(store, 0, OTHER) is None
-    assert store.counts.loaded.total() == 3 and not store.counts.dropped
+    assert got(store, 0, OTHER) is None and store.counts.loaded.total() == 3 and not store.counts.dropped
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0, "prompts are nobody else's"
     assert got(store, 0, size=SIZE - 1) is None, "another size is not taken"
 
@@ -89,8 +88,7 @@ def test_what_is_broken_is_dropped(tmp_path: Path, how: str, caplog: pytest.LogC
         path.write_bytes(flipped if place > 0 else broken.get(how, data))
     with caplog.at_level(logging.WARNING, "headstart.cache"):
         assert got(store, 0, part) is None
-    assert not path.exists() and store.counts.dropped == 1
-    assert len(caplog.records) == 1
+    assert not path.exists() and store.counts.dropped == 1 and len(caplog.records) == 1
     assert got(store, 1) == whole(1)
 
 
@@ -211,16 +209,14 @@ def test_processes_share_a_directory_within_its_bound(tmp_path: Path) -> None:
     assert 0.5 * most < max(over) <= most
     store = BlockStore(tmp_path, most)
     numbers = [int(path.name, 16) for path in tmp_path.rglob("??/*")]
-    assert len(numbers) > 50
-    assert all(got(store, number, size=200_000) is not None for number in numbers)
+    assert len(numbers) > 50 and all(got(store, number, size=200_000) is not None for number in numbers)
 
 
 def test_a_file_from_elsewhere_is_checked(tmp_path: Path) -> None:
     data = filled(tmp_path / "a").path(PART, key_of(1)).read_bytes()
     other = BlockStore(tmp_path / "b", 10**8)
     assert not other.put_file(PART, key_of(2), data, 1)
-    assert not other.put_file(PART, key_of(1), data[:-1], 1)
-    assert not other.put_file(PART, key_of(1), b"", 1)
+    assert not other.put_file(PART, key_of(1), data[:-1], 1) and not other.put_file(PART, key_of(1), b"", 1)
     assert other.put_file(PART, key_of(1), data, 1) and got(other, 1) == whole(1)
 
 

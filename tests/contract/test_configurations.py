@@ -34,8 +34,7 @@ def test_every_key_of_transformers_is_drawn(family: str) -> None:
 @pytest.mark.parametrize("family", KINDS)
 def test_defaults_are_those_of_transformers(family: str) -> None:
     """What a config leaves out is what transformers takes."""
-    theirs = drawn.config_class(family)(use_sliding_window=True)
-    config = theirs.to_dict()
+    config = drawn.config_class(family)(use_sliding_window=True).to_dict()
     ropes = config["rope_parameters"]
     if "sliding_attention" in ropes:
         ropes = ropes["full_attention"] | {"rope_local_base_freq": ropes["sliding_attention"]["rope_theta"]}

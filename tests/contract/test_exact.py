@@ -55,8 +55,7 @@ def plain(kind: str, family: str, temperature: float) -> support.Outputs:
     layers (test_logits_in_company)."""
     model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
     room = {"max_num_seqs": 8, "kv_blocks": 200} if family in OTHERS else {"max_num_seqs": 1, "kv_blocks": 16}
-    engine = make(model, drafter="none", enable_prefix_caching=False, **room)
-    return run(engine, varied_requests(temperature))
+    return run(make(model, drafter="none", enable_prefix_caching=False, **room), varied_requests(temperature))
 
 
 def head_kind(drafter: str) -> str:
@@ -161,12 +160,9 @@ def check_stats(outputs: support.Outputs, oracle: OracleDrafter, error: float) -
     """The counts of drafting add up, and the truth is accepted."""
     for output in outputs.values():
         stats = output.stats
-        assert stats is not None
-        assert stats.emitted == len(output.tokens)
-        assert stats.accepted == sum(stats.per_position)
+        assert stats.emitted == len(output.tokens) and stats.accepted == sum(stats.per_position)
         assert stats.drafted == sum(stats.drafted_at) <= oracle.proposed
         assert stats.per_position == sorted(stats.per_position, reverse=True)
         assert stats.passes >= stats.drafts
         if error == 0:  # a draft may run on past the end of the text, and only there be wrong
-            assert stats.drafted - stats.accepted <= 8
-            assert stats.emitted <= stats.passes + stats.accepted
+            assert stats.drafted - stats.accepted <= 8 and stats.emitted <= stats.passes + stats.accepted

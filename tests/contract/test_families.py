@@ -151,8 +151,7 @@ def test_logits_in_company(family: str) -> None:
         sequence = new_sequence(engine, tokens, computed=start)
         spans.append(Span(sequence, start, len(tokens) - start, 2 if start < 8 else 1))
         expected.append(logits_of_oracle(oracle, tokens)[-spans[-1].num_sample :])
-    found = engine.runner.forward(spans).logits
-    assert float((found - torch.cat(expected)).abs().max()) <= 2e-4
+    assert float((engine.runner.forward(spans).logits - torch.cat(expected)).abs().max()) <= 2e-4
 
 
 @pytest.mark.slow
@@ -175,8 +174,7 @@ def test_bfloat16_arithmetic_is_near(family: str) -> None:
     engine = make(model, dtype="bfloat16", drafter="auto", depth=3)
     found = logits_in_chunks(engine, tokens, 7, 41)
     assert float((found.float() - expected.float()).abs().mean()) <= 0.1 * float(expected.float().std())
-    prompt = prompt_of(12, 8)
-    assert len(run(engine, [request(prompt, max_tokens=8, stops=())])["r", 0].tokens) == 8
+    assert len(run(engine, [request(prompt_of(12, 8), max_tokens=8, stops=())])["r", 0].tokens) == 8
 
 
 @pytest.mark.parametrize("layers", [2, 3])  # one layer has the window; none has it

@@ -41,16 +41,14 @@ def test_a_prompt_said_again_is_computed_from_its_end(chunk: int) -> None:
     assert answers(engine, ask(prompt)) == first == plainly(ask(prompt))
     assert engine.scheduler.prefix_hits == 296
     other = ask([*prompt[:270], *prompt_of(20, 2)])
-    assert answers(engine, other) == plainly(other)
-    assert engine.scheduler.prefix_hits == 296 + 256
+    assert answers(engine, other) == plainly(other) and engine.scheduler.prefix_hits == 296 + 256
 
 
 def test_the_next_turn_goes_on_from_the_last_prompt() -> None:
     prompt, engine = prompt_of(100, 3), engine_of()
     (reply,) = answers(engine, ask(prompt))
     turn = ask([*prompt, *reply, *prompt_of(30, 4)])
-    assert answers(engine, turn) == plainly(turn)
-    assert engine.scheduler.prefix_hits == 96
+    assert answers(engine, turn) == plainly(turn) and engine.scheduler.prefix_hits == 96
 
 
 def test_a_prefix_without_a_snapshot_is_computed() -> None:
@@ -58,8 +56,7 @@ def test_a_prefix_without_a_snapshot_is_computed() -> None:
     prompt, engine = prompt_of(100, 5), engine_of()
     answers(engine, ask(prompt))
     other = ask([*prompt[:40], *prompt_of(10, 6)])
-    assert answers(engine, other) == plainly(other)
-    assert engine.scheduler.prefix_hits == 0
+    assert answers(engine, other) == plainly(other) and engine.scheduler.prefix_hits == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -79,8 +76,7 @@ def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) 
 def test_a_preempted_sequence_starts_from_its_snapshot() -> None:
     requests = [ask(prompt_of(60, i), f"r{i}", 40) for i in range(3)]
     engine = engine_of(max_model_len=128, kv_blocks=32)
-    assert answers(engine, *requests) == plainly(*requests)
-    assert engine.scheduler.num_preemptions > 0
+    assert answers(engine, *requests) == plainly(*requests) and engine.scheduler.num_preemptions > 0
 
 
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

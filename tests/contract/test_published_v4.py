@@ -47,6 +47,5 @@ def test_packed_experts_and_integer_tables(tmp_path: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps({**config, **told}))
         engine = make(model_at(folder, dtype="float64"), drafter="mtp", depth=2)
-        found = run(engine, [request(prompt_of(40, 3), max_tokens=30, stops=())])
-        texts.append(found["r", 0].tokens)
+        texts.append(run(engine, [request(prompt_of(40, 3), max_tokens=30, stops=())])["r", 0].tokens)
     assert texts[0] == texts[1]

@@ -68,8 +68,7 @@ def test_text_is_that_of_transformers_through_both_backends(variant: str) -> Non
                                         ("ngram", 7, native, settings)):  # fmt: skip
         engine = make(found, drafter=drafter, depth=3, max_model_len=160, max_num_batched_tokens=chunk, **more)
         wanted = [request(prompt[: 24 - 5 * i], name=f"r{i}", max_tokens=NEW, stops=()) for i in range(2)]
-        outputs = run(engine, wanted)
-        assert outputs["r0", 0].tokens == expected, (drafter, chunk)
+        assert run(engine, wanted)["r0", 0].tokens == expected, (drafter, chunk)
 
 
 GGUF_KEYS: dict[str, str] = {
@@ -141,8 +140,7 @@ def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
 @pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if name in ARCH or "longrope" in name])
 def test_a_converted_file_says_the_same(variant: str, tmp_path: Path) -> None:
     _, config, arrays = files_of(variant)
-    path = write_converted(tmp_path / "model.gguf", config, arrays)
-    found = model_at(path)
+    found = model_at(write_converted(tmp_path / "model.gguf", config, arrays))
     model, tokens = model_of("mistral, no window" if variant == "mistral" else variant), prompt_of(30, 5)
     if variant == "cohere2":  # every fourth layer has no window there
         model = model_at(write_model(new_folder(), {**config, "sliding_window_pattern": 4}, arrays))

@@ -90,8 +90,7 @@ def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: 
             steps = ops.softplus(ops.embed(w["a"], step.token_ids), None, w["bias"])
             return {"out": ops.selective_scan(qkv, steps, w["rate"], w["skip"], pools[1], spec)}
         log_decay = ops.softplus(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
-        strength = ops.embed(w["b"], step.token_ids)
-        return {"out": ops.gated_delta(qkv, log_decay, strength, pools[1], spec)}
+        return {"out": ops.gated_delta(qkv, log_decay, ops.embed(w["b"], step.token_ids), pools[1], spec)}
 
     return Machine(code, pools, on)
 
@@ -136,8 +135,7 @@ class History:
 
     def arrive(self) -> None:
         text = TEXTS[self.draw(st.integers(0, len(TEXTS) - 1))]
-        sequence = new_sequence(text[: self.draw(st.integers(1, LONGEST - 20))])
-        self.admit(sequence, text)
+        self.admit(new_sequence(text[: self.draw(st.integers(1, LONGEST - 20))]), text)
 
     def admit(self, sequence: Sequence, text: tuple[int, ...]) -> None:
         self.hits += self.memory.attach_prefix(sequence) > 0
@@ -241,5 +239,4 @@ def test_gates_at_their_ends(kind: str, name: str) -> None:
         sequence.block_table.extend(range(4))
         arrays = ([0], [-1], [0], [VOCAB], [0, 1], [VOCAB], [0])
         out = on.run([Rows(sequence, 0, range(VOCAB), 0)], StateSteps(*(np.array(a, np.int32) for a in arrays)))
-    assert np.isfinite(out).all()
-    assert np.abs(out).max() > 1e-3
+    assert np.isfinite(out).all() and np.abs(out).max() > 1e-3

@@ -56,8 +56,7 @@ def answer(llm: LLM, number: int) -> list[tuple[Any, ...]]:
 
 def drop_a_stream(llm: LLM, number: int) -> None:
     prompt, params = asked(number)
-    stream = llm.stream(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=params.seed))
-    next(stream)
+    next(llm.stream(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=params.seed)))
 
 
 @pytest.mark.parametrize(("backend", "family"), CASES)

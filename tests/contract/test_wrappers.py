@@ -69,5 +69,4 @@ def test_the_text_part_is_that_of_transformers(kind: str, tmp_path: Path) -> Non
     }
     files |= {"model.visual.patch_embed.weight": np.ones(8, np.float32)}
     files = {name: np.ascontiguousarray(each) for name, each in files.items()}
-    folder = write_model(tmp_path / "model", wrapper, files)
-    assert_logits(model_at(folder), tokens, expected, (7, 7))
+    assert_logits(model_at(write_model(tmp_path / "model", wrapper, files)), tokens, expected, (7, 7))

@@ -46,8 +46,7 @@ def test_the_model_itself_is_always_right(backend: str) -> None:
     prompts = [prompt_of(30, 1), prompt_of(30, 1)[:20] + prompt_of(25, 2), prompt_of(30, 1)]
     for i, prompt in enumerate(prompts):
         run(engine, [request(prompt, name=f"r{i}", max_tokens=24, temperature=i % 2, stops=())])
-    assert engine.scheduler.prefix_hits > 0
-    assert engine.stats.drafted == engine.stats.accepted > 40
+    assert engine.scheduler.prefix_hits > 0 and engine.stats.drafted == engine.stats.accepted > 40
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"}])
@@ -127,8 +126,7 @@ def test_rows_more_or_less_draft_all_the_same(size: int) -> None:
     model = loaded("native", trunk, draft)
     plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
     engine = engine_of(model, "native")
-    assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain)
-    assert engine.stats.drafted > 100
+    assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain) and engine.stats.drafted > 100
 
 
 def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
@@ -144,8 +142,7 @@ def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
     names = {index: token for token, index in vocab.items()}
     vocab[names[20]], vocab[names[40]] = 40, 20
     (draft / "tokenizer.json").write_text(json.dumps(document))
-    model = loaded("native", trunk, draft)
-    engine = engine_of(model, "native")
+    engine = engine_of(loaded("native", trunk, draft), "native")
     nameless = dict.fromkeys(range(len(names), VOCAB), -100.0)
     run(engine, [request(range(3, 60), max_tokens=30, stops=(), logit_bias=nameless)])
     assert engine.stats.drafted == engine.stats.accepted > 10

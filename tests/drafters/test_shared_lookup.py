@@ -108,8 +108,7 @@ def test_nobody_drafts_from_the_texts_of_others(changes: dict[str, str]) -> None
     assert engine.stats.sources[SHARED] == 0
     passes = engine.runner.num_passes
     run(engine, requests)
-    assert engine.stats.sources[SHARED] > 10
-    assert engine.runner.num_passes < passes + 12
+    assert engine.stats.sources[SHARED] > 10 and engine.runner.num_passes < passes + 12
 
 
 @pytest.mark.parametrize("settings", [{"shared_lookup": False}, {"rule": "rejection"}])

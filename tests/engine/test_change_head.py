@@ -64,8 +64,7 @@ def test_one_that_does_not_fit_changes_nothing() -> None:
             change_head(engine, replace(model, head=head), EngineConfig(**CONFIG))
     assert len(engine.runner.networks) == 1
     plain = texts(support.make(model, **CONFIG | {"depth": 0}), [request], {}, EngineConfig(**CONFIG))
-    assert texts(engine, [request], {}, EngineConfig(**CONFIG)) == plain
-    assert engine.stats.drafts > 0
+    assert texts(engine, [request], {}, EngineConfig(**CONFIG)) == plain and engine.stats.drafts > 0
 
 
 @pytest.mark.parametrize("settings", [{"drafter": "none"}, {"drafter": "ngram"}, {"depth": 0}])

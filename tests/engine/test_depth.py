@@ -33,8 +33,7 @@ def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
 def test_a_curve_goes_through_what_was_measured_and_never_falls() -> None:
     curve = CostCurve.fit({1: [9.0, 3.1, 9.0, 3.0, 9.0], 4: [4.0], 64: [64.0]})
     assert [curve.at(n) for n in (1, 4, 64)] == pytest.approx([3.1, 4.0, 64.0])
-    assert curve.at(34) == pytest.approx(34.0)
-    assert curve.at(600) == pytest.approx(600.0)
+    assert curve.at(34) == pytest.approx(34.0) and curve.at(600) == pytest.approx(600.0)
     assert CostCurve.fit({1: [3.0], 2: [2.0], 3: [3.5]}).at(2) == 3.0
 
 
@@ -42,8 +41,7 @@ def test_a_curve_learns_where_it_is_looked_at_and_drifts_elsewhere() -> None:
     curve = CostCurve.fit({1: [1.0], 512: [512.0]})
     for _ in range(200):
         curve.learn(4, 5.0 / curve.at(4))
-    assert curve.at(4) == pytest.approx(5.0, rel=0.01)
-    assert 1.01 < curve.at(64) / 64 < 1.25
+    assert curve.at(4) == pytest.approx(5.0, rel=0.01) and 1.01 < curve.at(64) / 64 < 1.25
 
 
 def test_costs_survive_a_file() -> None:
@@ -62,8 +60,7 @@ def test_costs_of_an_earlier_start_follow_a_machine_that_is_slower_as_a_whole() 
     assert [kept.passes.at(1), kept.passes.at(4), kept.drafts.at(1)] == pytest.approx([0.015, 0.0195, 0.003], rel=0.05)
     for _ in range(200):  # from then on a surprise is one of its count first of all
         kept.record_pass(PassShape(1), 0.010)
-    assert kept.passes.at(1) == pytest.approx(0.010, rel=0.05)
-    assert kept.passes.at(4) > 0.015
+    assert kept.passes.at(1) == pytest.approx(0.010, rel=0.05) and kept.passes.at(4) > 0.015
     assert kept.drafts.at(1) == pytest.approx(0.003, rel=0.05)
 
 
@@ -106,8 +103,7 @@ def test_sequences_and_temperatures_have_records_of_their_own() -> None:
     for _ in range(40):
         learn(acceptance, good, 0.5, True)
         learn(acceptance, bad, 0.5, False)
-    assert acceptance.factor(good, "mtp") > 1.3
-    assert acceptance.factor(bad, "mtp") < 0.6
+    assert acceptance.factor(good, "mtp") > 1.3 and acceptance.factor(bad, "mtp") < 0.6
     acceptance.release(bad)
     assert acceptance.factor(bad, "mtp") == 1.0
     acceptance, cold, hot = AcceptanceEstimator(), sequence(), sequence(temperature=1.0)

@@ -90,8 +90,7 @@ def test_one_forward_a_step_for_all_rows() -> None:
         drafts = {id(s): len(s.draft.tokens) for s in engine.scheduler.running}
         passes, rows, head, draws = len(spy.trunk), engine.runner.num_rows, len(spy.head), spy.num_draws
         step(engine)
-        assert len(spy.trunk) == passes + 1
-        assert spy.trunk[-1].num_rows == engine.runner.num_rows - rows
+        assert len(spy.trunk) == passes + 1 and spy.trunk[-1].num_rows == engine.runner.num_rows - rows
         assert len(spy.head) - head <= 5, "a head pass serves all sequences of a draft step"
         assert spy.num_draws - draws <= 6
         lengths = np.diff(spy.trunk[-1].row_starts).tolist()
@@ -162,10 +161,8 @@ def check_state(engine: Engine) -> None:
     for sequence in engine.scheduler.running:
         length, params = len(sequence.tokens), sequence.request.params
         slots = len(sequence.block_table) * engine.memory.block_size
-        assert 0 <= sequence.num_computed <= length - 1
-        assert sequence.filled[0] <= length
-        assert sequence.num_output < params.max_tokens
-        assert sequence.finish_reason is None
+        assert 0 <= sequence.num_computed <= length - 1 and sequence.filled[0] <= length
+        assert sequence.num_output < params.max_tokens and sequence.finish_reason is None
         assert slots >= max(sequence.num_computed, sequence.filled[0], length if sequence.draft.tokens else 0)
         if sequence.draft.tokens:
             assert sequence.num_computed == length - 1
@@ -203,8 +200,7 @@ def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 16, "max_num_batched_tokens": 23}])
 def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
     """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or the cache."""
-    model = headed_model(FAMILY)
-    engine = make(model, drafter="mtp", depth=4, **settings)
+    engine = make(headed_model(FAMILY), drafter="mtp", depth=4, **settings)
     requests, rng, checked = varied_requests(0.7), np.random.default_rng(0), 0
 
     def after(engine: Engine) -> None:
@@ -220,8 +216,7 @@ def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[st
 
     run(engine, requests, after)
     run(engine, [replace(each, request_id=f"again {each.request_id}") for each in requests], after)
-    assert checked > 5
-    assert engine.scheduler.prefix_hits > 0
+    assert checked > 5 and engine.scheduler.prefix_hits > 0
     assert bool(engine.scheduler.num_preemptions) == bool(settings)
 
 
@@ -264,14 +259,12 @@ def test_what_is_reported_survives_preemption() -> None:
     assert engine.scheduler.num_preemptions
     assert all(len(output.prompt_logprobs) == 39 for output in outputs.values())
     for each in requests:
-        tokens = [t.token for t in outputs[each.request_id, 0].prompt_logprobs]
-        assert tokens == list(each.prompt_ids[1:])
+        assert [t.token for t in outputs[each.request_id, 0].prompt_logprobs] == list(each.prompt_ids[1:])
 
     engine = make(model, drafter="none", kv_blocks=18, max_num_batched_tokens=20)
     submitted = [engine.submit(request(prompt_of(60, i), name=f"{i}", max_tokens=50, stops=()))[0] for i in range(3)]
     run(engine, [])
-    assert engine.scheduler.num_preemptions
-    assert [sequence.num_cached for sequence in submitted] == [0, 0, 0]
+    assert engine.scheduler.num_preemptions and [sequence.num_cached for sequence in submitted] == [0, 0, 0]
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (180, 0)
 
 
@@ -327,8 +320,7 @@ def test_a_cache_made_without_drafts_serves_drafts() -> None:
 
 
 def test_max_tokens_and_context_are_limits() -> None:
-    model = agreeing_model(FAMILY)
-    engine = make(model, drafter="mtp", depth=5, max_model_len=64)
+    engine = make(agreeing_model(FAMILY), drafter="mtp", depth=5, max_model_len=64)
     sizes = {"context": (50, 100, 14), "max": (5, 7, 7), "one left": (63, 9, 1), "one": (5, 1, 1)}
     found = run(engine, [request(prompt_of(length, 0), name=name, max_tokens=most, stops=())
                          for name, (length, most, _) in sizes.items()])  # fmt: skip
@@ -337,8 +329,7 @@ def test_max_tokens_and_context_are_limits() -> None:
 
 
 def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
-    model = agreeing_model(FAMILY)
-    engine = make(model, drafter="none", depth=8)
+    engine = make(agreeing_model(FAMILY), drafter="none", depth=8)
     truth = run(engine, [request([5, 9], max_tokens=30, stops=())])
     tokens = truth["r", 0].tokens
     stop = next(token for token in tokens[4:] if token not in tokens[:4])
@@ -349,8 +340,7 @@ def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
 
 
 def test_depth_of_a_request_wins() -> None:
-    model = agreeing_model(FAMILY)
-    engine = make(model, drafter="mtp", depth=2)
+    engine = make(agreeing_model(FAMILY), drafter="mtp", depth=2)
     settings = {"max_tokens": 20, "stops": ()}
     requests = [request([5, 6, 7], name=str(depth), depth=depth, **settings) for depth in (None, 0, 1, 4)]
     found = run(engine, requests)
@@ -421,8 +411,7 @@ def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
     step(engine, outputs)
     with pytest.raises(error, match=message):
         engine.submit(bad)
-    assert list(engine._live) == ["running"]
-    assert not engine.scheduler.waiting
+    assert list(engine._live) == ["running"] and not engine.scheduler.waiting
     while engine.has_work:
         step(engine, outputs)
     support.assert_clean(engine)

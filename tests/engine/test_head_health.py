@@ -44,8 +44,7 @@ def test_a_dead_head_is_switched_off_loudly_and_tried_again(
         engine.head_health.resume_at = 0.0
         generate(llm, 1)
         generate(llm, 1)
-        assert not engine.head_health.is_paused
-        assert engine.drafting.depth == depth
+        assert not engine.head_health.is_paused and engine.drafting.depth == depth
         assert depth == AUTO or engine.stats.drafts > before
     assert caplog.text.count("THE HEAD IS DEAD") == 1
     support.assert_clean(engine)
@@ -68,8 +67,7 @@ def test_nobody_can_switch_drafting_off_for_others(
     llm = LLM(replace(model, head=head), replace(CONFIG, depth=depth, drafter=drafter))
     for seed in range(12):
         generate(llm, seed, **hostile[seed % len(hostile)])
-    assert not llm.engine.head_health.is_paused
-    assert llm.engine.drafting.depth == depth
+    assert not llm.engine.head_health.is_paused and llm.engine.drafting.depth == depth
     if drafter != "ngram":
         assert llm.engine.ordinary_stats.drafts == 0
         assert llm.engine.drafting.auto.acceptance.first_token_rate("mtp")[0] == 0

@@ -33,16 +33,14 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
         assert plan.row_starts[i] == row
         assert plan.block_tables[i].tolist() == blocks + [0] * (plan.block_tables.shape[1] - len(blocks))
         for position in range(part.start, last):
-            assert plan.token_ids[row] == part.sequence.tokens[position]
-            assert plan.positions[row] == position
+            assert plan.token_ids[row] == part.sequence.tokens[position] and plan.positions[row] == position
             assert plan.slots[row] == blocks[position // SIZE] * SIZE + position % SIZE
             if first_position:
                 before = position - 1
                 assert plan.hidden_slots[row] == blocks[before // SIZE] * SIZE + before % SIZE
             row += 1
         logit_rows += range(row - part.num_logits, row)
-    assert (plan.num_rows, plan.row_starts[-1]) == (row, row)
-    assert plan.logit_rows.tolist() == logit_rows
+    assert (plan.num_rows, plan.row_starts[-1]) == (row, row) and plan.logit_rows.tolist() == logit_rows
     assert (plan.hidden_slots is None) == (first_position == 0)
     assert (plan.first_position, plan.block_size) == (first_position, SIZE)
     assert {a.dtype for a in vars(plan).values() if isinstance(a, np.ndarray)} == {np.dtype(np.int32)}
@@ -59,8 +57,7 @@ def test_rows_of_a_tree_know_their_ancestors() -> None:
     """Two guesses behind position 2, and behind the first one two more; slots are consecutive, positions are not."""
     chain, tree = PARTS[0], replace(rows_of(2, [5, 0, 9], 3, 5, 5), parents=(-1, -1, 0, 0, 2))
     plan = build_plan((tree, chain), SIZE)
-    assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1]
-    assert plan.slots.tolist()[:5] == [23, 0, 1, 2, 3]
+    assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1] and plan.slots.tolist()[:5] == [23, 0, 1, 2, 3]
     paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
     assert paths == [[23], [0], [23, 1], [23, 2], [23, 1, 3], []]
     assert plan.visible_end.tolist() == plan.positions.tolist()

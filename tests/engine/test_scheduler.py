@@ -64,8 +64,7 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
 def test_without_chunked_prefill_a_prompt_is_one_pass() -> None:
     """Other requests' tokens are in the same pass; prompts longer than the budget exceed it one at a time."""
     engine = make(agreeing_model(FAMILY), drafter="none", max_num_batched_tokens=5, enable_chunked_prefill=False)
-    lengths = {each.request_id: len(each.prompt_ids) for each in requests()}
-    assert max(lengths.values()) > 5
+    assert max({each.request_id: len(each.prompt_ids) for each in requests()}.values()) > 5
 
     def after(engine: Engine) -> None:
         for sequence in engine.scheduler.running:

@@ -28,8 +28,7 @@ LONG: dict[str, Any] = {"max_model_len": 400, "kv_blocks": 120, "max_num_batched
 
 
 def ask(prompt: list[int], name: str = "r", **params: Any) -> Request:
-    given = {"max_tokens": 10, "logprobs": 2, **params}
-    return support.request(prompt, name=name, stops=(), **given)
+    return support.request(prompt, name=name, stops=(), **{"max_tokens": 10, "logprobs": 2, **params})
 
 
 def engine_of(model: Model, folder: Path | None, **settings: Any) -> Engine:
@@ -62,8 +61,7 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     found, rows = rows_of(engine, ask(prompt))
     support.assert_same(first, expected)
     support.assert_same(found, expected)
-    assert engine.scheduler.prefix_hits == 296
-    assert engine.memory.spill.hits.total() == 296
+    assert engine.scheduler.prefix_hits == 296 and engine.memory.spill.hits.total() == 296
     assert rows <= 4 + 10 * 4
     assert num_uncached[0] <= 300 - 296, "no prompt pass of the head"
     again, _ = rows_of(engine, ask(prompt))
@@ -153,10 +151,8 @@ def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
     model, prompt = support.headed_model("llama"), support.prompt_of(300, 1)
     engine = engine_of(model, tmp_path)
     expected, _ = rows_of(engine, ask(prompt))
-    sequence = engine._start(ask(prompt), 0)
-    keys = list(engine.memory.usable_keys(sequence))
-    part = engine.memory.spill._parts[-1]
-    engine.memory.spill.store.path(part.name, keys[20]).unlink()
+    keys = list(engine.memory.usable_keys(engine._start(ask(prompt), 0)))
+    engine.memory.spill.store.path(engine.memory.spill._parts[-1].name, keys[20]).unlink()
     engine = engine_of(model, tmp_path)
     support.assert_same(rows_of(engine, ask(prompt))[0], expected)
     assert engine.scheduler.prefix_hits == 160
@@ -258,8 +254,7 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
             while engine.has_work:
                 engine.step(lambda deltas: support.collect(found, deltas))
     support.assert_same({("r", 0): found["r", 0]}, expected)
-    assert found["also", 0].tokens == expected["r", 0].tokens
-    assert "could not be read" in caplog.text
+    assert found["also", 0].tokens == expected["r", 0].tokens and "could not be read" in caplog.text
     hangs.set()
     while engine.memory.spill._loads:
         engine.memory.collect()
@@ -310,8 +305,7 @@ def test_the_bound(tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path, kv_spill_gb=most / 1e9)
     for turn in range(12):
         support.run(engine, [ask(support.prompt_of(200, turn))])
-        sizes = [-(-path.stat().st_size // 4096) * 4096 for path in files_in(tmp_path)]
-        assert sum(sizes) <= most
+        assert sum([-(-path.stat().st_size // 4096) * 4096 for path in files_in(tmp_path)]) <= most
     assert engine.memory.spill.store.counts.evicted > 0
 
 

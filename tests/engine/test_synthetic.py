@@ -27,8 +27,7 @@ def test_rates_are_met() -> None:
     """rates[i] is the share of drafts whose first i + 1 tokens are accepted; what follows the last rate never is."""
     verifier = SyntheticVerifier((0.8, 0.5, 0.2))
     accepted = np.array([verifier.verify([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
-    shares = [(accepted > i).mean() for i in range(5)]
-    np.testing.assert_allclose(shares, (0.8, 0.5, 0.2, 0, 0), atol=0.025)
+    np.testing.assert_allclose([(accepted > i).mean() for i in range(5)], (0.8, 0.5, 0.2, 0, 0), atol=0.025)
     # The draft's tokens are emitted, though the model said others, then the model's own.
     for rates, tokens in (((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))):
         assert SyntheticVerifier(rates).verify([7, 8], [1, 2, 3], 0, 0, 9) == VerifyResult(tokens, 2, len(tokens) - 1)
@@ -78,8 +77,7 @@ def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
                 each.sequence.draft.method = FORCED
 
     engine.drafting.drafter = Forced(plain, 0, 0.0)
-    found = run(engine, [asked])
-    assert found["r", 0].tokens == plain["r", 0].tokens
+    assert run(engine, [asked])["r", 0].tokens == plain["r", 0].tokens
     assert engine.drafting.drafter.proposed > 3 and engine.stats.passes < 12
 
 
@@ -118,7 +116,6 @@ def test_vllms_spelling() -> None:
 @pytest.mark.parametrize("command", ["verify", "demo", "chat", "tune", "data --out x", "bench step"])
 def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["headstart", *command.split(), "--synthetic-acceptance", "0.5"])
-    assert main() == 2
-    assert "load tests" in capsys.readouterr().err
+    assert main() == 2 and "load tests" in capsys.readouterr().err
     with pytest.raises(UsageError, match="not the model's"):
         verify.run(VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))

@@ -73,8 +73,7 @@ def test_greedy_rows_are_exact_match():
 def test_choices_and_positions_have_their_own_noise():
     weights = np.full(1000, 1e-3)
     places = itertools.product(range(4), range(4), (philox.TOKEN, philox.RESIDUAL))
-    drawn = {draw(weights, 1, position, choice, stream) for position, choice, stream in places}
-    assert len(drawn) > 20
+    assert len({draw(weights, 1, position, choice, stream) for position, choice, stream in places}) > 20
 
 
 def test_pruned_draw_is_the_full_argmax():

@@ -50,13 +50,11 @@ def test_without_owners_it_is_first_come_first_served() -> None:
     many = [sequence("", order) for order in range(5)]
     waiting = queue_of(*many)
     waiting.remove(many.pop(2))
-    assert [each.order for each in waiting] == [0, 1, 3, 4]
-    assert emptied(waiting) == many
+    assert [each.order for each in waiting] == [0, 1, 3, 4] and emptied(waiting) == many
 
 
 def test_owners_take_turns_however_many_requests_one_has() -> None:
-    assert served(filled("aaaaaaab"), 8) == "abaaaaaa"
-    assert served(filled("aaaabbbb"), 8) == "abababab"
+    assert served(filled("aaaaaaab"), 8) == "abaaaaaa" and served(filled("aaaabbbb"), 8) == "abababab"
 
 
 def test_shares_and_long_texts_count_for_what_they_are() -> None:
@@ -98,8 +96,7 @@ def test_priorities_come_first_and_the_preempted_before_their_equals() -> None:
     plain, urgent, back = sequence("a", 0), sequence("b", 1, priority=-1), sequence("a", 2)
     waiting = queue_of(plain, urgent)
     waiting.put_back(back)
-    assert len(waiting) == 3 and back in waiting
-    assert emptied(waiting) == [urgent, back, plain]
+    assert len(waiting) == 3 and back in waiting and emptied(waiting) == [urgent, back, plain]
 
 
 def test_priority_decides_who_is_preempted_and_no_text() -> None:

@@ -287,8 +287,7 @@ def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:
 def test_a_vocabulary_is_read_piece_by_piece(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "_PIECE_BYTES", piece)
     words = ["", "a", "of twenty characters", "é" * 40, *map(str, range(50))]
-    path = write_gguf(tmp_path / "m.gguf", words=words)
-    assert gguf_file.read(path).metadata["test.words"] == words
+    assert gguf_file.read(write_gguf(tmp_path / "m.gguf", words=words)).metadata["test.words"] == words
 
 
 def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:
@@ -379,8 +378,7 @@ def test_parts_and_transposes() -> None:
     stack = RNG.normal(size=(3, 4, 64)).astype(np.float32)
     for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
         raw = gguf.quantize(stack, kind)
-        tensor = make_tensor("x", stack.shape, kind.name, raw.reshape(-1))
-        part = tensor.part(2)
+        part = make_tensor("x", stack.shape, kind.name, raw.reshape(-1)).part(2)
         assert part.shape == (4, 64) and np.shares_memory(part.data, raw)
         np.testing.assert_array_equal(part.float32(), gguf.dequantize(raw, kind)[2])
         np.testing.assert_array_equal(part.take_rows(np.array([3, 1])).float32(), part.float32()[[3, 1]])
@@ -399,8 +397,7 @@ def test_small_floats_by_their_definition() -> None:
     codes = np.array([0x00, 0x3C, 0xC0, 0x7B, 0x01], np.uint8)
     assert make_tensor("x", (5,), "F8_E5M2", codes).float32().tolist() == [0, 1, -2, 57344, 2.0**-16]
     powers = make_tensor("x", (4,), "F8_E8M0", np.array([0, 127, 130, 255], np.uint8)).float32()
-    assert powers[:3].tolist() == [2.0**-127, 1, 8]
-    assert np.isnan(powers[3])
+    assert powers[:3].tolist() == [2.0**-127, 1, 8] and np.isnan(powers[3])
 
 
 def test_codes_with_scales_are_what_they_say() -> None:

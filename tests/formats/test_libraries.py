@@ -53,8 +53,7 @@ def in_library(form: str, weights: dict[str, Any], parts: dict[str, Any]) -> Any
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=form)
-    found = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)
-    return found["weight"].float().numpy()
+    return BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)["weight"].float().numpy()
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -177,8 +177,7 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
 def test_files_keep_every_fact(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     facts: dict[str, Any] = {**MARKOV, "windows": (3, 0), "sinks": True, "logit_scale": 0.5, "tap_norms": True}
-    path = written(model, tmp_path / "head", (), DRAFT_IDS, **facts)
-    head = read_head(path)
+    head = read_head(written(model, tmp_path / "head", (), DRAFT_IDS, **facts))
     assert head.spec == support.sized(support.block_spec(model, **facts), support.VOCAB, DRAFT_IDS)
     assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
 

@@ -86,8 +86,7 @@ def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
         tensors, streams, embedding[torch.from_numpy(ids)], layer.mixer.spec,
         torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
     )  # fmt: skip
-    module = attached.modules[0]
-    pool = model.backend.kv_pool(32, module.kv_specs[0])
+    pool = model.backend.kv_pool(32, attached.modules[0].kv_specs[0])
     programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
     first, following = programs["pairs.0"].code, programs["next.0"].code
     plan = support.plan_at(1, ids, first_position=1)
@@ -180,8 +179,7 @@ def test_wrong_heads(tmp_path: Path) -> None:
 
 def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
     """With other tensors and keys."""
-    document = {**json.loads((path / "config.json").read_text()), **keys}
-    (path / "config.json").write_text(json.dumps(document))
+    (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **keys}))
     save_file({**load_file(path / "model.safetensors"), **more}, path / "model.safetensors")
     return path
 
@@ -208,8 +206,7 @@ def test_norms_count_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
-    model = support.tiny_model("llama")
-    path = written(model, tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
+    path = written(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
     document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
     assert document["fc_norm"] and document["norm_output"]
     assert {f"fc_norm.{i}.weight" for i in range(3)} <= names

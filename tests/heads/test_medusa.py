@@ -30,7 +30,6 @@ def test_as_many_drafts_as_heads() -> None:
     config = EngineConfig(backend="reference", dtype="float64", threads=1, max_model_len=64, depth=2)
     llm = LLM(model, config)
     (answer,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True))
-    assert llm.method == "medusa"
-    assert len(answer.speculation.drafted_at) == 2
+    assert llm.method == "medusa" and len(answer.speculation.drafted_at) == 2
     with pytest.raises(UsageError, match="goes to 2 at most"):
         LLM(model, replace(config, depth=3))

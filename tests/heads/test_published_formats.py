@@ -63,8 +63,7 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("kind", "method", "config"), FORMS)
 def test_published_forms(kind: str, method: str, config: dict[str, Any]) -> None:
     found = classify(config)
-    assert (found.kind, found.method) == (kind, method)
-    assert found.separate == (kind not in OTHERS)
+    assert (found.kind, found.method) == (kind, method) and found.separate == (kind not in OTHERS)
 
 
 def test_every_kind_has_a_form_here() -> None:

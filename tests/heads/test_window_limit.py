@@ -57,8 +57,7 @@ def test_drafts_are_those_of_a_head_that_made_up_for_all(model: Model) -> None:
         assert num_uncached <= 1
     engine.memory.release(grown)
     num_uncached, found = drafted(engine, begun(engine, text))
-    assert found == expected
-    assert reach - 2 <= num_uncached <= reach + engine.memory.block_size
+    assert found == expected and reach - 2 <= num_uncached <= reach + engine.memory.block_size
 
 
 def test_a_shorter_text_does_not_read_what_a_longer_one_left_out(model: Model) -> None:
@@ -74,7 +73,6 @@ def test_a_shorter_text_does_not_read_what_a_longer_one_left_out(model: Model) -
 def test_what_has_a_window_or_no_keys_stays() -> None:
     (module,) = limit_window(support.headed_model("mimo").head.modules)
     assert module.block.mixer.config.spec.window == WINDOW_LIMIT
-    assert isinstance(module.block.mixer, Attention)
-    assert limit_window([module]) == [module]
+    assert isinstance(module.block.mixer, Attention) and limit_window([module]) == [module]
     without = support.headed_model("mimo", "medusa").head
     assert limit_window(without.modules) == list(without.modules)

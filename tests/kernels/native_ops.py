@@ -143,8 +143,7 @@ def _scales_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> 
     heads = [rng.standard_normal(shape) * 2 / most]
     if form.has_min:
         heads.append(rng.standard_normal(shape))
-    values = np.concatenate(heads, axis=-1).astype("<f4")
-    return np.ascontiguousarray(_stored(form, values)).view(np.uint8)
+    return np.ascontiguousarray(_stored(form, np.concatenate(heads, axis=-1).astype("<f4"))).view(np.uint8)
 
 
 def _stored(form: Form, values: Array) -> Array:
@@ -275,8 +274,7 @@ def backend(path: str = PATHS[0], threads: int = 1, kv_dtype: Any = "float32") -
 def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
     """Results as copies: they belong to the program."""
     given = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
-    handle = on.prepare(code, hidden_width=0 if given is None else given.shape[1])
-    found = on.run(handle, plan, hidden=given)
+    found = on.run(on.prepare(code, hidden_width=0 if given is None else given.shape[1]), plan, hidden=given)
     return {name: np.array(value) for name, value in found.items()}
 
 

@@ -54,8 +54,7 @@ def test_ties_go_to_the_lowest_position(kind: str, first: int) -> None:
     scores = NUMBERS[kind]
     best = np.where(np.isnan(scores), -np.inf, np.maximum(scores, 0))
     expected = [sorted(np.argsort(-best[: row + 1], kind="stable")[:TOP].tolist()) for row in range(len(scores))]
-    oracle = ReferenceBackend(dtype="float64")
-    assert chosen_positions(oracle, scores, first) == expected
+    assert chosen_positions(ReferenceBackend(dtype="float64"), scores, first) == expected
     for path in PATHS:
         assert chosen_positions(backend(path, 2), scores, first) == expected, path
 

@@ -71,8 +71,7 @@ def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_mixture_is_its_parts(path: str, name: str) -> None:
     """The sum over experts by their weights of what each says to all rows, in every form."""
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((9, WIDTH)).astype(np.float32)
+    x = np.random.default_rng(3).standard_normal((9, WIDTH)).astype(np.float32)
     for form in ("F32", "BF16", "Q8-32-f16", "Q4-32-f16-min"):
         mixture = Mixture(ROUTERS[name], form, 4, gated=name not in UNGATED)
 
@@ -108,8 +107,7 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
 
 
 def test_ties_go_to_the_lowest_expert() -> None:
-    spec = RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2)
-    mixture = Mixture(spec, "F32", 5)
+    mixture = Mixture(RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2), "F32", 5)
     mixture.router, mixture.bias = nat.matrix_of(np.zeros((6, WIDTH))), None
     hidden = np.ones((2, WIDTH), np.float32)
     found = run_native(backend(), mixture.code, single_rows(range(2)), hidden)["mixed"]
@@ -173,8 +171,7 @@ def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | 
     nothing, ones = nat.matrix_of(np.zeros((1, count))), np.ones(1, np.float32)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        x = ops.linear(step.hidden, nothing, ones)
-        return {"said": ops.moe(x, step.hidden, bias, experts, spec)}
+        return {"said": ops.moe(ops.linear(step.hidden, nothing, ones), step.hidden, bias, experts, spec)}
 
     said = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
     return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
@@ -205,8 +202,7 @@ def test_a_router_is_never_rounded(quantization: Any) -> None:
     tensor = make_tensor("gate", (7, 64), "BF16", np.zeros(7 * 64 * 2, np.uint8))
     worker = NativeBackend(threads=1, quantization=quantization)
     kinds = {worker.weight(tensor, drafts=drafts, precise=True).kind for drafts in (False, True)}
-    assert kinds == {FORMS["BF16"].kind}
-    assert worker.weight(tensor).kind > FORMS["BF16"].kind
+    assert kinds == {FORMS["BF16"].kind} and worker.weight(tensor).kind > FORMS["BF16"].kind
 
 
 def heads_code(w: dict[str, Any]) -> nat.Code:

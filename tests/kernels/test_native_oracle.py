@@ -69,8 +69,7 @@ def test_embed(path: str, name: str) -> None:
         return {"x": ops.embed(table, step.token_ids)}
 
     ids = np.random.default_rng(4).permutation(50)
-    found = run_native(backend(path), code, single_rows(ids))["x"]
-    np.testing.assert_array_equal(found, values_of(table)[ids])
+    np.testing.assert_array_equal(run_native(backend(path), code, single_rows(ids))["x"], values_of(table)[ids])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -168,8 +167,7 @@ def test_activations(path: str) -> None:
     """From the largest negative number to the largest; gated in one step too."""
     small = np.random.default_rng(8).standard_normal((20, 64)) * np.repeat([1e-6, 0.1, 1, 5], 5)[:, None]
     edges = [0, 1e-45, 0.0624, 0.0626, 0.62, 0.63, 1, 5, 9.99, 10.01, 13.9, 14.1, 40, 88, 1e3, 1e20, 3e38]
-    extreme = np.array([*edges, *(-each for each in edges), np.nan] + [0] * 29)
-    x = np.vstack([small, extreme]).astype(np.float32)
+    x = np.vstack([small, np.array([*edges, *(-each for each in edges), np.nan] + [0] * 29)]).astype(np.float32)
     ones, up = random_matrix(FORMS["F32"], 64, 64, np.random.default_rng(0)), np.ones(64, np.float32)
     ones.data.view(np.float32)[:] = np.eye(64, dtype=np.float32).reshape(4, 16, 64).swapaxes(1, 2).reshape(-1)
 

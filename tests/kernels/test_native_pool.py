@@ -29,8 +29,7 @@ def test_one_works_alone_while_a_core_is_taken_and_asks_ever_more_seldom() -> No
     for _ in range(8):
         trials.append(runs_until(company, True, 8 * PASS))
         pauses.append(runs_until(company, False, 8 * PASS))
-    assert max(trials) <= 2
-    assert pauses == [16, 32, 64, 128, 256, 512, 1024, 1024]
+    assert max(trials) <= 2 and pauses == [16, 32, 64, 128, 256, 512, 1024, 1024]
     for _ in range(7 * 16):  # the core is free again
         company.ran(PASS, 0)
         assert not company.alone

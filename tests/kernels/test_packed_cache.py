@@ -65,8 +65,7 @@ def test_round_trip(source: Path, folder: Path) -> None:
     these = tensors()
     assert served(source, these) == [False] * 3
     filled(source, these)
-    assert served(source, these) == [True] * 3
-    assert served(source, these, "int8") == [False] * 3
+    assert served(source, these) == [True] * 3 and served(source, these, "int8") == [False] * 3
     matrix = PackedCache.open(key_of([source], None)).get(these[0])
     only_file(folder).unlink()
     np.testing.assert_array_equal(packing.dequantize(matrix, POOL), these[0].float32())  # still mapped
@@ -186,8 +185,7 @@ def test_oldest_files_go(tmp_path: Path, folder: Path, monkeypatch: pytest.Monke
         for file in folder.glob("*.pack"):
             os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9))
         assert age == 0 or served(sources[0], these) == [True]  # its use makes it new
-    assert [served(source, these) for source in sources] == [[True], [False], [True]]
-    assert not stale.exists()
+    assert [served(source, these) for source in sources] == [[True], [False], [True]] and not stale.exists()
 
 
 @pytest.mark.slow
@@ -200,8 +198,7 @@ def test_concurrent_writers(source: Path, folder: Path) -> None:
     while any(writer.poll() is None for writer in writers):
         assert served(source, these) == [True] * 3
         time.sleep(0.001)
-    assert [writer.returncode for writer in writers] == [0, 0]
-    assert served(source, these) == [True] * 3
+    assert [writer.returncode for writer in writers] == [0, 0] and served(source, these) == [True] * 3
     only_file(folder)
 
 

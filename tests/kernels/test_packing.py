@@ -88,8 +88,7 @@ def test_padding_is_zero(dtype: str) -> None:
     whole = packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scales, m.offsets, m.data)
     values = packing.dequantize(whole, POOL)
     np.testing.assert_array_equal(values[:21, :96], packing.dequantize(m, POOL))
-    assert not values[21:].any()
-    assert not values[:, 96:].any()
+    assert not values[21:].any() and not values[:, 96:].any()
 
 
 def test_layouts() -> None:
@@ -115,8 +114,7 @@ def test_layouts() -> None:
 
 @pytest.mark.parametrize(("dtype", "bits_each"), [("Q5_0", 5.5), ("Q5_1", 6), ("Q5_K", 5.625), ("Q4_K", 4.625)])
 def test_blocks_keep_their_size(dtype: str, bits_each: float) -> None:
-    matrix = packing.pack(block_tensor(dtype, 32, 768), POOL)
-    assert matrix.num_bytes * 8 == bits_each * 32 * 768
+    assert packing.pack(block_tensor(dtype, 32, 768), POOL).num_bytes * 8 == bits_each * 32 * 768
 
 
 def test_many_floats_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +166,7 @@ def test_never_more_bits_than_the_file(
     tensor = block_tensor(dtype, 16, 256)
     matrix = packing.pack(tensor, POOL, quantization)
     assert matrix.kind == kind
-    exact = np.array_equal(packing.dequantize(matrix, POOL), tensor.float32())
-    assert exact == (dtype != "Q8_0")
+    assert np.array_equal(packing.dequantize(matrix, POOL), tensor.float32()) == (dtype != "Q8_0")
 
 
 def test_threads_do_not_matter() -> None:
@@ -198,5 +195,4 @@ def test_matrix_keeps_its_data() -> None:
     matrix = packing.pack(float_tensor(values), POOL)
     junk = [np.full(matrix.num_bytes, 7, np.uint8) for _ in range(4)]
     np.testing.assert_array_equal(packing.dequantize(matrix, POOL), values)
-    assert len(junk) == 4
-    assert matrix.data.ctypes.data % 64 == 0
+    assert len(junk) == 4 and matrix.data.ctypes.data % 64 == 0

@@ -61,10 +61,8 @@ def test_one_node_with_one_cache(cpus: int, sizes: list[int], tmp_path: Path) ->
         nodes = machine.nodes(root, range(cpus))
         assert nodes == (Node(0, (tuple(range(cpus)),)),)
         placed = choose_placement(cpus, "replicate", nodes, None)
-        assert (placed == FREE) == (not sizes)
-        assert [group[0] for group in placed.groups] == sizes
-        assert placed.weights is None
-        assert not any(group[2] for group in placed.groups)
+        assert (placed == FREE) == (not sizes) and [group[0] for group in placed.groups] == sizes
+        assert placed.weights is None and not any(group[2] for group in placed.groups)
 
 
 GROUPS = ((2, 0, (0,)), (1, 0, ()), (2, 1, (0, 1)))

@@ -41,8 +41,7 @@ def test_the_best_blocks_are_exact(path: str, form: str, rows: int, count: int) 
         promised = found["promised"][row]
         peaks = [promised[at : at + REFINED].max() for at in range(0, rows, REFINED)]
         best = sorted(range(len(peaks)), key=lambda block: (-peaks[block], block))[:count]
-        exact = np.isin(np.arange(rows) // REFINED, best)
-        expected = np.where(exact, found["exact"][row], promised)
+        expected = np.where(np.isin(np.arange(rows) // REFINED, best), found["exact"][row], promised)
         np.testing.assert_array_equal(found["y"][row], expected)
 
 

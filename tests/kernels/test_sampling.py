@@ -262,8 +262,7 @@ def test_coupled_drafting_is_always_accepted_on_equal_logits():
 
 def test_logprobs_are_raw():
     logits = np.array([[0.0, 3.0, 3.0, -1.0, 2.0]], np.float32)
-    seq = sequence(temperature=0.5, logit_bias={4: 50.0}, logprobs=3)
-    found = run(logits, [entry(seq)]).logprobs[0]
+    found = run(logits, [entry(sequence(temperature=0.5, logit_bias={4: 50.0}, logprobs=3))]).logprobs[0]
     expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)[0].tolist()
     assert found.token == 4 and [token for token, _ in found.top] == [1, 2, 4]
     assert found.logprob == pytest.approx(expected[4], abs=1e-6)
@@ -285,8 +284,7 @@ def test_build_rows_counts_incrementally():
     pairs = list(zip(rows.penalty_ids.tolist(), rows.penalty_counts.tolist(), strict=True))
     assert pairs[: rows.penalty_indptr[1]] == [(1, 0), (2, 1), (5, 1)]
     assert pairs[rows.penalty_indptr[1] :] == [(1, 0), (2, 1), (5, 2), (6, 1)]
-    assert counts_of(seq) == {1: 0, 2: 1, 5: 1}
-    assert rows.position.tolist() == [5, 7]
+    assert counts_of(seq) == {1: 0, 2: 1, 5: 1} and rows.position.tolist() == [5, 7]
 
 
 def test_build_rows_bans_until_min_tokens():

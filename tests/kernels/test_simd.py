@@ -28,5 +28,4 @@ def offered(text: str) -> set[str]:
 def test_no_instruction_set_lacks_a_function(instructions: str) -> None:
     text, without = SETS[instructions]
     plain = offered(TEXT[TEXT.index(PLAIN) : TEXT.index(END)])
-    assert "operator|(i32, i32)" in plain
-    assert not plain - offered(text) - without
+    assert "operator|(i32, i32)" in plain and not plain - offered(text) - without

@@ -58,6 +58,5 @@ def test_a_tiny_model_has_every_name_of_the_family(family: str) -> None:
     assert None not in names.values()
     tensors = as_tensors({new: arrays[name] for name, new in names.items() if new})
     adapted = found.adapt(tensors, sizes, False) if found.adapt else tensors
-    read = trailing_modules(adapted, sizes.num_layers)
-    strange = set(read) ^ set(found.shapes(sizes))
+    strange = set(trailing_modules(adapted, sizes.num_layers)) ^ set(found.shapes(sizes))
     assert not strange if not found.restore else all(JOINED.search(n) for n in strange), strange

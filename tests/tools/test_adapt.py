@@ -72,8 +72,7 @@ def recorded(folder: Path, name: str, records: list[TextRecord]) -> Path:
 def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
     first, more = texts(200), texts(200, seed=1)
     before, after = split_records(first), split_records(first + more)
-    assert 8 <= len(before.held_out) <= 40
-    assert set(before.held_out) <= set(after.held_out)
+    assert 8 <= len(before.held_out) <= 40 and set(before.held_out) <= set(after.held_out)
     assert not {*before.training, *after.training} & set(after.held_out)
 
 
@@ -109,8 +108,7 @@ def test_few_or_equal_prompts() -> None:
 )
 def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
     found = HeadComparison([(10, 5)] * len(after), [(10, count) for count in after])
-    assert found.is_better == better
-    assert f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
+    assert found.is_better == better and f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
     assert json.dumps(found.data())
 
 
@@ -127,8 +125,7 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     assert "adapted head" in capfd.readouterr().err
     (folder_of(model) / f"mtp{WORK}").mkdir()
     assert main(["adapt", "--forget", "--model", model]) == 0
-    assert "forgotten: mtp;" in capfd.readouterr().out
-    assert not list(folder_of(model).iterdir())
+    assert "forgotten: mtp;" in capfd.readouterr().out and not list(folder_of(model).iterdir())
     assert main(["adapt", "--forget", "--model", model]) == 0
     assert "nothing was adapted" in capfd.readouterr().out
 
@@ -148,8 +145,7 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
     assert "the adapted head is not used" in caplog.text
     assert "headstart adapt --forget removes it" in caplog.text
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
-    assert find_adapted_head(model, CONFIG) is None
-    assert forget(model, "eagle3") == ([], [])
+    assert find_adapted_head(model, CONFIG) is None and forget(model, "eagle3") == ([], [])
     assert forget(model, None) == (["mtp"], [])
 
 
@@ -160,8 +156,7 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
 
     def train(options: Any) -> None:
         lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
-        assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0])
-        assert options.finetune
+        assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0]) and options.finetune
         head = read_head(trained)
         export_head(options.out, head, {n: torch.tensor(t.float32()) for n, t in head.tensors.items()})
 
@@ -188,8 +183,7 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
 
     assert adapt(monkeypatch, bad, *words) == 0  # from the adapted one on
     document = json.loads(capfd.readouterr().out)
-    assert not document["adapted"]
-    assert document["held_out"]["difference"][1] < 0
+    assert not document["adapted"] and document["held_out"]["difference"][1] < 0
     assert find_adapted_head(model, CONFIG) == kept
 
 
@@ -214,16 +208,14 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
     assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
     assert "forgotten: mtp; " in (told := capfd.readouterr().out)
-    assert "removed files of interrupted runs: mtp" in told
-    assert not list(folder_of(model).iterdir())
+    assert "removed files of interrupted runs: mtp" in told and not list(folder_of(model).iterdir())
 
 
 def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
     (tmp_path / "empty").mkdir()
     claim_folder(tmp_path / "none", RecordedModel.of(loaded(model)))
-    other = replace(RecordedModel.of(loaded(model)), fingerprint="x")
-    claim_folder(tmp_path / "other", other)
+    claim_folder(tmp_path / "other", replace(RecordedModel.of(loaded(model)), fingerprint="x"))
     claim_folder(tmp_path / "damaged", RecordedModel.of(loaded(model)))
     (tmp_path / "damaged" / "records-1.jsonl").write_text('{"prompt_ids": [1, 999], "response_ids": [1]}\n\x00\n')
     recorded(tmp_path / "few", model, texts(10))
@@ -244,10 +236,8 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_heads_that_cannot_be_adapted(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = recorded(tmp_path / "records", model, texts(40))
-    words = ["adapt", str(folder), "--model", model]
-    assert main(words) == 2
-    assert "has no head to adapt" in capfd.readouterr().err
+    words = ["adapt", str(recorded(tmp_path / "records", model, texts(40))), "--model", model]
+    assert main(words) == 2 and "has no head to adapt" in capfd.readouterr().err
     head = str(write(tmp_path / "head", model, agreeing=True))
     assert main([*words, "--head", head, "--kind", "eagle3"]) == 2
     assert "has no head of kind eagle3, but one of kind mtp" in capfd.readouterr().err

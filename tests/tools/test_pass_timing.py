@@ -23,8 +23,7 @@ def test_what_threads_wait_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     with pass_timing.check_noise(2) as found:
         write("1", 100.02)
         write("2", 0.02)
-    assert found.waiting == pytest.approx(0.2)
-    assert found.is_disturbed
+    assert found.waiting == pytest.approx(0.2) and found.is_disturbed
 
 
 @pytest.mark.parametrize("text", [None, "", "1", "a b c"])
@@ -44,6 +43,5 @@ def test_a_system_that_tells_nothing_disturbs_nothing(
 def test_threads_that_come_and_go_do_no_harm() -> None:
     with pass_timing.check_noise(1) as found:
         for _ in range(20):
-            thread = threading.Thread(target=time.sleep, args=(0.001,))
-            thread.start()
+            threading.Thread(target=time.sleep, args=(0.001,)).start()
     assert found.waiting is None or found.waiting >= 0

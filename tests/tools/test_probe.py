@@ -84,8 +84,7 @@ def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
     """Eight tokens a piece."""
     kinds: tuple[Kind, ...] = ("predictable", "random")
     verdict = judged(*([replace(each, arrivals=each.arrivals[::8]) for each in traces(kind)] for kind in kinds))
-    assert verdict.answer != "on"
-    assert any("collects" in line for line in verdict.evidence)
+    assert verdict.answer != "on" and any("collects" in line for line in verdict.evidence)
 
 
 def test_an_answer_in_one_piece_or_none_tells_nothing() -> None:
@@ -166,8 +165,7 @@ def test_counters_count_from_where_they_stood() -> None:
     later = engine_metrics.read(VLLM.replace("100.0", "140.0").replace("150.0", "210.0").replace("80.0", "100.0"))
     new = later.since(before)
     assert (new.drafts, new.accepted, new.per_position) == (40, 60, {0: 20, 1: 0})
-    assert new.acceptance_length == 2.5
-    assert judge_drafting(before.since(before), None, None).answer == "off"
+    assert new.acceptance_length == 2.5 and judge_drafting(before.since(before), None, None).answer == "off"
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{broken", "<html></html>", "# TYPE other counter\nother_total 1\n"])

@@ -43,8 +43,7 @@ def test_what_differs_from_itself_tells_nothing_of_conditions() -> None:
     comparisons.add("again", SAMPLED, ProbeResponse("a"), ProbeResponse("b"))
     comparisons.add("drafting", SAMPLED, ProbeResponse("a"), ProbeResponse("c"))
     outcomes = {(row["condition"], row["sampling"]): row["outcome"] for row in comparisons.results()}
-    assert outcomes["company", "greedy"] == "differs"
-    assert outcomes["drafting", "sampled"] == "cannot tell"
+    assert outcomes["company", "greedy"] == "differs" and outcomes["drafting", "sampled"] == "cannot tell"
     assert overall_verdict(comparisons.results()) == "differences"
     assert overall_verdict([row for row in comparisons.results() if row["sampling"] == "sampled"]) == "not reproducible"
 
@@ -69,8 +68,7 @@ def test_any_answer_that_it_gave_alone_is_none_of_company() -> None:
 def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> None:
     case = RequestCase(form, False)
     asked, other = make_prompt(case, 1, 2, "asked"), make_prompt(case, 1, 2, "other")
-    assert asked == make_prompt(case, 1, 2, "asked") != other
-    assert asked[:15] == other[:15]
+    assert asked == make_prompt(case, 1, 2, "asked") != other and asked[:15] == other[:15]
     assert asked[:15] not in {make_prompt(case, *place, "asked")[:15] for place in ((1, 3), (2, 2))}
 
 
@@ -193,8 +191,7 @@ def test_a_server_that_differs_in_one_way(fault: str, condition: str, capsys: Ca
     assert (code, found["verdict"]) == (1, "differences")
     assert differing(found) == {(condition, "greedy"), (condition, "sampled")}
     place = next(row["first_difference"] for row in found["conditions"] if row["first_difference"])
-    assert "elsewhere" in place["one"] + place["other"]
-    assert place["character"] > 10
+    assert "elsewhere" in place["one"] + place["other"] and place["character"] > 10
 
 
 def test_drafting_is_compared_with_a_second_server(capsys: Capture) -> None:
@@ -202,8 +199,7 @@ def test_drafting_is_compared_with_a_second_server(capsys: Capture) -> None:
         code, found = probed(capsys, server.url, "--against", plain.url)
         assert (code, differing(found)) == (1, {("drafting", "greedy"), ("drafting", "sampled")})
         code, found = probed(capsys, server.url, "--against", same.url)
-    assert (code, differing(found)) == (0, set())
-    assert not found["not_tested"]
+    assert (code, differing(found)) == (0, set()) and not found["not_tested"]
     assert any("drafts were made" in note for note in found["notes"])
 
 
@@ -219,8 +215,7 @@ def test_a_server_that_ignores_seeds_is_not_said_to_differ_by_anything_else(caps
 def test_what_a_server_refuses_is_named(capsys: Capture) -> None:
     with served(refuses=("seed", "response_format", "tools", "return_token_ids")) as server:
         code, found = probed(capsys, server.url)
-    assert code == 0
-    assert {row["sampling"] for row in found["conditions"]} == {"greedy"}
+    assert code == 0 and {row["sampling"] for row in found["conditions"]} == {"greedy"}
     untested = {each["what"]: each["why"] for each in found["not_tested"]}
     assert untested.keys() == {"schema", "tools", "sampled", "drafting"}
     assert "seed is not supported" in untested["sampled"]
@@ -242,13 +237,11 @@ def test_known_faults_of_an_engine_are_told_to_people(capsys: Capture) -> None:
     ("--exact --no-metrics", "--no-metrics"), ("--exact --against http://[", "cannot reach"),
 ])  # fmt: skip
 def test_wrong_usage(words: str, message: str, capsys: Capture) -> None:
-    assert main(["probe", "http://127.0.0.1:1", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["probe", "http://127.0.0.1:1", *words.split()]) == 2 and message in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_everything(capsys: Capture) -> None:
     with served(refuses=("messages", "prompt")) as server:
-        assert main(["probe", server.url, "--exact"]) == 2
-        assert "is not supported" in capsys.readouterr().err
+        assert main(["probe", server.url, "--exact"]) == 2 and "is not supported" in capsys.readouterr().err
         assert main(["probe", server.url, "--exact", "--model", "other"]) == 2
         assert "has no model 'other'" in capsys.readouterr().err

@@ -64,8 +64,7 @@ def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOIS
 
 def test_the_fastest_wins() -> None:
     found = tuning({("mixed", 3): 1.5, ("mixed", AUTO): 1.2, ("ngram", AUTO): 1.1})
-    assert found._decided()
-    assert (found.setting().drafter, found.setting().depth) == ("mixed", 3)
+    assert found._decided() and (found.setting().drafter, found.setting().depth) == ("mixed", 3)
     found = tuning({("mixed", 3): 1.505, ("mixed", AUTO): 1.5, ("ngram", AUTO): 1.1})
     assert not found._decided() and found.setting().depth == AUTO  # of equals the one that decides itself
 
@@ -91,8 +90,7 @@ def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
 def test_few_pairs_decide_nothing(pairs: int) -> None:
     found = tuning({("mixed", AUTO): 1.5})
     found.candidates[0].cells = found.candidates[0].cells[:pairs]
-    assert found.setting() is None
-    assert "more --minutes" in found.undecided()[1]
+    assert found.setting() is None and "more --minutes" in found.undecided()[1]
 
 
 class Clock:
@@ -126,15 +124,12 @@ def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.
     tried = len(report.data["candidates"])
     assert tried > 9 if seconds < 1 else tried > 5 if seconds == 1 else tried < 5
     if seconds >= 10:
-        assert tried == 2
-        assert report.data["choice"] is None
-        assert report.lines[0].startswith("nothing decided")
-        assert load_setting(model, CONFIG) is None
+        assert tried == 2 and report.data["choice"] is None
+        assert report.lines[0].startswith("nothing decided") and load_setting(model, CONFIG) is None
 
 
 def test_a_setting_is_kept_and_found(model: str) -> None:
-    assert load_setting(model, CONFIG) is None
-    assert with_tuned(model, CONFIG) == CONFIG
+    assert load_setting(model, CONFIG) is None and with_tuned(model, CONFIG) == CONFIG
     setting = tuning({("ngram", 2): 1.3}).setting()
     path = save_setting(model, CONFIG, setting)
     assert load_setting(model, CONFIG) == setting
@@ -157,8 +152,7 @@ def test_it_measures_and_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> N
     names = {(row["drafter"], row["depth"]) for row in report.data["candidates"]}
     assert {("none", 0), ("mixed", AUTO), ("mixed", 3), ("ngram", AUTO)} <= names
     again = tune.run(options)
-    assert again.data["kept"]
-    assert again.lines[0].startswith("tuned before")
+    assert again.data["kept"] and again.lines[0].startswith("tuned before")
 
 
 def test_nothing_to_tune(model: str) -> None:

@@ -51,8 +51,7 @@ def test_every_family_can_have_a_new_head_of_each_kind() -> None:
     for name in support.ALL_FAMILIES:
         family = support.family_of(name)
         for kind in ("mtp", "eagle3", "block"):
-            spec = new_head_spec(kind, family.read(family.tiny_config()))
-            assert is_plain(spec.layer), (name, kind)
+            assert is_plain(new_head_spec(kind, family.read(family.tiny_config())).layer), (name, kind)
 
 
 def test_inspect_recommends_what_train_accepts_and_train_refuses_before_loading(

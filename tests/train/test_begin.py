@@ -35,8 +35,7 @@ def changed(common: dict[str, Any], path: Path, tensors: dict[str, Any] | None =
     head = read_head(common["head"])
     arrays = {name: tensor.float32() for name, tensor in head.tensors.items()}
     write_head(path, head, {**arrays, **(tensors or {})})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **keys}))
+    (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **keys}))
     return path
 
 

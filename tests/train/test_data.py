@@ -57,9 +57,7 @@ def test_text_in_other_languages_is_there_to_translate(tmp_path: Path) -> None:
 def test_long_files_are_cut_at_line_ends() -> None:
     text = "".join(f"line {i} of a long file\n" for i in range(2000))
     pieces = list(cut_text(text))
-    assert "".join(pieces) == text
-    assert len(pieces) > 5
-    assert all(piece.endswith("\n") for piece in pieces)
+    assert "".join(pieces) == text and len(pieces) > 5 and all(piece.endswith("\n") for piece in pieces)
 
 
 @pytest.mark.parametrize(("text", "good"), [
@@ -159,8 +157,7 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     manifest = json.loads((out / "manifest.json").read_text())
     assert sum(row["answer_tokens"] for row in manifest["kinds"].values()) == manifest["answer_tokens"]
     assert any(name.startswith("docs (MIT)") for name in manifest["sources"])
-    skipped = SkippedRecords()
-    records = read_records([out], skipped)
+    records = read_records([out], SkippedRecords())
     assert {record.kind for record in records} >= {"prose", "own"}
     lines = [json.loads(line) for path in out.glob("answers-*.jsonl") for line in path.read_text().splitlines()]
     assert len({line["key"] for line in lines}) == len(lines)
@@ -210,8 +207,7 @@ def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text to learn from, again and again and again"}\n')
     arguments = [_tiny(tmp_path, template=True), "--data", str(data), "--out", str(tmp_path / "head"), "--tokens", "99"]
-    assert main(["train", *arguments, *wrong.split()]) == 2
-    assert not (tmp_path / "head.training").exists()
+    assert main(["train", *arguments, *wrong.split()]) == 2 and not (tmp_path / "head.training").exists()
     assert "headstart: error: " in capsys.readouterr().err
 
 

@@ -51,8 +51,7 @@ def test_a_translation_names_the_language_of_its_text() -> None:
         if each.kind == "translation":
             given = foreign[each.passages[0]]
             assert given.text in each.prompt
-            other = {"German": "French", "French": "German"}[given.language]
-            assert other not in each.prompt
+            assert {"German": "French", "French": "German"}[given.language] not in each.prompt
 
 
 def test_an_exhausted_kind_ends_instead_of_repeating() -> None:

@@ -141,12 +141,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_it_learns_and_its_head_drafts(trained: Path) -> None:
-    facts = json.loads((trained / "training.json").read_text())
-    assert facts["held_out_loss"] < 0.5
+    assert json.loads((trained / "training.json").read_text())["held_out_loss"] < 0.5
     llm = LLM(str(trained), EngineConfig(depth=3))
     (found,) = llm.generate(["the other thing"], SamplingParams(max_tokens=40))
-    assert found.text.startswith(" in the tower then")
-    assert llm.method == "mtp"
+    assert found.text.startswith(" in the tower then") and llm.method == "mtp"
     assert found.speculation.acceptance_length > 2
 
 
@@ -163,8 +161,7 @@ def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
 
 
 def test_batches_hold_every_document_once_in_a_round() -> None:
-    documents = [np.full(50, number, np.int32) for number in range(8)]
-    found = scratch.token_batches(documents, 2, 25, 0)
+    found = scratch.token_batches([np.full(50, number, np.int32) for number in range(8)], 2, 25, 0)
     rounds = [[next(found) for _ in range(8)] for _ in range(2)]
     for each in rounds:
         assert np.bincount(np.concatenate(each).reshape(-1)).tolist() == [50] * 8

@@ -133,8 +133,7 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
     identity = Linear(torch.eye(model.config.hidden_size, dtype=torch.float64))
     for origin in range(length - depth):
         pool = model.backend.kv_pool(32, module.kv_specs[0])
-        network = HeadNetwork(head, model.config.hidden_size, embedding, [identity])
-        programs = network.programs(Pools([pool]))
+        programs = HeadNetwork(head, model.config.hidden_size, embedding, [identity]).programs(Pools([pool]))
         first, following = programs["pairs.0"].code, programs["next.0"].code
         plan = support.plan_at(1, row[1 : origin + 2], first_position=1)
         out = model.backend.run(first, plan, hidden=streams[0, : origin + 1])
@@ -172,8 +171,7 @@ def test_candidates_are_the_likely_tokens_and_random_others_that_stand_for_the_r
     best = (hidden @ lm_head.T).argmax(-1)
     best[0] = -1
     found = likely_candidates(hidden, best, lm_head, 60, torch.Generator().manual_seed(1))
-    assert len(found.ids) == 60
-    assert set(best[1:].tolist()) <= set(found.ids.tolist())
+    assert len(found.ids) == 60 and set(best[1:].tolist()) <= set(found.ids.tolist())
     assert found.prior.exp().sum().round() == 300
     whole, part = make_teacher(hidden, lm_head, best), make_teacher(hidden, lm_head, best, found)
     assert torch.equal(found.ids[part.best[1:]], best[1:]) and part.best[0] == -1
@@ -268,7 +266,6 @@ def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(
     run(TrainOptions(out=tmp_path / "head", kind="eagle3", tokens=300, **options))
     head = str(tmp_path / "head")
     loaded = load_model(str(model), EngineConfig(head=head, threads=1, backend="reference"))
-    assert loaded.head is not None
     assert loaded.head.spec.kind == "eagle3"
 
 
@@ -299,10 +296,8 @@ def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path
     report = run(TrainOptions(tokens=30_000, draft_vocab=100, **common))
     gain = report.data["gain"]
     # nearly every draft of this head is wrong, and each step pays for it
-    assert gain["acceptance_length"] < gain["needed_acceptance_length"]
-    assert gain["predicted_speedup"] < 1
-    assert gain["measured_speedup"]["median"] < 1
-    assert not report.ok
+    assert gain["acceptance_length"] < gain["needed_acceptance_length"] and gain["predicted_speedup"] < 1
+    assert gain["measured_speedup"]["median"] < 1 and not report.ok
     assert any("DOES NOT PAY" in line for line in report.lines)
     before = (tmp_path / "head" / "model.safetensors").read_bytes()
     worse = run(TrainOptions(tokens=300, draft_vocab=4, resume=False, **common))
@@ -389,10 +384,8 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "depth": 1, "threads": 1,
                               "measure_speedup": False}  # fmt: skip
     first = run(TrainOptions(data=(texts,), tokens=4_000, **common))
-    more = write_texts(tmp_path / "more.jsonl", 50)
-    second = run(TrainOptions(data=(texts, more), tokens=9_000, **common))
-    assert first.data["tokens"] < second.data["tokens"]
-    assert second.data["steps"] > first.data["steps"]
+    second = run(TrainOptions(data=(texts, write_texts(tmp_path / "more.jsonl", 50)), tokens=9_000, **common))
+    assert first.data["tokens"] < second.data["tokens"] and second.data["steps"] > first.data["steps"]
     count = {name: row["sequences"] for name, row in second.data["data"].items()}
     assert sum(count.values()) > sum(row["sequences"] for row in first.data["data"].values())
     with pytest.raises(UsageError, match="not a head"):
@@ -414,8 +407,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
         patch.setattr(trainer_module, "write_atomic", write)
         with pytest.raises(CapacityError, match="No space left on device"):
             run(options)
-    assert not list(options.work.glob(".*"))
-    assert run(options).data["tokens"] >= 4_000
+    assert not list(options.work.glob(".*")) and run(options).data["tokens"] >= 4_000
 
 
 def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
@@ -474,8 +466,7 @@ def test_only_answers_carry_loss(tmp_path: Path) -> None:
 
 def test_exact_tokens_are_taken_as_they_are() -> None:
     line = {"prompt": "a", "response": "b", "prompt_ids": [5, 6], "response_ids": [7, 8, 2]}
-    record = records.parse_record(line, "x")
-    (example,) = [records._encode_exact(record)]
+    (example,) = [records._encode_exact(records.parse_record(line, "x"))]
     assert example.tokens.tolist() == [5, 6, 7, 8, 2]
     assert example.loss.tolist() == [False, True, True, True, False]
 
@@ -533,8 +524,7 @@ def test_the_model_answers_every_turn_of_a_conversation_itself(tmp_path: Path) -
     path.write_text("\n".join(json.dumps(each) for each in ({"messages": messages}, {"turns": ["an", "ant", "in"]})))
     prompts = generate.read_prompts([path])
     assert [(len(each.messages), each.later_questions) for each in prompts] == [(2, ("or",)), (1, ("ant", "in"))]
-    model = str(tiny_folder(tmp_path))
-    llm = LLM(model, EngineConfig(threads=1, drafter="none", max_model_len=160))
+    llm = LLM(str(tiny_folder(tmp_path)), EngineConfig(threads=1, drafter="none", max_model_len=160))
     with Shards(tmp_path / "answers", "answers") as shards:
         generate.answer_prompts(llm, prompts, shards, max_tokens=12)
         for record in shards:
@@ -556,8 +546,7 @@ def test_weights_are_rounded_as_drafts_run() -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
     rounded = round_int4(weight)
     rounded.sum().backward()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.ones_like(weight))
+    assert weight.grad is not None and torch.equal(weight.grad, torch.ones_like(weight))
     groups = rounded.detach().view(-1, 32)
     assert max(len(group.unique()) for group in groups) <= 16
     native = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)

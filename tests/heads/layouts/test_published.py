@@ -159,8 +159,7 @@ def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> No
     assert (head.spec.kind, head.spec.block, head.spec.tap) == ("block", each.facts, (2, 4, 6))
     assert (head.hidden_size, head.vocab_size) == (H, V)
     document, arrays = each.write(head, {name: tensor.float32() for name, tensor in head.tensors.items()})
-    again = read_head(written(tmp_path / "b", document, arrays))
-    assert again.spec == head.spec
+    assert read_head(written(tmp_path / "b", document, arrays)).spec == head.spec
     before, after = read_file(path / "model.safetensors"), read_file(tmp_path / "b" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all((before[name].data == after[name].data).all() for name in before)
@@ -188,8 +187,7 @@ def test_other_spellings(tmp_path: Path) -> None:
     }  # fmt: skip
     spelt["encoder.output_norm_enc.weight"] = arrays["hidden_norm.weight"]
     spelt["verifier_norm.weight"] = arrays["norm.weight"]
-    head = read_head(written(tmp_path / "a", each.config, spelt))
-    assert head.tensors["fuse.weight"].shape == (H, 3 * H)
+    assert read_head(written(tmp_path / "a", each.config, spelt)).tensors["fuse.weight"].shape == (H, 3 * H)
     config = {**each.config, "dflash_config": {"mask_token_id": 7}, "num_target_layers": 10}
     two = {**arrays, "fc.weight": np.ascontiguousarray(arrays["fc.weight"][:, : 2 * H])}
     assert read_head(written(tmp_path / "b", config, two)).spec.tap == (2, 8)

@@ -134,8 +134,7 @@ def test_attention(name: str, cuda: Any) -> None:
         run(backend, code, plan, hidden)["out"] for backend, code in zip((REFERENCE, cuda), codes, strict=True)
     )
     assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
-    alone = run(cuda, codes[1], only(plan, 7), hidden[7:8])["out"][0]
-    assert np.array_equal(alone, made[7])
+    assert np.array_equal(run(cuda, codes[1], only(plan, 7), hidden[7:8])["out"][0], made[7])
 
 
 def test_paths_of_a_tree(cuda: Any) -> None:

@@ -54,11 +54,9 @@ def cells(speeds: Seq[float], mode: str = "off") -> list[BenchCell]:
 
 def test_speedup_is_the_median_over_pairs_of_the_same_repeat() -> None:
     found = summary.speedup(cells([100, 200, 100, 100, 100]), cells([110, 240, 130, 120, 900], "auto"))
-    assert (found.point, found.pairs) == (pytest.approx(1.2), 5)
-    assert found.low <= found.point <= found.high
+    assert (found.point, found.pairs) == (pytest.approx(1.2), 5) and found.low <= found.point <= found.high
     off = [cell(100, repeat=0), cell(1000, repeat=1), cell(9, repeat=2, complete=False)]
-    auto = [cell(200, mode="auto", repeat=repeat) for repeat in (2, 0)]
-    found = summary.speedup(off, auto)
+    found = summary.speedup(off, [cell(200, mode="auto", repeat=repeat) for repeat in (2, 0)])
     assert (found.point, found.low, found.pairs) == (pytest.approx(2.0), None, 1)
     assert summary.speedup(cells([100]), []) is None
     found = summary.speedup(cells([100] * 10), cells([150] * 10, "auto"))
@@ -82,15 +80,13 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     ([120] * 9, None),
 ])  # fmt: skip
 def test_never_slower(auto: list[float], ok: bool | None) -> None:
-    check = summary.never_slower(cells([100] * len(auto)), cells(auto, "auto"))
-    assert check.ok is ok
+    assert summary.never_slower(cells([100] * len(auto)), cells(auto, "auto")).ok is ok
 
 
 def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
     fixed = {"1": cells([110, 100] * 5, "1"), "3": cells([105, 200] * 5, "3")}
     check = summary.near_best(fixed, cells([99] * 10, "auto"))
-    assert check.ok is True
-    assert "of mode 1" in check.text
+    assert check.ok is True and "of mode 1" in check.text
     assert (check.ratio.point, check.ratio.pairs) == (pytest.approx(0.99), 5)
     assert summary.near_best({"1": cells([110] * 10, "1")}, cells([100] * 10, "auto")).ok is False
 
@@ -98,8 +94,7 @@ def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
 def test_cost_speed_and_distributions() -> None:
     times = replace(NO_TIMES, tpot=Distribution.of([0.004, 0.006]))
     assert cell(100, rate=2.0, concurrency=None, latency=times).speed == pytest.approx(200)
-    assert cost_per_million(3.6, 1000) == pytest.approx(1.0)
-    assert cost_per_million(None, 1000) is None
+    assert cost_per_million(3.6, 1000) == pytest.approx(1.0) and cost_per_million(None, 1000) is None
     found = Distribution.of([i / 1000 for i in range(1, 101)])
     assert (found.count, found.mean, found.p50) == (100, pytest.approx(50.5), pytest.approx(50.5))
     assert (found.quantiles[0], found.quantiles[-1]) == (pytest.approx(1), pytest.approx(100))
@@ -126,8 +121,7 @@ def test_acceptance_counts_drafts_that_had_the_position() -> None:
 def test_rows_leave_out_what_broke_off() -> None:
     found = rows_of([cell(100), cell(50, repeat=1, complete=False), cell(120, mode="auto")], price_per_hour=0.36)
     assert [(row.mode, row.cells) for row in found] == [("off", 1), ("auto", 1)]
-    assert found[0].cost_per_million == pytest.approx(1.0)
-    assert found[1].speedup.point == pytest.approx(1.2)
+    assert found[0].cost_per_million == pytest.approx(1.0) and found[1].speedup.point == pytest.approx(1.2)
 
 
 # Workloads.
@@ -198,8 +192,7 @@ def test_a_file_takes_categories_in_turn_or_one_of_them(questions: Path) -> None
 def test_bad_lines(tmp_path: Path, capsys: Capture, lines: str, message: str) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(lines)
-    assert main(["bench", "--workload", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["bench", "--workload", str(path)]) == 2 and message in capsys.readouterr().err
 
 
 # Runs in process.
@@ -224,8 +217,7 @@ def sums(count: int, **changes: Any) -> Workload:
 def test_measure(runner: InProcessTarget, mode: str) -> None:
     found = measure(runner, sums(5), mode, RequestLoad(concurrency=2), num_requests=5, repeat=3)
     assert (found.complete, found.requests, found.failed, found.repeat) == (True, 5, 0, 3)
-    assert (found.output_tokens, found.cached_tokens) == (30, 0)
-    assert found.latency.ttft.count == 5
+    assert (found.output_tokens, found.cached_tokens) == (30, 0) and found.latency.ttft.count == 5
     if mode != "auto":  # which drafts only where it pays
         assert (found.speculation.drafts > 0) == (mode != "off")
     assert len(found.speculation.per_position) == {"off": 0, "2": 2, "auto": len(found.speculation.per_position)}[mode]
@@ -262,8 +254,7 @@ def test_requests_at_random_times(runner: InProcessTarget) -> None:
     load = RequestLoad(rate=200.0, seed=1)
     due = list(load.arrivals(6))
     found = measure(runner, sums(6), "off", load, num_requests=6)
-    assert (found.concurrency, found.rate, found.requests) == (None, 200.0, 6)
-    assert found.seconds >= due[-1]
+    assert (found.concurrency, found.rate, found.requests) == (None, 200.0, 6) and found.seconds >= due[-1]
     assert due == sorted(due) == list(load.arrivals(6))
 
 
@@ -278,8 +269,7 @@ def test_what_does_not_fit_is_refused_or_fails_alone(runner: InProcessTarget) ->
         runner.check([Task(turns=("x " * 300,))])
     task = Task(turns=("one", "x " * 300), max_tokens=2)
     found = measure(runner, Workload("talk", lambda index: task), "off", RequestLoad(concurrency=1), num_requests=1)
-    assert (found.requests, found.failed) == (2, 1)
-    assert "the context holds 256" in found.errors[0]
+    assert (found.requests, found.failed) == (2, 1) and "the context holds 256" in found.errors[0]
 
 
 def test_unchunked_prefill_takes_a_prompt_in_one_pass(headed: str) -> None:
@@ -329,8 +319,7 @@ def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[Ben
     shown = re.findall(r"of ([\d,]+)</small>", text)
     first = {(row.workload, row.mode): row for row in reversed(measured[0].rows) if row.acceptance_at}.values()
     assert len(shown) == sum(len(row.acceptance_at) for row in first) > 0
-    assert all(int(count.replace(",", "")) > 0 for count in shown)
-    assert "prefers-color-scheme: dark" in text
+    assert all(int(count.replace(",", "")) > 0 for count in shown) and "prefers-color-scheme: dark" in text
     assert set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{3,6})"', text)) <= set(report.DARK)
     assert "minmax(min(100%, 360px)" in text  # no wider than a phone
 
@@ -346,8 +335,7 @@ def test_plots_of_one_kind_have_the_same_axes(measured: tuple[BenchDocument, Pat
 @pytest.mark.parametrize(("share", "count"), [(0.0, 3), (1.0, 3), (0.5, 10), (0.9, 100_000)])
 def test_the_interval_of_a_share_holds_it(share: float, count: int) -> None:
     low, high = report.wilson(share, count)
-    assert 0 <= low <= share <= high <= 1
-    assert high - low < 2 / count**0.5
+    assert 0 <= low <= share <= high <= 1 and high - low < 2 / count**0.5
 
 
 @pytest.mark.parametrize(
@@ -367,8 +355,7 @@ def test_report_escapes_names_and_says_what_is_missing(measured: tuple[BenchDocu
     rows = tuple(replace(row, workload="<b>", cost_per_million=None) for row in document.rows)
     broken = replace(document, rows=rows, complete=False, error="the server <died>", cells=(cell(complete=False),))
     text = render(broken)
-    assert "<b>mixed" not in text and "&lt;b&gt;" in text
-    assert "the server &lt;died&gt;" in text
+    assert "<b>mixed" not in text and "&lt;b&gt;" in text and "the server &lt;died&gt;" in text
     assert "<h2>Cost</h2>" not in text
     assert "All numbers" in render(replace(document, rows=(), checks=(), cells=()))
 
@@ -429,8 +416,7 @@ def test_a_growing_document_is_written_as_loads_are_done(
         modes=("off",), pairs=2, out=out,
     )  # fmt: skip
     bench.run(options)
-    assert seen == [(False, 2), (False, 2)]
-    assert BenchDocument.read(out).complete
+    assert seen == [(False, 2), (False, 2)] and BenchDocument.read(out).complete
 
 
 def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
@@ -462,8 +448,7 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
 def test_bad_options(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["bench", *arguments]) == 2
     shown = capsys.readouterr()
-    assert message in shown.err + shown.err.partition("hint: ")[2]
-    assert not shown.out
+    assert message in shown.err + shown.err.partition("hint: ")[2] and not shown.out
 
 
 # Energy and axes.
@@ -500,8 +485,7 @@ def test_energy_of_gpus(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_ticks_are_few_and_inside(ticks_of: Any, low: float, high: float) -> None:
     ticks = ticks_of(low, high)
-    assert 3 <= len(ticks) <= 9
-    assert low * 0.99 - 1e-9 <= ticks[0] and ticks[-1] <= high * 1.01
+    assert 3 <= len(ticks) <= 9 and low * 0.99 - 1e-9 <= ticks[0] and ticks[-1] <= high * 1.01
 
 
 def test_only_its_own_files_are_replaced(tmp_path: Path) -> None:

@@ -158,8 +158,7 @@ def test_measure() -> None:
         found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=2), num_requests=6)
         assert fake.at_once["most"] <= 6
     assert (found.complete, found.requests, found.failed) == (True, 6, 0)
-    assert (found.prompt_tokens, found.output_tokens) == (42, 30)
-    assert found.latency.itl.count == 24
+    assert (found.prompt_tokens, found.output_tokens) == (42, 30) and found.latency.itl.count == 24
     assert (found.speculation, found.cached_tokens, found.chunked_prefill) == (None, None, None)
 
 
@@ -170,8 +169,7 @@ def test_no_more_clients_than_asked_for_and_those_at_random_times() -> None:
     load = RequestLoad(rate=100.0)
     with running(Fake()) as fake:
         found = measure(runner_of(fake), TASKS, "server", load, num_requests=5)
-    assert found.seconds >= list(load.arrivals(5))[-1]
-    assert found.requests == 5
+    assert found.seconds >= list(load.arrivals(5))[-1] and found.requests == 5
 
 
 def test_without_usage_pieces_are_tokens() -> None:
@@ -221,8 +219,7 @@ def test_refused_requests_are_counted() -> None:
         fake.refuses = lambda number: 503 if number % 4 == 0 else 200
         found = measure(runner, TASKS, "server", RequestLoad(concurrency=1), num_requests=4)
     assert (found.complete, found.requests, found.failed) == (True, 4, 1)
-    assert found.errors == ("HTTP 503: no room here",)
-    assert found.output_tokens == 15
+    assert found.errors == ("HTTP 503: no room here",) and found.output_tokens == 15
 
 
 def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, capsys: Capture) -> None:
@@ -294,7 +291,6 @@ def test_prompts_of_a_length_where_the_server_counts_tokens_and_where_it_does_no
         runner = runner_of(fake)
         (counted,) = synthetic(30, runner.count_tokens).tasks(1)
         (guessed,) = synthetic(30, runner_of(other).count_tokens).tasks(1)
-    assert len(counted.turns[0].split()) == 30
-    assert len(guessed.turns[0]) == pytest.approx(120, abs=8)
+    assert len(counted.turns[0].split()) == 30 and len(guessed.turns[0]) == pytest.approx(120, abs=8)
     with pytest.raises(UsageError, match="no longer counts tokens"):
         runner.count_tokens("gone")

@@ -72,19 +72,16 @@ def test_passes_of_a_second_model_are_drafts(plain: str) -> None:
 def test_report(headed: str, backend: str) -> None:
     report = bench(headed, backend=backend)
     data = report.data
-    assert report.ok
-    assert [row["rows"] for row in data["passes"]] == [1, 4, 16]
+    assert report.ok and [row["rows"] for row in data["passes"]] == [1, 4, 16]
     assert [row["logit_rows"] for row in data["passes"]] == [1, 4, 1]
     assert all(len(row["samples_ms"]) == 2 and row["min_ms"] > 0 for row in data["passes"])
     assert data["flatness"] == data["passes"][1]["median_ms"] / data["passes"][0]["median_ms"]
     steps = data["in_place"]
-    assert [each["rows"] for each in steps] == [1, 2, 4, 6, 8]
-    assert all(each["steps"] >= 2 for each in steps)
+    assert [each["rows"] for each in steps] == [1, 2, 4, 6, 8] and all(each["steps"] >= 2 for each in steps)
     parts = ("forward_ms", "sampling_ms", "draft_ms", "host_ms", "step_ms")
     assert all(0 < each[part] <= each["step_ms"] for each in steps for part in parts)
     assert data["flatness_in_place"] == steps[2]["forward_ms"] / steps[0]["forward_ms"]
-    assert data["draft"]["depth"] == 1
-    assert (data["prefill"]["rows"], data["profile"]) == (16, None)
+    assert data["draft"]["depth"] == 1 and (data["prefill"]["rows"], data["profile"]) == (16, None)
     assert data["machine"]["backend"] == backend
     assert ("torch" in data["machine"]["versions"]) == (backend == "reference")
     assert data["read_bandwidth"]["gb_per_s"] > 0
@@ -105,14 +102,12 @@ def test_bytes_of_a_pass(plain: str) -> None:
 def test_without_a_head_there_is_no_draft(plain: str) -> None:
     report = bench(plain, rows=(2, 3))
     assert [report.data[name] for name in ("flatness", "flatness_in_place", "draft", "prefill")] == [None] * 4
-    assert [each["rows"] for each in report.data["in_place"]] == [1]
-    assert report.lines == []
+    assert [each["rows"] for each in report.data["in_place"]] == [1] and report.lines == []
 
 
 def test_depth_0_drafts_nothing(headed: str) -> None:
     data = bench(headed, depth=0, profile=True).data
-    assert data["draft"] is None
-    assert [each["depth"] for each in data["profile"]["steps"]] == [0]
+    assert data["draft"] is None and [each["depth"] for each in data["profile"]["steps"]] == [0]
     assert bench(headed, context=0, rows=(1,)).data["draft"]["depth"] == 1
 
 
@@ -121,8 +116,7 @@ def test_profile_has_parts_of_passes_and_steps(headed: str) -> None:
     assert [each["rows"] for each in profile["passes"]] == [1, 4, 16]
     assert all(each["parts_ms"].keys() == PARTS for each in profile["passes"])
     off, on = profile["steps"]
-    assert (off["depth"], on["depth"]) == (0, 1)
-    assert off["parts_ms"].keys() == PARTS | {"sampling"}
+    assert (off["depth"], on["depth"]) == (0, 1) and off["parts_ms"].keys() == PARTS | {"sampling"}
     assert on["parts_ms"].keys() == PARTS | {"sampling", "draft"}
     assert on["tokens"] == off["tokens"] == off["steps"] > 0
     for each in (*profile["passes"], *profile["steps"]):
@@ -176,5 +170,4 @@ def test_wrong_options(arguments: list[str], message: str, capsys: Capture) -> N
 
 
 def test_help_of_the_group_shows_its_commands(capsys: Capture) -> None:
-    assert main(["bench", "--help"]) == 0
-    assert "headstart bench step" in capsys.readouterr().out
+    assert main(["bench", "--help"]) == 0 and "headstart bench step" in capsys.readouterr().out

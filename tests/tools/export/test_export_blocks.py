@@ -57,10 +57,8 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
     for layout in ("vllm-dspark", "speculators"):
         out = tmp_path / layout
         assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
-        assert len(read_head(out).draft_token_ids) == 100
-        assert drafted(model, out) == before
-        assert main(["inspect", str(out)]) == 0
-        assert "DSpark: ALIVE" in capsys.readouterr().out
+        assert len(read_head(out).draft_token_ids) == 100 and drafted(model, out) == before
+        assert main(["inspect", str(out)]) == 0 and "DSpark: ALIVE" in capsys.readouterr().out
     again = tmp_path / "again"
     train(TrainOptions(out=again, finetune=True, head=out, prompts=(prompts,), tokens=300, **common))
     last = json.loads((tmp_path / "head.training" / "log.jsonl").read_text().splitlines()[-1])

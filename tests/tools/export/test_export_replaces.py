@@ -108,8 +108,7 @@ def test_what_is_never_replaced(
     asked = {**BEFORE, **AFTER}[target](out, model)
     before = tree(tmp_path)
     assert main([*line, "-o", str(asked), "--force"]) == 2
-    assert "give --out another" in capsys.readouterr().err
-    assert tree(tmp_path) == before
+    assert "give --out another" in capsys.readouterr().err and tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -201,8 +201,7 @@ def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
     found, _, notes = export(tmp_path / "model", tmp_path / "out")
     name = "model.layers.0.self_attn.q_a_proj.weight"
     assert found.pop(name) == ("BF16", (130, columns), blocks(codes, scales, (128, 128)))
-    assert found == {n: raw(array) for n, array in TRAILING_DRAFT.items() if n != name}
-    assert notes == []
+    assert found == {n: raw(array) for n, array in TRAILING_DRAFT.items() if n != name} and notes == []
 
 
 WRONG_THERE = {
@@ -265,13 +264,11 @@ def test_a_head_in_a_file_of_its_own_beside_the_index(tmp_path: Path) -> None:
 
 def test_model_type_is_taken_as_given(tmp_path: Path) -> None:
     _, tensors, draft, _ = CASES["deepseek_v3"]
-    config = {**DEEPSEEK, "model_type": "mine", "architectures": []}
-    write_checkpoint(tmp_path / "model", config, tensors)
+    write_checkpoint(tmp_path / "model", {**DEEPSEEK, "model_type": "mine", "architectures": []}, tensors)
     with pytest.raises(ModelError, match="'mine'"):
         export(tmp_path / "model", tmp_path / "out")
     found, written, _ = export(tmp_path / "model", tmp_path / "out", model_type="DeepSeek_V3")
-    assert found.keys() == draft.keys()
-    assert written["model_type"] == "deepseek_v3_mtp"
+    assert found.keys() == draft.keys() and written["model_type"] == "deepseek_v3_mtp"
 
 
 def spoil_index(source: Path) -> None:
@@ -341,8 +338,7 @@ def test_bad_input_is_said_before_anything_is_written(change: str, tmp_path: Pat
     spoil(source)
     assert main(["export", str(source), "-o", str(tmp_path / "deep" / "out")]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and not captured.out
-    assert not (tmp_path / "deep").exists()
+    assert said in captured.err and not captured.out and not (tmp_path / "deep").exists()
 
 
 def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:

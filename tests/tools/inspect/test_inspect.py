@@ -268,8 +268,7 @@ def test_head_of_its_own(tmp_path: Path) -> None:
     trunk_path = str(write_tiny("llama", tmp_path / "trunk"))
     report = inspect.run(InspectOptions(model=trunk_path, head=str(tmp_path / "head")))
     assert report.data["attached_head"]["draft_vocab_size"] == 5
-    assert report.data["attached_head"]["parameters"] == 72
-    assert "5 draft tokens" in "\n".join(report.lines)
+    assert report.data["attached_head"]["parameters"] == 72 and "5 draft tokens" in "\n".join(report.lines)
     assert not report.ok and report.data["attached_head"]["fit"]["fits"] is False  # made for a width of 8
     alone = inspect.run(InspectOptions(model=str(tmp_path / "head"), target=trunk_path))
     assert alone.data["drafter"]["kind"] == "medusa" and not alone.ok
@@ -307,8 +306,7 @@ def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3, joined: 
      (0, "blk.2.", "none")],
 )  # fmt: skip
 def test_gguf(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
-    path = write_gguf(tmp_path / "m.gguf", nextn, drop)
-    report = inspect.run(InspectOptions(model=str(path)))
+    report = inspect.run(InspectOptions(model=str(write_gguf(tmp_path / "m.gguf", nextn, drop))))
     assert report.data["heads"]["verdict"] == verdict, report.data["heads"]["reason"]
     assert report.data["format"] == "gguf" and report.ok is (verdict in ("alive", "none"))
     assert report.data["family"]["key"] == "glm4_moe"

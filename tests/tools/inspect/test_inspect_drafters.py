@@ -41,8 +41,7 @@ def cut_out(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         shapes[name.replace("mtp.0.", "model.layers.0.")] = shapes.pop(name)
     if key == "qwen3_5":
         shapes |= {"model.language_model.embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
-    config = {**config_of(animal), "model_type": f"{key}_mtp", "architectures": ["SomeMtpForCausalLM"]}
-    return config, shapes
+    return {**config_of(animal), "model_type": f"{key}_mtp", "architectures": ["SomeMtpForCausalLM"]}, shapes
 
 
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {

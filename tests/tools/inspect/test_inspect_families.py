@@ -64,8 +64,7 @@ def test_partial(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ZOO)
 def test_undeclared(key: str, tmp_path: Path) -> None:
     animal = ZOO[key]
-    config = config_of(animal, count=0)
-    ok, data = look(tmp_path, config, trunk(animal) | heads(animal))
+    ok, data = look(tmp_path, config_of(animal, count=0), trunk(animal) | heads(animal))
     assert (ok, data["heads"]["verdict"]) == (True, "undeclared"), data["heads"]["reason"]
     assert f"to {animal.count} in config.json" in data["heads"]["fix"]
     assert (animal.key or NEXTN) in data["heads"]["fix"]

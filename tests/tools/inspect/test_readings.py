@@ -48,8 +48,7 @@ def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
 
 def test_better_is_beyond_chance() -> None:
     told = counts(100, 40, 10)
-    assert is_better(counts(140, 90, 50), told)
-    assert not is_better(counts(108, 45, 14), told)
+    assert is_better(counts(140, 90, 50), told) and not is_better(counts(108, 45, 14), told)
     assert not is_better(counts(3, 2, drafts=4), counts(1, 0, drafts=4))
 
 
@@ -81,8 +80,7 @@ def test_deep_names_the_reading_that_fits(
     report = inspect.run(inspect.InspectOptions(model=str(head), target=str(trunk), deep=True))
     deep, text = report.data["deep"], "\n".join(report.lines)
     assert deep["ran"] and [row["depth"] for row in deep["depths"]] == [3] and len(deep["readings"]) == 5, deep
-    assert report.ok == (better is None)
-    assert (deep["better"] or {}).get("what") == better
+    assert report.ok == (better is None) and (deep["better"] or {}).get("what") == better
     assert looked == [TOKENS] * 6 + ([LONGER * TOKENS] * 2 if drafts == 60 else [])
     if better and drafts == 200:
         assert report.data["heads"]["verdict"] == "mismatch"

@@ -106,8 +106,7 @@ def test_prefill_and_decode_reach_each_other_by_their_services(model: str, capsy
     assert next(iter(environment)) == "POD_IP" and environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
     assert "CUDA_VISIBLE_DEVICES" not in environment  # a pod sees its own devices alone
     assert prefill["command"][prefill["command"].index("--host") + 1] == "0.0.0.0"
-    line = " ".join(router["command"])
-    assert "--prefill http://prefill-0:8000 --decode http://decode-0:8000" in line
+    assert "--prefill http://prefill-0:8000 --decode http://decode-0:8000" in " ".join(router["command"])
     assert "resources" not in router and found[5]["spec"]["ports"][0]["port"] == 8000
 
 
@@ -196,8 +195,7 @@ def test_slurm_starts_every_command_on_its_node(model: str, capsys: Capture, tmp
     (["xllm", "--gpus", "ascend-910bx2", "--tp", "2", "--emit", "k8s"], "a command before the server"),
 ])  # fmt: skip
 def test_what_cannot_be_written(model: str, capsys: Capture, words: list[str], message: str) -> None:
-    assert main(["launch", words[0], model, *words[1:]]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["launch", words[0], model, *words[1:]]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("document", [

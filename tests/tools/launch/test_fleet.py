@@ -85,8 +85,7 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
     ]  # fmt: skip
     assert all(after(step, "--host") == "0.0.0.0" for step in servers)
     assert after(router, "--prefill") == "http://10.0.0.1:8001"
-    assert after(router, "--decode") == "http://NODE_1:8003"
-    assert servers[3].where == "decode-1 on node 1"
+    assert after(router, "--decode") == "http://NODE_1:8003" and servers[3].where == "decode-1 on node 1"
     assert after(router, "--decode-policy") == "power_of_two"
 
 
@@ -134,8 +133,7 @@ def test_cores_of_workers(model: str) -> None:
     with pytest.raises(UsageError, match="takes 8 cores, one for each worker, but there are 4"):
         planned(model, gpus="none", tp=8)
     (step,) = planned(model, gpus="none").serve
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in step.environment
-    assert cores_of_workers(1, 1, range(8)) == ()
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in step.environment and cores_of_workers(1, 1, range(8)) == ()
     assert cores_of_workers(2, 2, range(8)) == ()  # a node of memory each: engines find them
     assert cores_of_workers(3, 1, range(8)) == ((0, 1), (2, 3, 4), (5, 6, 7))
 

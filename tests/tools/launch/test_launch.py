@@ -129,16 +129,14 @@ def test_depth_without_being_told(modules: int, gpus: int, depth: int) -> None:
 def test_a_tuned_depth_wins_over_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = {"/m": SimpleNamespace(depth=5)}
     monkeypatch.setattr("headstart.tools.launch.model_facts.load_setting", lambda model, config: tuned.get(model))
-    assert choose_depth(FACTS, None, None, gpus=1)[0] == 5
-    assert choose_depth(FACTS, 2, None, gpus=1)[0] == 2
+    assert choose_depth(FACTS, None, None, gpus=1)[0] == 5 and choose_depth(FACTS, 2, None, gpus=1)[0] == 2
 
 
 def test_depths_beyond_the_modules_must_be_a_multiple() -> None:
     facts = replace(FACTS, modules=2)
     with pytest.raises(UsageError, match="multiple") as caught:
         choose_depth(facts, 5, None, gpus=1)
-    assert caught.value.hint == "choose 4 or 6"
-    assert choose_depth(facts, 4, None, gpus=1)[0] == 4
+    assert caught.value.hint == "choose 4 or 6" and choose_depth(facts, 4, None, gpus=1)[0] == 4
 
 
 def divide(heads: int, gpus: int, gigabytes: int = 8, nodes: int = 1, **sizes: int) -> Parallelism:
@@ -174,8 +172,7 @@ def test_a_model_too_large_or_with_odd_heads_is_refused() -> None:
 def test_vllm() -> None:
     made = plan("vllm", parallel=Parallelism(gpus=8, tensor=4, expert=4))
     assert speculation(made) == {"method": "mtp", "num_speculative_tokens": 3}
-    assert after(made, "--tensor-parallel-size") == "4"
-    assert "--enable-expert-parallel" in words(made)
+    assert after(made, "--tensor-parallel-size") == "4" and "--enable-expert-parallel" in words(made)
     assert any("min_p" in note for note in made.notes)
     made = plan("vllm", parallel=Parallelism())
     assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
@@ -207,8 +204,7 @@ def test_vllm_joins_nodes_itself() -> None:
 def test_vllm_nodes_are_joined_by_ray(version: str, extra: tuple[str, ...]) -> None:
     two = Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1")
     made = plan("vllm", version, parallel=two, extra=extra)
-    assert "--nnodes" not in words(made)
-    assert words(made).count("--distributed-executor-backend") == 1
+    assert "--nnodes" not in words(made) and words(made).count("--distributed-executor-backend") == 1
     assert any("no Ray" in note for note in made.notes) is (version == "0.32.0")
     assert [step.words[:2] for step in made.before] == [("ray", "start")] * 2
     assert "--address=10.0.0.1:6379" in made.before[1].words
@@ -219,8 +215,7 @@ def test_sglang() -> None:
     made = plan("sglang")
     flags = ("--speculative-algorithm", "--speculative-num-steps", "--speculative-num-draft-tokens")
     assert [after(made, flag) for flag in flags] == ["NEXTN", "3", "4"]
-    assert after(made, "--speculative-draft-model-path") == "/m"
-    assert "--enable-metrics" in words(made)
+    assert after(made, "--speculative-draft-model-path") == "/m" and "--enable-metrics" in words(made)
     assert int(after(plan("sglang"), "--max-running-requests")) > 48
     assert after(plan("sglang", settings={"max_num_seqs": 16}), "--max-running-requests") == "16"
     assert "--max-running-requests" not in words(plan("sglang", depth=0))
@@ -259,8 +254,7 @@ def test_trtllm_schedules_by_the_largest_batch(table: str, deepest: int, schedul
 def test_xllm_exports_the_head_first_and_runs_one_process_for_each_device() -> None:
     made = plan("xllm", parallel=Parallelism(gpus=2, tensor=2))
     assert made.before[0].words == ("headstart", "export", "/m", "--to", "xllm", "--out", "/m-mtp")
-    assert made.serve[0].environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
-    assert "--ep_size" not in words(made)
+    assert made.serve[0].environment == {"CUDA_VISIBLE_DEVICES": "0,1"} and "--ep_size" not in words(made)
     assert after(made, "--draft_model") == "/m-mtp"
     assert [step.words[step.words.index("--node_rank") + 1] for step in made.serve] == ["0", "1"]
 
@@ -450,8 +444,7 @@ TRANSLATED = [
 @pytest.mark.parametrize(("version", "old", "new"), TRANSLATED)
 def test_translate(version: str, old: str, new: str) -> None:
     found = launch.translate(old, version)
-    assert found.data["command"] == new
-    assert found.data["changes"] and not found.data["warnings"]
+    assert found.data["command"] == new and found.data["changes"] and not found.data["warnings"]
     again = launch.translate(new, version)
     assert (again.data["command"], again.data["changes"]) == (new, [])
 
@@ -487,8 +480,7 @@ def test_dry_run_prints_a_command_that_the_version_takes(model: str, capsys: Cap
     arguments = ["launch", "vllm", model, "--dry-run", "--gpus", "h100x1", "--engine-version", "0.32.0", "--json"]
     assert main([*arguments, "--", "--enable-log-requests"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["depth"] == 3
-    assert document["serve"][0]["command"].endswith("--enable-log-requests")
+    assert document["depth"] == 3 and document["serve"][0]["command"].endswith("--enable-log-requests")
 
 
 def test_code_of_a_checkpoint_runs_only_if_the_user_says_so(tmp_path: Path, capsys: Capture) -> None:

@@ -47,8 +47,7 @@ def test_a_chain_pays_for_every_token_and_a_block_once() -> None:
 
 def test_sizes_of_heads() -> None:
     # Medusa's for Vicuna-7B in the paper: a layer and an LM head for each token.
-    model = sized("llama-2-7b", "medusa")
-    assert model.weight_bytes()["head"] == 4 * 2 * (4096 * 4096 + 32000 * 4096)
+    assert sized("llama-2-7b", "medusa").weight_bytes()["head"] == 4 * 2 * (4096 * 4096 + 32000 * 4096)
     # EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16 with its LM head of 32,000 rows.
     assert sized("qwen3.5-9b", "eagle3").weight_bytes()["head"] == pytest.approx(0.85e9, rel=0.1)
     head = sized("mimo-v2-flash", "mtp").shape.drafter
@@ -132,8 +131,7 @@ def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
 def test_the_price_list_is_dated_and_the_users_own_wins(tmp_path: Path, capsys: Capture) -> None:
     assert device_price("spot", "h200", None).dollars == 3.31
     arguments = ["plan", "qwen3.6-27b", "--gpu", "a100", "--price-per-hour", "spot"]
-    assert main(arguments) == 2
-    assert "listed: b200, h200" in capsys.readouterr().err
+    assert main(arguments) == 2 and "listed: b200, h200" in capsys.readouterr().err
     mine = tmp_path / "mine.toml"
     mine.write_text('date = "today"\n[devices.a100-80g]\nspot = 1.5\n')
     assert main([*arguments, "--price-list", str(mine)]) == 0

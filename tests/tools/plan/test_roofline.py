@@ -129,8 +129,7 @@ def test_windows_choices_and_experts_bound_what_a_row_reads() -> None:
     coarse = next(g.cost.mixer for g in find_shape("deepseek-v4").layers if g.cost.mixer.stride == 128)
     assert coarse.entries(128_000) == 128 + 1000
     mlp = FeedForwardCost(weights=0, num_kernels=0, experts=64, active=4, expert_weights=1)
-    assert mlp.touched(1) == pytest.approx(4)
-    assert mlp.touched(2) == pytest.approx(4 + 4 * 60 / 64)
+    assert mlp.touched(1) == pytest.approx(4) and mlp.touched(2) == pytest.approx(4 + 4 * 60 / 64)
     assert mlp.touched(10_000) == pytest.approx(64)
 
 
@@ -217,8 +216,7 @@ def test_the_best_depth_follows_acceptance_and_falls_when_rows_cost_compute() ->
     def best(share: float, batch: int) -> int:
         return fastest([step_speed(dense, sharp(), batch, 100, depth, (share,)) for depth in range(9)]).depth
 
-    assert (best(0.0, 1), best(1.0, 1)) == (0, 8)
-    assert best(0.7, 1) > best(0.7, 32) > best(0.7, 256) == 0
+    assert (best(0.0, 1), best(1.0, 1)) == (0, 8) and best(0.7, 1) > best(0.7, 32) > best(0.7, 256) == 0
 
 
 def test_first_token_grows_with_the_prompt_and_cost_with_the_seconds() -> None:
@@ -284,8 +282,7 @@ def test_two_passes_predict_the_others_at_their_context(small: SizedModel) -> No
 
 def test_passes_at_two_contexts_predict_batches_and_contexts(small: SizedModel) -> None:
     works = [Pass(batch, 1, context) for batch in (1, 8) for context in (128, 1024)]
-    points = measured(small, *works, Pass(1, 8, 1024))
-    rates = measure.fit_rates(points, small, sharp(), 36e9)
+    rates = measure.fit_rates(measured(small, *works, Pass(1, 8, 1024)), small, sharp(), 36e9)
     others = [Pass(batch, 1, context) for batch in (2, 16, 64) for context in (128, 1024, 4096)]
     assert worst(small, rates, *others, *(Pass(1, rows, 4096) for rows in (4, 64))) < 0.05
 
@@ -309,8 +306,7 @@ def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = plan.run(plan.PlanOptions(model=tiny_here, context=100)).data
-    assert first["machine"]["name"] == "here"
-    assert first["machine"]["rates"]["measured_draft"] is not None
+    assert first["machine"]["name"] == "here" and first["machine"]["rates"]["measured_draft"] is not None
     monkeypatch.setattr(measure, "load_model", lambda *args: pytest.fail("measured again"))
     assert plan.run(plan.PlanOptions(model=tiny_here, context=100)).data == first
     measure.cache_path(tiny_here, EngineConfig()).write_text("damaged")
@@ -376,8 +372,7 @@ def test_every_published_point_is_predicted_or_says_why_not(figures: list[dict[s
 @pytest.mark.slow
 def test_published_figures_are_predicted_or_impossible(figures: list[dict[str, Any]]) -> None:
     row = figure(figures, "DeepSeek V4 FP8, H200, batch 1", "plain tok/s")
-    served = model("deepseek-v4", "fp8")
-    assert max_tokens_per_s(served, make_machine("h200", 4, "fp8"), 1, 2048, 0) < 1700
+    assert max_tokens_per_s(model("deepseek-v4", "fp8"), make_machine("h200", 4, "fp8"), 1, 2048, 0) < 1700
     assert row["verdict"].startswith("impossible for one stream")
     assert "as a total of about" in row["verdict"]
     row = figure(figures, "Qwen3.6-27B AWQ, 24 GB", "MTP tok/s")
@@ -424,8 +419,7 @@ def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) ->
     ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
 ])  # fmt: skip
 def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["plan", *arguments.split()]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow

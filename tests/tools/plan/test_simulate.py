@@ -39,9 +39,7 @@ def test_steps_are_shared_and_every_token_counts_once() -> None:
     assert [(decoding, read.rows) for decoding, _, read in seen] == [(0, 10), (1, 15), (1, 5), *[(1, 0)] * 4]
     assert seen[0][2] == PrefillRows(1, 10, 5, 1)  # rows see half of what is read with them
     assert seen[2][1:] == (10 + 2, PrefillRows(1, 5, 15 + 2.5, 1))  # the first has got two tokens; 15 were read
-    assert list(served.ttft_s) == [1.0, 3.0]
-    assert list(served.tpot_s) == [0.5, 0.5]
-    assert served.busy == 1.0
+    assert list(served.ttft_s) == [1.0, 3.0] and list(served.tpot_s) == [0.5, 0.5] and served.busy == 1.0
 
 
 def test_more_engines_wait_less_and_fewer_slots_more() -> None:
@@ -53,8 +51,7 @@ def test_more_engines_wait_less_and_fewer_slots_more() -> None:
     def mean_wait(engines: int, slots: int) -> float:
         return float(np.mean(simulate(step, asked, engines=engines, slots=slots, rows=512).ttft_s))
 
-    assert mean_wait(1, 64) > mean_wait(2, 64) > 0
-    assert mean_wait(2, 2) > mean_wait(2, 64)
+    assert mean_wait(1, 64) > mean_wait(2, 64) > 0 and mean_wait(2, 2) > mean_wait(2, 64)
 
 
 def test_a_load_in_words() -> None:

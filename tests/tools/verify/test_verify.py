@@ -52,8 +52,7 @@ def test_no_difference_over_the_whole_grid(folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     report = verify.run(options(folder, GRID), lambda *call: calls.append(call))
     data = report.data
-    assert report.ok
-    assert (data["differences"], data["ties"], data["found"]) == (0, 0, [])
+    assert report.ok and (data["differences"], data["ties"], data["found"]) == (0, 0, [])
     assert data["identical"] == data["texts"] == len(data["cells"]) * len(PROMPTS)
     assert data["tokens"] > data["texts"] * 10
     assert max(cell["acceptance_length"] for cell in data["cells"]) > 1.2, "drafts were accepted"
@@ -92,8 +91,7 @@ def wrong_verify(draft: list[int], targets: list[int], *logprobs: Any) -> Verify
 def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     report = verify.run(options(folder, dtype=dtype))
-    assert not report.ok
-    assert report.data["differences"] > len(PROMPTS)
+    assert not report.ok and report.data["differences"] > len(PROMPTS)
     assert report.data["identical"] + len(report.data["found"]) == report.data["texts"]
     wrong = [each for each in report.data["found"] if not each["tie"]]
     assert len(wrong) == report.data["differences"]
@@ -116,8 +114,7 @@ def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Engine, "_append", short)
     report = verify.run(options(folder))
-    assert not report.ok
-    assert {each["margin"] for each in report.data["found"]} == {None}
+    assert not report.ok and {each["margin"] for each in report.data["found"]} == {None}
     assert any("one text ends there" in line for line in report.lines)
     json.dumps(report.data, allow_nan=False)
 
@@ -151,8 +148,7 @@ def test_exit_codes_of_the_command(
     cells = {(cell["chunk"], cell["threads"], cell["preemption"]) for cell in data["cells"]}
     assert data["ok"] is True and cells == {(1, 1, False), (32, 1, False)}
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
-    assert main(command) == 1
-    assert json.loads(capsys.readouterr().out)["differences"] > 0
+    assert main(command) == 1 and json.loads(capsys.readouterr().out)["differences"] > 0
 
 
 def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> None:
@@ -177,8 +173,7 @@ def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> 
 def test_what_contradicts_itself(
     folder: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(folder), *flags]) == 2
-    assert message in capsys.readouterr().err
+    assert main(["verify", str(folder), *flags]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -187,8 +182,7 @@ def test_preemption_really_happens(folder: Path) -> None:
     grid = {**SMALL_GRID, "depths": (0, 3), "batch_sizes": (4, 16), "preemption": (True,)}
     prompts = tuple(prompt_of(length, i) for i, length in enumerate((5, 60, 9, 14, 21, 3)))
     report = verify.run(options(folder, grid, prompts=prompts, max_tokens=40))
-    assert report.ok
-    assert all(cell["preemptions"] for cell in report.data["cells"])
+    assert report.ok and all(cell["preemptions"] for cell in report.data["cells"])
 
 
 # Threads.
@@ -224,8 +218,7 @@ def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: p
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
-    assert not report.ok
-    assert report.data["ties"] == 0
+    assert not report.ok and report.data["ties"] == 0
     assert {each["margin"] for each in report.data["found"]} == {None}
     assert any(each["plain"] >= 0 for each in report.data["found"])
     assert "up to numeric ties" not in report.lines[-1]
@@ -250,8 +243,7 @@ def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
         asked = request(context, temperature=temperature, seed=5, max_tokens=1)
         drawn = run(make(model, drafter="none"), [asked])["r", 0].tokens[0]
         gaps = [judge.margin(context, drawn, token, params)[0] for token in range(3, 12) if token != drawn]
-        assert min(gaps) > 0
-        assert len({round(gap, 6) for gap in gaps}) == len(gaps)
+        assert min(gaps) > 0 and len({round(gap, 6) for gap in gaps}) == len(gaps)
 
 
 def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
@@ -262,8 +254,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
     for tolerance, expected in ((TIE, True), (0.0, False)):
         judge = TieReferee(model, EngineConfig(threads=1), tolerance)
         margin, tie = judge.margin([5, 6], 33, 77, SamplingParams())
-        assert margin == pytest.approx(0, abs=1e-6)
-        assert tie is expected
+        assert margin == pytest.approx(0, abs=1e-6) and tie is expected
 
 
 @pytest.mark.slow
@@ -272,14 +263,12 @@ def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
-    assert report.ok
-    assert report.data["ties"] == report.data["texts"] - report.data["identical"] > 0
+    assert report.ok and report.data["ties"] == report.data["texts"] - report.data["identical"] > 0
     assert not verify.run(options(folder, dtype="float64")).ok
 
 
 def test_margin_at_the_end_of_the_context() -> None:
-    model = tiny_model(FAMILY)
-    judge = TieReferee(str(model.checkpoint.path), EngineConfig(threads=1, max_model_len=64))
+    judge = TieReferee(str(tiny_model(FAMILY).checkpoint.path), EngineConfig(threads=1, max_model_len=64))
     margin, _ = judge.margin(prompt_of(63, 0), 5, 6, SamplingParams())
     assert 0 < margin < 50
 
@@ -294,12 +283,10 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
     cells = pairwise(factors, seed)
     assert all(cell.keys() == factors.keys() for cell in cells)
     for one, other in combinations(factors, 2):
-        seen = {(cell[one], cell[other]) for cell in cells}
-        assert seen == set(product(factors[one], factors[other]))
+        assert {(cell[one], cell[other]) for cell in cells} == set(product(factors[one], factors[other]))
     if len(sizes) == 1:
         assert [cell["f0"] for cell in cells] == factors["f0"]
-    assert len(cells) <= np.prod(sizes)
-    assert len({tuple(cell.values()) for cell in cells}) == len(cells)
+    assert len(cells) <= np.prod(sizes) and len({tuple(cell.values()) for cell in cells}) == len(cells)
 
 
 def test_the_grid_is_small() -> None:
