@@ -70,117 +70,90 @@ class FamilyRow:
 
 ROWS: Mapping[str, FamilyRow] = {
     "bailing_moe": FamilyRow(
-        is_relative=True, trunk="glm4_moe", mtp=DEEPSEEK, has_deepseek_names=True, released={"norm_topk_prob": True},
-    ),
+        is_relative=True, trunk="glm4_moe", mtp=DEEPSEEK, has_deepseek_names=True, released={"norm_topk_prob": True}),
     "cohere2": FamilyRow(
         is_relative=True,
         variants={
             "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
-            "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None},
-        },
+            "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None}},
         gguf={"cohere2": "cohere2"},
         # llama.cpp knows no other
         llama_cpp={"sliding_window_pattern": 4, "num_hidden_layers": 5},
-        released={"rotary_pct": 1.0},
-    ),
+        released={"rotary_pct": 1.0}),
     "cohere2_moe": FamilyRow(
         is_relative=True,
         mtp=MTPModule(
             # a layer that rotates and sees everything
-            config={**SPARSE, "layer_types": ["sliding_attention"], "sliding_window": 10**6},
-        ),
+            config={**SPARSE, "layer_types": ["sliding_attention"], "sliding_window": 10**6}),
         variants={
             "cohere2_moe, a softmax, no shared experts, a norm that does not center": {
                 "model_type": "cohere2_moe", "rms_norm_eps": 1e-5, "expert_selection_fn": "softmax",
                 "num_shared_experts": 0, "first_k_dense_replace": 2, "prefix_dense_sliding_window_pattern": 2,
-                "num_hidden_layers": 4, "prefix_dense_intermediate_size": None, "num_nextn_predict_layers": 0,
-            },
-        },
-        llama_cpp={"prefix_dense_intermediate_size": 512, "intermediate_size": 256},
-    ),
+                "num_hidden_layers": 4, "prefix_dense_intermediate_size": None, "num_nextn_predict_layers": 0}},
+        llama_cpp={"prefix_dense_intermediate_size": 512, "intermediate_size": 256}),
     "deepseek_v3": FamilyRow(
         mtp=DEEPSEEK, mtp_block=2, oracle_config={"num_key_value_heads": None, "head_dim": 6}, transformers_mtp={},
-        is_whole=True, llama_cpp=LATENT, released={"scoring_func": "sigmoid"},
-    ),
+        is_whole=True, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}),
     "deepseek_v32": FamilyRow(mtp=DEEPSEEK, mtp_block=2, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}),
     "deepseek_v4": FamilyRow(
         mtp=MTPModule(
             block="mtp.0.", layer="layers.0.", names={r"^layers\.0\.hc_head_": "hc_head_"},
             projections=("mtp.0.e_proj", "mtp.0.h_proj"), norm="mtp.0.norm", reads_normed=False, recycles_normed=False,
-            config={"compress_ratios": [0, 0], "num_hash_layers": 0},
-        ),
+            config={"compress_ratios": [0, 0], "num_hash_layers": 0}),
         excluded=("num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
         variants={
             "wide odd heads of one key": {
-                "head_dim": 23, "num_attention_heads": 3, "o_groups": 3, "index_head_dim": 11,
-            },
+                "head_dim": 23, "num_attention_heads": 3, "o_groups": 3, "index_head_dim": 11},
             "one layer with a window, odd sizes": {
                 "num_hidden_layers": 1, "compress_ratios": [0, 0], "num_hash_layers": 0, "vocab_size": 97,
-                "moe_intermediate_size": 37,
-            },
+                "moe_intermediate_size": 37},
             "kinds by ratio, three streams": {
                 "compress_ratios": [128, 4, 4, 0], "compress_rates": None, "compress_rate_csa": 5, "hc_mult": 3,
-                "hc_sinkhorn_iters": 1, "scoring_func": "sigmoid",
-            },
-            "no word on kinds": {"compress_ratios": None, "num_hash_layers": None},
-        },
+                "hc_sinkhorn_iters": 1, "scoring_func": "sigmoid"},
+            "no word on kinds": {"compress_ratios": None, "num_hash_layers": None}},
         llama_cpp={
             "num_key_value_heads": 1, "o_lora_rank": 128, "index_n_heads": 64,
-            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
-        },
-        released={"norm_topk_prob": True, "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus"},
-    ),
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}},
+        released={"norm_topk_prob": True, "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus"}),
     "ernie4_5": FamilyRow(
         is_relative=True, variants={"ernie4_5, biases": {"model_type": "ernie4_5", "use_bias": True}},
-        gguf={"ernie4_5": "ernie4_5"},
-    ),
+        gguf={"ernie4_5": "ernie4_5"}),
     "ernie4_5_moe": FamilyRow(
         mtp=MTPModule(
             block="model.mtp_block.{i}.", embedding_norm="model.mtp_emb_norm.{i}",
             hidden_norm="model.mtp_hidden_norm.{i}", projections=("model.mtp_linear_proj.{i}",), masks_first=True,
-            norm="", config={"moe_layer_start_index": 1},
-        ),
+            norm="", config={"moe_layer_start_index": 1}),
         mtp_block=0, excluded=("attention_bias",),
         # by kv heads: what the converter takes for shared experts' width
-        llama_cpp={"intermediate_size": 1024},
-    ),
+        llama_cpp={"intermediate_size": 1024}),
     "exaone4": FamilyRow(
         is_relative=True, mtp=replace(QWEN, config={"layer_types": ["sliding_attention"]}),
         variants={
             "exaone4": {"model_type": "exaone4", "num_nextn_predict_layers": 0},  # EXAONE 4.5 has one
             "exaone4, no windows": {
                 "model_type": "exaone4", "num_nextn_predict_layers": 0, "sliding_window": None,
-                "layer_types": ["full_attention"] * 3,
-            },
-        },
+                "layer_types": ["full_attention"] * 3}},
         gguf={"exaone4": "exaone4"},
         # windows in that of 64 layers only
-        llama_cpp={"sliding_window": None, "num_nextn_predict_layers": 0},
-    ),
+        llama_cpp={"sliding_window": None, "num_nextn_predict_layers": 0}),
     "exaone_moe": FamilyRow(
         is_relative=True, mtp=replace(QWEN, config={"layer_types": ["sliding_attention"], "first_k_dense_replace": 1}),
-        mtp_block=0, has_deepseek_names=True, released={"scoring_func": "sigmoid"},
-    ),
+        mtp_block=0, has_deepseek_names=True, released={"scoring_func": "sigmoid"}),
     "falcon_h1": FamilyRow(
         is_relative=True,
         variants={
             "falcon_h1, no norm, biases": {
                 "model_type": "falcon_h1", "mamba_rms_norm": False, "mamba_proj_bias": True, "projectors_bias": True,
-                "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 1,
-            },
+                "attention_bias": True, "mlp_bias": True, "mamba_n_groups": 1},
             "falcon_h1, norm before the gate, no multipliers": {
                 "model_type": "falcon_h1", "mamba_norm_before_gate": True, "mlp_multipliers": None,
                 "ssm_multipliers": None, "key_multiplier": 1.0, "ssm_in_multiplier": 1.0,
-                "attention_in_multiplier": 1.0,
-            },
-        },
-    ),
+                "attention_in_multiplier": 1.0}}),
     "gemma2": FamilyRow(is_relative=True),
     "gemma3": FamilyRow(
         trunk="gemma3_text", has_rope_by_kind=True, is_whole=True,
         # as long as its tokenizer
-        llama_cpp={"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7},
-    ),
+        llama_cpp={"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7}),
     "gemma3n": FamilyRow(
         is_relative=True, trunk="gemma3n_text",
         variants={
@@ -188,17 +161,13 @@ ROWS: Mapping[str, FamilyRow] = {
             "gemma3n": {"model_type": "gemma3n", "laurel_rank": 64, "vocab_size_per_layer_input": 131},
             "gemma3n, fewer tokens by layer, another stream, no factor": {
                 "model_type": "gemma3n", "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
-                "activation_sparsity_pattern": None, "attention_bias": True, "intermediate_size": 80,
-            },
-        },
+                "activation_sparsity_pattern": None, "attention_bias": True, "intermediate_size": 80}},
         gguf={"gemma3n": "gemma3n"},
         llama_cpp={
             # llama.cpp knows the softcap, the cutoff and which layers have one, and shares from layer 20 on
             "final_logit_softcapping": 30.0,
             "vocab_size": 97, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0, "altup_num_inputs": 4,
-            "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5,
-        },
-    ),
+            "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5}),
     "gemma4": FamilyRow(
         trunk="gemma4_text", has_rope_by_kind=True, is_whole=True, excluded=("rope_scaling",),
         variants={
@@ -207,14 +176,11 @@ ROWS: Mapping[str, FamilyRow] = {
             "experts alone": {**EXPERTS, "hidden_size_per_layer_input": 0, "attention_k_eq_v": False},
             "no more than windows": {"hidden_size_per_layer_input": 0, "final_logit_softcapping": None},
             "sizes of one layer": {"per_layer_config": {"2": {"head_dim": 10, "num_key_value_heads": 3}}},
-            "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"},
-        },
-        llama_cpp={"vocab_size": 97, "vocab_size_per_layer_input": 97},
-    ),
+            "another table": {"vocab_size_per_layer_input": 140, "use_bidirectional_attention": "vision"}},
+        llama_cpp={"vocab_size": 97, "vocab_size_per_layer_input": 97}),
     "glm": FamilyRow(
         is_relative=True, variants={"glm, no biases": {"model_type": "glm", "attention_bias": False}},
-        gguf={"glm": "chatglm"},
-    ),
+        gguf={"glm": "chatglm"}),
     "glm4": FamilyRow(is_relative=True, gguf={"glm4": "glm4"}),
     "glm4_moe": FamilyRow(mtp=DEEPSEEK, mtp_block=2, transformers_mtp={}),
     "glm4_moe_lite": FamilyRow(
@@ -225,39 +191,30 @@ ROWS: Mapping[str, FamilyRow] = {
         llama_cpp={
             # llama.cpp rounds YaRN's ramp, the model and headstart do not: compared without
             "intermediate_size": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
-        },
-    ),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}}),
     "granite": FamilyRow(
         is_relative=True,
         variants={"granite, biases": {"model_type": "granite", "attention_bias": True, "mlp_bias": True}},
-        gguf={"granite": "granite"}, has_gguf_rope_order=True,
-    ),
+        gguf={"granite": "granite"}, has_gguf_rope_order=True),
     "granitemoehybrid": FamilyRow(
         is_relative=True,
         variants={
             "granitemoehybrid, older names, rope, a dense part": {
                 "model_type": "granitemoehybrid", "layer_types": ["attention", "mamba", "mamba"],
                 "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1, "mamba_proj_bias": True,
-                "mamba_conv_bias": False,
-            },
+                "mamba_conv_bias": False},
             "granitemoe": {"model_type": "granitemoe", "layer_types": None, "shared_intermediate_size": None},
-            "granitemoeshared": {"model_type": "granitemoeshared", "layer_types": None},
-        },
-        llama_cpp={"intermediate_size": 256}, released={"layer_types": ["mamba", "attention", "mamba"]},
-    ),
+            "granitemoeshared": {"model_type": "granitemoeshared", "layer_types": None}},
+        llama_cpp={"intermediate_size": 256}, released={"layer_types": ["mamba", "attention", "mamba"]}),
     "hunyuan_v1_dense": FamilyRow(
         is_relative=True,
         variants={
             "hunyuan_v1_dense, alpha": {
                 "model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
-            },
-        },
-        gguf={"hunyuan_v1_dense": "hunyuan-dense"},
-    ),
+            }},
+        gguf={"hunyuan_v1_dense": "hunyuan-dense"}),
     "hy_v3": FamilyRow(
-        is_relative=True, mtp=replace(DEEPSEEK, masks_first=True), mtp_block=-1, has_deepseek_names=True,
-    ),
+        is_relative=True, mtp=replace(DEEPSEEK, masks_first=True), mtp_block=-1, has_deepseek_names=True),
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),
     "llama4": FamilyRow(
@@ -265,17 +222,12 @@ ROWS: Mapping[str, FamilyRow] = {
         variants={
             "llama4, one expert, no norms": {
                 "model_type": "llama4_text", "num_experts_per_tok": 1, "use_qk_norm": False,
-                "no_rope_layers": [1, 0, 1, 0], "moe_layers": [0, 3],
-            },
+                "no_rope_layers": [1, 0, 1, 0], "moe_layers": [0, 3]},
             "llama4, scaled": {
                 "model_type": "llama4_text", "attn_temperature_tuning": False, "attention_bias": True,
                 "rope_scaling": {
                     "rope_type": "llama3", "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
-                    "original_max_position_embeddings": 32,
-                },
-            },
-        },
-    ),
+                    "original_max_position_embeddings": 32}}}),
     "longcat_flash": FamilyRow(
         mtp=MTPModule(
             # half of a layer
@@ -284,17 +236,13 @@ ROWS: Mapping[str, FamilyRow] = {
             config={"num_hidden_layers": 2, "num_layers": 1, "zero_expert_num": 0},
             names={
                 r"(input_layernorm|post_attention_layernorm|self_attn)\.": r"\1.0.", "transformer_layer.mlp": "mlps.0",
-            },
-        ),
+            }),
         oracle_config={"head_dim": 6},
         variants={
             "one layer, odd sizes": {
                 "num_hidden_layers": 2, "ffn_hidden_size": 37, "intermediate_size": None, "vocab_size": 97,
-                "zero_expert_num": 0, "moe_topk": 3,
-            },
-        },
-        llama_cpp=LATENT,
-    ),
+                "zero_expert_num": 0, "moe_topk": 3}},
+        llama_cpp=LATENT),
     "mellum": FamilyRow(
         is_relative=True,
         mtp=replace(QWEN, config={"layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}), mtp_block=0,
@@ -303,91 +251,67 @@ ROWS: Mapping[str, FamilyRow] = {
         variants={
             "mellum, windows, an MLP": {
                 "model_type": "mellum", "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "mlp_layer_types": ["dense", "sparse", "sparse"], "num_nextn_predict_layers": 0,
-            },
-        },
+                "mlp_layer_types": ["dense", "sparse", "sparse"], "num_nextn_predict_layers": 0}},
         llama_cpp={
             # its module is not converted, all layers rotate by one base, one must have a window
             "num_nextn_predict_layers": 0,
             "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
             "rope_parameters": {
-                f"{kind}_attention": {"rope_type": "default", "rope_theta": 5e4} for kind in ("sliding", "full")
-            },
-        },
-    ),
+                f"{kind}_attention": {"rope_type": "default", "rope_theta": 5e4} for kind in ("sliding", "full")}}),
     "mimo": FamilyRow(
         trunk="qwen2",
         mtp=MTPModule(
             block="model.mtp_layers.{i}.", embedding_norm="{block}token_layernorm",
             hidden_norm="{block}hidden_layernorm", projections=("{block}input_proj",), norm="{block}final_layernorm",
-            hidden_first=True, masks_first=True, reads_normed=False,
-        ),
-    ),
+            hidden_first=True, masks_first=True, reads_normed=False)),
     "mimo_v2_flash": FamilyRow(
         mtp=MTPModule(
             block="model.mtp.layers.{i}.", names={"pre_mlp_layernorm": "post_attention_layernorm"},
             norm="{block}final_layernorm", reads_normed=False, recycles_normed=False,
-            config={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
-        ),
+            config={"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}),
         modules=(0, 1, 2, 2), excluded=("rope_scaling", "rope_parameters", "num_key_value_heads"),
         llama_cpp={
             "v_head_dim": 32, "num_key_value_heads": 2, "rope_parameters": None, "rope_theta": 50000.0,
-            "swa_rope_theta": 300.0, "partial_rotary_factor": 0.5, "swa_num_key_value_heads": 2,
-        },
+            "swa_rope_theta": 300.0, "partial_rotary_factor": 0.5, "swa_num_key_value_heads": 2},
         released={
             "swa_head_dim": 64, "swa_v_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
-            "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1],
-        },
-    ),
+            "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1]}),
     "minicpm": FamilyRow(
         is_relative=True, trunk="granite",
         oracle_config={
             "embedding_multiplier": 12, "residual_multiplier": 0.8082903768654761, "logits_scaling": 3.0,
-            "attention_multiplier": 0.3535533905932738,
-        },
-        gguf={"minicpm": "minicpm"}, has_gguf_rope_order=True,
-    ),
+            "attention_multiplier": 0.3535533905932738},
+        gguf={"minicpm": "minicpm"}, has_gguf_rope_order=True),
     "mistral": FamilyRow(
         is_relative=True,
         variants={
             "mistral, no window": {"model_type": "mistral", "sliding_window": None},
             "ministral": {
-                "model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            },
+                "model_type": "ministral", "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
             "ministral3": {
                 "model_type": "ministral3", "sliding_window": None,
                 "rope_parameters": {
                     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32,
                     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                    "llama_4_scaling_beta": 0.1,
-                },
-            },
-        },
-        gguf={"mistral": "llama"}, has_gguf_rope_order=True,
-    ),
+                    "llama_4_scaling_beta": 0.1}}},
+        gguf={"mistral": "llama"}, has_gguf_rope_order=True),
     "mixtral": FamilyRow(
         is_relative=True, variants={"mixtral, window": {"model_type": "mixtral", "sliding_window": 9}},
-        gguf={"mixtral": "llama"}, has_gguf_rope_order=True, llama_cpp={"intermediate_size": 256},
-    ),
+        gguf={"mixtral": "llama"}, has_gguf_rope_order=True, llama_cpp={"intermediate_size": 256}),
     "nemotron_h": FamilyRow(
         mtp=MTPModule(
             block="mtp.layers.", layer="backbone.layers.", embedding_norm="mtp.layers.0.enorm",
             hidden_norm="mtp.layers.0.hnorm", projections=("mtp.layers.0.eh_proj",),
-            norm="mtp.layers.1.final_layernorm", config={"hybrid_override_pattern": "*E", "num_hidden_layers": 2},
-        ),
+            norm="mtp.layers.1.final_layernorm", config={"hybrid_override_pattern": "*E", "num_hidden_layers": 2}),
         variants={
             "experts of whole rows, in groups": {
                 "moe_latent_size": None, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
-                "routed_scaling_factor": 2.5,
-            },
+                "routed_scaling_factor": 2.5},
             "kinds as lists, all biases": {
                 "hybrid_override_pattern": None, "layers_block_type": ["mamba", "mlp", "attention", "linear_attention"],
-                "use_bias": True, "mlp_bias": True, "num_nextn_predict_layers": 0, "use_conv_bias": False,
-            },
-        },
+                "use_bias": True, "mlp_bias": True, "num_nextn_predict_layers": 0, "use_conv_bias": False}},
         # no MLP beside experts there
-        llama_cpp={"hybrid_override_pattern": "ME*EM"},
-    ),
+        llama_cpp={"hybrid_override_pattern": "ME*EM"}),
     "olmo2": FamilyRow(
         is_relative=True,
         variants={
@@ -396,74 +320,56 @@ ROWS: Mapping[str, FamilyRow] = {
                 "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 5e5,
                 "rope_scaling": {
                     "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "attention_factor": 1.2,
-                },
-            },
+                }},
             "olmo3, a rope for each kind": {
                 "model_type": "olmo3", "sliding_window": 9, "num_hidden_layers": 4, "rope_theta": 5e5,
                 "rope_parameters": {
                     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-                },
-            },
-        },
-        gguf={"olmo2": "olmo2", "olmo3": "olmo2"},
-    ),
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}},
+        gguf={"olmo2": "olmo2", "olmo3": "olmo2"}),
     "phi3": FamilyRow(
         is_relative=True,
         variants={
             "phi3, a part of each head": {"model_type": "phi3", "partial_rotary_factor": 0.75, "sliding_window": None},
             "phi3, longrope": {
                 "model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": LONGROPE,
-                "original_max_position_embeddings": 256,
-            },
-        },
+                "original_max_position_embeddings": 256}},
         gguf={"phi3": "phi3"},
         # which llama.cpp does not apply
-        llama_cpp={"sliding_window": None},
-    ),
+        llama_cpp={"sliding_window": None}),
     "qwen2_moe": FamilyRow(
         is_relative=True,
         variants={
             "qwen2_moe, windows": {
                 "model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2,
-                "mlp_only_layers": [1],
-            },
-        },
-        gguf={"qwen2_moe": "qwen2moe"},
-    ),
+                "mlp_only_layers": [1]}},
+        gguf={"qwen2_moe": "qwen2moe"}),
     "qwen3_5": FamilyRow(trunk="qwen3_5_text", mtp=QWEN, mtp_block=1),
     "qwen3_5_moe": FamilyRow(trunk="qwen3_5_moe_text", mtp=QWEN, mtp_block=1),
     "qwen3_moe": FamilyRow(
         # llama.cpp has experts in all layers
-        llama_cpp={"mlp_only_layers": []},
-    ),
+        llama_cpp={"mlp_only_layers": []}),
     "qwen3_next": FamilyRow(mtp=QWEN, mtp_block=1, is_whole=True),
     "seed_oss": FamilyRow(
         is_relative=True,
         variants={"seed_oss, all biases": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True}},
-        gguf={"seed_oss": "seed_oss"},
-    ),
+        gguf={"seed_oss": "seed_oss"}),
     "stablelm": FamilyRow(
         is_relative=True,
         variants={
             "stablelm, both parts beside each other": {
                 "model_type": "stablelm", "use_parallel_residual": True, "use_qkv_bias": False,
-                "partial_rotary_factor": 0.5,
-            },
-        },
-        gguf={"stablelm": "stablelm"},
-    ),
+                "partial_rotary_factor": 0.5}},
+        gguf={"stablelm": "stablelm"}),
     "step3p5": FamilyRow(
         mtp=MTPModule(
             norm="{block}transformer.shared_head.norm", lm_head="{block}transformer.shared_head.output",
-            reads_normed=False, recycles_normed=False, config={"moe_layers_enum": ""},
-        ),
+            reads_normed=False, recycles_normed=False, config={"moe_layers_enum": ""}),
         mtp_block=1, modules=(0, 1, 2, 0),
         excluded=("num_key_value_heads", "num_hidden_layers", "rope_parameters", "rope linear, older key"),
         # all behind the first ones, as released
         llama_cpp={"moe_layers_enum": "1,2", "share_expert_dim": 256},
-        released={"norm_expert_weight": True},
-    ),
+        released={"norm_expert_weight": True}),
 }  # fmt: skip
 NO_ROW = FamilyRow()
 

@@ -75,12 +75,10 @@ CASES = {
         "6 tensors are missing: mtp.layers.0.mlp.experts.7.gate_proj", {"num_experts": 9}),
     "an expert that is missing": Bad(
         "deepseek_v3", "has no tensor layers.2.mlp.experts.4.up_proj.weight",
-        change=without("layers.2.mlp.experts.4.up_proj"),
-    ),
+        change=without("layers.2.mlp.experts.4.up_proj")),
     "all experts missing": Bad("qwen3_moe", "has no tensor layers.0.mlp.experts.0.", change=without("mlp.experts.")),
     "more MTP modules than there are": Bad(
-        "glm4_moe", "promises 3 MTP modules (num_nextn_predict_layers = 3), but", {"num_nextn_predict_layers": 3}
-    ),
+        "glm4_moe", "promises 3 MTP modules (num_nextn_predict_layers = 3), but", {"num_nextn_predict_layers": 3}),
     "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
     "a family with a sparse indexer": Bad("deepseek_v3", "(DSA)", {"model_type": "glm5_next"}),
     "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
@@ -88,47 +86,36 @@ CASES = {
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
         "qwen3", "no scales stands beside it", {"quantization_config": {"quant_method": "awq"}},
-        renamed("q_proj.weight", "q_proj.qweight"),
-    ),
+        renamed("q_proj.weight", "q_proj.qweight")),
     "GPTQ": Bad(
         "glm4_moe", "no scales stands beside it", {"quantization_config": {"quant_method": "gptq"}},
-        renamed("q_proj.weight", "q_proj.qweight"),
-    ),
+        renamed("q_proj.weight", "q_proj.qweight")),
     "bitsandbytes": Bad(
         "llama", "quantized as bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes"}},
-        renamed("q_proj.weight", "q_proj.weight.absmax"),
-    ),
+        renamed("q_proj.weight", "q_proj.weight.absmax")),
     "a quantization nobody knows": Bad(
-        "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}
-    ),
+        "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}),
     "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
     "scales beside plain weights": Bad(
         "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
-        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}),
-    ),
+        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)})),
     "a window that no key tells": Bad(
-        "qwen2", "layer type 'sliding_attention' is not supported", {"layer_types": ["sliding_attention"] * 3}
-    ),
+        "qwen2", "layer type 'sliding_attention' is not supported", {"layer_types": ["sliding_attention"] * 3}),
     "a tensor that nobody takes": Bad(
         "qwen2", "the config leaves no place for layers.0.mlp.up_proj.bias",
-        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.bias": np.ones(80, np.float32)}),
-    ),
+        change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.bias": np.ones(80, np.float32)})),
     "an LM head beside a tied embedding": Bad(
-        "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}
-    ),
+        "qwen2", "the config leaves no place for lm_head.weight", {"tie_word_embeddings": True}),
     "per-layer embeddings of too few tokens": Bad(
-        "gemma4", "vocab_size_per_layer_input is 100, less than vocab_size 131", {"vocab_size_per_layer_input": 100}
-    ),
+        "gemma4", "vocab_size_per_layer_input is 100, less than vocab_size 131", {"vocab_size_per_layer_input": 100}),
     "another number of experts": Bad("glm4_moe", "gate.weight is [7, 48], not [5, 48]", {"n_routed_experts": 5}),
     "more experts for a token than a group has": Bad(
-        "deepseek_v3", "cannot take 5 of 4 experts", {"num_experts_per_tok": 5}
-    ),
+        "deepseek_v3", "cannot take 5 of 4 experts", {"num_experts_per_tok": 5}),
     "more experts for a token than all": Bad("qwen3_moe", "cannot take 8 of 7 experts", {"num_experts_per_tok": 8}),
     "groups that do not divide": Bad("deepseek_v3", "8 experts do not make 3 groups", {"n_group": 3}),
     "another latent": Bad("deepseek_v3", "kv_a_proj_with_mqa.weight is [38, 48], not [36, 48]", {"kv_lora_rank": 30}),
     "softmax routing": Bad(
-        "deepseek_v3", "scoring_func is 'softmax', which is not supported", {"scoring_func": "softmax"}
-    ),
+        "deepseek_v3", "scoring_func is 'softmax', which is not supported", {"scoring_func": "softmax"}),
     "an indexer that is too narrow": Bad("deepseek_v32", "4, but 6 features are rotated", {"index_head_dim": 4}),
     "another activation": Bad("glm4_moe", "hidden_act is 'selu'", {"hidden_act": "selu"}),
     "what is recycled": Bad("glm4_moe", "mtp_recycle is 'both'", {"mtp_recycle": "both"}),
@@ -136,45 +123,36 @@ CASES = {
     "no size": Bad("deepseek_v3", "is missing or not a number", {"kv_lora_rank": None}),
     "a packing without scales": Bad(
         "glm4_moe", "no weight_scale stands beside it", {"quantization_config": {"quant_method": "compressed-tensors"}},
-        renamed("layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight_packed"),
-    ),
+        renamed("layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight_packed")),
     "another number of value heads": Bad(
         "qwen3_5", "in_proj_a.weight has shape (6, 48), but the config implies (4, 48)", {"linear_num_value_heads": 4}
     ),
     "another kind of layer": Bad(
-        "qwen3_next", "has no tensor layers.0.self_attn", {"layer_types": ["full_attention"] * 3}
-    ),
+        "qwen3_next", "has no tensor layers.0.self_attn", {"layer_types": ["full_attention"] * 3}),
     "an unknown kind of layer": Bad("qwen3_5", "layer type 'mamba' is not supported", {"layer_types": ["mamba"] * 3}),
     "too few kinds": Bad("qwen3_next", "layer_types must name 3 layers", {"layer_types": ["full_attention"]}),
     "heads that do not divide": Bad("qwen3_next", "6 value heads of 8, 4 key heads", {"linear_num_key_heads": 4}),
     "no convolution": Bad("qwen3_5", "a convolution of 1", {"linear_conv_kernel_dim": 1}),
     "a size of linear attention": Bad("qwen3_5", "linear attention needs it", {"linear_key_head_dim": None}),
     "more MTP layers than there are": Bad(
-        "qwen3_5", "tensors are missing: mtp.layers.1.", {"mtp_num_hidden_layers": 2}
-    ),
+        "qwen3_5", "tensors are missing: mtp.layers.1.", {"mtp_num_hidden_layers": 2}),
     "an embedding of its own": Bad("qwen3_5", "mtp_use_dedicated_embeddings", {"mtp_use_dedicated_embeddings": True}),
     "no gate": Bad("qwen3_5", "q_proj.weight is [192, 48], not [96, 48]", {"attn_output_gate": False}),
     "a wrapper around nothing": Bad("qwen3_5", "text_config is not an object", {"text_config": "none"}),
     **{
         f"no {name}": Bad(
-            "qwen3_5", "has no tensor layers.2.linear_attn.", change=without(f"model.layers.2.linear_attn.{name}")
-        )
-        for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "in_proj_qkv.weight")
-    },
+            "qwen3_5", "has no tensor layers.2.linear_attn.", change=without(f"model.layers.2.linear_attn.{name}"))
+        for name in ("conv1d.weight", "dt_bias", "A_log", "norm.weight", "in_proj_qkv.weight")},
     "keys beyond the kernels": Bad(
-        "qwen3_5", "the native backend cannot run this model: recurrence", tiny={"linear_key_head_dim": 272}
-    ),
+        "qwen3_5", "the native backend cannot run this model: recurrence", tiny={"linear_key_head_dim": 272}),
     "taps beyond the kernels": Bad(
-        "qwen3_next", "the native backend cannot run this model: causal_conv", tiny={"linear_conv_kernel_dim": 20}
-    ),
+        "qwen3_next", "the native backend cannot run this model: causal_conv", tiny={"linear_conv_kernel_dim": 20}),
     "experts beyond the kernels": Bad(
         "qwen3_moe", "the native backend cannot run this model: route",
-        tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2},
-    ),
+        tiny={"num_experts": 1025, "num_hidden_layers": 1, "mlp_only_layers": [], "moe_intermediate_size": 2}),
     "values beyond the kernels": Bad(
         "deepseek_v3", "the native backend cannot run this model: attend",
-        tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0},
-    ),
+        tiny={"kv_lora_rank": 528, "num_hidden_layers": 1, "num_nextn_predict_layers": 0}),
 }  # fmt: skip
 
 

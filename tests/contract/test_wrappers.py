@@ -26,8 +26,7 @@ CASES: dict[str, tuple[str, str, Config]] = {
     "qwen3_vl": ("qwen3", "Qwen3VLTextModel", {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8}),
     "qwen3_vl_moe": (
         "qwen3_moe", "Qwen3VLMoeTextModel",
-        {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, **EXPERTS, "norm_topk_prob": None},
-    ),
+        {"rope_parameters": {**MROPE, "mrope_interleaved": True}, "head_dim": 8, **EXPERTS, "norm_topk_prob": None}),
     "glm4v": ("glm4", "Glm4vTextModel", {"rope_parameters": HALF}),
     "glm4v_moe": (
         "glm4_moe", "Glm4vMoeTextModel", {"rope_parameters": HALF, "use_qk_norm": False, "num_nextn_predict_layers": 0},

@@ -126,14 +126,11 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no scales": ({k: v for k, v in gptq(weight(), 4).items() if k != "scales"}, GPTQ, "no scales stands beside it"),
     "groups that do not fit": ({**gptq(weight(), 4), "scales": np.ones((5, OUT), np.float16)}, GPTQ, "do not fit"),
     "a map out of range": (
-        {**gptq(weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3",
-    ),
+        {**gptq(weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3"),
     "scales that are none": (
-        {**gptq(weight(), 4), "scales": np.full((3, OUT), np.nan, np.float16)}, GPTQ, "are not all numbers",
-    ),
+        {**gptq(weight(), 4), "scales": np.full((3, OUT), np.nan, np.float16)}, GPTQ, "are not all numbers"),
     "a packed map below 0": (
-        {**packed(weight(), 4), "weight_g_idx": np.full(IN, -1, np.int32)}, PACKED, "of groups -1 to -1",
-    ),
+        {**packed(weight(), 4), "weight_g_idx": np.full(IN, -1, np.int32)}, PACKED, "of groups -1 to -1"),
     "packed groups": ({**packed(weight(), 4), "weight_scale": np.ones((OUT, 5), np.float16)}, PACKED, "5 groups"),
 }  # fmt: skip
 

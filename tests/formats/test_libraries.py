@@ -21,15 +21,12 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, compressed, a tensor": ("float-quantized", {**FP8, "strategy": "tensor"}),
     "mxfp8": ("mxfp8-quantized", {**FP8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}),
     "nvfp4, compressed": (
-        "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
+        "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
     "mxfp4, compressed": (
-        "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
-    ),
+        "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
     "int8, a row": ("int-quantized", {**INT8, "strategy": "channel"}),
     "int8, groups and zero points": (
-        "int-quantized", {**INT8, "strategy": "group", "group_size": 64, "symmetric": False},
-    ),
+        "int-quantized", {**INT8, "strategy": "group", "group_size": 64, "symmetric": False}),
 }  # fmt: skip
 PACKED: dict[str, dict[str, Any]] = {
     "packed": INT4, "packed, zero points": {**INT4, "symmetric": False}, "packed, 8 bits": {**INT4, "num_bits": 8},

@@ -121,8 +121,7 @@ def int8(groups: int, *, asymmetric: bool = False) -> tuple[Parts, NDArray[np.fl
 Case = tuple[Parts, NDArray[np.float32]]
 CASES: dict[str, tuple[dict[str, Any], Callable[[], Case]]] = {
     "fp8, DeepSeek's blocks": (
-        {"quant_method": "fp8", "weight_block_size": [16, 128]}, lambda: fp8((3, 2), "weight_scale_inv"),
-    ),
+        {"quant_method": "fp8", "weight_block_size": [16, 128]}, lambda: fp8((3, 2), "weight_scale_inv")),
     "fp8, compressed, a row": (COMPRESSED, lambda: fp8((ROWS, 1), bf16=True)),
     "fp8, compressed, a tensor": (COMPRESSED, lambda: fp8((1,))),
     "fp8, fbgemm": ({"quant_method": "fbgemm_fp8"}, lambda: fp8((ROWS, 1))),
@@ -214,8 +213,7 @@ BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, st
     "nvfp4, no reciprocal": ("nvfp4, compressed", "weight_global_scale", lambda v: v * 0, "is no scale for"),
     "int8, NaN": ("int8, a row", "weight_scale", with_nan, "are not all numbers"),
     "int8, other points": (
-        "int8, groups and zero points", "weight_zero_point", lambda v: v[:, :2], "not as the scales",
-    ),
+        "int8, groups and zero points", "weight_zero_point", lambda v: v[:, :2], "not as the scales"),
     "nf4, NaN": ("nf4", "weight.absmax", with_nan, "are not all numbers"),
     "nf4, fewer magnitudes": ("nf4", "weight.absmax", lambda v: v[:-1], "magnitudes do not fit"),
     "nf4, no levels": ("nf4", "weight.quant_map", None, "no quant_map stands beside it"),

@@ -54,8 +54,7 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("draft_model", "draft_model", {**LLAMA, "num_hidden_layers": 16}),
     (
         "draft_model", "draft_model",
-        {"architectures": ["Eagle2_5_VLForConditionalGeneration"], "model_type": "eagle_vl"},
-    ),
+        {"architectures": ["Eagle2_5_VLForConditionalGeneration"], "model_type": "eagle_vl"}),
     ("unknown", "", {**SPECULATORS, "speculators_model_type": "unheard_of", "architectures": ["Eagle3Speculator"]}),
 ]  # fmt: skip
 

@@ -33,17 +33,14 @@ MIXED: tuple[dict[str, Any], ...] = (
 HEADS: dict[str, Callable[[Model], Head]] = {
     "mtp": support.make_head, "mtp, draft vocabulary": lambda model: support.make_head(model, draft_ids=DRAFT_IDS),
     "mtp, three modules": lambda model: support.make_head(
-        model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm"),
-    ),
+        model, HeadSpec(num_modules=3, beyond="cycle", recycle="pre_norm")),
     "eagle3": lambda model: support.make_eagle3(model, draft_ids=DRAFT_IDS),
     "dspark": lambda model: support.make_block(model, draft_ids=DRAFT_IDS, markov_rank=8, confidence=True),
     "dspark without confidence": lambda model: support.make_block(model, markov_rank=8),
     "confidence of the row": lambda model: support.make_block(
-        model, markov_rank=4, confidence=True, confidence_markov=False,
-    ),
+        model, markov_rank=4, confidence=True, confidence_markov=False),
     "dflash": lambda model: support.make_block(
-        model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False,
-    ),
+        model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False),
 }  # fmt: skip
 
 

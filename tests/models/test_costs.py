@@ -83,15 +83,13 @@ OWN = {
     "glm5_next": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "layer_types": ["linear_attention"] * 4 + ["full"] * 4},
     "hy_v4": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "indexer_types": ["full", *["shared"] * 7]},
     "kimi_k3": {
-        **LATENT, **EXPERTS, "linear_attn_config": {"full_attn_layers": [4, 8], "num_heads": 8, "head_dim": 32},
-    },
+        **LATENT, **EXPERTS, "linear_attn_config": {"full_attn_layers": [4, 8], "num_heads": 8, "head_dim": 32}},
     "mimo_v2": {**EXPERTS, "n_routed_experts": 16, "sliding_window": 128, "v_head_dim": 32, "n_shared_experts": None},
     "minicpm3": LATENT, "minimax_m3": {**EXPERTS, "sparse_attention_config": BLOCKS},
     "pangu_ultra_moe": {**LATENT, **EXPERTS},
     "qwen4_exp": {
         **EXPERTS, "full_attention_interval": 4, "hc_count": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    },
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }  # fmt: skip
 
 

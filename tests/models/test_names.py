@@ -12,8 +12,7 @@ JOINED = re.compile("linear_attn|experts|(gate|up|qkv|[qkv])_proj")
 TABLE = Names(
     {
         "model.": "", "wrapped.model.": "", "lm_head.": "lm_head.", "vision.": None,
-        "model.extra.{i}.": "mtp.{i}.block.", "model.extra_norm.": "mtp.{i}.norm.",
-    },
+        "model.extra.{i}.": "mtp.{i}.block.", "model.extra_norm.": "mtp.{i}.norm."},
     parts={".ff.": ".mlp."},
 )  # fmt: skip
 THERE = {

@@ -37,8 +37,7 @@ QWEN35_TEXT: dict[str, Any] = {
     "mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "output_gate_type": "swish",
     "mtp_use_dedicated_embeddings": False, "pad_token_id": None, "rope_parameters": {
         "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
-        "rope_type": "default",
-    },
+        "rope_type": "default"},
 }  # fmt: skip
 FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096, "type": "yarn"}
@@ -135,17 +134,13 @@ RUN: dict[str, dict[str, Any]] = {
             "output_router_logits": False,
             "rope_scaling": {
                 "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3",
-            },
-            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
-        },
-    },
+                "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+            "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True}},
     "stepfun-ai/Step-3.5-Flash": {
         **{key: COMMON[key] for key in COMMON if key not in ("num_key_value_heads", "rope_theta")},
         "att_impl_type": "GQA", "attention_other_setting": {
             "attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
-            "num_attention_heads": 48, "true_head_dim": 128,
-        },
+            "num_attention_heads": 48, "true_head_dim": 128},
         "head_dim": 128, "layer_types": ["full_attention", *["sliding_attention"] * 3] * 8 + ["sliding_attention"] * 3,
         "max_seq_len": 262144, "model_type": "step3p5", "moe_every_n_layer": 1, "moe_intermediate_size": 1280,
         "moe_layer_offset": 0, "moe_layers_enum": ",".join(map(str, range(3, 32))), "moe_num_experts": 288,
@@ -155,19 +150,16 @@ RUN: dict[str, dict[str, Any]] = {
         "rope_theta": [5e6, 1e4, 1e4, 1e4] * 8 + [1e4] * 3,
         "rope_scaling": {
             "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 131072, "rope_type": "llama3",
-        },
+            "original_max_position_embeddings": 131072, "rope_type": "llama3"},
         "share_expert_dim": 1280, "sink": False, "sliding_window": 512, "use_head_wise_attn_gate": True,
         "swiglu_limits": [0.0] * 30 + [7, 7, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 31 + [16, 0.0, 0.0, 0.0],
         "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
-        "yarn_only_types": ["full_attention"], "zero_centered": True,
-    },
+        "yarn_only_types": ["full_attention"], "zero_centered": True},
     "google/gemma-2-9b-it": {
         **COMMON, "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
         "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "sliding_window_size": 4096, "tie_word_embeddings": True,
-    },
+        "sliding_window_size": 4096, "tie_word_embeddings": True},
     "google/gemma-3n-E2B-it": {
         "architectures": ["Gemma3nForConditionalGeneration"], "audio_config": {}, "model_type": "gemma3n",
         "audio_soft_tokens_per_image": 188, "audio_token_id": 262273, "boa_token_id": 256000, "boi_token_id": 255999,
@@ -183,8 +175,7 @@ RUN: dict[str, dict[str, Any]] = {
             "model_type": "gemma3n_text", "num_attention_heads": 8, "num_hidden_layers": 30, "num_key_value_heads": 2,
             "num_kv_shared_layers": 10, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
             "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": 512,
-            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
-        },
+            "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262400, "vocab_size_per_layer_input": 262144},
     },
     "CohereLabs/North-Mini-Code-1.0": {
         **COMMON, "model_type": "cohere2_moe", "attention_bias": False, "expert_selection_fn": "sigmoid",
@@ -193,18 +184,14 @@ RUN: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 49,
         "num_key_value_heads": 4, "num_shared_experts": 0, "prefix_dense_intermediate_size": 3072,
         "prefix_dense_sliding_window_pattern": 1, "shared_expert_combination_strategy": "average",
-        "sliding_window": 4096, "sliding_window_pattern": 4, "use_qk_norm": False, "tie_word_embeddings": True,
-    },
+        "sliding_window": 4096, "sliding_window_pattern": 4, "use_qk_norm": False, "tie_word_embeddings": True},
     "stabilityai/stablelm-2-zephyr-1_6b": {
         **{key: value for key, value in COMMON.items() if key != "rms_norm_eps"}, "hidden_dropout": 0.0,
         "layer_norm_eps": 1e-5, "model_type": "stablelm", "partial_rotary_factor": 0.25, "rope_theta": 10000,
-        "qk_layernorm": False, "use_parallel_residual": False, "use_qkv_bias": True,
-    },
+        "qk_layernorm": False, "use_parallel_residual": False, "use_qkv_bias": True},
     "Qwen/Qwen3-VL-30B-A3B-Instruct": {
         **SEES, "model_type": "qwen3_vl_moe", "text_config": {
-            **VL_TEXT, **VL_EXPERTS, "model_type": "qwen3_vl_moe_text",
-        },
-    },
+            **VL_TEXT, **VL_EXPERTS, "model_type": "qwen3_vl_moe_text"}},
     "Qwen/Qwen2.5-VL-7B-Instruct": {
         **COMMON, "model_type": "qwen2_5_vl", "max_window_layers": 28, "sliding_window": 32768,
         "use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
@@ -215,12 +202,9 @@ RUN: dict[str, dict[str, Any]] = {
         "image_start_token_id": 151339, "image_end_token_id": 151340, "video_start_token_id": 151341,
         "video_end_token_id": 151342, "text_config": {
             **COMMON, "model_type": "glm4v_text", "attention_bias": True, "partial_rotary_factor": 0.5,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-        },
-    },
+            "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}}},
     "deepseek-ai/DeepSeek-V3.2": {
-        **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {**FP8, "scale_fmt": "ue8m0"},
-    },
+        **LATENT, **INDEXED, "model_type": "deepseek_v32", "quantization_config": {**FP8, "scale_fmt": "ue8m0"}},
     "moonshotai/Kimi-K2.5": {
         "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "dtype": "bfloat16",
         "eos_token_id": 163585, "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
@@ -232,17 +216,13 @@ RUN: dict[str, dict[str, Any]] = {
                 "weights": {
                     "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
                     "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
-                },
-            }},
+                }}},
             "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None,
-            "quant_method": "compressed-tensors", "quantization_status": "compressed",
-        }},
-    },
+            "quant_method": "compressed-tensors", "quantization_status": "compressed"}}},
     "zai-org/GLM-5.2": {
         **GLM5, "index_share_for_mtp_iteration": True, "index_skip_topk_offset": 3, "index_topk_freq": 4,
         "index_topk_pattern": None, "moe_router_dtype": "float32",
-        "indexer_types": ["full" if i < 2 or i % 4 == 2 else "shared" for i in range(78)],
-    },
+        "indexer_types": ["full" if i < 2 or i % 4 == 2 else "shared" for i in range(78)]},
     "tiiuae/Falcon-H1-1.5B-Instruct": {
         **COMMON, "model_type": "falcon_h1", "attention_bias": False, "attention_in_multiplier": 1.0,
         "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "embedding_multiplier": 5.656854249492381,
@@ -254,8 +234,7 @@ RUN: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_hidden_layers": 24, "num_key_value_heads": 2, "num_logits_to_keep": 1,
         "projectors_bias": False, "rope_scaling": None, "rope_theta": 1e11, "ssm_in_multiplier": 1.25,
         "ssm_multipliers": [0.35, 0.25, 0.177, 0.5, 0.35], "ssm_out_multiplier": 0.23570226039551587,
-        "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto",
-    },
+        "time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto"},
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": NEMOTRON,
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": {
         **NEMOTRON, "hidden_size": 4096, "mamba_num_heads": 128, "moe_latent_size": 1024, "n_routed_experts": 512,
@@ -269,44 +248,35 @@ RUN: dict[str, dict[str, Any]] = {
         "n_group": None, "moe_intermediate_size": None, "routed_scaling_factor": None, "hidden_size": 4480,
         "intermediate_size": 15680, "mamba_head_dim": 80, "mamba_num_heads": 128, "num_attention_heads": 40,
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "num_hidden_layers": 56,
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
-    },
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "ibm-granite/granite-4.0-h-tiny": GRANITE_HYBRID,
     "ibm-granite/granite-4.0-micro": {
         **GRANITE_HYBRID, "layer_types": ["attention"] * 32, "position_embedding_type": "rope", "num_local_experts": 0,
-        "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "intermediate_size": 8192,
-    },
+        "num_experts_per_tok": 0, "shared_intermediate_size": 8192, "intermediate_size": 8192},
     "ibm-granite/granite-3.1-3b-a800m-instruct": {
         **GRANITE, "model_type": "granitemoe", "intermediate_size": 512, "mlp_bias": None, "num_local_experts": 40,
-        "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001,
-    },
+        "num_experts_per_tok": 8, "output_router_logits": False, "router_aux_loss_coef": 0.001},
     "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL,
     "mistralai/Ministral-8B-Instruct-2410": {**MISTRAL, "head_dim": 128, "sliding_window": 32768},
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": {
         "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10,
         "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
         "vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1, "torch_dtype": "bfloat16",
-        "text_config": {**MISTRAL, "head_dim": 128, "hidden_size": 5120},
-    },
+        "text_config": {**MISTRAL, "head_dim": 128, "hidden_size": 5120}},
     "mistralai/Ministral-3-8B-Instruct-2512": {
         "model_type": "mistral3", "vision_config": {"model_type": "pixtral"}, "text_config": {
             **MISTRAL, "model_type": "ministral3", "head_dim": 128, "rope_parameters": {
                 "type": "yarn", "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
                 "beta_slow": 1.0, "original_max_position_embeddings": 16384, "max_position_embeddings": 262144,
-                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-            },
-        },
-    },
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}},
     "mistralai/Mixtral-8x7B-Instruct-v0.1": {
         **MISTRAL, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8,
-        "output_router_logits": False, "router_aux_loss_coef": 0.02,
-    },
+        "output_router_logits": False, "router_aux_loss_coef": 0.02},
     "Qwen/Qwen1.5-MoE-A2.7B-Chat": {
         **COMMON, "model_type": "qwen2_moe", "decoder_sparse_step": 1, "max_window_layers": 21,
         "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4,
         "output_router_logits": False, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632,
-        "sliding_window": 32768, "use_sliding_window": False,
-    },
+        "sliding_window": 32768, "use_sliding_window": False},
     "meituan-longcat/LongCat-Flash-Chat": {
         **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "num_hidden_layers")},
         "attention_bias": False, "attention_method": "MLA", "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288,
@@ -314,8 +284,7 @@ RUN: dict[str, dict[str, Any]] = {
         "model_type": "longcat_flash", "moe_topk": 12, "n_routed_experts": 512, "num_attention_heads": 64,
         "num_layers": 28, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "routed_scaling_factor": 6.0, "router_bias": False, "v_head_dim": 128, "zero_expert_num": 256,
-        "zero_expert_type": "identity",
-    },
+        "zero_expert_type": "identity"},
     "deepseek-ai/DeepSeek-V4-Flash": {
         **{key: value for key, value in COMMON.items() if key != "intermediate_size"}, "attention_bias": False,
         "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "expert_dtype": "fp4",
@@ -326,154 +295,119 @@ RUN: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024, "qk_rope_head_dim": 64,
         "quantization_config": {**FP8, "scale_fmt": "ue8m0"}, "rope_scaling": {**YARN, "factor": 16},
         "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128, "swiglu_limit": 10.0,
-        "topk_method": "noaux_tc",
-    },
+        "topk_method": "noaux_tc"},
     "microsoft/Phi-3.5-mini-instruct": {**PHI, "rope_scaling": {**SCALED, "type": "longrope"}},
     "microsoft/Phi-4-mini-instruct": {
         **PHI, "partial_rotary_factor": 1.0, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
-        "mlp_bias": False, "rope_scaling": SCALED,
-    },
+        "mlp_bias": False, "rope_scaling": SCALED},
     "microsoft/phi-4": {**PHI, "sliding_window": None, "hidden_size": 5120, "num_attention_heads": 40,
                         "num_key_value_heads": 10, "rope_theta": 250000},
     "allenai/OLMo-2-1124-7B-Instruct": {
-        **COMMON, "model_type": "olmo2", "attention_bias": False, "num_key_value_heads": 32, "rope_scaling": None,
-    },
+        **COMMON, "model_type": "olmo2", "attention_bias": False, "num_key_value_heads": 32, "rope_scaling": None},
     "allenai/Olmo-3-7B-Instruct": {
         **COMMON, "model_type": "olmo3", "attention_bias": False, "layer_types": INTERLEAVED, "sliding_window": 4096,
         "rope_scaling": {
             "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
-            "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
-        },
-    },
+            "beta_slow": 1.0, "attention_factor": 1.2079441541679836}},
     "zai-org/GLM-4-9B-0414": {
         **COMMON, "model_type": "glm4", "attention_bias": False, "head_dim": 128, "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336], "pad_token_id": 151329,
-    },
+        "partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336], "pad_token_id": 151329},
     "zai-org/glm-4-9b-chat-hf": {
-        **COMMON, "model_type": "glm", "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
-    },
+        **COMMON, "model_type": "glm", "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2},
     "ByteDance-Seed/Seed-OSS-36B-Instruct": {
         **COMMON, "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
-        "mlp_bias": False, "residual_dropout": 0.1, "pretraining_tp": 1, "rope_scaling": {"rope_type": "default"},
-    },
+        "mlp_bias": False, "residual_dropout": 0.1, "pretraining_tp": 1, "rope_scaling": {"rope_type": "default"}},
     "LGAI-EXAONE/EXAONE-4.0-32B": {**EXAONE, "layer_types": INTERLEAVED, "sliding_window": 4096},
     "LGAI-EXAONE/EXAONE-4.0-1.2B": {
-        **EXAONE, "layer_types": ["full_attention"] * 32, "sliding_window": None, "sliding_window_pattern": None,
-    },
+        **EXAONE, "layer_types": ["full_attention"] * 32, "sliding_window": None, "sliding_window_pattern": None},
     "CohereLabs/c4ai-command-r7b-12-2024": COHERE,
     "CohereLabs/c4ai-command-r-v01": {
         **{key: COHERE[key] for key in (*COMMON, "attention_bias", "layer_norm_eps", "pad_token_id")},
-        "model_type": "cohere", "logit_scale": 0.0625, "model_max_length": 131072, "use_qk_norm": False,
-    },
+        "model_type": "cohere", "logit_scale": 0.0625, "model_max_length": 131072, "use_qk_norm": False},
     "tencent/Hunyuan-7B-Instruct": {
         **COMMON, "model_type": "hunyuan_v1_dense", "attention_bias": False, "attention_head_dim": 128,
         "head_dim": 128, "use_qk_norm": True, "use_cla": False, "eod_token_id": 127967, "mlp_bias": False,
         "rope_scaling": {
             "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "type": "dynamic",
-        },
-    },
+            "type": "dynamic"}},
     "baidu/ERNIE-4.5-0.3B-PT": {
-        **COMMON, "model_type": "ernie4_5", "head_dim": 128, "use_bias": False, "tie_word_embeddings": True,
-    },
+        **COMMON, "model_type": "ernie4_5", "head_dim": 128, "use_bias": False, "tie_word_embeddings": True},
     "openbmb/MiniCPM-2B-sft-bf16": {
         **COMMON, "model_type": "minicpm", "scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4,
-        "rope_scaling": None,
-    },
+        "rope_scaling": None},
     "Qwen/Qwen2.5-7B-Instruct-AWQ": {
         **COMMON, "model_type": "qwen2", "max_window_layers": 28, "sliding_window": 131072,
         "use_sliding_window": False, "quantization_config": {
             "bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm",
-            "zero_point": True,
-        },
-    },
+            "zero_point": True}},
     "HuggingFaceTB/SmolLM2-135M-Instruct": {
         **LLAMA, "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None,
-        "transformers.js_config": {"dtype": "q4"},
-    },
+        "transformers.js_config": {"dtype": "q4"}},
     "HuggingFaceTB/SmolLM3-3B": {
         **LLAMA, "model_type": "smollm3", "head_dim": None, "layer_types": ["full_attention"] * 32,
         "max_window_layers": 28, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 8, "rope_scaling": None,
-        "sliding_window": None, "use_sliding_window": False,
-    },
+        "sliding_window": None, "use_sliding_window": False},
     "meta-llama/Llama-3.2-1B": {
         **LLAMA, "rope_scaling": {
             "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-    },
+            "rope_type": "llama3"}},
     "meta-llama/Llama-2-7b-hf": {
         **LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096, "temperature": 0.9, "top_p": 0.6,
-        "rope_scaling": None, "pad_token_id": 0, "max_sequence_length": 2048,
-    },
+        "rope_scaling": None, "pad_token_id": 0, "max_sequence_length": 2048},
     "LiquidAI/LFM2-1.2B": {
         **{key: value for key, value in COMMON.items() if key not in ("intermediate_size", "rms_norm_eps")},
         "block_auto_adjust_ff_dim": True, "block_dim": 4096, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0,
         "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5, "block_out_init_scale": 1.0,
         "block_use_swiglu": True, "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False,
         "conv_dim": 4096, "conv_dim_out": 4096, "conv_use_xavier_init": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-        "model_type": "lfm2", "norm_eps": 1e-5, "num_heads": 32, "theta": 1000000.0, "use_pos_enc": True,
-    },
+        "model_type": "lfm2", "norm_eps": 1e-5, "num_heads": 32, "theta": 1000000.0, "use_pos_enc": True},
     "LiquidAI/LFM2-8B-A1B": {
         **{key: value for key, value in COMMON.items() if key != "rms_norm_eps"}, "conv_L_cache": 3,
         "conv_bias": False, "layer_types": (["conv", "conv", "full_attention", "conv"] * 8), "model_type": "lfm2_moe",
         "moe_intermediate_size": 1792, "norm_eps": 1e-5, "norm_topk_prob": True, "num_dense_layers": 2,
-        "num_experts": 32, "num_experts_per_tok": 4, "routed_scaling_factor": 1.0, "use_expert_bias": True,
-    },
+        "num_experts": 32, "num_experts_per_tok": 4, "routed_scaling_factor": 1.0, "use_expert_bias": True},
     "openai/gpt-oss-20b": {
         **COMMON, "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
         "layer_types": ["sliding_attention", "full_attention"] * 16, "model_type": "gpt_oss", "num_experts_per_tok": 4,
         "num_local_experts": 32, "output_router_logits": False, "quantization_config": {
-            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4",
-        },
+            "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"},
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
                          "original_max_position_embeddings": 4096},
-        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    },
+        "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {**QWEN, "model_type": "qwen2", "use_mrope": False},
     "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": {
         **QWEN, "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "sliding_window": None,
         "rope_scaling": {"attn_factor": 0.8782488562869419, "factor": 4.0, "original_max_position_embeddings": 32768,
-                         "rope_type": "yarn"},
-    },
+                         "rope_type": "yarn"}},
     "Qwen/Qwen3-30B-A3B": {
         **EXPERTS, "model_type": "qwen3_moe", "max_window_layers": 48, "sliding_window": None,
-        "use_sliding_window": False,
-    },
+        "use_sliding_window": False},
     "Qwen/Qwen3-Next-80B-A3B-Instruct": {
-        **EXPERTS, **LINEAR, "model_type": "qwen3_next", "shared_expert_intermediate_size": 512,
-    },
+        **EXPERTS, **LINEAR, "model_type": "qwen3_next", "shared_expert_intermediate_size": 512},
     "Qwen/Qwen3.6-27B": {
         **SEES, "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
-        "language_model_only": False, "text_config": QWEN35_TEXT,
-    },
+        "language_model_only": False, "text_config": QWEN35_TEXT},
     "Qwen/Qwen3.6-35B-A3B": {
         **SEES, "model_type": "qwen3_5_moe", "text_config": {
             **{key: value for key, value in QWEN35_TEXT.items() if key != "intermediate_size"},
             "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512,
-            **{key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")},
-        },
-    },
+            **{key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}}},
     "zai-org/GLM-4.5-Air": {
         **COMMON, "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "model_type": "glm4_moe",
         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
         "norm_topk_prob": True, "pad_token_id": 151329, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
         "partial_rotary_factor": 0.5, "rope_scaling": None, "routed_scaling_factor": 1.0, "topk_group": 1,
-        "use_qk_norm": False,
-    },
+        "use_qk_norm": False},
     "zai-org/GLM-4.7-Flash": {
         **{key: LATENT[key] for key in LATENT if key not in ("ep_size", "moe_layer_freq", "scoring_func")},
         "model_type": "glm4_moe_lite", "n_group": 1, "topk_group": 1, "partial_rotary_factor": 1.0,
-        "rope_scaling": None,
-    },
+        "rope_scaling": None},
     "deepseek-ai/DeepSeek-V3": {
         **LATENT, "model_type": "deepseek_v3", "aux_loss_alpha": 0.001, "pretraining_tp": 1, "seq_aux": True,
-        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "quantization_config": FP8,
-    },
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "quantization_config": FP8},
     "XiaomiMiMo/MiMo-7B-RL": {
         **QWEN, "model_type": "mimo", "attention_bias": True, "head_dim": 128, "num_nextn_predict_layers": 1,
-        "use_mrope": False, "rope_scaling": None, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"},
-    },
+        "use_mrope": False, "rope_scaling": None, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}},
     "XiaomiMiMo/MiMo-V2-Flash": {
         **{key: COMMON[key] for key in COMMON if key != "rms_norm_eps"}, "add_full_attention_sink_bias": False,
         "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128,
@@ -490,42 +424,34 @@ RUN: dict[str, dict[str, Any]] = {
         **COMMON, "head_dim": 128, "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk",
         "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_interval": 1, "moe_layer_start_index": 1,
         "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_nextn_predict_layers": 1,
-        "pad_token_id": 0, "use_bias": False, "use_rmsnorm": True,
-    },
+        "pad_token_id": 0, "use_bias": False, "use_rmsnorm": True},
     "google/gemma-3-1b-it": {
         **COMMON, "attention_bias": False, "attn_logit_softcapping": None, "cache_implementation": "hybrid",
         "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256, "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000,
-        "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6,
-    },
+        "rope_scaling": None, "sliding_window": 512, "sliding_window_pattern": 6},
     "google/gemma-3-4b-it": {
         "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
         "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
         "model_type": "gemma3", "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}, "text_config": {
             "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
-        },
-    },
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}},
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nvidia/NVIDIA-Nemotron-Labs-3-Puzzle-75B-A9B-BF16": (
-        {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)",
-    ),
+        {"model_type": "nemotron_h_puzzle"}, "layers of several sizes (Puzzle)"),
     "two MTP modules": ({**NEMOTRON, "num_nextn_predict_layers": 2}, "2 MTP modules of full_attention, moe"),
     "XiaomiMiMo/MiMo-V2.5": ({"model_type": "mimo_v2"}, "projections fused in the order of several devices"),
     "inclusionAI/Ling-3.0-Flash": ({"model_type": "bailing_hybrid"}, "Kimi delta attention (Ling 3)"),
     "openbmb/MiniCPM3-4B": ({"model_type": "minicpm3"}, "MiniCPM3's latent attention"),
     "microsoft/Phi-3.5-MoE-instruct": ({"model_type": "phimoe"}, "sparse-mixer routing"),
     "CohereLabs/c4ai-command-r-plus": (
-        {**COHERE, "model_type": "cohere", "use_qk_norm": True, "sliding_window": None}, "use_qk_norm is true",
-    ),
+        {**COHERE, "model_type": "cohere", "use_qk_norm": True, "sliding_window": None}, "use_qk_norm is true"),
     "openbmb/MiniCPM4.1-8B": ({**COMMON, "model_type": "minicpm", "sparse_config": {"topk": 64}}, "sparse_config"),
     "stabilityai/stablelm-2-12b-chat": (
-        {**COMMON, "model_type": "stablelm", "qk_layernorm": True}, "norms with a weight for each head",
-    ),
+        {**COMMON, "model_type": "stablelm", "qk_layernorm": True}, "norms with a weight for each head"),
     "tencent/Hunyuan-A13B-Instruct": (
-        {**COMMON, "model_type": "hunyuan_v1_dense", "num_experts": 64}, "Hunyuan with experts",
-    ),
+        {**COMMON, "model_type": "hunyuan_v1_dense", "num_experts": 64}, "Hunyuan with experts"),
 }  # fmt: skip
 
 

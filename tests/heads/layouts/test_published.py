@@ -47,8 +47,7 @@ NAMES = {
             "self_attn.k_proj": (16, H), "self_attn.v_proj": (16, H), "self_attn.o_proj": (H, 48),
             "self_attn.q_norm": (8,), "self_attn.k_norm": (8,), "mlp.gate_proj": (80, H), "mlp.up_proj": (80, H),
             "mlp.down_proj": (H, 80),
-        }.items()
-    },
+        }.items()},
 }  # fmt: skip
 """Tensors of every publisher."""
 MARKOV_NAMES = {"markov_head.markov_w1.weight": (V, RANK), "markov_head.markov_w2.weight": (V, RANK)}
@@ -87,46 +86,36 @@ PUBLISHED: dict[str, Published] = {
     "z-lab": Published(ZLAB | {"dflash_config": FLASH}, PLAIN, as_dflash, same=(*TOP, "dflash_config")),
     "SpecForge, windows": Published(
         ZLAB | SWA | {"dflash_config": FLASH}, replace(PLAIN, windows=(12, 0), causal_windows=True), as_dflash,
-        same=(*TOP, "dflash_config", "layer_types", "sliding_window"),
-    ),
+        same=(*TOP, "dflash_config", "layer_types", "sliding_window")),
     "SpecForge, DSpark": Published(
         ZLAB | {
             "architectures": ["DSparkDraftModel"], "block_size": 4,
             "dflash_config": FLASH | MARKOV | CONFIDENCE | {
-                "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0,
-            },
-        },
-        FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES}, same=("block_size", "num_target_layers"),
-    ),
+                "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}},
+        FACTS, as_dspark, {**MARKOV_NAMES, **CONFIDENCE_NAMES}, same=("block_size", "num_target_layers")),
     "DeepSpec": Published(
         DEEPSPEC | MARKOV | CONFIDENCE | {"num_anchors": 512}, FACTS, as_dspark,
-        {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE),
-    ),
+        {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE)),
     "vLLM": Published(
         ZLAB | {
             "dflash_config": FLASH | {"causal": True, "attention_sink_bias": True}, "is_neox_style": False,
-            "logit_scale": 0.5, "draft_vocab_size": DRAFT, "target_hidden_size": H,
-        },
+            "logit_scale": 0.5, "draft_vocab_size": DRAFT, "target_hidden_size": H},
         replace(PLAIN, causal=True, interleaved=True, sinks=True, logit_scale=0.5, draft_vocab_size=DRAFT), as_dflash,
         {f"layers.{i}.self_attn.attention_sink_bias": (6,) for i in range(LAYERS)} | {"lm_head.weight": (DRAFT, H)},
         ids=np.arange(1, 3 * DRAFT, 3),
-        same=(*TOP, "dflash_config", "is_neox_style", "logit_scale", "draft_vocab_size", "target_hidden_size"),
-    ),
+        same=(*TOP, "dflash_config", "is_neox_style", "logit_scale", "draft_vocab_size", "target_hidden_size")),
     "speculators, DFlash": Published(
         speculators("dflash", anchor=False, draft_vocab_size=DRAFT), replace(PLAIN, draft_vocab_size=DRAFT),
         as_speculators, {"embed_tokens.weight": (V, H), "lm_head.weight": (DRAFT, H)}, np.arange(1, 3 * DRAFT, 3),
-        same=("block_size", "draft_vocab_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor"),
-    ),
+        same=("block_size", "draft_vocab_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor")),
     "speculators, windows": Published(
         speculators("dflash", anchor=False, transformer_layer_config=INNER | SWA),
         replace(PLAIN, windows=(12, 0), causal_windows=True), as_speculators, OWN,
-        same=("sliding_window_non_causal", "aux_hidden_state_layer_ids"),
-    ),
+        same=("sliding_window_non_causal", "aux_hidden_state_layer_ids")),
     "speculators, DSpark": Published(
         speculators("dspark", anchor=True, **MARKOV, **CONFIDENCE), FACTS, as_speculators,
         {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN},
-        same=("architectures", "block_size", "sample_from_anchor", "speculators_model_type", *MARKOV, *CONFIDENCE),
-    ),
+        same=("architectures", "block_size", "sample_from_anchor", "speculators_model_type", *MARKOV, *CONFIDENCE)),
 }  # fmt: skip
 
 

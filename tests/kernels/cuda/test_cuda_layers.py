@@ -19,8 +19,7 @@ ROWS, WIDTH, INNER = 19, 24, 20
 ROUTERS: dict[str, tuple[RouterSpec, dict[str, Any]]] = {
     "softmax": (RouterSpec(5, 2), {}),
     "groups, bias": (
-        RouterSpec(12, 3, "sigmoid", scale=2.5, num_groups=4, top_groups=2), {"bias": True, "quantization": "int4"},
-    ),
+        RouterSpec(12, 3, "sigmoid", scale=2.5, num_groups=4, top_groups=2), {"bias": True, "quantization": "int4"}),
     "told": (RouterSpec(6, 2, "softplus"), {"told": True, "activation": "silu_of_10"}),
     "identity": (RouterSpec(6, 3, normalize=False, num_identity=2), {"bias": True}),
     "scaled inputs": (RouterSpec(4, 1, "sigmoid", normalize=False, scales_inputs=True), {}),

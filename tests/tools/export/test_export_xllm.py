@@ -78,54 +78,45 @@ def trailing(module: dict[str, Array]) -> dict[str, Array]:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[str, Any]]] = {
     "deepseek_v3": (
-        DEEPSEEK, trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
-    ),
+        DEEPSEEK, trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM")),
     "kimi, without copies": (
         {**DEEPSEEK, "model_type": "kimi_k2"},
         {**trailing({**LINK, **BLOCK, **MOE}), "rot.weight": tensor("BF16", H, H)},
         {**under("model.", {**LINK, "rot.weight": tensor("BF16", H, H)}), **under("model.layers.0.", {**BLOCK, **MOE})},
-        kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM"),
-    ),
+        kept(DEEPSEEK, "deepseek_v3_mtp", "DeepseekMTPForCausalLM")),
     "deepseek_v32": (
         {**DEEPSEEK, **SPARSE},
         trailing({**TRAILING, **INDEXER}),
         {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
-        kept({**DEEPSEEK, **SPARSE}, "deepseek_v32_mtp", "DeepseekV32MtpForCausalLM"),
-    ),
+        kept({**DEEPSEEK, **SPARSE}, "deepseek_v32_mtp", "DeepseekV32MtpForCausalLM")),
     "glm_moe_dsa": (
         {
             **DEEPSEEK, **SPARSE, "model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"],
-            "index_share_for_mtp_iteration": True, "index_topk_freq": 1, "indexer_types": ["full", "shared"],
-        },
+            "index_share_for_mtp_iteration": True, "index_topk_freq": 1, "indexer_types": ["full", "shared"]},
         trailing({**TRAILING, **INDEXER}),
         {**TRAILING_DRAFT, **under("model.layers.0.", INDEXER)},
         kept({**DEEPSEEK, **SPARSE}, "glm_moe_dsa_mtp", "GlmMoeDsaMtpForCausalLM", index_share_for_mtp_iteration=True,
-             index_topk_freq=2, indexer_types=["full"]),
-    ),
+             index_topk_freq=2, indexer_types=["full"])),
     "glm4_moe": (
         {**DEEPSEEK, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"]},
-        trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "glm4_moe_mtp", "Glm4MoeMtpForCausalLM"),
-    ),
+        trailing(TRAILING), TRAILING_DRAFT, kept(DEEPSEEK, "glm4_moe_mtp", "Glm4MoeMtpForCausalLM")),
     "deepseek_v4": (
         {**DEEPSEEK, "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "num_hash_layers": 3},
         {"embed.weight": tensor("BF16", V, H), **under("mtp.0.", V4)},
         under("model.layers.0.", V4),
-        kept(DEEPSEEK, "deepseek_v4_mtp", "DeepseekV4MtpForCausalLM", num_hash_layers=0),
-    ),
+        kept(DEEPSEEK, "deepseek_v4_mtp", "DeepseekV4MtpForCausalLM", num_hash_layers=0)),
     "mimo": (
         {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_hidden_layers": 1,
          "num_nextn_predict_layers": 1},
         {**TRUNK, **under("model.mtp_layers.0.", MIMO)},
         under("model.mtp_layers.0.", MIMO),
-        kept({}, "mimo_mtp", "MiMoMtpForCausalLM"),
-    ),
+        kept({}, "mimo_mtp", "MiMoMtpForCausalLM")),
     "qwen3_5": (
         QWEN,
         {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE})},
         {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE})},
         kept({}, "qwen3_5_mtp", "Qwen3_5MtpForCausalLM", mtp_num_hidden_layers=1,
-             text_config={**QWEN_TEXT, "layer_types": ["full_attention"]}),
-    ),
+             text_config={**QWEN_TEXT, "layer_types": ["full_attention"]})),
     "qwen3_5, tied, two layers": (
         {**QWEN, "tie_word_embeddings": True, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}},
         {**of("model.language_model.", embed_tokens=(V, H)), **under("model.mtp.", {**FC, **DENSE, **SECOND})},
@@ -133,15 +124,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Array], dict[str, Array], dict[
         kept({}, "qwen3_5_mtp", "Qwen3_5MtpForCausalLM", tie_word_embeddings=True, mtp_num_hidden_layers=2,
              num_hidden_layers=2, num_nextn_predict_layers=2,
              text_config={**QWEN_TEXT, "num_hidden_layers": 2, "mtp_num_hidden_layers": 2,
-                          "layer_types": ["full_attention"] * 2}),
-    ),
+                          "layer_types": ["full_attention"] * 2})),
     "qwen3_5_moe": (
         {**QWEN, "model_type": "qwen3_5_moe", "text_config": {**QWEN_TEXT, "num_experts": 2}},
         {**QWEN_TRUNK, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
         {**QWEN_SHARED, **under("mtp.", {**FC, **DENSE, **under("layers.0.", MOE)})},
         kept({}, "qwen3_5_moe_mtp", "Qwen3_5MtpForCausalLM", mtp_num_hidden_layers=1,
-             text_config={**QWEN_TEXT, "num_experts": 2, "layer_types": ["full_attention"]}),
-    ),
+             text_config={**QWEN_TEXT, "num_experts": 2, "layer_types": ["full_attention"]})),
 }  # fmt: skip
 
 
@@ -208,8 +197,7 @@ WRONG_THERE = {
     "blocks of a type it does not know": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
     "channels": ("glm4_moe", "weight_scale", (130, 1), (1, 200), {}),
     "channels, where blocks are declared": (
-        "deepseek_v3", "weight_scale", (130, 1), (1, 200), {"weight_block_size": [128, 128]},
-    ),
+        "deepseek_v3", "weight_scale", (130, 1), (1, 200), {"weight_block_size": [128, 128]}),
     "one scale": ("glm4_moe", "weight_scale", (1,), (130, 200), {}),
     "blocks of another size": ("deepseek_v3", "weight_scale_inv", (3, 4), (64, 64), {"weight_block_size": [64, 64]}),
 }  # fmt: skip
@@ -312,8 +300,7 @@ BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "a list of layers": (
         {"model_type": "deepseek_v32", "index_topk_freq": [1], "index_share_for_mtp_iteration": True,
          "index_n_heads": 1, "index_head_dim": 1, "index_topk": 1},
-        "index_topk_freq is [1]",
-    ),
+        "index_topk_freq is [1]"),
     "DSpark": ({"model_type": "deepseek_v4", "dspark_block_size": 7}, "DSpark"),
 }  # fmt: skip
 BROKEN_FILES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -34,8 +34,7 @@ entries = st.fixed_dictionaries(
     {},
     optional={
         "dtype": st.sampled_from([*BITS, "F99"]) | values, "shape": st.lists(st.integers(0, 4), max_size=3) | values,
-        "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | values,
-    },
+        "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | values},
 )  # fmt: skip
 
 
@@ -80,8 +79,7 @@ KEYS = sorted(
         "text_config", "quantization_config", "architectures", "model_type", "tie_word_embeddings", "rope_scaling",
         "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_hidden_layers", "hidden_size", "vocab_size",
         "num_attention_heads", "head_dim", "n_routed_experts", "q_lora_rank", "speculators_model_type", "mtp_config",
-        "layer_types", "mtp_layer_types", "headstart_head", "tap", "dflash_config", "speculators_config", "num_heads",
-    }
+        "layer_types", "mtp_layer_types", "headstart_head", "tap", "dflash_config", "speculators_config", "num_heads"}
 )  # fmt: skip
 LIKELY = [
     *ZOO, "eagle3", "dflash", "medusa", 0, 1, 3, 10**9, None, {}, [], {"ignore": ["re:("], "bits": 4},
@@ -114,8 +112,7 @@ SUFFIXES = (
 @given(
     st.dictionaries(
         st.sampled_from(SUFFIXES),
-        st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=4,
-    ),
+        st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=4),
 )  # fmt: skip
 def test_packed_weights_of_any_shape(tmp_path: Path, stored: dict[str, Any]) -> None:
     tensors = {f"model.layers.0.mlp.{word}": value for word, value in stored.items()}
@@ -137,15 +134,12 @@ LIES: dict[str, tuple[str, bytes, int]] = {
     "many GGUF keys": ("x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 2**61)), 10**9),
     "a long GGUF string": ("x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), ("<Q", 2**62)), 10**9),
     "a long GGUF array": (
-        "x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), *KEY, ("<I", 9), ("<I", 12), ("<Q", 2**60)), 10**9,
-    ),
+        "x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), *KEY, ("<I", 9), ("<I", 12), ("<Q", 2**60)), 10**9),
     "a GGUF array of strings": (
-        "x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), *KEY, ("<I", 9), ("<I", 8), ("<Q", 2**60)), 10**9,
-    ),
+        "x.gguf", gguf_header(("<I", 3), ("<Q", 0), ("<Q", 1), *KEY, ("<I", 9), ("<I", 8), ("<Q", 2**60)), 10**9),
     "a huge GGUF tensor": (
         "x.gguf", gguf_header(("<I", 3), ("<Q", 1), ("<Q", 0), *KEY, ("<I", 1), ("<Q", 2**60), ("<I", 0), ("<Q", 0)),
-        10**6,
-    ),
+        10**6),
 }  # fmt: skip
 
 

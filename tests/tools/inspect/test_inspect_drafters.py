@@ -47,44 +47,35 @@ def cut_out(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
 DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "eagle3": (
         {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 50},
-        {**FUSED, **of("midlayer.", EAGLE3)},
-    ),
+        {**FUSED, **of("midlayer.", EAGLE3)}),
     "eagle3 (speculators)": (
         {
             "speculators_model_type": "eagle3", "draft_vocab_size": 50, "transformer_layer_config": ONE_LAYER,
             "speculators_config": {"verifier": {"name_or_path": "org/target", "architectures": ["TargetForCausalLM"]}},
         },
-        {**FUSED, **of("layers.0.", EAGLE3)},
-    ),
+        {**FUSED, **of("layers.0.", EAGLE3)}),
     "peagle": (
         {"architectures": ["PEagleLlama"], "draft_vocab_size": 50, "num_hidden_layers": 1},
-        {**FUSED, **of("layers.0.", EAGLE3), "mask_hidden": (1, 1, 3 * H)},
-    ),
+        {**FUSED, **of("layers.0.", EAGLE3), "mask_hidden": (1, 1, 3 * H)}),
     "eagle": ({"model_type": "eagle", "num_hidden_layers": 1}, {"fc.weight": (H, 2 * H), **of("layers.0.", BLOCK)}),
     "eagle (as a Llama)": (
         {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
-        {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H), **of("layers.0.", BLOCK)},
-    ),
+        {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H), **of("layers.0.", BLOCK)}),
     "dflash": (
         {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "dflash_config": {"target_layer_ids": [1, 3]}},
-        DFLASH,
-    ),
+        DFLASH),
     "dspark": (
         {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 1, "target_layer_ids": [1, 3]},
-        {**DFLASH, "markov_head.markov_w1.weight": (V, 4), "markov_head.markov_w2.weight": (V, 4)},
-    ),
+        {**DFLASH, "markov_head.markov_w1.weight": (V, 4), "markov_head.markov_w2.weight": (V, 4)}),
     "medusa": (
         {"model_type": "medusa", "medusa_num_heads": 2},
-        {"0.0.linear.weight": (H, H), "0.1.weight": (V, H), "1.0.linear.weight": (H, H), "1.1.weight": (V, H)},
-    ),
+        {"0.0.linear.weight": (H, H), "0.1.weight": (V, H), "1.0.linear.weight": (H, H), "1.1.weight": (V, H)}),
     "medusa (blocks)": (
         {"architectures": ["MedusaModel"], "num_heads": 1},
-        {"medusa_heads.0.0.linear.weight": (H, H), "lm_heads.0.weight": (V, H)},
-    ),
+        {"medusa_heads.0.0.linear.weight": (H, H), "lm_heads.0.weight": (V, H)}),
     "speculators_mtp": (
         {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": SIZES},
-        of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)}),
-    ),
+        of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)})),
     **{f"xllm_mtp ({key})": cut_out(key) for key in ("glm4_moe", "deepseek_v32", "deepseek_v4", "mimo", "qwen3_5")},
     "assistant": (
         {"model_type": "gemma4_assistant", "num_hidden_layers": 1, "backbone_hidden_size": H},
@@ -94,10 +85,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
             **of("model.layers.0.", {
                 **{n: s for n, s in NORMED.items() if ".k_" not in n and ".v_" not in n},
                 "self_attn.q_norm.weight": (8,), "pre_feedforward_layernorm.weight": (H,),
-                "post_feedforward_layernorm.weight": (H,),
-            }),
-        },
-    ),
+                "post_feedforward_layernorm.weight": (H,)})}),
 }  # fmt: skip
 
 

@@ -66,19 +66,16 @@ ZOO: dict[str, Animal] = {
     "deepseek_v32": deepseek("deepseek_v32", **DSA),
     "deepseek_v4_dspark": Animal(
         {"model_type": "deepseek_v4", "dspark_block_size": 5, "hc_mult": 2},
-        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key="n_mtp_layers", count=3, wrapper="",
-    ),
+        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key="n_mtp_layers", count=3, wrapper=""),
     "deepseek_v4": Animal(
         {
             "model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6,
-            "num_key_value_heads": 1, "index_head_dim": 6, "compress_ratios": [4, 128, 0, 0, 0],
-        },
+            "num_key_value_heads": 1, "index_head_dim": 6, "compress_ratios": [4, 128, 0, 0, 0]},
         {"mtp.0.e_proj.weight": (H, H), "mtp.0.hc_head_fn": (2, 2 * H), "mtp.0.attn.wo_a.weight": (12, 16)}, wrapper="",
     ),
     "glm4_moe": Animal(
         {"model_type": "glm4_moe", **MOE, "use_qk_norm": True},
-        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.self_attn.q_norm.weight": (8,)},
-    ),
+        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.self_attn.q_norm.weight": (8,)}),
     "glm_moe_dsa": deepseek("glm_moe_dsa", indexer_types=["full"] * 4, **DSA),
     "glm5_next": deepseek("glm5_next", nested="text_config", wrapper="model.language_model.", **DSA),
     "glm_ocr": Animal({"model_type": "glm_ocr"}, {"model.language_model.layers.4.enorm.weight": (H,)},
@@ -88,22 +85,18 @@ ZOO: dict[str, Animal] = {
     "qwen3_5_moe": qwen("qwen3_5_moe", nested="text_config", **QWEN_MOE),
     "qwen4_exp": qwen(
         "qwen4_exp", names={"mtp.fc_embedding.weight": (H, H), "mtp.pre_fc_norm_hidden.weight": (4 * H,)},
-        nested="text_config", hc_count=4, **QWEN_MOE,
-    ),
+        nested="text_config", hc_count=4, **QWEN_MOE),
     "mimo": Animal(
         {"model_type": "mimo"},
-        {"model.mtp_layers.0.input_proj.weight": (H, 2 * H), "model.mtp_layers.0.token_layernorm.weight": (H,)},
-    ),
+        {"model.mtp_layers.0.input_proj.weight": (H, 2 * H), "model.mtp_layers.0.token_layernorm.weight": (H,)}),
     "mimo_v2": Animal(
         {"model_type": "mimo_v2_flash", "swa_num_key_value_heads": 1, "v_head_dim": 6, "swa_v_head_dim": 6},
         {"model.mtp.layers.2.self_attn.k_proj.weight": (8, H), "model.mtp.layers.0.self_attn.v_proj.weight": (6, H)},
-        key=None, count=3,
-    ),
+        key=None, count=3),
     "step3p5": Animal(
         {"model_type": "step3p5", "layer_types": ["full_attention"] * 7},
         {"model.layers.6.transformer.shared_head.output.weight": (V, H), "model.layers.5.eh_proj.weight": (H, 2 * H)},
-        count=3, renamed={"shared_head.head.": "transformer.shared_head.output."},
-    ),
+        count=3, renamed={"shared_head.head.": "transformer.shared_head.output."}),
     "longcat_flash": Animal({"model_type": "longcat_flash", **MLA, "ffn_hidden_size": 40},
                             {"model.mtp.layers.0.enorm.m.weight": (H,), "model.mtp.norm.weight": (H,)}, key=None),
     "exaone4_5": qwen("exaone4_5", key=NEXTN, nested="text_config", names={"mtp.norm.weight": (H,)}),
@@ -111,19 +104,16 @@ ZOO: dict[str, Animal] = {
     "bailing_hybrid": Animal(
         {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24},
         {"model.layers.4.attention.dense.weight": (H, 40), "model.layers.4.final_layernorm.weight": (H,)},
-        renamed={"self_attn.o_proj.": "attention.dense.", "self_attn.": "attention."},
-    ),
+        renamed={"self_attn.o_proj.": "attention.dense.", "self_attn.": "attention."}),
     "pangu_ultra_moe": deepseek("pangu_ultra_moe"),
     "minimax_m3": Animal(
         {"model_type": "minimax_m3_vl"},
         {"language_model.model.mtp.layers.1.transformer_layer.self_attn.q_proj.weight": (H, H)},
-        key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model.",
-    ),
+        key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model."),
     "inkling": Animal(
         {"model_type": "inkling_model"},
         {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
-        key="mtp_config.num_nextn_predict_layers", count=8,
-    ),
+        key="mtp_config.num_nextn_predict_layers", count=8),
     "kimi_k3": deepseek("kimi_k3", nested="text_config", wrapper="language_model.model."),
     "dots3_note": Animal({"model_type": "dots3_note"},
                          {"model.mtp.embed_tokens.weight": (V, H), "model.layers.4.eh_proj.weight": (H, 2 * H)}, None),

@@ -77,18 +77,6 @@ def test_a_declared_head_whose_tensors_are_gone_does_not_count(tmp_path: Path) -
     assert depth == 0 and "tensors are not in the checkpoint" in why
 
 
-@pytest.mark.parametrize(("config", "kind"), [
-    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-    ({"architectures": ["DFlashDraftModel"]}, "dflash"),
-    ({"speculators_model_type": "eagle3"}, "eagle3"),
-    ({"model_type": "acme_mtp"}, "mtp"),
-    ({"architectures": ["AcmeForCausalLM"]}, "draft_model"),
-])  # fmt: skip
-def test_kind_of_a_separate_head(tmp_path: Path, config: dict[str, Any], kind: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert drafter_of(str(tmp_path)).method == kind
-
-
 def test_sizes_that_are_no_numbers_do_not_count(tmp_path: Path) -> None:
     write_tiny("mimo", tmp_path, num_hidden_layers=2)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -111,9 +99,8 @@ def test_drafts_by_the_users_own_flags_are_told() -> None:
 
 
 def test_our_own_heads_must_be_exported_first() -> None:
-    own = hub.HEADS / "smollm2-135m-mtp"
     with pytest.raises(UsageError, match="headstart's own layout"):
-        drafter_of(str(own))
+        drafter_of(str(hub.HEADS / "smollm2-135m-mtp"))
 
 
 # Depth and devices.
@@ -343,8 +330,7 @@ def test_a_model_with_mtp_can_draft_with_another_head(model: str, tmp_path: Path
     ("engine", "shown"),
     [
         ("vllm", """"num_speculative_tokens": 15, "model": "{head}"}}"""),
-        ("sglang", "--speculative-draft-model-path {head} --speculative-num-draft-tokens 16"),
-    ],
+        ("sglang", "--speculative-draft-model-path {head} --speculative-num-draft-tokens 16")],
 )  # fmt: skip
 def test_a_block_drafter_drafts_its_block(model: str, tmp_path: Path, engine: str, shown: str) -> None:
     head = head_of(tmp_path / "h", architectures=["DFlashDraftModel"], block_size=16, hidden_size=64)

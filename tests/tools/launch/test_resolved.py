@@ -150,8 +150,7 @@ def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
         ("xllm", "--nnodes 2 --node_rank 2", {}, "must be below"),
         ("llamacpp", "--spec-type draft-eagle3", {}, "needs --spec-draft-model"),
         ("llamacpp", "--port=80", {}, "as the next word"),
-        ("trtllm", "--max_batch_size x", {}, "a whole number"),
-    ],
+        ("trtllm", "--max_batch_size x", {}, "a whole number")],
 )  # fmt: skip
 def test_what_an_engine_refuses_after_parsing_is_known(
     engine: str, line: str, facts: dict[str, Any], says: str

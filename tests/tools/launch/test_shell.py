@@ -85,8 +85,7 @@ def test_words_for_the_shell(value: str, word: str) -> None:
          'vllm serve m --speculative-config "{\\"model\\": \\"$H\\", \\"num_speculative_tokens\\": $K}"'),
         ("ExecStart=/usr/bin/vllm serve m --use-v2-block-manager", "ExecStart=/usr/bin/vllm serve m"),
         ("kubectl exec p -- vllm serve m --enable-chunked-prefill False",
-         "kubectl exec p -- vllm serve m --no-enable-chunked-prefill"),
-    ],
+         "kubectl exec p -- vllm serve m --no-enable-chunked-prefill")],
 )  # fmt: skip
 def test_expansions_stay_open_or_closed(old: str, new: str) -> None:
     done = translate_text(old, "0.32.0", None)

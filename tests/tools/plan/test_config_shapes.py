@@ -14,8 +14,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
             "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 103424, "moe_num_experts": 64, "moe_k": 6,
             "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "head_dim": 128,
             "moe_layer_interval": 1, "tie_word_embeddings": True,
-        }, 21.8, 3.0,
-    ),
+        }, 21.8, 3.0),
     "Step-3.5-Flash": (
         {
             "model_type": "step3p5", "hidden_size": 4096, "intermediate_size": 11264, "num_attention_heads": 64,
@@ -23,24 +22,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
             "moe_num_experts": 288, "moe_top_k": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280,
             "moe_layers_enum": ",".join(map(str, range(3, 45))), "layer_types": STEP_KINDS, "sliding_window": 512,
             "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8, "head_dim": 128},
-        }, 196.8, 11.0,
-    ),
+        }, 196.8, 11.0),
     "LFM2-1.2B": (
         {
             "model_type": "lfm2", "hidden_size": 2048, "block_ff_dim": 12288, "block_multiple_of": 256,
             "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "num_attention_heads": 32,
             "num_key_value_heads": 8, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
             "vocab_size": 65536, "conv_L_cache": 3, "tie_word_embeddings": True,
-        }, 1.17, 1.17,
-    ),
+        }, 1.17, 1.17),
     "Llama-4-Scout": (
         {
             "model_type": "llama4", "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
             "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 48,
             "vocab_size": 202048, "num_local_experts": 16, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
             "no_rope_layers": [], "attention_chunk_size": 8192,
-        }, 107.8, 17.0,
-    ),
+        }, 107.8, 17.0),
 }  # fmt: skip
 
 

@@ -80,8 +80,7 @@ ASSISTANT = {
     "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "backbone_hidden_size": 2560,
     "text_config": {
         "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 262144,
-    },
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 262144},
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The roofline behind `headstart plan`: shapes, passes, depths, memory, cost, calibration, published figures."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.layers.costs import FeedForwardCost
-from headstart.models.families import family_named
 from headstart.tools import pass_timing
 from headstart.tools.plan import drafters as acceptance, measure, published, run as plan
 from headstart.tools.plan.machine import DeviceSpec, Machine, Rates, find_device, make_machine, parse_gpu
@@ -69,41 +67,6 @@ def test_a_cards_shape_has_the_published_number_of_parameters(card: str, total: 
     counts = shape.parameters()
     assert sum(counts.values()) - counts["head"] == pytest.approx(total * 1e9, rel=0.02)
     assert shape.active_parameters() == pytest.approx(active * 1e9, rel=0.12)
-
-
-GRANITE_TINY = {
-    "model_type": "granitemoehybrid", "hidden_size": 1536, "num_hidden_layers": 40, "vocab_size": 100352,
-    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "num_attention_heads": 12,
-    "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
-    "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64, "num_experts_per_tok": 6,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-FALCON = {
-    "model_type": "falcon_h1", "hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 65537,
-    "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
-    "mamba_n_heads": 48, "mamba_d_head": "auto", "mamba_d_ssm": 3072, "mamba_d_state": 256, "mamba_n_groups": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "states"), [
-    (GRANITE_TINY, 36 * (48 * 64 * 128 + 3 * (48 * 64 + 2 * 128))),
-    (FALCON, 24 * (48 * 64 * 256 + 3 * (48 * 64 + 2 * 256))),
-])  # fmt: skip
-def test_a_config_with_mamba2_has_its_familys_weights_and_states(config: dict[str, Any], states: int) -> None:
-    """`states`: elements, of the scan and of the convolution before it."""
-    shape, family = shape_of("a model", config), family_named(config["model_type"])
-    counts = shape.parameters()
-    expected = sum(math.prod(each) for each in family.shapes(family.read(config)).values())
-    assert sum(counts.values()) - counts["head"] == expected
-    assert sum(group.count * group.cost.mixer.state for group in shape.layers) == states
-
-
-@pytest.mark.parametrize("card", ["gemma-3n-e2b", "gemma-3n-e4b"])
-def test_a_card_has_its_familys_weights(card: str) -> None:
-    counts, config = find_shape(card).parameters(), {"model_type": "gemma3n_text", **CARDS[card]["config"]}
-    family = family_named("gemma3n_text")
-    expected = sum(math.prod(each) for each in family.shapes(family.read(config)).values())
-    assert sum(counts.values()) - counts["head"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_head_of_a_card_has_its_published_size() -> None:
