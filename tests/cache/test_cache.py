@@ -153,8 +153,7 @@ class MemoryMachine(RuleBasedStateMachine):
             block = self.memory.pool.blocks[index]
             written = [self.trunk[index * SIZE + i] for i in range(SIZE)]
             prefix = written[-1]
-            assert len(prefix) % SIZE == 0
-            assert written == [prefix[: len(prefix) - SIZE + 1 + i] for i in range(SIZE)]
+            assert len(prefix) % SIZE == 0 and written == [prefix[: len(prefix) - SIZE + 1 + i] for i in range(SIZE)]
             key = ROOT
             for start in range(0, len(prefix), SIZE):
                 key = block_key(key, list(prefix[start : start + SIZE]))
@@ -184,8 +183,7 @@ def computed(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Se
 
 
 def test_prefix_hit_leaves_one_row() -> None:
-    memory = KVCacheManager(8, SIZE)
-    tokens = list(range(8))
+    memory, tokens = KVCacheManager(8, SIZE), list(range(8))
     first = computed(memory, [*tokens, 9], 8)
     assert cached(memory, tokens) == 4  # all 8 are cached, but the last row must be computed
     third = new_sequence([*tokens, 1])
@@ -215,8 +213,7 @@ def test_released_blocks_are_found_until_taken() -> None:
 
 
 def test_reserve_takes_all_or_nothing() -> None:
-    memory = KVCacheManager(4, SIZE)
-    sequence = new_sequence([1])
+    memory, sequence = KVCacheManager(4, SIZE), new_sequence([1])
     assert not memory.reserve(sequence, 4 * SIZE + 1) and memory.pool.num_free == 4
     assert not sequence.block_table and memory.reserve(sequence, 4 * SIZE) and memory.reserve(sequence, 1)
     assert memory.pool.num_free == 0

@@ -200,8 +200,7 @@ def test_more_sequences_than_slots_wait() -> None:
 
 def test_a_plan_says_what_a_pass_does() -> None:
     """A prompt of 3 and a draft of 2, of which one comes true."""
-    world = World()
-    sequence = new_sequence([5, 6, 7])
+    world, sequence = World(), new_sequence([5, 6, 7])
     world.memory.reserve(sequence, 10)
     sequence.draft = Draft([8, 9])
     plan = world.states.plan([Span(sequence, 0, 5, 3)])

@@ -93,11 +93,9 @@ def test_what_is_broken_is_dropped(tmp_path: Path, how: str, caplog: pytest.LogC
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:
-    store = BlockStore(tmp_path, 100 * 8192)
-    now = time.time_ns()
+    store, now = BlockStore(tmp_path, 100 * 8192), time.time_ns()
     for number in range(300):
-        assert store.put(PART, key_of(number), content_of(number), now + number)
-        assert used(tmp_path) <= 100 * 8192
+        assert store.put(PART, key_of(number), content_of(number), now + number) and used(tmp_path) <= 100 * 8192
         if number >= 20:
             assert store.touch(PART, key_of(7), now + number), "what is used stays"
     kept = [number for number in range(300) if store.has(PART, key_of(number))]
@@ -108,8 +106,7 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
 def test_a_bound_of_few_blocks(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, 3 * 8192)
     for number in range(10):
-        assert store.put(PART, key_of(number), content_of(number), time.time_ns())
-        assert used(tmp_path) <= 3 * 8192
+        assert store.put(PART, key_of(number), content_of(number), time.time_ns()) and used(tmp_path) <= 3 * 8192
     assert got(store, 9) == whole(9)
     assert not BlockStore(tmp_path, 8191).put(PART, key_of(99), content_of(99), 0), "more than there is room for"
 

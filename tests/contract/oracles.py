@@ -102,8 +102,7 @@ def logits_of_oracle(oracle: Any, tokens: Seq[int]) -> Tensor:
 @torch.inference_mode()
 def greedy_text(oracle: Any, prompt: Seq[int], count: int) -> list[int]:
     """The next `count` tokens after the prompt."""
-    tokens = list[int]()
-    output = oracle(torch.tensor([list(prompt)]), use_cache=True)
+    tokens, output = list[int](), oracle(torch.tensor([list(prompt)]), use_cache=True)
     while True:
         tokens.append(int(output.logits[0, -1].argmax()))
         if len(tokens) == count:
@@ -165,8 +164,7 @@ class MTPOracle:
         if mtp.masks_first:
             embedded[0] = 0
         embedded = embedded.view(len(tokens), *[1] * (hidden.dim() - 2), -1).expand_as(hidden)
-        norm = deepcopy(final_norm(oracle))
-        parts = []
+        norm, parts = deepcopy(final_norm(oracle)), []
         for x, part in ((embedded, mtp.embedding_norm), (hidden, mtp.hidden_norm)):
             norm.weight.data = self.tensors[self.name(part, module) + ".weight"].double()
             parts.append(norm(x))

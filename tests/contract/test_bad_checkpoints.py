@@ -191,8 +191,7 @@ def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_every_alias_names_its_family() -> None:
-    assert family_named("glm4moe") is family_of("glm4_moe")
-    assert family_named("deepseek2") is family_of("deepseek_v3")
+    assert family_named("glm4moe") is family_of("glm4_moe") and family_named("deepseek2") is family_of("deepseek_v3")
     assert family_named("qwen35moe") is family_of("qwen3_5_moe") and not any(map(is_known, DESCRIBED))
 
 
@@ -227,8 +226,7 @@ def test_picked_rows_are_those_rows() -> None:
         "w": make_tensor("w", codes.shape, "F8_E4M3", codes.reshape(-1)),
         "w_scale_inv": make_tensor("w_scale_inv", scales.shape, "F32", scales.reshape(-1).view(np.uint8)),
     }
-    scaled = readable(stored, {})["w"]
-    rows = rng.permutation(300)[:170]
+    scaled, rows = readable(stored, {})["w"], rng.permutation(300)[:170]
     whole = scaled.float32()
     np.testing.assert_array_equal(scaled.take_rows(rows).float32(), whole[rows])
     np.testing.assert_array_equal(RowSubset(scaled, rows).float32(), whole[rows])
@@ -242,5 +240,4 @@ def test_loading_is_told_of(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     settings = EngineConfig(backend="reference", threads=1)
     model = load_model(str(write_model(tmp_path, config, arrays)), settings, lambda *each: told.append(each))
-    assert len(told) == len(model.weights.used)
-    assert {text for *_, text in told} == {"loading, million weights"}
+    assert len(told) == len(model.weights.used) and {text for *_, text in told} == {"loading, million weights"}

@@ -185,8 +185,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
 def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny(num_hidden_layers=2)
     for recycled, changes in (("post_norm", {}), ("pre_norm", {"mtp_recycle": "pre_norm"})):
-        model = model_at(write_model(tmp_path / recycled, config | changes, arrays))
-        assert model.head.spec.recycle == recycled
+        assert model_at(write_model(tmp_path / recycled, config | changes, arrays)).head.spec.recycle == recycled
 
 
 @pytest.mark.slow

@@ -60,8 +60,7 @@ def compiler() -> GrammarCompiler:
 
 def requests_of(temperature: float) -> list[Request]:
     """Every kind of constraint, with other sampling parameters each, among requests without one."""
-    free = varied_requests(temperature)[:4]
-    bound = []
+    free, bound = varied_requests(temperature)[:4], []
     for i, ((kind, (spec, _)), extra) in enumerate(zip(SPECS.items(), VARIETY, strict=True)):
         settings = {"name": kind, "seed": i, "temperature": temperature, "max_tokens": 90, **extra}
         bound.append(request(support.prompt_of(9 * i + 1, i), constraint=compiler().compile(spec), **settings))
@@ -95,8 +94,7 @@ def test_texts_satisfy_their_constraints(agreeing: bool, temperature: float) -> 
 
 def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = False) -> tuple[int, int]:
     """Run one cell, compare; returns forced tokens and preemptions."""
-    settings = {name: value for name, value in cell.items() if name != "temperature"}
-    engine = make(model, drafter=drafter, **settings)
+    engine = make(model, drafter=drafter, **{name: value for name, value in cell.items() if name != "temperature"})
     outputs = run(engine, requests_of(cell["temperature"]))
     assert_same(outputs, plain(cell["temperature"], agreeing))
     for output in outputs.values():

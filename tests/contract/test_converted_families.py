@@ -177,8 +177,7 @@ def exaone_moe_keys(config: Config) -> Config:
 
 def exaone_moe_names(arrays: Arrays, config: Config) -> Arrays:
     norms = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
-    parts = {"fc": "eh_proj", **norms}
-    found = {}
+    parts, found = {"fc": "eh_proj", **norms}, {}
     for name, array in arrays.items():
         name = re.sub(r"^mtp\.layers\.0\.", "model.layers.3.", name).replace("correction_bias", "correction.bias")
         found[re.sub(r"^mtp\.(\w+)\.", lambda m: f"model.layers.3.{parts[m[1]]}.", name)] = array

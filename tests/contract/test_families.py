@@ -119,8 +119,7 @@ def assert_logits(model: Model, tokens: Seq[int], expected: Tensor, *splits: tup
     assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
     engine = make(model, dtype="float32", drafter="none", **settings)
     for first, chunk in splits:
-        found = logits_in_chunks(engine, tokens, first, chunk)
-        assert float((found - expected).abs().max()) <= 2e-4, (first, chunk)
+        assert float((logits_in_chunks(engine, tokens, first, chunk) - expected).abs().max()) <= 2e-4, (first, chunk)
 
 
 @pytest.mark.slow
@@ -157,8 +156,7 @@ def test_logits_in_company(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_that_of_transformers(family: str) -> None:
-    model = tiny_model(family, dtype="float32")
-    prompt = prompt_of(12, 8)
+    model, prompt = tiny_model(family, dtype="float32"), prompt_of(12, 8)
     engine = make(model, dtype="float32", drafter="auto", depth=3, max_model_len=256)
     found = run(engine, [request(prompt, max_tokens=24, stops=())])
     assert found["r", 0].tokens == greedy_text(oracle_of(family, model), prompt, 24)

@@ -37,8 +37,7 @@ def test_a_prompt_said_again_is_computed_from_its_end(chunk: int) -> None:
     """300 tokens: snapshots after 256, and after 296, the last whole block before the last token."""
     prompt, engine = prompt_of(300, 1), engine_of(max_num_batched_tokens=chunk)
     first = answers(engine, ask(prompt))
-    assert engine.scheduler.prefix_hits == 0
-    assert answers(engine, ask(prompt)) == first == plainly(ask(prompt))
+    assert engine.scheduler.prefix_hits == 0 and answers(engine, ask(prompt)) == first == plainly(ask(prompt))
     assert engine.scheduler.prefix_hits == 296
     other = ask([*prompt[:270], *prompt_of(20, 2)])
     assert answers(engine, other) == plainly(other) and engine.scheduler.prefix_hits == 296 + 256
@@ -69,8 +68,7 @@ def test_sequences_wait_for_a_slot(slots: int, monkeypatch: pytest.MonkeyPatch) 
     assert engine.memory.states.num_running == slots
     seen = set[int]()
     found = run(engine, requests, lambda running: seen.add(len(running.scheduler.running)))
-    assert max(seen) == slots
-    assert [found[each.request_id, 0].tokens for each in requests] == plainly(*requests)
+    assert max(seen) == slots and [found[each.request_id, 0].tokens for each in requests] == plainly(*requests)
 
 
 def test_a_preempted_sequence_starts_from_its_snapshot() -> None:

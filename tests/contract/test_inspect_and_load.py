@@ -114,8 +114,7 @@ def test_a_head_that_lacks_one_tensor_is_refused_in_the_same_words(family: str, 
             same_decision(folder, "alive")  # a module without it takes the trunk's last norm
             continue
         same_decision(folder, "partial")
-        missing = [each for module in examine(open_checkpoint(folder)).modules for each in module.missing]
-        assert missing == [name]
+        assert [each for module in examine(open_checkpoint(folder)).modules for each in module.missing] == [name]
 
 
 @pytest.mark.slow

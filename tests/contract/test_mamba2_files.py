@@ -163,12 +163,10 @@ def test_a_converted_file_says_the_same(case: str, tmp_path: Path) -> None:
     family, arch, changes = CASES[case]
     config, arrays = family_of(family).tiny(**changes)
     paths = (write_model(new_folder(), config, arrays), write(tmp_path / "model.gguf", arch, config, arrays))
-    models = [model_at(path) for path in paths]
-    tokens = prompt_of(30, 5)
+    models, tokens = [model_at(path) for path in paths], prompt_of(30, 5)
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in models]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5
     if config.get("num_nextn_predict_layers"):
         drafting = [make(each, dtype="float32", drafter="mtp", depth=2) for each in models]
         texts = [run(each, [request(tokens, max_tokens=40, stops=())])["r", 0].tokens for each in drafting]
-        assert texts[0] == texts[1]
-        assert len({(each.stats.drafted, each.stats.accepted) for each in drafting}) == 1
+        assert texts[0] == texts[1] and len({(each.stats.drafted, each.stats.accepted) for each in drafting}) == 1

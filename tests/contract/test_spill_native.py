@@ -102,6 +102,5 @@ def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
         for turn, tokens in lines:
             prompt = np.random.default_rng(turn % 40).integers(3, 100, 300).tolist()
             for each in (llm, plain):
-                done = each.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
-                assert done.token_ids == tokens
+                assert each.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids == tokens
         assert llm.engine.memory.spill.hits.total() > 0 and not llm.engine.memory.spill.store.counts.dropped

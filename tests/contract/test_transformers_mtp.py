@@ -50,8 +50,7 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
         )  # fmt: skip
     tokens = found[0].tolist()
     engine = make(model, dtype="float32", drafter="mtp", depth=1)
-    plain = run(engine, [request(prompt, max_tokens=MAX_TOKENS, stops=())])
-    assert plain["r", 0].tokens == tokens[len(prompt) :]
+    assert run(engine, [request(prompt, max_tokens=MAX_TOKENS, stops=())])["r", 0].tokens == tokens[len(prompt) :]
     engine.runner.draw = forced = Forced([*tokens, 0])
     assert len(drafts.seen) > MAX_TOKENS // 2
     for length, expected in drafts.seen.items():

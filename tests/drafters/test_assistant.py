@@ -141,8 +141,7 @@ def test_drafting_changes_nothing(backend: str, groups: int) -> None:
 
 def test_whole_drafts_are_those_of_steps() -> None:
     """One call of the backend makes what pass after pass does."""
-    model = with_assistant(trunk("native"), 12)
-    drafts = []
+    model, drafts = with_assistant(trunk("native"), 12), []
     for rule in ("exact", "rejection"):  # which keeps distributions, and goes step by step
         engine = make(model, backend="native", dtype="float32", block_size=16, drafter="assistant", depth=5, rule=rule)
         (sequence,) = engine.submit(request(prompt_of(30, 2), max_tokens=9, stops=()))

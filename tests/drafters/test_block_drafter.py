@@ -62,8 +62,7 @@ def outputs(backend: str, temperature: float, variant: str | None, **settings: A
     model = trunk(backend)
     if variant:
         model = replace(model, head=attach_head(model, written(variant)))
-    common = {"backend": backend, "dtype": EXACT[backend], "block_size": 16}
-    engine = support.make(model, **{**common, **settings})
+    engine = support.make(model, **{"backend": backend, "dtype": EXACT[backend], "block_size": 16, **settings})
     return {key: each.tokens for key, each in support.run(engine, support.varied_requests(temperature)).items()}, engine
 
 

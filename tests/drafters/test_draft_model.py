@@ -90,17 +90,14 @@ def test_any_family_beside_any_other(family: str, drafter: str) -> None:
 
 
 def test_rule_rejection_takes_its_distributions() -> None:
-    model = support.headed_model("llama", "draft_model")
-    engine = make(model, drafter="draft_model", depth=3, rule="rejection")
+    engine = make(support.headed_model("llama", "draft_model"), drafter="draft_model", depth=3, rule="rejection")
     run(engine, varied_requests(1.0))
     assert engine.stats.drafted > 50
 
 
 def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
-    folder = written("llama")
-    engine = engine_of(loaded("native", folder, written("llama", max_position_embeddings=32)), "native")
-    assert len(run(engine, REQUESTS)["r", 0].tokens) == 30
-    assert 0 < engine.stats.drafted == engine.stats.accepted < 15
+    engine = engine_of(loaded("native", written("llama"), written("llama", max_position_embeddings=32)), "native")
+    assert len(run(engine, REQUESTS)["r", 0].tokens) == 30 and 0 < engine.stats.drafted == engine.stats.accepted < 15
 
 WORDS = {f"w{i}": i for i in range(200)}
 
@@ -132,8 +129,7 @@ def test_rows_more_or_less_draft_all_the_same(size: int) -> None:
 def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
     """The model itself with two tokens exchanged is as right as the model itself."""
     config, arrays = family_of("llama").tiny()
-    trunk = write_model(tmp_path / "trunk", config, arrays)
-    order = np.arange(VOCAB)
+    trunk, order = write_model(tmp_path / "trunk", config, arrays), np.arange(VOCAB)
     order[[20, 40]] = [40, 20]
     moved = {name: array[order] if array.shape[0] == VOCAB else array for name, array in arrays.items()}
     draft = write_model(tmp_path / "draft", config, moved)

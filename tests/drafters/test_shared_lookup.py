@@ -21,8 +21,7 @@ def test_the_longest_match_wins_and_then_the_latest() -> None:
     texts = SharedLookup()
     texts.add(ME, [], [1, 2, 3, 4, 5, 10, 11])
     texts.add(ME, [], [9, 2, 3, 4, 5, 20, 21])
-    assert texts.find(ME, [7, 1, 2, 3, 4, 5], 4) == ([10, 11], 5)
-    assert texts.find(ME, [8, 2, 3, 4, 5], 1) == ([20], 4)
+    assert texts.find(ME, [7, 1, 2, 3, 4, 5], 4) == ([10, 11], 5) and texts.find(ME, [8, 2, 3, 4, 5], 1) == ([20], 4)
     assert texts.find(ME, [2, 3, 4, 5, 10, 11], 4) == ([], 0)  # nothing follows
     assert texts.find(ME, [3, 4, 5], 4) == ([], 0)  # shorter than anything that is looked up
 
@@ -40,8 +39,7 @@ def test_one_beginning_among_many_is_found_by_what_was_asked() -> None:
 def test_texts_are_their_owners() -> None:
     texts = SharedLookup()
     texts.add(ME, [], list(range(10)))
-    assert texts.find(OTHER, list(range(6)), 4) == ([], 0)
-    assert texts.find(ME, list(range(6)), 4) == ([6, 7, 8, 9], 6)
+    assert texts.find(OTHER, list(range(6)), 4) == ([], 0) and texts.find(ME, list(range(6)), 4) == ([6, 7, 8, 9], 6)
     texts.clear()
     assert texts.find(ME, list(range(6)), 4) == ([], 0)
 

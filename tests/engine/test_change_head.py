@@ -38,8 +38,7 @@ def test_the_texts_stay_the_same(depth: Any, blocks: int) -> None:
     requests = support.varied_requests(0.8)
     plain = texts(support.make(first, **settings | {"depth": 0}), requests, {}, EngineConfig(**settings))
     engine = support.make(first, **settings)
-    changes = {2: second, 4: first, 5: second, 7: first}
-    assert texts(engine, requests, changes, EngineConfig(**settings)) == plain
+    assert texts(engine, requests, {2: second, 4: first, 5: second, 7: first}, EngineConfig(**settings)) == plain
 
 
 def test_the_new_head_drafts_as_if_it_had_always_been_there() -> None:

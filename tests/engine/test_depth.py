@@ -256,8 +256,7 @@ def test_auto_keeps_the_text_and_a_table_by_batch_size() -> None:
     model = headed_model("mimo")
     engine = LLM(model, EngineConfig(**SMALL, depth_by_batch="[[1, 2, 1], [3, 64, 0]]")).engine
     assert [engine.config.depth_limit(n) for n in (1, 2, 3, 100)] == [1, 1, 0, 0]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    texts = {}
+    params, texts = SamplingParams(max_tokens=40, ignore_eos=True), {}
     for depth in (0, AUTO):
         llm = LLM(model, EngineConfig(**SMALL, depth=depth))
         texts[depth] = [done.token_ids for done in llm.generate(["one two three", "the"], params)]

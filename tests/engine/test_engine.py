@@ -99,8 +99,7 @@ def test_one_forward_a_step_for_all_rows() -> None:
     assert engine.runner.num_passes == len(spy.trunk)
     assert min(int(plan.positions.min()) for plan in spy.head) == 1, "the first pair lives at position 1"
     assert len(set(spy.num_ops)) == 1, "the forward loops over sequences or rows"
-    assert any({"prefill", "draft"} <= mix for mix in mixes)
-    assert any({"draft", "decode"} <= mix for mix in mixes)
+    assert any({"prefill", "draft"} <= mix for mix in mixes) and any({"draft", "decode"} <= mix for mix in mixes)
     assert any({"3 lengths", "4 lengths"} & mix for mix in mixes), "no ragged drafts"
 
 
@@ -256,8 +255,7 @@ def test_what_is_reported_survives_preemption() -> None:
     requests = [request(prompt_of(40, i), name=f"{i}", **extra) for i in range(3)]
     engine = make(model, drafter="none", kv_blocks=18)
     outputs = run(engine, requests)
-    assert engine.scheduler.num_preemptions
-    assert all(len(output.prompt_logprobs) == 39 for output in outputs.values())
+    assert engine.scheduler.num_preemptions and all(len(output.prompt_logprobs) == 39 for output in outputs.values())
     for each in requests:
         assert [t.token for t in outputs[each.request_id, 0].prompt_logprobs] == list(each.prompt_ids[1:])
 
@@ -278,8 +276,7 @@ def test_prefix_hits_are_counted_and_change_nothing() -> None:
     first = run(engine, [request(prompt, **settings)])
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (43, 0)
     rows = engine.runner.num_rows
-    sequence = engine.submit(request(prompt, **settings))[0]
-    again = run(engine, [])
+    sequence, again = engine.submit(request(prompt, **settings))[0], run(engine, [])
     assert_same(again, first)
     assert sequence.num_cached == 40  # five blocks of eight
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (86, 40)
@@ -342,8 +339,7 @@ def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
 def test_depth_of_a_request_wins() -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=2)
     settings = {"max_tokens": 20, "stops": ()}
-    requests = [request([5, 6, 7], name=str(depth), depth=depth, **settings) for depth in (None, 0, 1, 4)]
-    found = run(engine, requests)
+    found = run(engine, [request([5, 6, 7], name=str(depth), depth=depth, **settings) for depth in (None, 0, 1, 4)])
     lengths = {name: len(output.stats.drafted_at) for (name, _), output in found.items()}
     assert lengths == {"None": 2, "0": 0, "1": 1, "4": 4}
     assert len({tuple(output.tokens) for output in found.values()}) == 1

@@ -153,11 +153,9 @@ def test_a_step_that_fails_ends_every_text_that_was_in_it() -> None:
 
 def test_a_held_stream_blocks_nobody() -> None:
     llm = small_llm()
-    alone = llm.generate([[1, 2, 3], [7, 8]], LONG)
-    stream = llm.stream([1, 2, 3], LONG)
+    alone, stream = llm.generate([[1, 2, 3], [7, 8]], LONG), llm.stream([1, 2, 3], LONG)
     tokens = list(next(stream).token_ids)
-    others = in_threads(lambda number: llm.generate([[7, 8]], LONG)[0].token_ids, range(3))
-    assert others == [alone[1].token_ids] * 3
+    assert in_threads(lambda number: llm.generate([[7, 8]], LONG)[0].token_ids, range(3)) == [alone[1].token_ids] * 3
     tokens += [token for delta in stream for token in delta.token_ids]
     assert tokens == alone[0].token_ids
     assert_clean(llm.engine)

@@ -85,8 +85,7 @@ def test_metrics_and_summary_say_so_and_off_leaves_no_trace() -> None:
     engine, _ = outputs(1)
     metrics = ServerMetrics(engine, "m", Admission(Accounts(), 1)).registry.collect()
     samples = [sample for metric in metrics for sample in metric.samples]
-    found = [sample.value for sample in samples if sample.name == "headstart:synthetic_acceptance"]
-    assert found == [0.8, 0.5, 0.2]
+    assert [sample.value for sample in samples if sample.name == "headstart:synthetic_acceptance"] == [0.8, 0.5, 0.2]
     completion = SimpleNamespace(speculation=engine.stats, method="mtp", usage={"completion_tokens": 3},
                                  timing={"decode_tokens_per_s": 1.0})  # fmt: skip
     assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(completion)

@@ -64,8 +64,7 @@ def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
     if kind == "eagle3":
         spec = support.eagle3_spec(model, (0, 1))
         arrays = support.eagle3_arrays(model, spec)
-        some = {**arrays, "lm_head.weight": arrays["lm_head.weight"][ids]}
-        own = support.head_of(model, spec, some, ids.tolist())
+        own = support.head_of(model, spec, {**arrays, "lm_head.weight": arrays["lm_head.weight"][ids]}, ids.tolist())
     else:
         own = support.make_block(model, ids.tolist())
     pairs = ((own, "full"), (free, 40))
@@ -107,8 +106,7 @@ def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
     (handle,) = engine.runner.networks
     piece = [*prompt, output.tokens[0], *[7] * (size - 1)]
     states = vocabulary._states(engine, handle, [*range(40, 40 + 3 * size), *piece])
-    assert len(states) == 10
-    assert (states[-5:] @ model.decoder.lm_head.weight.T).argmax(-1).tolist() == drafts[0]
+    assert len(states) == 10 and (states[-5:] @ model.decoder.lm_head.weight.T).argmax(-1).tolist() == drafts[0]
     assert vocabulary._states(engine, handle, prompt) is None
     support.assert_clean(engine)
 

@@ -61,8 +61,7 @@ def entry(begin: int = 0, end: int = 8, **changes: Any) -> dict[str, Any]:
 def test_safetensors_round_trip(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(directory(tmp_path / "m"))
     assert checkpoint.format == "safetensors" and not checkpoint.canonical_names
-    found = checkpoint.tensors
-    expected = tensors()
+    found, expected = checkpoint.tensors, tensors()
     for name in ("half", "scalar", "nothing"):
         np.testing.assert_array_equal(found[name].float32(), expected[name].astype(np.float32))
         assert found[name].shape == expected[name].shape
@@ -291,8 +290,7 @@ def test_a_vocabulary_is_read_piece_by_piece(piece: int, tmp_path: Path, monkeyp
 
 
 def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:
-    blob = write_gguf(tmp_path / "m.gguf").read_bytes()
-    path = tmp_path / "cut.gguf"
+    blob, path = write_gguf(tmp_path / "m.gguf").read_bytes(), tmp_path / "cut.gguf"
     for size in [*range(0, 1500, 23), len(blob) - 200, len(blob) - 129]:
         path.write_bytes(blob[:size])
         with pytest.raises(ModelError, match=r"cut\.gguf"):

@@ -147,8 +147,7 @@ def test_experts_in_nvfp4_with_scales_of_their_own(
 
     path = write_gguf(tmp_path / "m.gguf", config, arrays, quantized=Kind.NVFP4, more=more)
     llm = api.LLM(str(path), EngineConfig(backend=backend, threads=1))
-    tensors = llm.model.weights.tensors
-    plain = llama_tensors(config, arrays)
+    tensors, plain = llm.model.weights.tensors, llama_tensors(config, arrays)
     for part, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
         name = f"blk.1.ffn_{part}_exps"
         expected = values(Kind.NVFP4, raws[plain[f"{name}.weight"].tobytes()]) * made[name].reshape(-1, 1, 1)

@@ -33,8 +33,7 @@ class Weight:
 
 
 def weight(*, bits: int = 4, symmetric: bool = True, group: int = GROUP, mixed: bool = False, out: int = OUT) -> Weight:
-    rng = np.random.default_rng(3)
-    count = IN // group
+    rng, count = np.random.default_rng(3), IN // group
     groups = np.arange(IN) // group
     zeros = np.full((out, count), 1 << bits - 1) if symmetric else rng.integers(1, 1 << bits, (out, count))
     scales = rng.uniform(0.005, 0.02, (out, count)).astype(np.float16).astype(np.float32)

@@ -104,8 +104,7 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
     model = support.tiny_model("llama")
     draft_ids = DRAFT_IDS if own else None
     path = written(model, tmp_path / "head", own, draft_ids, **VARIANTS[variant])
-    head = attach_head(model, path)
-    t = doubles(path)
+    head, t = attach_head(model, path), doubles(path)
     rng, count, width, block = np.random.default_rng(0), 7, model.config.hidden_size, head.spec.block
     streams = torch.from_numpy(rng.standard_normal((count, 2 * width)))
     embedding = model.decoder.embedding if head.embedding is None else head.embedding

@@ -76,8 +76,7 @@ NORMS = ((), ("input_norm.weight",), ("tap_norms.weight",), ("input_norm.weight"
 def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
     model = support.tiny_model("llama")
     path = written(model, tmp_path / "head", norms)
-    attached = attach_head(model, path)
-    files = read_file(path / "model.safetensors")
+    attached, files = attach_head(model, path), read_file(path / "model.safetensors")
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
     rng, count, width = np.random.default_rng(0), 7, model.config.hidden_size
     streams, ids = torch.from_numpy(rng.standard_normal((count, 3 * width))), rng.integers(0, support.VOCAB, count)
@@ -144,8 +143,7 @@ def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
     """layers.0 for midlayer, sizes in transformer_layer_config, no tap ids: low, middle and high layer."""
     model = support.tiny_model("llama", num_hidden_layers=8)
     path = written(model, tmp_path / "head", tap=())
-    document = as_speculators(json.loads((path / "config.json").read_text()))
-    (path / "config.json").write_text(json.dumps(document))
+    (path / "config.json").write_text(json.dumps(as_speculators(json.loads((path / "config.json").read_text()))))
     assert attach_head(model, path).spec.tap == (2, 4, 5)
 
 
@@ -184,9 +182,7 @@ def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.q_norm.weight", "fc.bias"]
-)
+@pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.q_norm.weight", "fc.bias"])
 def test_what_would_change_the_drafts_is_refused(name: str, tmp_path: Path) -> None:
     path = changed(written(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
     with pytest.raises(ModelError, match=re.escape(f"{name} is not known of an EAGLE-3 head")):
@@ -208,8 +204,7 @@ def test_norms_count_where_they_are_asked_for(tmp_path: Path) -> None:
 def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
     path = written(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
     document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
-    assert document["fc_norm"] and document["norm_output"]
-    assert {f"fc_norm.{i}.weight" for i in range(3)} <= names
+    assert document["fc_norm"] and document["norm_output"] and {f"fc_norm.{i}.weight" for i in range(3)} <= names
     head = read_head(path)
     write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == document

@@ -49,8 +49,7 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
     engine, tokens, same = make(model, drafter=kind, depth=depth), prompt_of(20, 4), list[bool]()
     for length in range(2, len(tokens)):
         sequence = new_sequence(engine, tokens, length)
-        rows = span_rows(Span(sequence, 0, length - 1, 1))
-        forward = engine.runner.run(engine.runner.trunk, "forward", [rows])
+        forward = engine.runner.run(engine.runner.trunk, "forward", [span_rows(Span(sequence, 0, length - 1, 1))])
         sequence.num_computed = length - 1
         engine.drafting.drafter.propose([DraftRequest(sequence, depth)])
         with torch.inference_mode():
@@ -95,8 +94,7 @@ def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> t
 )
 def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """cnets1.py: a Llama layer without its first norm, over fc [e ; h]; the trunk's embedding and LM head."""
-    model = trunk()
-    own = bool(changes)
+    model, own = trunk(), bool(changes)
     config, tensors = eagle_files(model, bias=not own, qkv_bias=own)
     path = written(tmp_path / "eagle", {**config, **changes, "attention_bias": own}, tensors, file)
     asked = LlamaConfig(**{**config, **changes, "attention_bias": own}, attn_implementation="eager")

@@ -51,8 +51,7 @@ def test_drafts_are_those_of_a_head_that_made_up_for_all(model: Model) -> None:
     for length in range(21, LENGTH + 1):  # a token at a time: nothing is left out
         grown.tokens.append(text[length - 1])
         engine.memory.reserve(grown, length + 8)
-        rows = Rows(grown, length - 2, text[length - 2 : length - 1], 1)
-        engine.runner.run(engine.runner.trunk, "forward", [rows])
+        engine.runner.run(engine.runner.trunk, "forward", [Rows(grown, length - 2, text[length - 2 : length - 1], 1)])
         num_uncached, expected = drafted(engine, grown)
         assert num_uncached <= 1
     engine.memory.release(grown)

@@ -156,8 +156,7 @@ def set_scale(matrix: packing.Matrix, row: int, group: int, value: float) -> Non
     """Overwrite one scale of a matrix whose scales are floats."""
     form = Form(matrix.kind, matrix.group, scales=matrix.scales)
     per_panel, size = 64 // matrix.group, np.dtype(SCALE_TYPES[matrix.scales]).itemsize
-    panels = form.panels(matrix.data, -(-matrix.rows // 16), -(-matrix.cols // 64))
-    panel = panels[group // per_panel][row // 16]
+    panel = form.panels(matrix.data, -(-matrix.rows // 16), -(-matrix.cols // 64))[group // per_panel][row // 16]
     at = (group % per_panel * 16 + row % 16) * size
     panel[at : at + size] = _stored(form, np.array([value], "<f4")).view(np.uint8)
 

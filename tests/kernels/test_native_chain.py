@@ -110,8 +110,7 @@ def test_gates_decide_as_in_python(head: str) -> None:
     seen = []
     for whole in (True, False):
         engine = engine_of(head, depth=AUTO)
-        auto = engine.drafting.auto
-        rng = np.random.default_rng(3)
+        auto, rng = engine.drafting.auto, np.random.default_rng(3)
         auto.token_s, auto.row_s, auto.draft_s = 1.0, 0.004, 0.001
         sequences = [
             engine.submit(support.request(support.prompt_of(6 + i, i), name=str(i), seed=i, temperature=0.9))[0]

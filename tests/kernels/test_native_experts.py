@@ -164,8 +164,7 @@ POWERS = np.linspace(0.2, 4.0, 20)
 
 def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | None) -> Array:
     """[R, E]: what each row gives each expert, said by experts whose word is their own number."""
-    count = spec.num_experts
-    one = nat.matrix_of(np.ones((1, 1)))
+    count, one = spec.num_experts, nat.matrix_of(np.ones((1, 1)))
     says = tuple(nat.matrix_of(np.eye(count)[:, e : e + 1]) for e in range(count))
     experts = Experts((one,) * count, (one,) * count, says)
     nothing, ones = nat.matrix_of(np.zeros((1, count))), np.ones(1, np.float32)

@@ -35,8 +35,7 @@ def finite_rows(rows: int, width: int, rng: np.random.Generator) -> Array:
 @many
 def test_products(path: str, seed: int, name: str, rows: int, width: int, out: int) -> None:
     """Poisoned rows become NaN (or infinite) everywhere; the rows beside them keep their bits."""
-    rng = np.random.default_rng(seed)
-    form = FORMS[name]
+    rng, form = np.random.default_rng(seed), FORMS[name]
     w, bias = random_matrix(form, out, width, rng), rng.standard_normal(out).astype(np.float32)
     up, down = random_matrix(form, out, width, rng), random_matrix(FORMS["Q6-16-i8"], 5, out, rng)
 
@@ -48,8 +47,7 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
     x, worker = finite_rows(rows, width, rng), backend(path)
     clean = run_native(worker, code, single_rows(range(rows)), x)
     check_finite_product(clean["linear"] - bias, nat.inputs_of(form, path, x), w, bias)
-    poisoned = np.flatnonzero(rng.random(rows) < 0.4)
-    dirty = x.copy()
+    poisoned, dirty = np.flatnonzero(rng.random(rows) < 0.4), x.copy()
     dirty[poisoned, rng.integers(0, width, len(poisoned))] = rng.choice(SPECIAL, len(poisoned))
     found = run_native(worker, code, single_rows(range(rows)), dirty)
     others = np.setdiff1d(np.arange(rows), poisoned)
@@ -74,8 +72,7 @@ def check_finite_product(found: Array, inputs: Array, w: Any, bias: Array) -> No
 @many
 def test_scales_of_weights(path: str, seed: int, name: str, width: int, out: int) -> None:
     """A bad scale is seen in its own column only; extreme ones are right."""
-    rng = np.random.default_rng(seed)
-    form = FORMS[name]
+    rng, form = np.random.default_rng(seed), FORMS[name]
     w, again = (random_matrix(form, out, width, np.random.default_rng(seed + 1)) for _ in range(2))
     column, group = int(rng.integers(0, out)), int(rng.integers(0, -(-width // form.group)))
     value = float(rng.choice([*SPECIAL, 0.0, 6e-8, 6e4, -6e4]))
@@ -118,8 +115,7 @@ def test_rowwise_ops(path: str, seed: int, rows: int, groups: int, dim: int) -> 
     sizes = np.abs(x).max(1, keepdims=True)
     for name, values in expected.items():
         assert (np.abs(clean[name] - values) <= 1e-5 * (np.abs(values) + sizes + 1e-30)).all(), name
-    poisoned = np.flatnonzero(rng.random(rows) < 0.4)
-    dirty = x.copy()
+    poisoned, dirty = np.flatnonzero(rng.random(rows) < 0.4), x.copy()
     dirty[poisoned, rng.integers(0, groups * dim, len(poisoned))] = np.nan
     found = run_native(worker, code, plan, dirty)
     others = np.setdiff1d(np.arange(rows), poisoned)
@@ -265,8 +261,7 @@ def test_extreme_attention(
     largest = float(kept["v"].abs().max())
     for parts in passes:
         expected = nat.run_reference(oracle, nat.plan_of(parts, first_position=first))["y"]
-        ids = np.concatenate([part.ids for part in parts])
-        assert (np.abs(found[ids] - expected) <= tolerance * largest).all()
+        assert (np.abs(found[np.concatenate([part.ids for part in parts])] - expected) <= tolerance * largest).all()
 
 
 @paths

@@ -54,8 +54,7 @@ def test_products(path: str, name: str) -> None:
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         x = step.hidden
-        gated = ops.activate_mul(ops.linear(x, w["gate"], bias), ops.linear(x, w["up"], bias))
-        down = ops.linear(gated, w["down"])
+        down = ops.linear(ops.activate_mul(ops.linear(x, w["gate"], bias), ops.linear(x, w["up"], bias)), w["down"])
         return {
             "embedded": ops.embed(w["table"], step.token_ids), "linear": ops.linear(x, w["w"]), "down": down,
             "mixed": ops.activate_mul(ops.linear(x, w["gate"]), ops.linear(x, w["other"], bias)),
@@ -179,8 +178,7 @@ def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) 
 def test_stored_hidden_states(path: str) -> None:
     """What a trunk keeps at its rows' slots, in parts of its columns, a head reads one position later, in any order of
     rows."""
-    rng = np.random.default_rng(2)
-    worker = backend(path, 2)
+    rng, worker = np.random.default_rng(2), backend(path, 2)
     hidden, table = rng.standard_normal((40, 19)).astype(np.float32), rng.permutation(5)[:3]
     pool = worker.hidden_pool(5 * 16, 38)
 

@@ -231,8 +231,7 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
 def test_latent_attention(path: str, kv_dtype: str) -> None:
     """DeepSeek-V3's widths: values are the first 512 of 576 features of the one key, with its scale."""
     spec = AttentionSpec(5, 1, 576, 192**-0.5, 512, latent=True)
-    rng = np.random.default_rng(1)
-    total = sum(LENGTHS)
+    rng, total = np.random.default_rng(1), sum(LENGTHS)
     q = random_matrix(FORMS["F32"], total, 5 * 576, rng)
     k = rng.standard_normal((total, 576)).astype(np.float32) * 0.3
     k[:, 7] = 2  # the peak of key and value

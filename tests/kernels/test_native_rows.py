@@ -110,8 +110,7 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
     for ours, theirs in zip(found, world.oracle(plans), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     world.fresh()
-    others = np.setdiff1d(np.arange(NUM_BLOCKS), table)
-    rows = []
+    others, rows = np.setdiff1d(np.arange(NUM_BLOCKS), table), []
     for i, begin in enumerate(starts := [0, 1, 2, 9, 26, 90, 150, 151]):
         end = [*starts, LENGTH][i + 1]
         parts = [Part(np.arange(begin, end), begin, table), Part(LENGTH + np.arange(i + 3), 0, others)]
@@ -204,8 +203,7 @@ class Tree:
 def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
     """A context of 509: paths over the end of a stretch, which threads share."""
     world = World(path, kv_dtype, context, sinks=context % 2 == 0, length=max(LENGTH, context + 20), **SEEN[seen])
-    tree = Tree(world, context, 14)
-    committed = np.arange(context)
+    tree, committed = Tree(world, context, 14), np.arange(context)
     free = np.setdiff1d(np.arange(world.num_blocks), [*tree.table, *(tree.slots // 16)])
     other = Part(3 * world.length + np.arange(5), 0, free)
     plans = [plan_of([Part(committed, 0, tree.table)]), tree.plan(other)]
@@ -231,8 +229,7 @@ def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, cont
 @paths
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
 def test_rows_are_copied_as_if_at_once(path: str, kv_dtype: str) -> None:
-    world = World(path, kv_dtype)
-    table = np.arange(8)
+    world, table = World(path, kv_dtype), np.arange(8)
     world.run(plan_of([Part(np.arange(40), 0, table)]))
     moved = np.arange(3, 38, dtype=np.int32)
     world.workers[0].copy_rows(world.pools, moved, moved - 1)

@@ -41,8 +41,7 @@ def rows_of(*settings, allowed=None):
 
 
 def mask_of(rows, vocab_size, seed):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 2**32, (rows, -(-vocab_size // 32)), np.uint32, endpoint=False)
+    return np.random.default_rng(seed).integers(0, 2**32, (rows, -(-vocab_size // 32)), np.uint32, endpoint=False)
 
 
 def reference(logits, rows, vocab_size, token_ids=None, keep_probs=False):
@@ -124,8 +123,7 @@ VARIANTS = [
 @pytest.mark.parametrize("scale", [0.0, 0.2, 1.0, 3.0, 12.0])
 @pytest.mark.parametrize("reduced", [False, True])
 def test_large_vocabularies(scale, reduced):
-    rng = np.random.default_rng(int(scale * 10))
-    vocab_size = 5003
+    rng, vocab_size = np.random.default_rng(int(scale * 10)), 5003
     token_ids = np.sort(rng.permutation(vocab_size)[:1777]).astype(np.int64) if reduced else None
     cases = [case | {"seed": int(rng.integers(2**63)), "position": i} for i, case in enumerate(VARIANTS)]
     logits = rng.normal(0, scale, (len(cases), 1777 if reduced else vocab_size + 61)).astype(np.float32)
@@ -167,8 +165,7 @@ def test_logprobs(num_top):
     rng = np.random.default_rng(6)
     logits = np.round(rng.normal(0, 9, (5, 333)), 1).astype(np.float32)
     logits[3, ::3] = -math.inf
-    tokens = rng.integers(0, 333, 5)
-    counts = np.full(5, num_top)
+    tokens, counts = rng.integers(0, 333, 5), np.full(5, num_top)
     expected = reference_sampling.logprobs(torch.from_numpy(logits), tokens, counts)
     assert native_sampling.logprobs(MANY, PATH, logits, tokens, num_top) == expected
     with pytest.raises(IndexError):

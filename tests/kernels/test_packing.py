@@ -65,8 +65,7 @@ def test_block_values_stay(dtype: str) -> None:
     """Bit for bit what the gguf library computes, the sign of zero included."""
     cols = 160 if GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][0] == 32 else 768
     tensor = block_tensor(dtype, 37, cols)
-    matrix = packing.pack(tensor, POOL)
-    np.testing.assert_array_equal(bits(packing.dequantize(matrix, POOL)), bits(tensor.float32()))
+    np.testing.assert_array_equal(bits(packing.dequantize(packing.pack(tensor, POOL), POOL)), bits(tensor.float32()))
 
 
 def test_special_halves() -> None:
@@ -85,8 +84,7 @@ def test_padding_is_zero(dtype: str) -> None:
         block_tensor(dtype, 21, 96) if dtype in BLOCKS else float_tensor(floats(21, 96), dtype.replace("int8", "F32"))
     )
     m = packing.pack(tensor, POOL, quantization)
-    whole = packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scales, m.offsets, m.data)
-    values = packing.dequantize(whole, POOL)
+    values = packing.dequantize(packing.Matrix(m.kind, 32, 128, m.group, m.zero, m.scales, m.offsets, m.data), POOL)
     np.testing.assert_array_equal(values[:21, :96], packing.dequantize(m, POOL))
     assert not values[21:].any() and not values[:, 96:].any()
 
@@ -98,8 +96,7 @@ def test_layouts() -> None:
     scales = panel[:64].view(np.float16).reshape(2, 16)
     vectors = panel[64:].reshape(2, 4, 16, 4)
     half, vector, lane, byte = 1, 2, 5, 3
-    column = half * 32 + 4 * vector + byte
-    both = int(vectors[half, vector, lane, byte])
+    column, both = half * 32 + 4 * vector + byte, int(vectors[half, vector, lane, byte])
     expected = tensor.float32()[lane, [column, column + 16]]
     np.testing.assert_array_equal(
         scales[half, lane].astype(np.float32) * np.array([both % 16 - 8, both // 16 - 8]), expected
@@ -160,9 +157,7 @@ def test_quantization_of_odd_values(quantization: packing.Quantization) -> None:
     ("dtype", "quantization", "kind"),
     [("Q4_1", "int8", 4), ("Q4_K", "int4", 4), ("Q6_K", "int8", 7), ("Q8_0", "int4", 4)],
 )
-def test_never_more_bits_than_the_file(
-    dtype: str, quantization: packing.Quantization, kind: int
-) -> None:
+def test_never_more_bits_than_the_file(dtype: str, quantization: packing.Quantization, kind: int) -> None:
     tensor = block_tensor(dtype, 16, 256)
     matrix = packing.pack(tensor, POOL, quantization)
     assert matrix.kind == kind

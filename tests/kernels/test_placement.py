@@ -36,8 +36,7 @@ def test_two_sockets_of_caches(tmp_path: Path) -> None:
     assert [node.number for node in nodes] == [0, 1]
     placed = choose_placement(64, None, nodes, None)
     assert placed.groups == tuple((8, n // 4, tuple(range(8 * n, 8 * n + 8))) for n in range(8))
-    assert placed.weights == "share"
-    assert choose_placement(64, "replicate", nodes, None).weights == "replicate"
+    assert placed.weights == "share" and choose_placement(64, "replicate", nodes, None).weights == "replicate"
     assert choose_placement(64, "off", nodes, None).groups == ()
 
 
@@ -72,8 +71,7 @@ GROUPS = ((2, 0, (0,)), (1, 0, ()), (2, 1, (0, 1)))
 def test_placed_weights_are_the_same(how: str) -> None:
     """Each byte is copied, on each node, also where rows fill no pair of blocks and the matrix no page."""
     native, extension = (pytest.importorskip(f"headstart.kernels.native.{name}") for name in ("packing", "_native"))
-    pool = native.ThreadPool(5, GROUPS)
-    rng = np.random.default_rng(7)
+    pool, rng = native.ThreadPool(5, GROUPS), np.random.default_rng(7)
     for rows, cols in ((1, 3), (40, 70), (2000, 1100)):
         values = rng.standard_normal((rows, cols)).astype(np.float32)
         data = native.aligned_empty(native.matrix_bytes(0, rows, cols, 32, 0, 0))

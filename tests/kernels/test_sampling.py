@@ -135,8 +135,7 @@ def test_against_oracle(cases, data):
 
 
 def mixed_rows(count, vocab_size, seed=0):
-    rng = np.random.default_rng(seed)
-    entries = []
+    rng, entries = np.random.default_rng(seed), []
     for i in range(count):
         params = {
             "temperature": (0.0, 1.0, 0.6)[i % 3], "top_k": (0, 40, 0, 5)[i % 4],
@@ -225,8 +224,7 @@ LOGITS = np.array([1.0, 0.2, -0.5, 0.9, -2.0, 0.0, 2.1, -1.0], np.float32)
 @pytest.mark.parametrize("ids", [None, [0, 1, 4, 6, 7]], ids=["full", "reduced"])
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
 def test_distribution(params, ids):
-    count = 20_000
-    seq = sequence(**params)
+    count, seq = 20_000, sequence(**params)
     rows = build_rows([entry(seq)] * count)
     rows = replace(rows, seed=np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     logits = LOGITS if ids is None else LOGITS[ids]

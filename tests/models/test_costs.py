@@ -20,8 +20,7 @@ FLOAT_BYTES = 4
 def test_a_plan_counts_the_familys_tensors(family: str) -> None:
     """All weights of the tiny model, its MTP modules included."""
     config = family_of(family).tiny_config()
-    sizes = family_of(family).read(config)
-    shape = shape_of("tiny", config)
+    sizes, shape = family_of(family).read(config), shape_of("tiny", config)
     assert not shape.notes
     parameters = shape.parameters()
     head = parameters.pop("head") if shape.drafter.assumed else 0

@@ -83,10 +83,8 @@ def test_windows_are_those_of_the_layers_that_have_one(family: str) -> None:
 
 
 def test_the_context_ends_where_the_frequencies_would_change() -> None:
-    found = family_of("llama")
-    factors = [1.0 + i for i in range(4)]
+    found, factors = family_of("llama"), [1.0 + i for i in range(4)]
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 8.0}
     config, _ = found.tiny(max_position_embeddings=512)
-    long = {**config, "rope_scaling": {**rope, "original_max_position_embeddings": 64}}
-    assert found.read(long).max_length == 64
+    assert found.read({**config, "rope_scaling": {**rope, "original_max_position_embeddings": 64}}).max_length == 64
     assert found.read({**config, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}).max_length == 512

@@ -126,8 +126,7 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     (folder_of(model) / f"mtp{WORK}").mkdir()
     assert main(["adapt", "--forget", "--model", model]) == 0
     assert "forgotten: mtp;" in capfd.readouterr().out and not list(folder_of(model).iterdir())
-    assert main(["adapt", "--forget", "--model", model]) == 0
-    assert "nothing was adapted" in capfd.readouterr().out
+    assert main(["adapt", "--forget", "--model", model]) == 0 and "nothing was adapted" in capfd.readouterr().out
 
 
 def test_a_new_shipped_head_or_a_damaged_file_ends_it(
@@ -142,8 +141,7 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
     weights.write_bytes(weights.read_bytes()[:-9])
     with caplog.at_level("WARNING"):
         assert find_adapted_head(model, CONFIG) is None
-    assert "the adapted head is not used" in caplog.text
-    assert "headstart adapt --forget removes it" in caplog.text
+    assert "the adapted head is not used" in caplog.text and "headstart adapt --forget removes it" in caplog.text
     (folder_of(model) / "mtp" / "adapted.json").write_text("{")
     assert find_adapted_head(model, CONFIG) is None and forget(model, "eagle3") == ([], [])
     assert forget(model, None) == (["mtp"], [])
@@ -242,8 +240,7 @@ def test_heads_that_cannot_be_adapted(
     assert main([*words, "--head", head, "--kind", "eagle3"]) == 2
     assert "has no head of kind eagle3, but one of kind mtp" in capfd.readouterr().err
     monkeypatch.setattr("headstart.tools.adapt.run.head_kind", lambda name: replace(head_kind(name), training=None))
-    assert main([*words, "--head", head]) == 2
-    assert "a head of kind mtp cannot be trained" in capfd.readouterr().err
+    assert main([*words, "--head", head]) == 2 and "a head of kind mtp cannot be trained" in capfd.readouterr().err
 
 
 def test_where_nothing_can_be_written(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

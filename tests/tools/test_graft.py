@@ -117,8 +117,7 @@ def test_strip_and_graft_are_inverse(base: Path, tmp_path: Path) -> None:
     assert all_tensors(tmp_path / "bare") == {name: raw(array) for name, array in TRUNK.items()}
     assert config_of(tmp_path / "bare") == {**CONFIG, "num_nextn_predict_layers": 0}
     run(GraftOptions(model=str(tmp_path / "bare"), base=str(base), out=tmp_path / "whole"))
-    assert all_tensors(tmp_path / "whole") == all_tensors(base)
-    assert config_of(tmp_path / "whole") == config_of(base)
+    assert all_tensors(tmp_path / "whole") == all_tensors(base) and config_of(tmp_path / "whole") == config_of(base)
 
 
 def test_half_a_head_is_replaced(base: Path, tmp_path: Path) -> None:
@@ -173,8 +172,7 @@ def test_a_quantized_head_becomes_as_the_target_is(tuned: Path, tmp_path: Path) 
     assert found[MATRIX][:2] == ("BF16", (130, 200)) and f"{MATRIX}_scale_inv" not in found
     same = write_checkpoint(tmp_path / "same", {**config, "num_nextn_predict_layers": 0}, TRUNK)
     run(GraftOptions(model=str(same), base=str(base), out=tmp_path / "again"))
-    assert all_tensors(tmp_path / "again") == all_tensors(base)
-    assert config_of(tmp_path / "again") == config_of(base)
+    assert all_tensors(tmp_path / "again") == all_tensors(base) and config_of(tmp_path / "again") == config_of(base)
 
 
 def test_quantized_heads_are_fp8_blocks(base: Path, tuned: Path, tmp_path: Path) -> None:
@@ -306,8 +304,7 @@ def test_wrong_usage(base: Path, tuned: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_fine_tune_with_other_positions_is_noted(base: Path, tmp_path: Path) -> None:
-    config = {**CONFIG, "num_nextn_predict_layers": 0, "rope_theta": 5e5}
-    tuned = write_checkpoint(tmp_path / "tuned", config, TRUNK)
+    tuned = write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0, "rope_theta": 5e5}, TRUNK)
     report = run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
     assert any("rope_theta is 500000.0 here" in note for note in report.data["notes"])
 

@@ -59,8 +59,7 @@ def test_drafting_shows_in_bursts_and_pace(pieces: str, predictable: float, ungu
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
 def test_plain_decoding_on_a_noisy_machine_is_off(noise: float) -> None:
-    verdict = judged(traces("predictable", noise=noise), traces("random", noise=noise, step_s=0.0105))
-    assert verdict.answer == "off"
+    assert judged(traces("predictable", noise=noise), traces("random", noise=noise, step_s=0.0105)).answer == "off"
 
 
 def test_drafts_that_are_never_taken_look_like_plain_decoding_by_time() -> None:
@@ -217,8 +216,7 @@ def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> Non
     found = Endpoint(Server.at(endpoint)).stream("predictable", "a a a", 5, 0.0)
     assert (found.tokens, len(found.arrivals)) == (5, 3)
     fields = ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
-    assert ChatOnly.asked[-1] == ("/v1/chat/completions", fields)
-    assert Endpoint(Server.at(endpoint)).metrics() is None
+    assert ChatOnly.asked[-1] == ("/v1/chat/completions", fields) and Endpoint(Server.at(endpoint)).metrics() is None
 
 
 def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> EngineCounters:

@@ -80,8 +80,7 @@ def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
     noisy = (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)
     for speed in (1.02, 0.97):
         found = tuning({("mixed", AUTO): speed}, noisy)
-        assert found.setting() is None
-        assert found.undecided()[0].startswith("nothing decided: mixed auto has ")
+        assert found.setting() is None and found.undecided()[0].startswith("nothing decided: mixed auto has ")
         assert "quieter machine" in found.undecided()[1]
     assert tuning({("mixed", AUTO): 1.02}).setting().pays
 
@@ -185,8 +184,7 @@ def test_a_server_is_tuned_by_request_and_by_restart(model: str, monkeypatch: py
     options = TuneOptions(url=url, workload="repetitive", concurrency=(1,), start=start, start_off=start_off)
     report = tune.run(options)
     rows = {(row["drafter"], row["depth"]): row for row in report.data["candidates"]}
-    assert set(rows) == {("none", 0), ("server", 1)}
-    assert all(row["pairs"] == 1 for row in rows.values())
+    assert set(rows) == {("none", 0), ("server", 1)} and all(row["pairs"] == 1 for row in rows.values())
     assert 1 <= rows["server", 1]["acceptance_length"] <= 2
     with subprocess.Popen(shlex.split(start_off.replace("--no-mtp", "--depth auto"))) as running:
         try:
@@ -225,8 +223,5 @@ def test_a_command_that_starts_no_server_is_named() -> None:
         (["--url", "http://127.0.0.1:9", "--threads", "1"], "--threads has no meaning"),
     ],
 )
-def test_options_of_servers_fit_each_other(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *words]) == 2
-    assert message in capsys.readouterr().err
+def test_options_of_servers_fit_each_other(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *words]) == 2 and message in capsys.readouterr().err

@@ -28,8 +28,7 @@ def test_trees_of_text(tmp_path: Path) -> None:
     (docs / "tiny.txt").write_text("too short")
     (docs / "binary.txt").write_bytes(b"\xff\xfe\x00" * 500)
     pieces = list(read_tree(docs))
-    assert {piece.kind for piece in pieces} == {"code", "prose"}
-    assert all(piece.source == "docs" for piece in pieces)
+    assert {piece.kind for piece in pieces} == {"code", "prose"} and all(piece.source == "docs" for piece in pieces)
     assert all(120 <= len(text.split()) <= 350 for text, _ in passages(pieces))
     assert [piece.source for piece in read_tree(docs / ".git")] == [".git"]  # asked for by name
     (tmp_path / "empty").mkdir()
@@ -75,8 +74,7 @@ def test_what_is_a_prompt(text: str, good: bool) -> None:
 
 def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
     with Shards(tmp_path, "x", per_shard=3) as shards:
-        assert all(shards.append({"key": str(i), "text": "ä"}) for i in range(7))
-        assert not shards.append({"key": "3"})
+        assert all(shards.append({"key": str(i), "text": "ä"}) for i in range(7)) and not shards.append({"key": "3"})
     files = sorted(tmp_path.glob("*.jsonl"))
     assert [len(file.read_text().splitlines()) for file in files] == [3, 3, 1]
     with files[-1].open("a") as file:

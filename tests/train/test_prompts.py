@@ -40,8 +40,7 @@ def test_used_passages_stand_in_the_prompt() -> None:
 
 def test_works_without_texts() -> None:
     made = list(templated_prompts(1, 400, [], []))
-    assert {record.kind for record in made} == set(KIND_WEIGHTS)
-    assert not any(record.passages for record in made)
+    assert {record.kind for record in made} == set(KIND_WEIGHTS) and not any(record.passages for record in made)
 
 
 def test_a_translation_names_the_language_of_its_text() -> None:

@@ -57,8 +57,7 @@ def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 150])
 def test_chunks_are_the_scan(length: int) -> None:
-    spec = ScanSpec(2, 6, 12, 8)
-    generator = torch.Generator().manual_seed(length)
+    spec, generator = ScanSpec(2, 6, 12, 8), torch.Generator().manual_seed(length)
     xbc = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
     steps = torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
     rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
@@ -155,8 +154,7 @@ def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, [{"text": "some text"}, pair, {"no": 1}])))
     skipped = SkippedRecords()
     found = plain_text.read_documents((tmp_path / "tree", tmp_path / "b.jsonl"), skipped)
-    assert [record.text for record in found] == ["x = 1\n" * 60, "some text", "What?\n\nThat."]
-    assert skipped.count == 1
+    assert [record.text for record in found] == ["x = 1\n" * 60, "some text", "What?\n\nThat."] and skipped.count == 1
     assert sum(len(record.text) for record in plain_text.read_documents((), skipped)) > 1_000_000
 
 
@@ -197,6 +195,5 @@ def test_too_little_text(tmp_path: Path) -> None:
 def test_options_of_heads_are_refused(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = str(tmp_path / "model")
-    assert main(["train", *words, "--from-scratch", "mimo", "--out", out, "--tokens", "1000"]) == 2
+    assert main(["train", *words, "--from-scratch", "mimo", "--out", str(tmp_path / "model"), "--tokens", "1000"]) == 2
     assert message in capsys.readouterr().err

@@ -181,8 +181,7 @@ def test_candidates_are_the_likely_tokens_and_random_others_that_stand_for_the_r
 
 def test_states_before_the_final_norm_are_found_again() -> None:
     torch.manual_seed(0)
-    norm = RMSNorm(torch.randn(8), 1e-6)
-    own = RMSNorm(torch.rand(8) + 0.5, 1e-6)
+    norm, own = RMSNorm(torch.randn(8), 1e-6), RMSNorm(torch.rand(8) + 0.5, 1e-6)
     ops, stream = TrainOps(torch.device("cpu"), torch.float32), 7 * torch.randn(3, 5, 8)
     torch.testing.assert_close(own(ops, before_norm(norm(ops, stream), norm.weight)), own(ops, stream))
 
@@ -216,8 +215,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
     hooks = TrainingHooks(on_checkpoint=lambda _: None, on_evaluation=lambda *_: False, on_step=lambda _: None)
     train(trainer, data, hooks)
     after = trainer.evaluate(data.held_out, data.features)["all"]
-    assert after.cumulative[0] > before.cumulative[0] + 0.3
-    assert after.cumulative[1] > before.cumulative[1] + 0.3
+    assert after.cumulative[0] > before.cumulative[0] + 0.3 and after.cumulative[1] > before.cumulative[1] + 0.3
 
 
 @pytest.mark.slow
@@ -233,8 +231,7 @@ def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) 
     report = run(options)
     rows = [json.loads(line) for line in (options.work / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, report.data["steps"]]
-    assert report.data["held_out"]["all"]["length"] > 1.45
-    assert "<svg" in (options.work / "acceptance.svg").read_text()
+    assert report.data["held_out"]["all"]["length"] > 1.45 and "<svg" in (options.work / "acceptance.svg").read_text()
     head = read_head(options.out)
     ids = head.draft_token_ids
     assert ids is not None and len(ids) == 100 and support.EOS in ids
@@ -265,15 +262,13 @@ def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(
     options = {"model": str(model), "data": (texts,), "threads": 1, "measure_speedup": False, "draft_vocab": 50}
     run(TrainOptions(out=tmp_path / "head", kind="eagle3", tokens=300, **options))
     head = str(tmp_path / "head")
-    loaded = load_model(str(model), EngineConfig(head=head, threads=1, backend="reference"))
-    assert loaded.head.spec.kind == "eagle3"
+    assert load_model(str(model), EngineConfig(head=head, threads=1, backend="reference")).head.spec.kind == "eagle3"
 
 
 def objects(tmp_path: Path, softness: float = 0.3) -> tuple[FrozenModel, TrainingData]:
     model = support.tiny_model("llama", "float32", softness, num_hidden_layers=2)
     frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1))
-    data = prepare_data(frozen_model, [write_texts(tmp_path / "t.jsonl")], tmp_path, 0, None, None)
-    return frozen_model, data
+    return frozen_model, prepare_data(frozen_model, [write_texts(tmp_path / "t.jsonl")], tmp_path, 0, None, None)
 
 
 def new_trainer(frozen_model: FrozenModel, data: TrainingData, vocab: int = 64, **recipe: Any) -> Trainer:
@@ -429,11 +424,9 @@ def test_bad_lines_are_named_and_skipped(tmp_path: Path) -> None:
     lines = ['{"text": "a good line"}', "{broken", '{"prompt": "no answer"}', "[1]", '{"messages": [{"role": "user"}]}']
     path.write_text("\n".join(lines) + "\n")
     skipped = records.SkippedRecords()
-    assert [record.text for record in records.read_records([path], skipped)] == ["a good line"]
-    assert skipped.count == 4
+    assert [record.text for record in records.read_records([path], skipped)] == ["a good line"] and skipped.count == 4
     shown = "\n".join(skipped.lines())
-    assert f"{path}:2: not JSON" in shown
-    assert f"{path}:3: has neither text, messages nor prompt and response" in shown
+    assert f"{path}:2: not JSON" in shown and f"{path}:3: has neither text, messages nor prompt and response" in shown
     assert f"{path}:5: a message lacks role or content" in shown
 
 
@@ -459,16 +452,14 @@ def test_only_answers_carry_loss(tmp_path: Path) -> None:
     record = records.parse_record({"messages": messages}, "x")
     assert not record.held_out
     (example,) = records.encode_records([record], frozen_model.text, records.SkippedRecords())
-    predicted = example.tokens[1:][example.loss[:-1]]
-    text = frozen_model.model.tokenizer.decode(predicted.tolist(), skip_special=False)
+    text = frozen_model.model.tokenizer.decode(example.tokens[1:][example.loss[:-1]].tolist(), skip_special=False)
     assert text == "the thing<|im_end|>an ant<|im_end|>"
 
 
 def test_exact_tokens_are_taken_as_they_are() -> None:
     line = {"prompt": "a", "response": "b", "prompt_ids": [5, 6], "response_ids": [7, 8, 2]}
     (example,) = [records._encode_exact(records.parse_record(line, "x"))]
-    assert example.tokens.tolist() == [5, 6, 7, 8, 2]
-    assert example.loss.tolist() == [False, True, True, True, False]
+    assert example.tokens.tolist() == [5, 6, 7, 8, 2] and example.loss.tolist() == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -550,8 +541,7 @@ def test_weights_are_rounded_as_drafts_run() -> None:
     groups = rounded.detach().view(-1, 32)
     assert max(len(group.unique()) for group in groups) <= 16
     native = pytest.importorskip("headstart.kernels.native.packing", exc_type=ImportError)
-    values = weight.detach().numpy()
-    pool = native.ThreadPool(1)
+    values, pool = weight.detach().numpy(), native.ThreadPool(1)
     packed = native.pack(make_tensor("w", values.shape, "F32", values.reshape(-1).view(np.uint8)), pool, "int4")
     errors = [np.square(found - values).mean() for found in (rounded.detach().numpy(), native.dequantize(packed, pool))]
     assert errors[0] < 1.1 * errors[1]

@@ -150,12 +150,10 @@ def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> No
     document, arrays = each.write(head, {name: tensor.float32() for name, tensor in head.tensors.items()})
     assert read_head(written(tmp_path / "b", document, arrays)).spec == head.spec
     before, after = read_file(path / "model.safetensors"), read_file(tmp_path / "b" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all((before[name].data == after[name].data).all() for name in before)
+    assert before.keys() == after.keys() and all((before[name].data == after[name].data).all() for name in before)
     assert {key: document[key] for key in each.same} == {key: each.config[key] for key in each.same}
     attached = attach_head(trunk_of(), path)
-    assert attached.spec.depth_limit == 4
-    assert (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
+    assert attached.spec.depth_limit == 4 and (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
 
 
 def test_layer_ids_of_speculators_are_one_higher(tmp_path: Path) -> None:
@@ -168,8 +166,7 @@ def test_layer_ids_of_speculators_are_one_higher(tmp_path: Path) -> None:
 
 def test_other_spellings(tmp_path: Path) -> None:
     """Tensor names that vLLM and transformers take, and layer ids where none are named."""
-    each = PUBLISHED["z-lab"]
-    arrays = random_arrays(NAMES, seed=3)
+    each, arrays = PUBLISHED["z-lab"], random_arrays(NAMES, seed=3)
     spelt = {
         "model." + name.replace("fc.", "encoder.fc.").replace("layers.0.", "midlayer."): array
         for name, array in arrays.items() if name != "hidden_norm.weight"

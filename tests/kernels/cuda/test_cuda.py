@@ -34,8 +34,7 @@ def ggml(name: str, rows: int, columns: int) -> Tensor:
 
 
 def grouped(codes: str, group: int, scale: str, rows: int, columns: int) -> Tensor:
-    layout = Layout(codes, group, scale)
-    units = -(-columns // group)
+    layout, units = Layout(codes, group, scale), -(-columns // group)
     raw = rng().integers(0, 120, (rows, columns * layout.code_bytes // group), dtype=np.uint8)
     scales = rng().uniform(0.01, 0.1, (rows, units)).astype(np.float16 if scale == "F16" else np.float32)
     points = rng().integers(0, 15, (rows, units), dtype=np.uint8) if layout.has_points else None

@@ -125,6 +125,5 @@ def test_what_is_judged_on_the_device(cuda: Any) -> None:
     verify[(5,)](put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_,
                 5, MAX_VERIFIED=draft_loop.MAX_VERIFIED)  # fmt: skip
     assert taken_.tolist() == [2, 3, 0, 2, 0] and ints[1].tolist() == [22, 33, 40, 52, 60]
-    assert tokens.tolist() == [99, 4, 5, 8, 99, 4, 5, 6, 3, 0, 99, 9, 9, 1, 99]
-    assert rows.tolist() == [3, 8, 9, 13, 77]
+    assert tokens.tolist() == [99, 4, 5, 8, 99, 4, 5, 6, 3, 0, 99, 9, 9, 1, 99] and rows.tolist() == [3, 8, 9, 13, 77]
     assert slots.tolist() == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, -1, 11, 12, 13, 14] == visible_end.tolist()

@@ -65,8 +65,7 @@ def test_speedup_is_the_median_over_pairs_of_the_same_repeat() -> None:
 
 def test_interval_covers_the_truth_as_often_as_it_says() -> None:
     """True ratio 1, noise of 5 %: about 95 of 100 intervals hold it; the bootstrap of a median is a bit off."""
-    rng = np.random.default_rng(0)
-    hits = 0
+    rng, hits = np.random.default_rng(0), 0
     for _ in range(100):
         found = summary.paired(tuple((1.0, value) for value in np.exp(rng.normal(0, 0.05, 12)).tolist()))
         hits += found.low <= 1 <= found.high
@@ -110,8 +109,7 @@ def test_cost_speed_and_distributions() -> None:
 
 def test_acceptance_counts_drafts_that_had_the_position() -> None:
     counts = DraftCounts(drafts=10, drafted=14, accepted=7, per_position=(5, 2), drafted_at=(10, 4))
-    assert (counts.acceptance_rate, counts.acceptance_length) == (0.5, 1.7)
-    assert counts.acceptance_at == [0.5, 0.5]
+    assert (counts.acceptance_rate, counts.acceptance_length) == (0.5, 1.7) and counts.acceptance_at == [0.5, 0.5]
     assert replace(counts, drafted_at=None).acceptance_at == [0.5, 0.2]
     total = DraftCounts.total([counts, DraftCounts(drafts=1, drafted=3, accepted=3, per_position=(1, 1, 1))])
     assert (total.drafts, total.per_position, total.drafted_at) == (11, (6, 3, 1), None)
@@ -356,8 +354,7 @@ def test_report_escapes_names_and_says_what_is_missing(measured: tuple[BenchDocu
     broken = replace(document, rows=rows, complete=False, error="the server <died>", cells=(cell(complete=False),))
     text = render(broken)
     assert "<b>mixed" not in text and "&lt;b&gt;" in text and "the server &lt;died&gt;" in text
-    assert "<h2>Cost</h2>" not in text
-    assert "All numbers" in render(replace(document, rows=(), checks=(), cells=()))
+    assert "<h2>Cost</h2>" not in text and "All numbers" in render(replace(document, rows=(), checks=(), cells=()))
 
 
 def test_compare(measured: tuple[BenchDocument, Path], tmp_path: Path, capsys: Capture) -> None:

@@ -149,8 +149,7 @@ def test_any_cut_of_the_stream_gives_the_same_answer(cuts: int) -> None:
     with running(Fake(cuts=cuts)) as fake:
         answer = asyncio.run(post(Server.at(fake.url), "/v1/chat/completions", {"max_tokens": 5}))
     assert (answer.status, answer.text, answer.broken) == (200, "The sky is blue.", False)
-    assert (len(answer.pieces), answer.usage["completion_tokens"]) == (5, 5)
-    assert 0 < answer.first < answer.seconds
+    assert (len(answer.pieces), answer.usage["completion_tokens"]) == (5, 5) and 0 < answer.first < answer.seconds
 
 
 def test_measure() -> None:
@@ -247,8 +246,7 @@ def test_a_lost_connection_ends_a_run_early() -> None:
     with running(Fake(dies_after=3)) as fake:
         runner = runner_of(fake)
         outcome = runner.run(TASKS.tasks(50), "server", RequestLoad(concurrency=1), lambda: None)
-    assert "hung up" in outcome.lost
-    assert [bool(each.error) for each in outcome.samples] == [False, False, False, True]
+    assert "hung up" in outcome.lost and [bool(each.error) for each in outcome.samples] == [False, False, False, True]
     assert not runner.is_alive()
 
 

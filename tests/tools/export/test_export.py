@@ -41,8 +41,7 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     out = tmp_path / "mimo"
     assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out)).ok
     assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "configuration_mimo.py"}
-    auto_map = json.loads((out / "config.json").read_text())["auto_map"]
-    assert auto_map["AutoConfig"] == "configuration_mimo.MiMoConfig"
+    assert json.loads((out / "config.json").read_text())["auto_map"]["AutoConfig"] == "configuration_mimo.MiMoConfig"
     common: dict[str, Any] = {"backend": "reference", "dtype": "float64", "threads": 1, "max_model_len": 96}
     ours = load_model(str(out), EngineConfig(head=str(head), **common))  # the written trunk with the head as it was
     native = load_model(str(out), EngineConfig(**common))

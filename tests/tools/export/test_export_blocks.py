@@ -81,8 +81,7 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
     assert spec.layer.mixer.rope == rope_spec({"rope_theta": 500000.0}, config.head_layer.mixer.spec.head_dim)
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size}
     spec = replace(spec, block=replace(spec.block, **sizes))
-    arrays = random_arrays(kind.shapes(spec, config.hidden_size), 5)
-    head = support.write_head(tmp_path / "head", config, spec, arrays)
+    head = support.write_head(tmp_path / "head", config, spec, random_arrays(kind.shapes(spec, config.hidden_size), 5))
     for layout in ("vllm-dspark", "speculators"):
         out = tmp_path / layout
         assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok

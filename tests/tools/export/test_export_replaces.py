@@ -105,8 +105,7 @@ def test_what_is_never_replaced(
     out, line = tmp_path / "out", COMMANDS[command](model)
     if target in AFTER:
         assert main([*line, "-o", str(out)]) == 0
-    asked = {**BEFORE, **AFTER}[target](out, model)
-    before = tree(tmp_path)
+    asked, before = {**BEFORE, **AFTER}[target](out, model), tree(tmp_path)
     assert main([*line, "-o", str(asked), "--force"]) == 2
     assert "give --out another" in capsys.readouterr().err and tree(tmp_path) == before
 

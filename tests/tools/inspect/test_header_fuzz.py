@@ -115,8 +115,7 @@ SUFFIXES = (
         st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=4),
 )  # fmt: skip
 def test_packed_weights_of_any_shape(tmp_path: Path, stored: dict[str, Any]) -> None:
-    tensors = {f"model.layers.0.mlp.{word}": value for word, value in stored.items()}
-    write_file(tmp_path / "model.safetensors", tensors)
+    write_file(tmp_path / "model.safetensors", {f"model.layers.0.mlp.{word}": value for word, value in stored.items()})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": {"bits": 3}}))
     with suppress(ModelError):
         inspect.run(InspectOptions(model=str(tmp_path)))

@@ -160,14 +160,12 @@ def test_packed_weights_are_what_they_stand_for(kind: str, settings: dict[str, A
 
 
 def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> None:
-    tensors = trunk(QWEN) | heads(QWEN)
-    name = "mtp.layers.0.mlp.up_proj"
+    tensors, name = trunk(QWEN) | heads(QWEN), "mtp.layers.0.mlp.up_proj"
     rows, columns = tensors.pop(f"{name}.weight")[1]
     tensors[f"{name}.weight_packed"] = ("I32", (rows, columns // 8))
     tensors[f"{name}.weight_scale"] = ("BF16", (rows, 1))
     data = look(tmp_path, config_of(QWEN) | {"quantization_config": COMPRESSED}, tensors)
-    assert data["heads"]["verdict"] == "alive"
-    assert "int4 (compressed-tensors)" in data["parts"]["mtp"]["types"]
+    assert data["heads"]["verdict"] == "alive" and "int4 (compressed-tensors)" in data["parts"]["mtp"]["types"]
     assert "warning: the head is quantized (int4 (compressed-tensors))" in remarks(data, "quantization")[0]
 
 
@@ -193,8 +191,7 @@ def test_a_head_that_the_quantization_config_does_not_leave_out(
 
 
 def test_copies_of_the_trunk(tmp_path: Path) -> None:
-    animal = ZOO["deepseek_v3"]
-    copy = "model.layers.4.embed_tokens.weight"
+    animal, copy = ZOO["deepseek_v3"], "model.layers.4.embed_tokens.weight"
     tensors = trunk(animal) | heads(animal) | {copy: ("BF16", (V, H))}
     folder = tmp_path / "m"
     data = look(folder, config_of(animal), tensors)
@@ -239,8 +236,7 @@ def test_tensors_that_no_index_and_no_table_names(tmp_path: Path) -> None:
     report = inspect.run(InspectOptions(model=str(folder)))
     assert report.data["heads"]["verdict"] == "alive"
     assert "are in mtp.safetensors, but not in the index: vLLM" in remarks(report.data, "index")[0]
-    animal = ZOO["mimo"]
-    more = {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
+    animal, more = ZOO["mimo"], {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
     data = look(tmp_path / "more", config_of(animal), trunk(animal) | heads(animal) | more)
     assert (data["heads"]["verdict"], data["heads"]["extra"]) == ("alive", list(more))
     config = {**SIZES, "model_type": "brand_new", "num_nextn_predict_layers": 1}

@@ -142,8 +142,7 @@ def look(name: str = REPO) -> dict[str, Any]:
 def test_a_repo_is_read_by_its_headers(hub: Hub) -> None:
     write(hub.folder, config_of(ANIMAL), whole(), shards=3)
     (hub.folder / "generation_config.json").write_text('{"temperature": 0.6}')
-    data = look()
-    local = inspect.run(InspectOptions(model=str(hub.folder))).data
+    data, local = look(), inspect.run(InspectOptions(model=str(hub.folder))).data
     assert data["parts"] == local["parts"] and data["heads"]["modules"] == local["heads"]["modules"]
     assert (data["model"], data["heads"]["verdict"], data["sampling"]) == (REPO, "alive", {"temperature": 0.6})
     assert hub.weight_bytes <= 3 * remote.FIRST < data["total"]["bytes"] / 50
@@ -210,8 +209,7 @@ def refused(name: str, kind: type[HeadstartError] = UsageError) -> str:
 
 
 def test_bad_repos(hub: Hub) -> None:
-    assert "no model 'org/unknown'" in refused("org/unknown")
-    assert "neither safetensors nor GGUF" in refused(REPO)
+    assert "no model 'org/unknown'" in refused("org/unknown") and "neither safetensors nor GGUF" in refused(REPO)
     write(hub.folder, config_of(ANIMAL), trunk(ANIMAL), shards=2)
     (hub.folder / "model-1.safetensors").unlink()
     assert "model-1.safetensors, which is missing" in refused(REPO, ModelError)

@@ -72,8 +72,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 def containers(workload: dict[str, Any], template: str) -> dict[str, Any]:
-    group = workload["spec"].get("leaderWorkerTemplate", workload["spec"])
-    (container,) = group[template]["spec"]["containers"]
+    (container,) = workload["spec"].get("leaderWorkerTemplate", workload["spec"])[template]["spec"]["containers"]
     return dict(container)
 
 

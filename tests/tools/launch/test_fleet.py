@@ -53,8 +53,7 @@ def test_prefill_and_decode_of_vllm(model: str) -> None:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(5600 + number),
         }
         assert after(step, "--port") == str(9001 + number) == str(step.port)
-        transfer = json.loads(after(step, "--kv-transfer-config"))
-        assert transfer == {"kv_connector": "NixlConnector", "kv_role": role}
+        assert json.loads(after(step, "--kv-transfer-config")) == {"kv_connector": "NixlConnector", "kv_role": role}
     assert after(prefill, "--speculative-config") == after(decode, "--speculative-config")
     assert router.words[:6] == ("vllm-router", "--host", "127.0.0.1", "--port", "9000", "--vllm-pd-disaggregation")
     assert after(router, "--decode-policy") == "round_robin"  # one server is no choice, and the router says so
@@ -143,8 +142,7 @@ def test_copies_of_llama_cpp_stand_behind_a_router(tmp_path: Path) -> None:
     *servers, router = planned(small_gguf(tmp_path), "llamacpp", gpus="none", dp=2).serve
     assert [after(step, "--cpu-mask") for step in servers] == ["3", "30"]
     assert [after(step, "--threads") for step in servers] == ["2", "2"]
-    line = " ".join(router.words)
-    assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in line
+    assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in " ".join(router.words)
     *servers, _ = planned(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
     assert [step.environment for step in servers] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 

@@ -162,8 +162,7 @@ def test_vllm() -> None:
     assert after(made, "--tensor-parallel-size") == "4" and "--enable-expert-parallel" in words(made)
     assert any("min_p" in note for note in made.notes)
     made = plan("vllm", parallel=Parallelism())
-    assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    assert after(made, "--dtype") == "bfloat16"
+    assert made.serve[0].environment == {"VLLM_CPU_KVCACHE_SPACE": "2"} and after(made, "--dtype") == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +188,7 @@ def test_vllm_joins_nodes_itself() -> None:
     ("version", "extra"), [("0.11.0", ()), ("0.32.0", ("--distributed-executor-backend", "ray"))]
 )  # older ones cannot do it themselves
 def test_vllm_nodes_are_joined_by_ray(version: str, extra: tuple[str, ...]) -> None:
-    two = Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1")
-    made = plan("vllm", version, parallel=two, extra=extra)
+    made = plan("vllm", version, parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"), extra=extra)
     assert "--nnodes" not in words(made) and words(made).count("--distributed-executor-backend") == 1
     assert any("no Ray" in note for note in made.notes) is (version == "0.32.0")
     assert [step.words[:2] for step in made.before] == [("ray", "start")] * 2
@@ -373,8 +371,7 @@ def installed(tmp_path: Path) -> Path:
 def test_an_installed_engine(installed: Path, model: str) -> None:
     found = launcher_of("vllm").find_installed(str(installed))
     assert found is not None and (found.version, found.distribution) == ((0, 30, 1), "vllm_cpu")
-    options = LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none")
-    (_, line), *_ = prepare(options).commands()
+    (_, line), *_ = prepare(LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none")).commands()
     assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
@@ -552,8 +549,7 @@ def memory_notes(model: str, gpus: str, **settings: int) -> tuple[int, list[str]
 
 def test_memory_of_the_devices(tmp_path: Path) -> None:
     model = sized(tmp_path / "m")
-    assert memory_notes(model, "4090") == (1, [])
-    assert memory_notes(model, "4090x8", max_model_len=131072) == (2, [])
+    assert memory_notes(model, "4090") == (1, []) and memory_notes(model, "4090x8", max_model_len=131072) == (2, [])
     awq = sized(tmp_path / "awq", quantization_config={"quant_method": "awq", "bits": 4})
     assert memory_notes(awq, "3060") == (1, [])
     assert "caches of 64 sequences" in memory_notes(model, "a100", max_model_len=32768, max_num_seqs=64)[1][0]
@@ -579,8 +575,7 @@ def test_memory_of_the_devices(tmp_path: Path) -> None:
     ("xllm", "h100", "-e CUDA_VISIBLE_DEVICES=0"),
 ])  # fmt: skip
 def test_docker_by_platform(model: str, capsys: Capture, engine: str, gpus: str, shown: str) -> None:
-    assert main(["launch", engine, model, "--docker", "--gpus", gpus]) == 0
-    assert shown in capsys.readouterr().out
+    assert main(["launch", engine, model, "--docker", "--gpus", gpus]) == 0 and shown in capsys.readouterr().out
 
 
 def test_a_relative_head_inside_json_is_mounted(

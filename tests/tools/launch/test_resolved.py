@@ -88,8 +88,7 @@ def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: tuple[
     wrong, (lines, _) = [], tried
     for engine, line in lines:
         launcher = launch.launcher_of(engine)
-        step = LaunchStep(tuple(shlex.split(line)))
-        words, version = launcher.arguments_of(step), parse_version(launcher.newest)
+        words, version = launcher.arguments_of(LaunchStep(tuple(shlex.split(line)))), parse_version(launcher.newest)
         checked = check_arguments(launcher, version, words, num_positional=2)
         wrong += [f"{line}\n  {error}" for error in checked.errors]
     assert not wrong, "\n".join(wrong)

@@ -86,8 +86,7 @@ def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         assert running.front.process is None
         running.wait(lambda *progress: None)
-        assert running.front.process is not None and running.front.is_healthy()
-        assert running.log == running.folder
+        assert running.front.process is not None and running.front.is_healthy() and running.log == running.folder
     assert all(each.exit_reason() for each in running.processes)
 
 

@@ -104,8 +104,7 @@ def test_a_drafters_own_config_says_its_size(
 
 
 def test_drafters_by_name() -> None:
-    assert parse_drafters(None) == (None,)
-    assert parse_drafters("EAGLE3, draft-model") == ("eagle3", "draft_model")
+    assert parse_drafters(None) == (None,) and parse_drafters("EAGLE3, draft-model") == ("eagle3", "draft_model")
     assert parse_drafters("all") == ("mtp", *(name for name in MADE if name != "none"))
 
 

@@ -300,8 +300,7 @@ def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Pa
 
 def test_a_checkpoint_has_the_bytes_of_its_tensors_and_notes_on_what_is_not_described(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
-    shape = from_checkpoint(checkpoint, "tiny")
-    found = SizedModel(shape=shape, format=weight_format("bf16"), kv=2).weight_bytes()
+    found = SizedModel(shape=from_checkpoint(checkpoint, "tiny"), format=weight_format("bf16"), kv=2).weight_bytes()
     whole = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert sum(found.values()) - found["head"] == pytest.approx(whole)
     checkpoint.tensors["blk.0.ssm_out.weight"] = checkpoint.tensors["lm_head.weight"]
@@ -336,8 +335,7 @@ def test_every_published_point_is_predicted_or_says_why_not(figures: list[dict[s
 def test_published_figures_are_predicted_or_impossible(figures: list[dict[str, Any]]) -> None:
     row = figure(figures, "DeepSeek V4 FP8, H200, batch 1", "plain tok/s")
     assert max_tokens_per_s(model("deepseek-v4", "fp8"), make_machine("h200", 4, "fp8"), 1, 2048, 0) < 1700
-    assert row["verdict"].startswith("impossible for one stream")
-    assert "as a total of about" in row["verdict"]
+    assert row["verdict"].startswith("impossible for one stream") and "as a total of about" in row["verdict"]
     row = figure(figures, "Qwen3.6-27B AWQ, 24 GB", "MTP tok/s")
     assert row["error"] == pytest.approx(row["predicted"] / 110 - 1)
     assert abs(figure(figures, "MTPLX, Qwen3.6-27B, M5 Max", "plain tok/s")["error"]) < 0.15
@@ -351,8 +349,7 @@ def test_json(capsys: Capture) -> None:
     assert main(arguments.split()) == 0
     data = json.loads(capsys.readouterr().out)
     one, many = data["batches"]
-    assert one["plain"]["step_ms"] < many["plain"]["step_ms"]
-    assert one["drafting"][0]["depth"] == one["best_depth"] > 0
+    assert one["plain"]["step_ms"] < many["plain"]["step_ms"] and one["drafting"][0]["depth"] == one["best_depth"] > 0
     each_second = 4 * 3.31 / 3600 * 1e6
     assert many["plain"]["dollars_per_million"] == pytest.approx(each_second / many["plain"]["tokens_per_s"])
     assert data["break_even"][0]["tokens_per_s"] == pytest.approx(each_second / 0.9)
@@ -362,8 +359,7 @@ def test_json(capsys: Capture) -> None:
 def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) -> None:
     assert main(["plan", "qwen3.6-27b", "--gpu", "4090", "--weights", "int4", "--depth", "1,3"]) == 0
     shown = capsys.readouterr().out
-    assert "--price-per-hour" in shown and "$/M" not in shown
-    assert main(["plan", "glm-5.1", "--gpu", "h200x4"]) == 1
+    assert "--price-per-hour" in shown and "$/M" not in shown and main(["plan", "glm-5.1", "--gpu", "h200x4"]) == 1
     assert "6 devices hold the weights" in capsys.readouterr().out
 
 

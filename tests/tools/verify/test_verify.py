@@ -218,10 +218,8 @@ def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: p
     monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
-    assert not report.ok and report.data["ties"] == 0
-    assert {each["margin"] for each in report.data["found"]} == {None}
-    assert any(each["plain"] >= 0 for each in report.data["found"])
-    assert "up to numeric ties" not in report.lines[-1]
+    assert not report.ok and report.data["ties"] == 0 and {each["margin"] for each in report.data["found"]} == {None}
+    assert any(each["plain"] >= 0 for each in report.data["found"]) and "up to numeric ties" not in report.lines[-1]
 
 
 # The referee.
@@ -252,8 +250,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
     arrays["lm_head.weight"][77] = arrays["lm_head.weight"][33]
     model = str(write_model(tmp_path / "twins", config, arrays))
     for tolerance, expected in ((TIE, True), (0.0, False)):
-        judge = TieReferee(model, EngineConfig(threads=1), tolerance)
-        margin, tie = judge.margin([5, 6], 33, 77, SamplingParams())
+        margin, tie = TieReferee(model, EngineConfig(threads=1), tolerance).margin([5, 6], 33, 77, SamplingParams())
         assert margin == pytest.approx(0, abs=1e-6) and tie is expected
 
 
@@ -292,8 +289,7 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 def test_the_grid_is_small() -> None:
     """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
     factors = VerifyOptions(thread_counts=(1,)).factors()
-    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3", "block")
-    assert len(pairwise(factors)) <= 26
+    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3", "block") and len(pairwise(factors)) <= 26
     assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 31
     assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
     head = EngineConfig(head=str(hub.shipped_heads(hub.DEFAULT_MODEL)["block"]))
@@ -306,8 +302,7 @@ def test_the_full_grid_compares_two_thousand_texts() -> None:
     assert (full.min_texts, full.max_tokens) == (2000, 64)
     factors = full.factors()
     cells = pairwise(factors, at_least=250)
-    assert len(cells) == len({tuple(cell.values()) for cell in cells}) == 250
-    assert cells[:28] == pairwise(factors)[:28]
+    assert len(cells) == len({tuple(cell.values()) for cell in cells}) == 250 and cells[:28] == pairwise(factors)[:28]
     for one, other in combinations(factors, 2):
         assert len({(cell[one], cell[other]) for cell in cells}) == len(factors[one]) * len(factors[other])
 
@@ -332,5 +327,4 @@ def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     made: list[int] = []
     monkeypatch.setattr(verify, "pairwise", lambda *grid: made.append(1) or pairwise(*grid))
     few = {"drafters": (), "depths": (1,), "chunk_sizes": (512,), "temperatures": (0.0,)}
-    assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok
-    assert len(made) == 1
+    assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok and len(made) == 1
