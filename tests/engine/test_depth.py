@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SMALL, headed_model
+from support import SMALL, headed_model, request
 
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
-from headstart.core import Draft, Request, SamplingParams, Sequence
+from headstart.core import Draft, SamplingParams, Sequence
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.calibrate import calibrate
@@ -24,10 +24,8 @@ CHEAP_DRAFTS = CostCurve.fit({1: [0.02], 64: [0.3]})
 
 
 def sequence(tokens: int = 10, temperature: float = 0.0) -> Sequence:
-    params = SamplingParams(temperature=temperature, max_tokens=1000)
-    prompt = tuple(range(tokens))
-    request = Request(request_id="r", prompt_ids=prompt, params=params, seed=1, stop_ids=frozenset())
-    return Sequence(request, 0, list(prompt), 0)
+    asked = request(range(tokens), seed=1, stops=(), temperature=temperature, max_tokens=1000)
+    return Sequence(asked, 0, list(range(tokens)), 0)
 
 
 def test_a_curve_goes_through_what_was_measured_and_never_falls() -> None:
@@ -136,18 +134,12 @@ class World:
         pilot = AutoDepth("mtp")
         pilot.costs = self.costs
         sequences = [sequence() for _ in range(self.count)]
-        seconds = drafting = 0.0
-        tokens = verified = 0
         for step in range(2 * steps):
-            if step == steps:
-                seconds = drafting = 0.0
-                tokens = verified = 0
-            work = PassShape(self.count, self.prompt_rows)
-            requests = (
-                pilot.make_requests([DraftCandidate(each, 8, 0) for each in sequences])
-                if not pilot.should_skip_step() and pilot.estimate_costs(work)
-                else []
-            )
+            if step in (0, steps):
+                seconds = drafting = tokens = verified = 0
+            requests: list[DraftRequest] = []
+            if not pilot.should_skip_step() and pilot.estimate_costs(PassShape(self.count, self.prompt_rows)):
+                requests = pilot.make_requests([DraftCandidate(each, 8, 0) for each in sequences])
             probabilities = {request.sequence: self._draft(request) for request in requests}
             lengths = [len(request.sequence.draft.tokens) for request in requests]
             taken = self.costs.draft_seconds([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)

@@ -155,14 +155,14 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
     common: dict[str, Any] = {"backend": backend, "threads": 1, "max_model_len": 96, "max_num_batched_tokens": 16}
     if backend == "reference":
         common["dtype"] = "float64"
-    params = [SamplingParams(max_tokens=40, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
+    params = [SamplingParams(max_tokens=24, temperature=t, seed=7, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
     prompts = [support.prompt_of(20, seed) for seed in range(3)]
     plain = LLM(str(folder), EngineConfig(depth=0, **common)).generate(prompts, params)
     llm = LLM(str(folder), EngineConfig(head=str(path), depth=3, **common))
     assert llm.method == "eagle3"
     drafted = llm.generate(prompts, params)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
-    assert sum(each.speculation.drafted for each in drafted) > 100
+    assert sum(each.speculation.drafted for each in drafted) > 60
 
 
 def test_wrong_heads(tmp_path: Path) -> None:
