@@ -1,6 +1,6 @@
 """Errors shown to users: what was wrong, which value, what to do. Any other exception is a bug."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -84,6 +84,13 @@ STATUS: dict[type[BaseException], Status] = {
     KeyboardInterrupt: Status(130, 499),
 }
 INTERNAL = Status(3, 500)
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A hint with the known word that is most like an unknown one; empty if none is."""
+    from difflib import get_close_matches  # slow to import
+
+    return next((f"did you mean {each}?" for each in get_close_matches(word, sorted(known), n=1, cutoff=cutoff)), "")
 
 
 def status_of(error: BaseException) -> Status:

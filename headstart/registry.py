@@ -5,7 +5,6 @@ A plug-in is a file that defines the constant of its kind (`KINDS`: `FAMILY`, `D
 other files of the folder are helpers. A file whose name begins with an underscore is private to its folder.
 """
 
-import difflib
 import importlib
 import importlib.util
 import re
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.errors import HeadstartError, ModelError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -149,8 +148,7 @@ def _module_name(kind: str, path: Path) -> str:
 def _unknown(kind: KindName, name: str) -> HeadstartError:
     known = available(kind)
     listed = f"available: {', '.join(known)}" if known else "none is installed"
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"did you mean {close[0]}? {listed}" if close else listed
+    hint = f"{did_you_mean(name.replace('-', '_'), known)} {listed}".lstrip()
     return KINDS[kind].error(f"unknown {KINDS[kind].word} {name!r}", hint)
 
 

@@ -1,6 +1,5 @@
 """`LLM`: a model with its engine, in process."""
 
-import difflib
 import gc
 import os
 import secrets
@@ -21,7 +20,7 @@ from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.shared import SharedEngine
-from headstart.errors import ModelError, UsageError
+from headstart.errors import ModelError, UsageError, did_you_mean
 from headstart.hub import chat_sampling
 from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
@@ -44,8 +43,7 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
     """`config` (None: defaults) with other values for some fields. Raises UsageError for an unknown name."""
     for name in options:
         if name not in config_fields():
-            close = difflib.get_close_matches(name, config_fields(), n=1)
-            hint = f"did you mean {close[0]}?" if close else "EngineConfig has them all"
+            hint = did_you_mean(name, config_fields()) or "EngineConfig has them all"
             raise UsageError(f"LLM has no option {name!r}", hint)
     return replace(config or EngineConfig(), **options)
 

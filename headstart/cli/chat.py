@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from headstart.cli.options import EngineOptions, ModelOptions, SamplingOptions, 
 from headstart.cli.parser import command, option
 from headstart.cli.render import print_error, print_note, progress
 from headstart.cli.settings import suggest
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, UsageError, did_you_mean
 from headstart.files import write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.params import SamplingParams, parameters
@@ -193,8 +192,7 @@ class ChatSession:
         """Run a line that begins with a slash; returns a text to answer. Raises UsageError."""
         name, _, rest = line.partition(" ")
         if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1)
-            raise UsageError(f"unknown command {name}", f"did you mean {near[0]}?" if near else "/help lists them")
+            raise UsageError(f"unknown command {name}", did_you_mean(name, COMMANDS) or "/help lists them")
         return COMMANDS[name][0](self, rest.strip())
 
 

@@ -5,7 +5,6 @@ option. The environment has them as HEADSTART_PORT or HEADSTART_SERVE_PORT. Prec
 file, default; in each of them a value for one command comes before a value for all.
 """
 
-import difflib
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.cli.parser import CONFIG, Command, Option
-from headstart.errors import UsageError
+from headstart.errors import UsageError, did_you_mean
 
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"
@@ -181,8 +180,7 @@ def options_of(command: Command) -> dict[str, Option]:
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word."""
-    near = difflib.get_close_matches(word, sorted(known), n=1)
-    return f"did you mean {near[0]}?" if near else "its name is that of an option: see headstart COMMAND --help-all"
+    return did_you_mean(word, known) or "its name is that of an option: see headstart COMMAND --help-all"
 
 
 def _scopes(command: str) -> list[str]:

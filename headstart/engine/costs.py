@@ -131,14 +131,10 @@ class Costs:
 
     def document(self) -> dict[str, Any]:
         return {
-            "knots": list(KNOTS),
-            "passes": [self.passes.at(knot) for knot in KNOTS],
-            "drafts": [self.drafts.at(knot) for knot in KNOTS],
-            "prompt_share": self.prompt_share,
-            "reach": self.reach,
-            "catch_up": self.catch_up,
-            "busy": self.busy,
-        }
+            "knots": list(KNOTS), "passes": [self.passes.at(knot) for knot in KNOTS],
+            "drafts": [self.drafts.at(knot) for knot in KNOTS], "prompt_share": self.prompt_share, "reach": self.reach,
+            "catch_up": self.catch_up, "busy": self.busy,
+        }  # fmt: skip
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:

@@ -119,19 +119,12 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     spec, rope = attention.spec, attention.rope
     assert rope
     return {
-        "intermediate_size": mlp.inner,
-        "num_heads": spec.num_heads,
-        "num_kv_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "scale": spec.scale,
-        "eps": layer.eps,
+        "intermediate_size": mlp.inner, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim, "scale": spec.scale, "eps": layer.eps,
         "rope": {"inv_freq": list(rope.inv_freq), "rotary_dim": rope.rotary_dim, "scale": rope.scale},
-        "qkv_bias": attention.qkv_bias,
-        "o_bias": attention.o_bias,
-        "mlp_bias": mlp.bias,
-        "qk_norm": attention.qk_norm,
+        "qkv_bias": attention.qkv_bias, "o_bias": attention.o_bias, "mlp_bias": mlp.bias, "qk_norm": attention.qk_norm,
         "gated_attention": attention.gated,
-    }
+    }  # fmt: skip
 
 
 class Shaped(Protocol):

@@ -180,14 +180,9 @@ def attending(config: Config) -> tuple[list[bool] | None, Any]:
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
 """Hugging Face's names of the ones that are served."""
 
 

@@ -8,7 +8,7 @@ recycling; the embedding of the first pair is masked.
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
-from headstart.models import keys
+from headstart.models import keys, qwen2
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
 from headstart.models.mtp import MTPLayout, XllmDraft
@@ -38,12 +38,7 @@ NAMES = Names(
 )
 FAMILY = Family(
     parse=parse,
-    defaults={
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults=qwen2.FAMILY.defaults,
     names=NAMES,
     head=HeadSpec(hidden_first=True, mask_first=True, tap="pre_norm"),
     mtp=MTPLayout(

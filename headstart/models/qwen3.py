@@ -4,7 +4,7 @@ Formula: transformers `models/qwen3`, `models/qwen3_vl`: for text all axes of th
 """
 
 from headstart.layers.build import DecoderConfig
-from headstart.models import keys
+from headstart.models import keys, qwen2
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
 from headstart.models.names import WRAPPED, Names
@@ -23,12 +23,6 @@ FAMILY = Family(
     names=Names(WRAPPED),
     harmless={"n_deepstack_layers": "of pictures, whose tensors are left out"},
     aliases=("qwen3_vl", "qwen3_vl_text", "qwen3vl"),
-    defaults={
-        "max_position_embeddings": 32768,
-        "head_dim": 128,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    defaults={**qwen2.FAMILY.defaults, "head_dim": 128},
     small={"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "rope_theta": 1e6},
 )

@@ -9,37 +9,18 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[np.float32]]
 
 TINY: Mapping[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 131,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-    "pad_token_id": 2,
-}
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 131, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "float32",
+    "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
 """Keys of config.json of a small model that still has grouped heads, several layers and odd sizes."""
 
 SCRATCH: Mapping[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
 """About a million parameters, in sizes that other engines take too: heads of 32, widths that 32 divides."""
 SCRATCH_EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 

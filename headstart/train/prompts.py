@@ -11,34 +11,20 @@ The templates and word lists are in `prompt_lists.json`; this module fills them.
 An entry may contain placeholders, which are filled separately.
 """
 
-import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from headstart.formats.json_object import read_packaged
 
 TRANSLATION = "translation"
 
 KIND_WEIGHTS: dict[str, int] = {
-    "writing": 7,
-    "roleplay": 6,
-    "reasoning": 6,
-    "math": 6,
-    "coding": 6,
-    "extraction": 7,
-    "stem": 7,
-    "humanities": 7,
-    TRANSLATION: 10,
-    "summarization": 9,
-    "qa": 12,
-    "math_reasoning": 9,
-    "rag": 8,
-    "json": 6,
-    "tools": 5,
-}
+    "writing": 7, "roleplay": 6, "reasoning": 6, "math": 6, "coding": 6, "extraction": 7, "stem": 7, "humanities": 7,
+    TRANSLATION: 10, "summarization": 9, "qa": 12, "math_reasoning": 9, "rag": 8, "json": 6, "tools": 5,
+}  # fmt: skip
 """Relative frequency of each kind of prompt."""
 
 T = TypeVar("T")
@@ -49,6 +35,8 @@ _ARTICLE_BEFORE_VOWEL = re.compile(r"\b([Aa]) (?=[aeiAEI](?![Uu])|o(?!ne\b)|O(?!
 _SENTENCE_END = re.compile(r"(?<=[a-zäöüß0-9)][.!?])\s+(?=[A-ZÄÖÜ\"„»])|(?<=[.!?][\"“])\s+(?=[A-ZÄÖÜ])")
 _FOCUS = re.compile(r"(?:[A-Z][\w&-]*)(?: [A-Z][\w&-]*)+")
 _RETRIES = 40
+_DATA: Mapping[str, Any] = read_packaged("headstart.train", "prompt_lists.json")
+"""`lists` and `templates` by name, and `follow_ups`."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +74,9 @@ class _ShuffledTexts(Generic[T]):
         return self.texts[index]
 
 
-@cache
-def _data() -> dict[str, Any]:
-    """The JSON file: `lists` and `templates` by name, and `follow_ups`."""
-    raw = resources.files(__package__).joinpath("prompt_lists.json").read_text(encoding="utf-8")
-    return cast(dict[str, Any], json.loads(raw))
-
-
 def follow_ups() -> list[str]:
     """Second-turn requests that suit an answer of any kind."""
-    return list(_data()["follow_ups"])
+    return list(_DATA["follow_ups"])
 
 
 def split_sentences(text: str) -> list[str]:
@@ -163,7 +144,7 @@ class _TemplateFiller:
 
     def _entry(self, name: str, taken: set[str]) -> str:
         """A random entry of a list, filled; not one of `taken` if possible."""
-        entries: list[str] = _data()["lists"][name]
+        entries: list[str] = _DATA["lists"][name]
         free = [entry for entry in entries if entry not in taken]
         return self._expand(self._rng.choice(free or entries))
 
@@ -207,7 +188,7 @@ class _TemplateFiller:
 def _usable(kind: str, passages: list[str]) -> list[str]:
     """The kind's templates that need no missing texts."""
     missing = () if passages else ("{passage}", "{passages}")
-    return [t for t in _data()["templates"][kind] if not any(name in t for name in missing)]
+    return [t for t in _DATA["templates"][kind] if not any(name in t for name in missing)]
 
 
 def _schedule(rng: random.Random, kinds: list[str], count: int) -> list[str]:

@@ -255,16 +255,10 @@ def run(options: ScratchOptions) -> Report:
 
 def _facts(options: ScratchOptions, size: int, state: TrainState) -> dict[str, Any]:
     return {
-        "family": options.family,
-        "command": options.command,
-        "parameters": size,
-        "steps": state.steps,
-        "tokens": state.tokens,
-        "minutes": round(state.seconds / 60, 2),
-        "loss": round(state.loss, 4),
-        "held_out_loss": round(state.held_out, 4),
-        "held_out": state.acceptance.data() if state.acceptance else None,
-    }
+        "family": options.family, "command": options.command, "parameters": size, "steps": state.steps,
+        "tokens": state.tokens, "minutes": round(state.seconds / 60, 2), "loss": round(state.loss, 4),
+        "held_out_loss": round(state.held_out, 4), "held_out": state.acceptance.data() if state.acceptance else None,
+    }  # fmt: skip
 
 
 def _lines(options: ScratchOptions, facts: dict[str, Any]) -> list[str]:

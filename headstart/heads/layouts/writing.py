@@ -144,27 +144,15 @@ def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
     if len({*windows} - {0}) > 1:
         raise ModelError(f"the head's layers have windows of {windows}: published layouts have one for all", HINT)
     return {
-        "model_type": "qwen3",
-        "hidden_size": head.hidden_size,
-        "intermediate_size": mlp.inner,
-        "num_hidden_layers": block.num_layers,
-        "num_attention_heads": attention.spec.num_heads,
-        "num_key_value_heads": attention.spec.num_kv_heads,
-        "head_dim": dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": layer.eps,
-        "rope_theta": round(theta, 6),
-        "attention_bias": attention.qkv_bias,
-        "attention_dropout": 0.0,
-        "max_position_embeddings": POSITIONS,
-        "max_window_layers": block.num_layers,
+        "model_type": "qwen3", "hidden_size": head.hidden_size, "intermediate_size": mlp.inner,
+        "num_hidden_layers": block.num_layers, "num_attention_heads": attention.spec.num_heads,
+        "num_key_value_heads": attention.spec.num_kv_heads, "head_dim": dim, "hidden_act": "silu",
+        "rms_norm_eps": layer.eps, "rope_theta": round(theta, 6), "attention_bias": attention.qkv_bias,
+        "attention_dropout": 0.0, "max_position_embeddings": POSITIONS, "max_window_layers": block.num_layers,
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "use_sliding_window": any(windows),
-        "sliding_window": max(windows) or None,
-        "tie_word_embeddings": False,
-        "vocab_size": head.vocab_size,
-        "dtype": "bfloat16",
-    }
+        "use_sliding_window": any(windows), "sliding_window": max(windows) or None, "tie_word_embeddings": False,
+        "vocab_size": head.vocab_size, "dtype": "bfloat16",
+    }  # fmt: skip
 
 
 def _common(head: HeadCheckpoint) -> dict[str, Any]:

@@ -10,13 +10,9 @@ from torch.nn.functional import gelu, linear, relu, silu, softplus
 from headstart.kernels.ops import Activation, Experts, RouterSpec
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": partial(gelu, approximate="tanh"),
-    "relu": relu,
-    "relu2": lambda x: relu(x).square(),
-    "identity": lambda x: x,
-}
+    "silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu": relu,
+    "relu2": lambda x: relu(x).square(), "identity": lambda x: x,
+}  # fmt: skip
 CLAMP, SLOPE = 7.0, 1.702  # bound of both factors, and slope of the sigmoid, of the `clamped` activation (gpt-oss)
 OUTPUT_LIMITS: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
 INPUT_LIMIT = 10.0  # bound of both inputs of `silu_of_10`

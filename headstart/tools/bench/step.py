@@ -296,13 +296,9 @@ def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     for package in backend_kind(model.backend.name).packages:
         versions[package] = doctor.installed_version(package) or "unknown"
     return {
-        "device": model.backend.runs_on,
-        "cpu": cpu().model,
-        "threads": config.threads or threads().usable,
-        "backend": model.backend.name,
-        "path": getattr(model.backend, "path", None),
-        "versions": versions,
-    }
+        "device": model.backend.runs_on, "cpu": cpu().model, "threads": config.threads or threads().usable,
+        "backend": model.backend.name, "path": getattr(model.backend, "path", None), "versions": versions,
+    }  # fmt: skip
 
 
 def header(data: dict[str, Any]) -> list[str]:

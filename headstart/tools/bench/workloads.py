@@ -6,17 +6,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.formats.json_object import read_packaged
 
 DEFAULT_TOKENS = 64  # longest answers, in tokens, where neither the user nor a task says more
 MIXED = ("code", "prose", "json", "repetitive")
 SYNTHETIC_INPUT = 256
 EACH = "each"
 _SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
+_DATA: Mapping[str, Any] = read_packaged("headstart.tools.bench", "workloads.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ PRESETS = {
 
 
 def names() -> tuple[str, ...]:
-    return (*(name for name in _data() if name not in ("sentences", "slots")), "mixed", "synthetic")
+    return (*(name for name in _DATA if name not in ("sentences", "slots")), "mixed", "synthetic")
 
 
 def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) -> list[Workload]:
@@ -121,22 +122,16 @@ def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
     def first(count: int) -> str:
         while len(words) < count:
             number = start * 97 + len(words)
-            sentence = texts[rng.randrange(len(texts))] if texts else _fill(rng.choice(_data()["sentences"]), number)
+            sentence = texts[rng.randrange(len(texts))] if texts else _fill(rng.choice(_DATA["sentences"]), number)
             words.extend(sentence.split())
         return " ".join(words[:count])
 
     return first
 
 
-@cache
-def _data() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(resources.files(__package__).joinpath("workloads.json").read_text("utf-8"))
-    return document
-
-
 def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
     """Takes the templates of a workload in turn, with other words each time."""
-    kind: Mapping[str, Any] = _data()[name]
+    kind: Mapping[str, Any] = _DATA[name]
     turns: list[str] = kind["turns"][index % len(kind["turns"])]
     if context_tokens := kind.get("context_tokens"):
         context = cut(_endless((), index), context_tokens, count_tokens)
@@ -152,7 +147,7 @@ def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
 
 def _fill(template: str, number: int) -> str:
     """Replaces {name} by entry `number` of a list, {name2} by the next one; combinations repeat late."""
-    slots: Mapping[str, list[str]] = {**_data()["slots"], "number": [str(n) for n in range(3, 40)]}
+    slots: Mapping[str, list[str]] = {**_DATA["slots"], "number": [str(n) for n in range(3, 40)]}
 
     def entry(match: re.Match[str]) -> str:
         words = slots[match[1]]

@@ -6,6 +6,7 @@ have wrong without any error: RoPE style, mask of a block, layer ids off by one 
 speculators inputs), and whether the row of the last token drafts.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,11 +131,11 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         return Reading(what, fix, replace(spec, block=replace(block, **changes)))
 
     style = "half-split" if block.interleaved else "interleaved"
-    rope = f'"interleaved": {_json(not block.interleaved)}' if ours else f'"is_neox_style": {_json(block.interleaved)}'
+    rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
     yield made(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
     causal = not block.all_causal
     how = "causally" if causal else "both ways"
-    mask = f'"{"causal" if ours else "is_causal"}": {_json(causal)}'
+    mask = f'"{"causal" if ours else "is_causal"}": {json.dumps(causal)}'
     yield made(f"rows that see their block {how}", mask, causal=causal, causal_windows=causal)
     for step in (1, -1):
         moved = tuple(layer + step for layer in taps)
@@ -145,12 +146,8 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
     if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
         anchor = not block.anchor_predicts
         what = f"a first row that drafts {'too' if anchor else 'nothing'}"
-        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {_json(anchor)}'
+        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {json.dumps(anchor)}'
         yield made(what, fix, anchor_predicts=anchor, block_size=drafts)
-
-
-def _json(value: bool) -> str:
-    return str(value).lower()
 
 
 def gains(other: DraftStats, told: DraftStats) -> bool:

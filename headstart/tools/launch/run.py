@@ -152,13 +152,8 @@ def draft_summary(counts: EngineCounters | None, tokens: int | None) -> dict[str
         return {"alive": False, "acceptance_length": None, "tokens": tokens, "why": why}
     length = counts.acceptance_length
     return {
-        "alive": counts.is_drafting and (length is None or length > 1.0),
-        "acceptance_length": length,
-        "tokens": tokens,
-        "drafts": counts.drafts,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "per_position": counts.per_position,
-        "advice": advise(counts, MIN_DRAFTS),
+        "alive": counts.is_drafting and (length is None or length > 1.0), "acceptance_length": length, "tokens": tokens,
+        "drafts": counts.drafts, "drafted": counts.drafted, "accepted": counts.accepted,
+        "per_position": counts.per_position, "advice": advise(counts, MIN_DRAFTS),
         "why": "" if counts.is_drafting else "its metrics count no drafts",
-    }
+    }  # fmt: skip

@@ -37,13 +37,9 @@ class Translation:
         """`ok`: a person has nothing to decide."""
         (engine, version), *_ = [*self.engines.items(), (None, None)]
         data = {
-            "engine": engine,
-            "version": version_text(version) if version else None,
-            "version_assumed": self.assumed,
-            "command": self.text,
-            "changes": self.changes,
-            "warnings": self.warnings,
-        }
+            "engine": engine, "version": version_text(version) if version else None, "version_assumed": self.assumed,
+            "command": self.text, "changes": self.changes, "warnings": self.warnings,
+        }  # fmt: skip
         lines = [self.text, *(f"# {change}" for change in self.changes or ["nothing to change"])]
         return Report(not self.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in self.warnings)])
 

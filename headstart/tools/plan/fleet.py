@@ -6,9 +6,11 @@ from the roofline, latencies from a simulation.
 
 import heapq
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -142,15 +144,9 @@ class RooflineSteps:
 
 def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
     """The smallest number from 1 to `limit` that is enough; None: none."""
-    low, high = 0, 1
-    while not is_enough(high):
-        if high == limit:
-            return None
-        low, high = high, min(2 * high, limit)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    tried = [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
+    low, high = next((pair for pair in pairwise([0, *tried]) if is_enough(pair[1])), (0, 0))
+    return bisect_left(range(high), True, low + 1, high, key=is_enough) if high else None
 
 
 @dataclass(frozen=True, kw_only=True)

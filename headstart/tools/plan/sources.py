@@ -1,6 +1,5 @@
 """Builds a ModelShape from a built-in card, a checkpoint's tensor headers or a config.json, by its family."""
 
-import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +8,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.core import Report
-from headstart.errors import ModelError, UsageError
+from headstart.errors import ModelError, UsageError, did_you_mean
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object, read_packaged
@@ -142,8 +141,7 @@ def from_model(name: str | None) -> ModelShape:
 
 def _unknown(name: str) -> UsageError:
     known = f"cards: {', '.join(CARD_NAMES)}; else a directory, a .gguf file or a repo id"
-    close = difflib.get_close_matches(name.lower(), CARD_OF, n=1)
-    return UsageError(f"unknown model {name!r}", f"did you mean {close[0]}? {known}" if close else known)
+    return UsageError(f"unknown model {name!r}", f"{did_you_mean(name.lower(), CARD_OF)} {known}".lstrip())
 
 
 def _refuse(name: str, drafter: DrafterKind) -> None:

@@ -40,12 +40,8 @@ class RequestCase:
     form: Form
     sampled: bool  # at temperature 1 with a seed; else greedy
 
-    @property
-    def sampling(self) -> str:
-        return sampling_name(self.sampled)
-
     def __str__(self) -> str:
-        return f"{self.form}, {self.sampling}"
+        return f"{self.form}, {sampling_name(self.sampled)}"
 
 
 def sampling_name(sampled: bool) -> str:

@@ -126,17 +126,11 @@ def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: in
     ok = agreement >= MIN_AGREEMENT and kl["mean"] <= MAX_KL
     name = model.backend.name
     data = {
-        "ok": ok,
-        "model": model.name,
-        "backend": name,
-        "dtype": config.dtype,
-        "texts": num_texts,
-        "rows": len(rows.kl),
-        "kl": {key: _finite(value) for key, value in kl.items()},
-        "top1_agreement": agreement,
+        "ok": ok, "model": model.name, "backend": name, "dtype": config.dtype, "texts": num_texts, "rows": len(rows.kl),
+        "kl": {key: _finite(value) for key, value in kl.items()}, "top1_agreement": agreement,
         "perplexity": {key: _finite(value) for key, value in perplexity.items()},
         "max_logit_difference": _finite(difference),
-    }
+    }  # fmt: skip
     table = {
         "rows compared": f"{len(rows.kl)} of {num_texts} texts",
         "KL(float32 || this)": ", ".join(f"{key} {value:.3g}" for key, value in kl.items()) + " nats",

@@ -16,12 +16,9 @@ MAX_SEED = 2**43  # a prompt's own seed is about a million times that of its cel
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
 FULL: Mapping[str, Any] = {
-    "temperatures": (0.0, 0.7, 1.0, 1.5),
-    "depths": FULL_DEPTHS,
-    "batch_sizes": (1, 4, 16),
-    "chunk_sizes": (1, 37, 512),
+    "temperatures": (0.0, 0.7, 1.0, 1.5), "depths": FULL_DEPTHS, "batch_sizes": (1, 4, 16), "chunk_sizes": (1, 37, 512),
     "min_texts": 2000,
-}
+}  # fmt: skip
 """The fields of VerifyOptions that make the big grid."""
 
 

@@ -97,16 +97,10 @@ class _TransformersModel:
 def _report(llm: LLM, texts: int, tokens: int, found: list[dict[str, Any]]) -> Report:
     wrong = sum(not each["tie"] for each in found)
     data = {
-        "ok": not wrong,
-        "model": llm.model.name,
-        "against": "transformers",
-        "texts": texts,
-        "identical": texts - len(found),
-        "tokens": tokens,
-        "ties": len(found) - wrong,
-        "differences": wrong,
+        "ok": not wrong, "model": llm.model.name, "against": "transformers", "texts": texts,
+        "identical": texts - len(found), "tokens": tokens, "ties": len(found) - wrong, "differences": wrong,
         "found": found,
-    }
+    }  # fmt: skip
     lines = [
         f"  {'tie' if each['tie'] else 'DIFFERENT'}: prompt {each['prompt']}, output token {each['position']}: "
         f"{each['ours']} and {each['theirs']}, margin {each['margin']:.2g}"

@@ -135,29 +135,15 @@ def config(source: Source) -> dict[str, Any]:
     spec = mixer.spec
     own = source.checkpoint.config
     return {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "mimo",
-        "auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"},
-        "num_nextn_predict_layers": 1,
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": mlp.inner,
-        "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": sizes.eps,
-        "rope_theta": own.get("rope_theta", 10000.0),
-        "max_position_embeddings": sizes.max_length,
-        "layer_types": ["full_attention"] * sizes.num_layers,
-        "use_sliding_window": False,
-        "bos_token_id": own.get("bos_token_id"),
-        "eos_token_id": own.get("eos_token_id"),
-        "dtype": "bfloat16",
-    }
+        "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"},
+        "num_nextn_predict_layers": 1, "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size,
+        "intermediate_size": mlp.inner, "num_hidden_layers": sizes.num_layers, "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "hidden_act": "silu",
+        "attention_bias": True, "tie_word_embeddings": False, "rms_norm_eps": sizes.eps,
+        "rope_theta": own.get("rope_theta", 10000.0), "max_position_embeddings": sizes.max_length,
+        "layer_types": ["full_attention"] * sizes.num_layers, "use_sliding_window": False,
+        "bos_token_id": own.get("bos_token_id"), "eos_token_id": own.get("eos_token_id"), "dtype": "bfloat16",
+    }  # fmt: skip
 
 
 EXPORT = plan
