@@ -203,18 +203,12 @@ class Engine:
         if not emitted and not prompt_logprobs and not reason:
             return None
         return Delta(
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            tokens=result.tokens[:emitted],
-            logprobs=result.logprobs[:emitted],
-            prompt_logprobs=tuple(prompt_logprobs),
-            finish_reason=reason,
-            stats=sequence.stats if reason else None,
-            error=sequence.error,
+            request_id=sequence.request.request_id, choice=sequence.choice, tokens=result.tokens[:emitted],
+            logprobs=result.logprobs[:emitted], prompt_logprobs=tuple(prompt_logprobs), finish_reason=reason,
+            stats=sequence.stats if reason else None, error=sequence.error,
             embedding=sequence.pooled / sequence.num_prompt if reason and sequence.pooled is not None else None,
-            draft=draft,
-            num_accepted=result.num_accepted,
-        )
+            draft=draft, num_accepted=result.num_accepted,
+        )  # fmt: skip
 
     def _append(self, sequence: Sequence, result: VerifyResult) -> int:
         """Appends tokens until the text ends or fails; returns the number of tokens taken."""

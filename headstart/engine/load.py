@@ -195,14 +195,10 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
             )
         decoder = loaded.decoder if matching.rows is None else _with_rows(loaded, matching.rows)
     return DraftModel(
-        spec=HeadSpec(kind=DRAFT_MODEL),
-        modules=(),
-        source=str(path),
-        draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64),
-        decoder=decoder,
-        max_length=loaded.config.max_length,
-        own_ids=matching.own_ids(trunk_size),
-    )
+        spec=HeadSpec(kind=DRAFT_MODEL), modules=(), source=str(path),
+        draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64), decoder=decoder,
+        max_length=loaded.config.max_length, own_ids=matching.own_ids(trunk_size),
+    )  # fmt: skip
 
 
 class Matching(NamedTuple):
@@ -293,17 +289,11 @@ def load_model(
         if not tokenizer.done():  # large vocabularies take seconds at their first start
             backend.loaded()
     model = Model(
-        name=name or alias.name,
-        checkpoint=checkpoint,
-        family=loaded.family,
+        name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
-        backend=backend,
-        weights=loaded.weights,
-        decoder=loaded.decoder,
-        tokenizer=tokenizer.result(),
-        head=None,
+        backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
         broken_head=broken,
-    )
+    )  # fmt: skip
     model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)

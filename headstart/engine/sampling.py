@@ -66,16 +66,10 @@ def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs
         _penalties(entries) if constants.has_penalties else constants.no_penalties
     )
     return SamplingRows(
-        **constants.columns,
-        position=np.array([position for _, position, _ in entries], np.int64),
-        bias_indptr=bias_indptr,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        penalty_indptr=penalty_indptr,
-        penalty_ids=penalty_ids,
-        penalty_counts=penalty_counts,
-        allowed=allowed,
-    )
+        **constants.columns, position=np.array([position for _, position, _ in entries], np.int64),
+        bias_indptr=bias_indptr, bias_ids=bias_ids, bias_values=bias_values, penalty_indptr=penalty_indptr,
+        penalty_ids=penalty_ids, penalty_counts=penalty_counts, allowed=allowed,
+    )  # fmt: skip
 
 
 class _Constants(NamedTuple):
@@ -97,12 +91,9 @@ def _constants(rows: tuple[RowConstants, ...], num_logprobs: int | None) -> _Con
     for array in (*columns.values(), indptr, no_ints, no_floats):
         array.flags.writeable = False
     return _Constants(
-        columns,
-        has_bias=any(row.has_bias for row in rows),
-        has_penalties=any(row.has_penalties for row in rows),
-        no_bias=(indptr, no_ints, no_floats),
-        no_penalties=(indptr, no_ints, no_ints),
-    )
+        columns, has_bias=any(row.has_bias for row in rows), has_penalties=any(row.has_penalties for row in rows),
+        no_bias=(indptr, no_ints, no_floats), no_penalties=(indptr, no_ints, no_ints),
+    )  # fmt: skip
 
 
 def update_counts(sequence: Sequence) -> TokenCounts:

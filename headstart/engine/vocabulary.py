@@ -352,10 +352,6 @@ def _plan(tokens: NDArray[np.integer]) -> StepPlan:
     """A pass over rows that have only a token; all logits are computed."""
     rows = np.arange(len(tokens), dtype=np.int32)
     return StepPlan(
-        token_ids=tokens.astype(np.int32),
-        positions=rows,
-        slots=np.zeros_like(rows),
-        row_starts=np.array([0, len(rows)], np.int32),
-        block_tables=np.zeros((1, 1), np.int32),
-        logit_rows=rows,
-    )
+        token_ids=tokens.astype(np.int32), positions=rows, slots=np.zeros_like(rows),
+        row_starts=np.array([0, len(rows)], np.int32), block_tables=np.zeros((1, 1), np.int32), logit_rows=rows,
+    )  # fmt: skip

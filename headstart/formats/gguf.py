@@ -54,16 +54,10 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
     if config.get("rope_scaling", {}).get("rope_type") == "longrope":  # which has read them
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rope_factors_")}
     return Checkpoint(
-        path=path,
-        format="gguf",
-        config=config,
-        tensors=tensors,
-        canonical_names=True,
-        files=tuple(file.path for file in files),
-        generation_config=_generation(config, first.metadata),
-        load_tokenizer=lambda: _tokenizer(first, path),
-        chat_template=lambda: _template(first, path),
-    )
+        path=path, format="gguf", config=config, tensors=tensors, canonical_names=True,
+        files=tuple(file.path for file in files), generation_config=_generation(config, first.metadata),
+        load_tokenizer=lambda: _tokenizer(first, path), chat_template=lambda: _template(first, path),
+    )  # fmt: skip
 
 
 def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,15 +92,11 @@ class _Remote:
         tensors = safetensors_file.tensors_of({file: shards[file] for file in files}, index, where, self.asked.repo)
         stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
         return Checkpoint(
-            path=Path(self.asked.repo),
-            format="safetensors",
-            config=config,
-            tensors={**tensors, **safetensors.sidecar_heads(tensors, stray, config)},
-            canonical_names=False,
-            files=tuple(map(Path, files)),
-            generation_config=self._json(GENERATION) if GENERATION in self.files else {},
+            path=Path(self.asked.repo), format="safetensors", config=config,
+            tensors={**tensors, **safetensors.sidecar_heads(tensors, stray, config)}, canonical_names=False,
+            files=tuple(map(Path, files)), generation_config=self._json(GENERATION) if GENERATION in self.files else {},
             stray=stray,
-        )
+        )  # fmt: skip
 
     def _json(self, file: str) -> dict[str, Any]:
         from huggingface_hub import hf_hub_download

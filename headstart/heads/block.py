@@ -220,15 +220,11 @@ def _flash_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
         return block
     hidden = s["hidden"]
     return {
-        "fc.weight": (hidden, s["taps"] * s["target_hidden"]),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-        **block,
-        **draft_vocabulary(s),
+        "fc.weight": (hidden, s["taps"] * s["target_hidden"]), "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,), **block, **draft_vocabulary(s),
         "?embed_tokens.weight": (s["vocabulary"], Unknown("embedding")),
-        "?lm_head.weight": (s["draft_vocabulary"], hidden),
-        "?mask_embedding": (None,),
-    }
+        "?lm_head.weight": (s["draft_vocabulary"], hidden), "?mask_embedding": (None,),
+    }  # fmt: skip
 
 
 def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
@@ -295,15 +291,9 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
         raise UsageError(what, "train --kind mtp")
     taps = np.unique((np.linspace(2, layers - 2, NUM_TAPS) + 0.5).astype(int))
     block = BlockSpec(
-        block_size=depth,
-        num_layers=NUM_LAYERS,
-        mask_token_id=0,
-        causal=True,
-        anchor_predicts=True,
-        mask_embedding=True,
-        markov_rank=MARKOV_RANK,
-        confidence=True,
-    )
+        block_size=depth, num_layers=NUM_LAYERS, mask_token_id=0, causal=True, anchor_predicts=True,
+        mask_embedding=True, markov_rank=MARKOV_RANK, confidence=True,
+    )  # fmt: skip
     return HeadSpec(kind="block", tap=tuple(taps.tolist()), block=block)
 
 

@@ -161,15 +161,11 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         what = f"{path}: {theirs(unknown[0])} is not known of an EAGLE-3 head"
         raise ModelError(what, "it changes what the head says: such a variant is not run here")
     return HeadCheckpoint(
-        spec=spec,
-        hidden_size=hidden,
-        vocab_size=vocab_size,
-        draft_token_ids=draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path),
-        tensors=named,
-        trunk=str(ours.get("trunk", "")),
-        trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
+        spec=spec, hidden_size=hidden, vocab_size=vocab_size,
+        draft_token_ids=draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path), tensors=named,
+        trunk=str(ours.get("trunk", "")), trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
         training=dict(ours.get("training") or {}),
-    )
+    )  # fmt: skip
 
 
 def _taps(document: Document) -> list[int]:

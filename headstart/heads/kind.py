@@ -165,13 +165,9 @@ def is_plain(layer: LayerConfig | None) -> bool:
         return False
     mixer, mlp, spec = layer.mixer, layer.mlp, layer.mixer.spec
     attention = AttentionConfig(
-        spec=AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale),
-        rope=mixer.rope,
-        qkv_bias=mixer.qkv_bias,
-        o_bias=mixer.o_bias,
-        qk_norm=mixer.qk_norm,
-        gated=mixer.gated,
-    )
+        spec=AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale), rope=mixer.rope,
+        qkv_bias=mixer.qkv_bias, o_bias=mixer.o_bias, qk_norm=mixer.qk_norm, gated=mixer.gated,
+    )  # fmt: skip
     plain = LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner, bias=mlp.bias), eps=layer.eps)
     return mixer.rope is not None and layer == plain
 

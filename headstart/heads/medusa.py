@@ -90,13 +90,9 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     if ids is None and exact is not None:
         vocab_size = exact.shape[0]
     return HeadCheckpoint(
-        spec=HeadSpec(kind="medusa", num_modules=count),
-        hidden_size=first.shape[0],
-        vocab_size=vocab_size,
-        draft_token_ids=ids,
-        tensors=named,
-        trunk=str(document.get("base_model_name_or_path") or ""),
-    )
+        spec=HeadSpec(kind="medusa", num_modules=count), hidden_size=first.shape[0], vocab_size=vocab_size,
+        draft_token_ids=ids, tensors=named, trunk=str(document.get("base_model_name_or_path") or ""),
+    )  # fmt: skip
 
 
 def canonical(name: str) -> str | None:

@@ -41,13 +41,10 @@ class ShortConvConfig(MixerConfig):
         b, c, x = (Linear(weights.take(three.take_rows(np.arange(hidden) + i * hidden))) for i in range(3))
         taps = weights.raw(f"{name}.conv.weight", (hidden, 1, width), (hidden, width))
         return ShortConv(
-            b_proj=b,
-            c_proj=c,
-            x_proj=x,
+            b_proj=b, c_proj=c, x_proj=x,
             taps=weights.take(taps.shaped(hidden, width).transposed().shaped(hidden * width)),
-            out_proj=weights.linear(f"{name}.out_proj", hidden, hidden),
-            config=self,
-        )
+            out_proj=weights.linear(f"{name}.out_proj", hidden, hidden), config=self,
+        )  # fmt: skip
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""

@@ -78,18 +78,12 @@ def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> 
 def _described(found: DrafterFormat, config: Mapping[str, Any]) -> DrafterKind:
     sizes = Sizes(config)
     return DrafterKind(
-        kind=found.key,
-        method=found.method,
-        title=found.title,
-        format=found,
+        kind=found.key, method=found.method, title=found.title, format=found,
         container="speculators" if config.get("speculators_model_type") is not None else "safetensors",
-        num_modules=found.num_parts(sizes),
-        block=found.rows(sizes),
-        max_drafts=found.drafts(sizes),
-        hidden_size=sizes.get("target_hidden"),
-        vocab_size=sizes.get("vocabulary"),
+        num_modules=found.num_parts(sizes), block=found.rows(sizes), max_drafts=found.drafts(sizes),
+        hidden_size=sizes.get("target_hidden"), vocab_size=sizes.get("vocabulary"),
         draft_vocab_size=sizes.get("draft_vocabulary"),
-    )
+    )  # fmt: skip
 
 
 def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, modules: int) -> DrafterKind:

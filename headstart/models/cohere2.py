@@ -22,15 +22,10 @@ def parse(config: Config) -> DecoderConfig:
     if config["model_type"] not in EARLIER:
         windows = keys.windows_in_turn(config, 4)
     return keys.stack(
-        config,
-        windows=windows,
-        rotated=[window > 0 for window in windows],
-        mixer={"qkv_bias": bias, "o_bias": bias},
-        layer={"norms": "parallel", "centered": True, "eps": eps},
-        logit_scale=real(config, "logit_scale", 0.0625),
-        centered=True,
-        eps=eps,
-    )
+        config, windows=windows, rotated=[window > 0 for window in windows], mixer={"qkv_bias": bias, "o_bias": bias},
+        layer={"norms": "parallel", "centered": True, "eps": eps}, logit_scale=real(config, "logit_scale", 0.0625),
+        centered=True, eps=eps,
+    )  # fmt: skip
 
 
 FAMILY = Family(

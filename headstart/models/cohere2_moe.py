@@ -42,13 +42,10 @@ def parse(config: Config) -> DecoderConfig:
 
     pairs = zip(_kinds(config, feeds, prefix), feeds, strict=True)
     return keys.decoder(
-        config,
-        [layer(kind, feed, rotated=feed == DENSE and prefix == 1) for kind, feed in pairs],
-        logit_scale=real(config, "logit_scale", 0.0625),
-        centered=centered,
-        eps=eps,
+        config, [layer(kind, feed, rotated=feed == DENSE and prefix == 1) for kind, feed in pairs],
+        logit_scale=real(config, "logit_scale", 0.0625), centered=centered, eps=eps,
         mtp_layer=layer(FULL, SPARSE, rotated=True),
-    )
+    )  # fmt: skip
 
 
 def _kinds(config: Config, feeds: list[str], prefix: int) -> list[str]:

@@ -96,14 +96,9 @@ def _mixer(config: Config, kind: str, rates: dict[str, int]) -> CompressedConfig
         raise ModelError(f"config.json: {heads} heads do not make {groups} groups (o_groups)")
     rope = _rope(config, dim, compressed=kind != SLIDING)
     made = CompressedConfig(
-        num_heads=heads,
-        head_dim=dim,
-        query_rank=number(config, "q_lora_rank"),
-        groups=groups,
-        group_rank=number(config, "o_lora_rank"),
-        window=number(config, "sliding_window", default=128),
-        rope=rope,
-    )
+        num_heads=heads, head_dim=dim, query_rank=number(config, "q_lora_rank"), groups=groups,
+        group_rank=number(config, "o_lora_rank"), window=number(config, "sliding_window", default=128), rope=rope,
+    )  # fmt: skip
     if kind == SLIDING:
         return made
     sparse, every = kind == SPARSE, rates[kind]
@@ -154,14 +149,9 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
     )
     inner = number(config, "moe_intermediate_size")
     return keys.experts(
-        config,
-        router,
-        inner=inner,
-        shared=inner * number(config, "n_shared_experts", default=1, least=0),
-        bias=not hashed,
-        activation="silu_of_10",
-        table=number(config, "vocab_size") if hashed else 0,
-    )
+        config, router, inner=inner, shared=inner * number(config, "n_shared_experts", default=1, least=0),
+        bias=not hashed, activation="silu_of_10", table=number(config, "vocab_size") if hashed else 0,
+    )  # fmt: skip
 
 
 GGUF_PARTS = {

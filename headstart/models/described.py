@@ -77,13 +77,9 @@ def read_common(config: Config) -> DecoderConfig:
     attending = [layer for layer in layers if layer.mixer.attention_spec and not layer.mixer.attention_spec.window]
     last = (attending or layers)[-1]
     return keys.decoder(
-        config,
-        layers,
-        eps=1e-6,
-        max_length=number(config, "max_position_embeddings", default=2048),
-        tied=tied,
+        config, layers, eps=1e-6, max_length=number(config, "max_position_embeddings", default=2048), tied=tied,
         mtp_layer=LayerConfig(mixer=last.mixer, mlp=layers[-1].mlp, eps=1e-6, streams=streams),
-    )
+    )  # fmt: skip
 
 
 def _object(config: Config, key: str) -> dict[str, Any]:

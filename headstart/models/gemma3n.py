@@ -32,13 +32,9 @@ def parse(config: Config) -> DecoderConfig:
     def layer(index: int) -> AltUpLayerConfig:
         mlp = _gemma.mlp(config, index)
         post_block = PerLayerConfig(
-            index=index,
-            count=count,
-            width=number(config, "hidden_size_per_layer_input", default=256),
-            vocab_size=table,
-            activation=mlp.activation,
-            num_extra_tokens=max(vocab - table, 0),
-        )
+            index=index, count=count, width=number(config, "hidden_size_per_layer_input", default=256),
+            vocab_size=table, activation=mlp.activation, num_extra_tokens=max(vocab - table, 0),
+        )  # fmt: skip
         return AltUpLayerConfig(
             mixer=_attention(reads[kinds[index]], kinds[index], _gemma.shared_layer(kinds, first, index)),
             mlp=replace(mlp, cutoff=cutoffs[index]),
@@ -50,14 +46,10 @@ def parse(config: Config) -> DecoderConfig:
 
     plain = keys.layer(config, _attention(reads[FULL], FULL, None), _gemma.mlp(config, 0), norms="sandwich")
     return keys.decoder(
-        reads[FULL],
-        [layer(i) for i in range(count)],
-        tied=tied,
+        reads[FULL], [layer(i) for i in range(count)], tied=tied,
         embedding_scale=math.sqrt(number(config, "hidden_size")),
-        logit_softcap=keys.real(config, "final_logit_softcapping", 0.0),
-        streams=altup,
-        mtp_layer=plain,
-    )
+        logit_softcap=keys.real(config, "final_logit_softcapping", 0.0), streams=altup, mtp_layer=plain,
+    )  # fmt: skip
 
 
 def _altup(config: Config) -> AltUpConfig:

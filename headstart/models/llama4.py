@@ -70,11 +70,8 @@ def _attention(config: Config, kind: str, rotated: bool, *, normed: bool) -> Att
 def _experts(config: Config, inner: int) -> MoEConfig:
     router = RouterSpec(
         num_experts=number(config, "num_local_experts", "num_experts", default=16),
-        top_k=number(config, "num_experts_per_tok", default=1),
-        scoring="sigmoid",
-        normalize=False,
-        scales_inputs=True,
-    )
+        top_k=number(config, "num_experts_per_tok", default=1), scoring="sigmoid", normalize=False, scales_inputs=True,
+    )  # fmt: skip
     if router.top_k > router.num_experts:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     return MoEConfig(router=router, inner=inner, shared=inner, activation=keys.activation(config))

@@ -67,12 +67,9 @@ def _mlp(config: Config) -> MLPConfig:
 def _experts(config: Config) -> MoEConfig:
     own, identity = number(config, "n_routed_experts"), number(config, "zero_expert_num", default=0, least=0)
     router = RouterSpec(
-        num_experts=own + identity,
-        top_k=number(config, "moe_topk", "num_experts_per_tok"),
-        normalize=False,
-        scale=real(config, "routed_scaling_factor", 1.0),
-        num_identity=identity,
-    )
+        num_experts=own + identity, top_k=number(config, "moe_topk", "num_experts_per_tok"), normalize=False,
+        scale=real(config, "routed_scaling_factor", 1.0), num_identity=identity,
+    )  # fmt: skip
     inner = number(config, "expert_ffn_hidden_size", "moe_intermediate_size")
     return keys.experts(config, router, inner=inner, bias=True)
 

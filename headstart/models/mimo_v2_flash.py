@@ -88,13 +88,10 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
         before = number(config, "sliding_window_size", default=0, least=0)
         window = before + 1 if before else number(config, "sliding_window")
     return keys.attention(
-        config,
-        window=window,
-        value_dim=number(config, "v_head_dim", default=0, least=0),
-        qkv_bias=flag(config, "attention_bias"),
-        sinks=kind == SLIDING,
+        config, window=window, value_dim=number(config, "v_head_dim", default=0, least=0),
+        qkv_bias=flag(config, "attention_bias"), sinks=kind == SLIDING,
         value_scale=real(config, "attention_value_scale", 1.0),
-    )
+    )  # fmt: skip
 
 
 MODULE = "model.mtp.layers.{i}."

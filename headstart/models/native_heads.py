@@ -248,14 +248,10 @@ class _LoadCheck:
         own = [name for name in (*files, *copies, *(each.name for each in wrong)) if name in mine]
         self.used |= {*own}
         return ModuleCheck(
-            index=index,
-            layer=self.heads.num_layers + index if self.trailing else None,
-            found=len(own),
-            required=len(own) + len(missing),
-            missing=missing,
-            wrong_shape=wrong,
+            index=index, layer=self.heads.num_layers + index if self.trailing else None, found=len(own),
+            required=len(own) + len(missing), missing=missing, wrong_shape=wrong,
             unusable=[f"{name} {why}" for name in own if (why := why_unusable(name, self.weights[name]))],
-        )
+        )  # fmt: skip
 
     def _provided(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...] | None:
         """The checkpoint's tensors that one canonical tensor is made of; None where it is not there in that shape."""

@@ -54,13 +54,9 @@ def parse(config: Config) -> DecoderConfig:
     if any(head != heads[0] for head in heads):
         raise ModelError("config.json: MTP modules of several kinds are not supported", "see the end of layer_types")
     return keys.decoder(
-        ropes[FULL] if FULL in ropes else ropes[SLIDING],
-        layers[:count],
-        mtp_layer=heads[0] if heads else None,
-        mtp_recycle=keys.mtp_recycle(config, "pre_norm"),
-        mtp_lm_heads=modules > 0,
-        tied=tied,
-    )
+        ropes[FULL] if FULL in ropes else ropes[SLIDING], layers[:count], mtp_layer=heads[0] if heads else None,
+        mtp_recycle=keys.mtp_recycle(config, "pre_norm"), mtp_lm_heads=modules > 0, tied=tied,
+    )  # fmt: skip
 
 
 def _of_llama_cpp(config: Config) -> bool:
@@ -170,15 +166,10 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
         raise ModelError(f"config.json: attention_other_setting has heads of {other['head_dim']}, others are as wide")
     bias = flag(config, "attention_bias")
     return keys.attention(
-        config.inside(own),
-        scale=number(config, "query_pre_attn_scalar", default=number(config, "head_dim")) ** -0.5,
-        window=number(config, "sliding_window") if kind == SLIDING else 0,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        gated=True,
-        gate_per_head=True,
-    )
+        config.inside(own), scale=number(config, "query_pre_attn_scalar", default=number(config, "head_dim")) ** -0.5,
+        window=number(config, "sliding_window") if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, qk_norm=True,
+        gated=True, gate_per_head=True,
+    )  # fmt: skip
 
 
 def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activation, shared: Activation) -> LayerConfig:

@@ -140,12 +140,9 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
         opened = thinks is not None and is_opened(thinks, prompt)
         parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
     return PreparedRequest(
-        requests,
-        make_parser=parser,
-        keeps_special=parser is not None or not body.skip_special_tokens,
-        keeps_stop=body.include_stop_str_in_output,
-        continues=body.continue_final_message,
-    )
+        requests, make_parser=parser, keeps_special=parser is not None or not body.skip_special_tokens,
+        keeps_stop=body.include_stop_str_in_output, continues=body.continue_final_message,
+    )  # fmt: skip
 
 
 def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]]:
@@ -201,14 +198,9 @@ def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRe
     if not any(DEVELOPER in source for source in template.sources.values()):
         messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
     conversation = Conversation(
-        messages,
-        (tools or None) if has_tools else None,
-        body.add_generation_prompt,
-        variables,
-        formats.parse_special,
-        body.continue_final_message,
-        max_tokens=llm.engine.max_length,
-    )
+        messages, (tools or None) if has_tools else None, body.add_generation_prompt, variables, formats.parse_special,
+        body.continue_final_message, max_tokens=llm.engine.max_length,
+    )  # fmt: skip
     try:
         return conversation.encode(template, llm.tokenizer, add_special=add_special)
     except ModelError as error:  # the template's complaint is about the messages

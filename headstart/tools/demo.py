@@ -41,16 +41,11 @@ class PromptRuns:
         difference, tokens = self.difference(), len(self.runs[True][0].token_ids)
         off, on = (self.runs[drafting][0].speculation for drafting in (False, True))
         return {
-            "kind": self.kind,
-            "identical": difference is None,
-            "first_difference": difference,
-            "tokens": tokens,
-            "passes_off": off.passes,
-            "passes_on": on.passes,
-            "passes_per_token": on.passes / max(tokens, 1),
+            "kind": self.kind, "identical": difference is None, "first_difference": difference, "tokens": tokens,
+            "passes_off": off.passes, "passes_on": on.passes, "passes_per_token": on.passes / max(tokens, 1),
             "acceptance_length": on.acceptance_length,
             **_speeds(max(tokens - 1, 0), self.seconds(False), self.seconds(True)),
-        }
+        }  # fmt: skip
 
 
 def _speeds(tokens: int, seconds_off: float, seconds_on: float) -> dict[str, float]:
@@ -88,21 +83,12 @@ def _report(measured: list[PromptRuns], options: DemoOptions, rounds: int, model
     names = ("identical", "tokens", "passes_off", "passes_on")
     identical, tokens, passes_off, passes_on = (sum(row[name] for row in rows) for name in names)
     data: dict[str, Any] = {
-        "model": model,
-        "method": measured[0].runs[True][0].method,
-        "depth": options.config.depth,
-        "rounds": rounds,
-        "identical": identical,
-        "total": len(rows),
-        "tokens": tokens,
-        "passes_off": passes_off,
-        "passes_on": passes_on,
-        "passes_per_token": passes_on / max(tokens, 1),
-        "passes_saved": 1 - passes_on / max(passes_off, 1),
+        "model": model, "method": measured[0].runs[True][0].method, "depth": options.config.depth, "rounds": rounds,
+        "identical": identical, "total": len(rows), "tokens": tokens, "passes_off": passes_off, "passes_on": passes_on,
+        "passes_per_token": passes_on / max(tokens, 1), "passes_saved": 1 - passes_on / max(passes_off, 1),
         "acceptance_length": stats.acceptance_length,
-        **_speeds(sum(max(row["tokens"] - 1, 0) for row in rows), off, on),
-        "prompts": rows,
-    }
+        **_speeds(sum(max(row["tokens"] - 1, 0) for row in rows), off, on), "prompts": rows,
+    }  # fmt: skip
     return Report(ok=identical == len(rows), data=data, lines=lines_of(data))
 
 

@@ -108,16 +108,11 @@ def read(text: str) -> EngineCounters | None:
     gauges = [sample.value for sample in samples if sample.name == names.length]
     busy = [value for value in gauges if value > 0]  # of the workers that have drafted
     return EngineCounters(
-        engine=names.engine,
-        known=any(name in totals for name in names.all),
-        always_there=names.always_there,
-        drafts=total(*names.drafts),
-        drafted=total(*names.drafted),
-        accepted=total(*names.accepted),
-        per_position=dict(sorted(places.items())),
-        saved=total(names.saved),
+        engine=names.engine, known=any(name in totals for name in names.all), always_there=names.always_there,
+        drafts=total(*names.drafts), drafted=total(*names.drafted), accepted=total(*names.accepted),
+        per_position=dict(sorted(places.items())), saved=total(names.saved),
         length=sum(busy) / len(busy) if busy else 0.0 if gauges else None,
-    )
+    )  # fmt: skip
 
 
 LOW_ACCEPTANCE = 0.55  # acceptance rate below which the deepest drafted tokens mostly cost their rows

@@ -182,12 +182,9 @@ class TuningRun:
         if not pays and high >= 1:
             return None
         return TunedSetting(
-            drafter=each.drafter if pays else "none",
-            depth=each.depth if pays else 0,
-            workload=self.workload.name,
-            concurrency=self.options.concurrency,
-            speedup=(gain.point, low, high),
-        )
+            drafter=each.drafter if pays else "none", depth=each.depth if pays else 0, workload=self.workload.name,
+            concurrency=self.options.concurrency, speedup=(gain.point, low, high),
+        )  # fmt: skip
 
     def undecided(self) -> list[str]:
         best = self._best()

@@ -67,16 +67,10 @@ def collate(
     loss = pad([torch.from_numpy(example.loss) for example in examples])
     hidden, best = source.batch_features(examples, tokens, loss, dtype)
     return Batch(
-        tokens=tokens,
-        tapped=hidden[..., : -source.hidden_size],
-        final=hidden[..., -source.hidden_size :],
-        best=best,
-        loss=to_device(loss, device),
-        loss_on_host=loss,
-        kinds=tuple(example.kind for example in examples),
-        num_tokens=sum(len(example) for example in examples),
-        seed=seed,
-    )
+        tokens=tokens, tapped=hidden[..., : -source.hidden_size], final=hidden[..., -source.hidden_size :], best=best,
+        loss=to_device(loss, device), loss_on_host=loss, kinds=tuple(example.kind for example in examples),
+        num_tokens=sum(len(example) for example in examples), seed=seed,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,12 +159,9 @@ def measure_speedup(
     pairs = [on / off for off, on in zip(rates[False], rates[True], strict=True) if on and off]
     low, middle, high = quantiles(pairs, n=4) if len(pairs) > 1 else pairs * 3
     return MeasuredSpeedup(
-        depth=depth,
-        acceptance_length=stats.acceptance_length,
-        ratio=(low, middle, high),
-        tokens_per_s=(median(rates[False]), median(rates[True])),
-        costs=_costs_ms(llm.engine, depth),
-    )
+        depth=depth, acceptance_length=stats.acceptance_length, ratio=(low, middle, high),
+        tokens_per_s=(median(rates[False]), median(rates[True])), costs=_costs_ms(llm.engine, depth),
+    )  # fmt: skip
 
 
 def prompt_of(example: Example) -> list[int]:

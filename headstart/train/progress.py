@@ -52,10 +52,7 @@ def draw_acceptance(log: Path, target: Path) -> None:
         for position, style in zip(range(1, min(map(len, shares))), cycle(PALETTE), strict=False)
     ]
     plot = Plot(
-        title="Held-out drafts that are right, all of the ...",
-        x_label="training tokens (millions)",
-        y_label="share of drafts",
-        series=series,
-        y_ticks=(0, 0.2, 0.4, 0.6, 0.8, 1),
-    )
+        title="Held-out drafts that are right, all of the ...", x_label="training tokens (millions)",
+        y_label="share of drafts", series=series, y_ticks=(0, 0.2, 0.4, 0.6, 0.8, 1),
+    )  # fmt: skip
     target.write_text(draw_document(plot))

@@ -101,14 +101,10 @@ class _TemplateFiller:
         self._docs: list[str] = []
         self._foreign_text: ForeignText | None = None
         self._makers: dict[str, Callable[[], str]] = {
-            "passage": self._passage,
-            "passages": self._several_passages,
-            "article": self._article,
-            "docs": self._several_docs,
-            "foreign": lambda: self._draw_foreign().text,
-            "language": lambda: self._draw_foreign().language,
-            "focus": self._focus,
-        }
+            "passage": self._passage, "passages": self._several_passages, "article": self._article,
+            "docs": self._several_docs, "foreign": lambda: self._draw_foreign().text,
+            "language": lambda: self._draw_foreign().language, "focus": self._focus,
+        }  # fmt: skip
 
     def fill(self, template: str) -> tuple[str, tuple[int, ...]]:
         """The filled template, and the indices of the given texts in it."""

@@ -156,12 +156,9 @@ class _TrainingRun:
     def _target(self, ids: NDArray[np.int64], start: InitialHead | None) -> DistillationTarget:
         trunk, own = self.frozen_model.trunk, start.own if start else {}
         return DistillationTarget.of(
-            trunk,
-            torch.from_numpy(ids).to(trunk.lm_head.device),
-            int4_drafts=self.int4_drafts,
-            own_lm_head=own.get(LM_HEAD),
-            own_embedding=own.get(EMBEDDING),
-        )
+            trunk, torch.from_numpy(ids).to(trunk.lm_head.device), int4_drafts=self.int4_drafts,
+            own_lm_head=own.get(LM_HEAD), own_embedding=own.get(EMBEDDING),
+        )  # fmt: skip
 
     @property
     def _loss_config(self) -> LossConfig:
@@ -171,15 +168,10 @@ class _TrainingRun:
         options = self.options
         minutes = max(options.minutes - minutes_used, 0.1) if options.minutes else None
         recipe = Recipe(
-            tokens=options.tokens,
-            minutes=minutes,
-            batch_tokens=batch_tokens(options),
-            loss=self._loss_config,
-            seed=options.seed,
-            dtype=self.frozen_model.trunk.dtype,
-            int4_drafts=self.int4_drafts,
+            tokens=options.tokens, minutes=minutes, batch_tokens=batch_tokens(options), loss=self._loss_config,
+            seed=options.seed, dtype=self.frozen_model.trunk.dtype, int4_drafts=self.int4_drafts,
             update_share=options.update_share,
-        )
+        )  # fmt: skip
         trainer = self._trainer(recipe)
         with show_progress("training") as show:
 
@@ -215,15 +207,10 @@ class _TrainingRun:
         self.results, p = results, trainer.progress
         p.accepted = results["all"].cumulative
         row = {
-            "step": p.step,
-            "epoch": p.epoch,
-            "tokens": p.tokens,
-            "minutes": round(p.seconds / 60, 2),
-            "loss": p.loss,
-            "tokens_per_second": round(p.rate),
-            "rate_factor": rate_factor(trainer.recipe, trainer.share_done),
+            "step": p.step, "epoch": p.epoch, "tokens": p.tokens, "minutes": round(p.seconds / 60, 2), "loss": p.loss,
+            "tokens_per_second": round(p.rate), "rate_factor": rate_factor(trainer.recipe, trainer.share_done),
             "held_out": {kind: each.data() for kind, each in results.items()},
-        }
+        }  # fmt: skip
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         hits = " ".join(f"{x:.3f}" for x in p.accepted)
@@ -235,14 +222,10 @@ class _TrainingRun:
         self.best, self.since_best = length, 0
         config = self.frozen_model.config
         head = HeadCheckpoint(
-            spec=self.spec,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            draft_token_ids=self.vocabulary,
-            trunk=self.options.model,
-            trunk_fingerprint=trunk_fingerprint(self.frozen_model.tensors),
-            training=self._facts(trainer),
-        )
+            spec=self.spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
+            draft_token_ids=self.vocabulary, trunk=self.options.model,
+            trunk_fingerprint=trunk_fingerprint(self.frozen_model.tensors), training=self._facts(trainer),
+        )  # fmt: skip
         copied = {LM_HEAD: trainer.target.exact} if training_of(self.options.kind).own_lm_head else {}
         own = self.start.own if self.start else {}
         export_head(self.options.out, head, {**trainer.weights, **copied, **own})

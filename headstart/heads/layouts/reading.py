@@ -68,14 +68,9 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         check_whole(named, {**head_kind("block").shapes(spec, hidden), **told}, path)
         verifier = (document.get("speculators_config") or {}).get("verifier") or {}
         return HeadCheckpoint(
-            spec=spec,
-            hidden_size=hidden,
-            vocab_size=vocab_size,
-            draft_token_ids=ids,
-            tensors=named,
-            trunk=str(verifier.get("name_or_path") or ""),
-            trunk_layers=int(document.get("num_target_layers") or 0),
-        )
+            spec=spec, hidden_size=hidden, vocab_size=vocab_size, draft_token_ids=ids, tensors=named,
+            trunk=str(verifier.get("name_or_path") or ""), trunk_layers=int(document.get("num_target_layers") or 0),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,11 @@ def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
         raise ModelError("DSpark has a Markov head, and its first row drafts too", "--to vllm-dflash")
     common = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_dspark(block)}
     document = {
-        "architectures": ["Qwen3DSparkModel"],
-        **_transformer(head),
-        **_common(head),
-        "num_target_layers": head.trunk_layers,
-        "block_size": block.block_size,
-        "num_anchors": ANCHORS,
-        **common,
+        "architectures": ["Qwen3DSparkModel"], **_transformer(head), **_common(head),
+        "num_target_layers": head.trunk_layers, "block_size": block.block_size, "num_anchors": ANCHORS, **common,
         **({"is_causal": block.causal} if _causal(block) else {}),
         "dflash_config": {"projector_type": "dspark", **common, **_causal(block)},
-    }
+    }  # fmt: skip
     return document, _named(head, arrays)
 
 

@@ -40,12 +40,9 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
         what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"
         raise UsageError(what, "leave --threads out: it is what affinity and quota allow")
     return NativeBackend(
-        threads=threads,
-        quantization=config.rounding,
-        kv_dtype=config.kv_cache_dtype,
-        cache=cache,
+        threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype, cache=cache,
         placement=choose_placement(threads, config.numa, machine.nodes(), machine.threads().quota),
-    )
+    )  # fmt: skip
 
 
 def paths() -> str:

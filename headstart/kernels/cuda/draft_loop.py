@@ -331,16 +331,11 @@ def _inputs(
     for depth in range(longest):
         logit_rows[depth, :num] = firsts + np.where(np.array(depths) > depth, depth, 0)
     step = StepPlan(
-        token_ids=np.zeros(num, np.int32),
-        positions=np.full(num, plan.first_position, np.int32),
-        slots=np.full(num, -1, np.int32),
-        visible_end=np.full(num, -1, np.int32),
-        row_starts=starts,
-        block_tables=plan.block_tables,
-        logit_rows=starts[:-1],
-        first_position=plan.first_position,
+        token_ids=np.zeros(num, np.int32), positions=np.full(num, plan.first_position, np.int32),
+        slots=np.full(num, -1, np.int32), visible_end=np.full(num, -1, np.int32), row_starts=starts,
+        block_tables=plan.block_tables, logit_rows=starts[:-1], first_position=plan.first_position,
         block_size=plan.block_size,
-    )
+    )  # fmt: skip
     draws = None if verify_inputs is None else verify_inputs.sample.tokens
     return DraftInputs(plan, step, controls, drafted, logit_rows, rows, draws), longest
 

@@ -264,12 +264,7 @@ def unpack_layout(layout: Layout, raw: NDArray[np.uint8], columns: int) -> Unpac
     if layout.codes == "I8":
         codes = (codes.astype(np.int16) - 128).astype(np.int8)
     return Unpacked(
-        codes=codes,
-        group=layout.group,
-        scales=scales,
-        offsets=None if points is None else -points.astype(np.float32) * scales,
-        packed=packed,
-        levels=LEVEL_LISTS.get(layout.codes),
-        float8=layout.codes == "E4M3",
-        wide=layout.codes in ("NF4", "FP4"),
-    )
+        codes=codes, group=layout.group, scales=scales,
+        offsets=None if points is None else -points.astype(np.float32) * scales, packed=packed,
+        levels=LEVEL_LISTS.get(layout.codes), float8=layout.codes == "E4M3", wide=layout.codes in ("NF4", "FP4"),
+    )  # fmt: skip

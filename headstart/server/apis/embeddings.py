@@ -105,13 +105,9 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=cut)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
     document = {
-        "model": body.model,
-        "embeddings": [_floats(each) for each in found[0]],
-        "pooling": POOLING,
-        "total_duration": round((time.perf_counter() - begun) * 1e9),
-        "load_duration": 0,
-        "prompt_eval_count": found[1],
-    }
+        "model": body.model, "embeddings": [_floats(each) for each in found[0]], "pooling": POOLING,
+        "total_duration": round((time.perf_counter() - begun) * 1e9), "load_duration": 0, "prompt_eval_count": found[1],
+    }  # fmt: skip
     data = await pipeline.state_of(request).body_reader.pools.run("answer", dump_json, document)
     return Response(data, media_type="application/json")
 

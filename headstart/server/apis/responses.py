@@ -328,23 +328,11 @@ class ResponsesRenderer(BlockRenderer):
     def _response(self, status: str, output: list[Json]) -> Json:
         generation = self.generation
         return {
-            "id": f"resp_{generation.id}",
-            "object": "response",
-            "created_at": generation.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "model": generation.model,
-            "output": output,
-            "background": False,
-            "previous_response_id": None,
-            "store": False,
-            "truncation": "disabled",
-            "temperature": generation.params.temperature,
-            "top_p": generation.params.top_p,
-            "usage": None,
-            **self._echo,
-        }
+            "id": f"resp_{generation.id}", "object": "response", "created_at": generation.created, "status": status,
+            "error": None, "incomplete_details": None, "model": generation.model, "output": output, "background": False,
+            "previous_response_id": None, "store": False, "truncation": "disabled",
+            "temperature": generation.params.temperature, "top_p": generation.params.top_p, "usage": None, **self._echo,
+        }  # fmt: skip
 
     def _usage(self) -> Json:
         usage = self.generation.usage()

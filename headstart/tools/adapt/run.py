@@ -186,13 +186,10 @@ class _AdaptRun:
         """Has the model answer all kinds of prompts; returns the files, none where it writes nothing of use."""
         tokens = sum(len(each.response_ids) for each in self.parts.training)
         wanted = self_distillation.DataOptions(
-            model=self.options.model,
-            config=self._config,
-            out=self.work / "general",
-            tokens=max(MIN_GENERAL_TOKENS, int(GENERAL_TOKENS * tokens)),
-            minutes=GENERAL_SHARE * self.options.minutes,
+            model=self.options.model, config=self._config, out=self.work / "general",
+            tokens=max(MIN_GENERAL_TOKENS, int(GENERAL_TOKENS * tokens)), minutes=GENERAL_SHARE * self.options.minutes,
             seed=self.options.seed,
-        )
+        )  # fmt: skip
         with show_progress("general text") as show:
             written = self_distillation.run(wanted, lambda done, total, text: show(done / max(total, 1), text))
         return [wanted.out] if written.ok else []
@@ -206,20 +203,12 @@ class _AdaptRun:
         depth = head.spec.depth_limit if head.spec.block else min(kind.depth, head.spec.depth_limit)
         known, spent = head.draft_token_ids, (time.monotonic() - self._begun) / 60
         training = TrainOptions(
-            model=self.start.model.name,
-            out=self.head,
-            kind=self.start.kind,
-            finetune=True,
-            head=self.start.path,
+            model=self.start.model.name, out=self.head, kind=self.start.kind, finetune=True, head=self.start.path,
             data=tuple(data),
             minutes=max(self.options.minutes * (1 - MEASURING_SHARE) - spent, 0.1 * self.options.minutes),
-            draft_vocab=MORE_TOKENS + (TrainOptions.draft_vocab if known is None else len(known)),
-            depth=depth,
-            threads=self.options.threads,
-            seed=self.options.seed,
-            measure_speedup=False,
-            update_share=LEARNED_SHARE,
-        )
+            draft_vocab=MORE_TOKENS + (TrainOptions.draft_vocab if known is None else len(known)), depth=depth,
+            threads=self.options.threads, seed=self.options.seed, measure_speedup=False, update_share=LEARNED_SHARE,
+        )  # fmt: skip
         train(training)
 
     def _compare(self) -> tuple[evaluation.HeadComparison, evaluation.HeadComparison]:

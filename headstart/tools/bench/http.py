@@ -54,13 +54,10 @@ class HttpTarget:
     @property
     def about(self) -> Mapping[str, Any]:
         return {
-            "runner": "HTTP",
-            "url": str(self._server),
-            "off_url": str(self._off) if self._off else None,
-            "model": self._names[self._server],
-            "is_headstart": self._is_own,
+            "runner": "HTTP", "url": str(self._server), "off_url": str(self._off) if self._off else None,
+            "model": self._names[self._server], "is_headstart": self._is_own,
             **({"synthetic_acceptance": self._synthetic} if self._synthetic else {}),
-        }
+        }  # fmt: skip
 
     def count_tokens(self, text: str) -> int:
         if not self._counts_tokens:

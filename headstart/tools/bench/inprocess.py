@@ -98,13 +98,9 @@ class InProcessTarget:
 
 def speculation(stats: DraftStats) -> DraftCounts:
     return DraftCounts(
-        drafts=stats.drafts,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        per_position=tuple(stats.per_position),
-        drafted_at=tuple(stats.drafted_at),
-        passes_saved=stats.emitted - stats.passes,
-    )
+        drafts=stats.drafts, drafted=stats.drafted, accepted=stats.accepted, per_position=tuple(stats.per_position),
+        drafted_at=tuple(stats.drafted_at), passes_saved=stats.emitted - stats.passes,
+    )  # fmt: skip
 
 
 class _Conversation:
@@ -143,14 +139,10 @@ def _sample(choice: Choice) -> AnswerSample:
     sequence, times = choice.sequence, choice.arrivals or [choice.started]
     assert sequence is not None
     return AnswerSample(
-        prompt_tokens=sequence.num_prompt,
-        cached_tokens=sequence.num_cached,
-        output_tokens=len(choice.tokens),
-        ttft_s=times[0] - choice.started,
-        seconds=times[-1] - choice.started,
-        gaps_s=tuple(after - before for before, after in pairwise(times)),
-        error=choice.error,
-    )
+        prompt_tokens=sequence.num_prompt, cached_tokens=sequence.num_cached, output_tokens=len(choice.tokens),
+        ttft_s=times[0] - choice.started, seconds=times[-1] - choice.started,
+        gaps_s=tuple(after - before for before, after in pairwise(times)), error=choice.error,
+    )  # fmt: skip
 
 
 class _InProcessRun:

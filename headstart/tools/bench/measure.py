@@ -136,24 +136,15 @@ def measure(
     errors = Counter(sample.error for sample in outcome.samples if sample.error)
     cached = [sample.cached_tokens for sample in done if sample.cached_tokens is not None]
     return BenchCell(
-        workload=workload.name,
-        mode=mode,
-        concurrency=load.concurrency,
-        rate=load.rate,
-        chunked_prefill=target.chunked_prefill,
-        repeat=repeat,
-        complete=not outcome.lost and bool(done),
-        requests=len(outcome.samples),
-        failed=errors.total(),
-        errors=tuple(error for error, _ in errors.most_common(MAX_ERRORS_SHOWN)),
-        seconds=outcome.seconds,
+        workload=workload.name, mode=mode, concurrency=load.concurrency, rate=load.rate,
+        chunked_prefill=target.chunked_prefill, repeat=repeat, complete=not outcome.lost and bool(done),
+        requests=len(outcome.samples), failed=errors.total(),
+        errors=tuple(error for error, _ in errors.most_common(MAX_ERRORS_SHOWN)), seconds=outcome.seconds,
         prompt_tokens=sum(sample.prompt_tokens for sample in done),
         cached_tokens=sum(cached) if done and len(cached) == len(done) else None,
-        output_tokens=sum(sample.output_tokens for sample in done),
-        latency=_latency(done),
-        speculation=outcome.speculation,
-        joules=meter.joules if meter and target.is_local else None,
-    )
+        output_tokens=sum(sample.output_tokens for sample in done), latency=_latency(done),
+        speculation=outcome.speculation, joules=meter.joules if meter and target.is_local else None,
+    )  # fmt: skip
 
 
 def _latency(samples: Seq[AnswerSample]) -> Latency:

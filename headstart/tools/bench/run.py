@@ -209,17 +209,11 @@ class BenchRun:
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
         source = dict(self._targets[0].about)
         document = BenchDocument(
-            created=self._created,
-            source=source,
-            machine=self._machine,
-            settings=_settings(self.options, self._modes, self._workloads),
-            complete=not error,
-            error=error,
-            notes=tuple(_notes(self.options, source, rows, self._cells)),
-            rows=tuple(rows),
-            checks=tuple(checks(self._cells)),
-            cells=tuple(self._cells),
-        )
+            created=self._created, source=source, machine=self._machine,
+            settings=_settings(self.options, self._modes, self._workloads), complete=not error, error=error,
+            notes=tuple(_notes(self.options, source, rows, self._cells)), rows=tuple(rows),
+            checks=tuple(checks(self._cells)), cells=tuple(self._cells),
+        )  # fmt: skip
         if self.options.out:
             _write(self.options.out, json.dumps(document.json(), ensure_ascii=False, indent=1) + "\n")
         return document

@@ -202,14 +202,10 @@ def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str,
     num_bytes += 2 * data["state_bytes"]
     speed = num_bytes / cost["median_ms"] / 1e6
     return {
-        "rows": rows,
-        "logit_rows": rows if rows <= MAX_LOGIT_ROWS else 1,
-        "bytes": num_bytes,
-        "gb_per_s": speed,
-        "share_of_bandwidth": speed / data["read_bandwidth"]["gb_per_s"],
-        "rows_per_s": rows / cost["median_ms"] * 1e3,
+        "rows": rows, "logit_rows": rows if rows <= MAX_LOGIT_ROWS else 1, "bytes": num_bytes, "gb_per_s": speed,
+        "share_of_bandwidth": speed / data["read_bandwidth"]["gb_per_s"], "rows_per_s": rows / cost["median_ms"] * 1e3,
         **cost,
-    }
+    }  # fmt: skip
 
 
 def summary(

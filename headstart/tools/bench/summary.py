@@ -342,15 +342,10 @@ def _compare_rows(first: BenchDocument, second: BenchDocument, one: BenchRow, tw
     ttft, tpot = ([each.mean if each else None for each in pair] for pair in times)
     plain = ("output_tokens_per_s", "acceptance_length", "cost_per_million")
     return {
-        **one.group._asdict(),
-        "load": one.group.load,
-        "mode": one.mode,
-        **{name: [getattr(row, name) for row in (one, two)] for name in plain},
-        "ttft_ms": ttft,
-        "tpot_ms": tpot,
-        "ratio": asdict(ratio) if ratio else None,
-        "text": str(ratio or ""),
-    }
+        **one.group._asdict(), "load": one.group.load, "mode": one.mode,
+        **{name: [getattr(row, name) for row in (one, two)] for name in plain}, "ttft_ms": ttft, "tpot_ms": tpot,
+        "ratio": asdict(ratio) if ratio else None, "text": str(ratio or ""),
+    }  # fmt: skip
 
 
 def _change(values: list[float | None], pattern: str = "") -> str:

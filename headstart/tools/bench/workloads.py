@@ -137,12 +137,9 @@ def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
         context = cut(_endless((), index), context_tokens, count_tokens)
         turns = [turn.replace("{context}", context) for turn in turns]
     return Task(
-        turns=tuple(_fill(turn, index // len(kind["turns"])) for turn in turns),
-        system=kind.get("system", ""),
-        temperature=kind.get("temperature", 0.0),
-        schema=kind.get("schema"),
-        category=name,
-    )
+        turns=tuple(_fill(turn, index // len(kind["turns"])) for turn in turns), system=kind.get("system", ""),
+        temperature=kind.get("temperature", 0.0), schema=kind.get("schema"), category=name,
+    )  # fmt: skip
 
 
 def _fill(template: str, number: int) -> str:

@@ -215,14 +215,10 @@ def _write_provenance(
         head = {"head": _origin(base), "head_file": head_file, "head_sha256": digest, "config_keys": keys}
     files = (str(each.relative_to(path.parent)) for each in path.parent.rglob("*") if each.is_file())
     document = {
-        "made_by": f"headstart {__version__}",
-        "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "files": sorted({path.name, *files}),
-        "trunk": _origin(target),
-        **head,
-        "head_tensors": plan.data["tensors"],
+        "made_by": f"headstart {__version__}", "made_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "files": sorted({path.name, *files}), "trunk": _origin(target), **head, "head_tensors": plan.data["tensors"],
         "notes": plan.notes,
-    }
+    }  # fmt: skip
     path.write_text(as_json(document) + "\n", "utf-8")
 
 

@@ -218,13 +218,10 @@ def _with_shared(
     dims = (sizes["vocabulary"], sizes["hidden"])
     shared = compare(0, None, [Slot("embed_tokens.weight", dims), Slot("lm_head.weight", dims, tied)], names)
     return replace(
-        module,
-        found=module.found + shared.found,
-        required=module.required + shared.required,
-        missing=module.missing + shared.missing,
-        wrong_shape=module.wrong_shape + shared.wrong_shape,
+        module, found=module.found + shared.found, required=module.required + shared.required,
+        missing=module.missing + shared.missing, wrong_shape=module.wrong_shape + shared.wrong_shape,
         unusable=module.unusable + shared.unusable,
-    )
+    )  # fmt: skip
 
 
 def _target_width(sizes: Sizes, names: Mapping[str, WeightHeader]) -> int | None:
@@ -251,20 +248,13 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
     slots = [Slot(name, shape) for name, shape in shapes.items()]
     slots += [Slot("draft_token_ids", ("?ids",), True), Slot("lm_head.weight", ("?ids", hidden), True)]
     return Drafter(
-        format=OWN,
-        kind=spec.kind,
-        title=f"{spec.kind} head of headstart",
-        hidden_size=hidden,
-        target_hidden_size=hidden,
-        vocab_size=vocabulary,
-        draft_vocab_size=None,
+        format=OWN, kind=spec.kind, title=f"{spec.kind} head of headstart", hidden_size=hidden,
+        target_hidden_size=hidden, vocab_size=vocabulary, draft_vocab_size=None,
         aux_layers=[layer for layer in tap if isinstance(layer, int)] if isinstance(tap, list) else [],
-        num_modules=spec.num_modules,
-        verifier=str(config.get("trunk") or "") or None,
-        modules=[compare(0, None, slots, weights)],
-        faults=list(faults(checkpoint, OWN, Sizes(config))),
+        num_modules=spec.num_modules, verifier=str(config.get("trunk") or "") or None,
+        modules=[compare(0, None, slots, weights)], faults=list(faults(checkpoint, OWN, Sizes(config))),
         num_tensors=len(weights),
-    )
+    )  # fmt: skip
 
 
 def state_of_drafter(drafter: Drafter, checks: list[FitCheck] | None) -> HeadState:

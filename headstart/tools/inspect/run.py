@@ -143,16 +143,11 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
         checks = check_native(heads, checkpoint, target) if heads.names else check_whole(checkpoint, target)
     layout = heads.layout
     told = {
-        **state_of(heads, checkpoint).document(),
-        "declared": heads.promised.modules,
-        "declared_by": heads.promised.key,
-        "modules": [asdict(module) for module in heads.modules],
-        "extra": heads.extra,
-        "embedding": shared.get("embedding"),
-        "lm_head": shared.get("lm_head"),
-        "norm": layout.norm if layout else None,
+        **state_of(heads, checkpoint).document(), "declared": heads.promised.modules, "declared_by": heads.promised.key,
+        "modules": [asdict(module) for module in heads.modules], "extra": heads.extra,
+        "embedding": shared.get("embedding"), "lm_head": shared.get("lm_head"), "norm": layout.norm if layout else None,
         "concat": heads.concat if layout else None,
-    }
+    }  # fmt: skip
     remarks = findings(Subject(checkpoint, weights, heads, shared))
     return _document(checkpoint, weights, heads, told, remarks) | {"fit": _fit(target, checks)}
 
@@ -174,13 +169,10 @@ def _describe_drafter(
     checks = check_fit(drafter, checkpoint.config, target) if target else None
     state = state_of_drafter(drafter, checks)
     told = {
-        **state.document(),
-        "declared": drafter.num_modules,
-        "declared_by": None,
-        "modules": [asdict(module) for module in drafter.modules],
-        "extra": [],
+        **state.document(), "declared": drafter.num_modules, "declared_by": None,
+        "modules": [asdict(module) for module in drafter.modules], "extra": [],
         **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
-    }
+    }  # fmt: skip
     remarks = list(drafter_findings(checkpoint.config, target))
     document = _document(checkpoint, weights, None, told, remarks)
     return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
@@ -250,16 +242,12 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     weights = weight_headers(checkpoint.tensors, checkpoint.config)
     drafter = describe_drafter(checkpoint, weights, published)
     return {
-        "path": str(path),
-        "kind": head.spec.kind,
-        "modules": head.spec.num_modules,
-        "hidden_size": head.hidden_size,
+        "path": str(path), "kind": head.spec.kind, "modules": head.spec.num_modules, "hidden_size": head.hidden_size,
         "vocab_size": head.vocab_size,
         "draft_vocab_size": head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids),
-        "trunk": head.trunk,
-        **summary(weights.values()),
+        "trunk": head.trunk, **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),
-    }
+    }  # fmt: skip
 
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -152,13 +152,9 @@ def table_for(engine: str, version: Version) -> ArgumentTable | None:
     aliases = {name: first for name, first in table.aliases.items() if first in kinds}
     other = {name for name in there if name.startswith("-") and "=" not in name} - kinds.keys() - aliases.keys()
     return replace(
-        table,
-        version=known.nearest(version),
-        kinds=kinds | dict.fromkeys(other, "text"),
-        numbers={**table.numbers, **dict.fromkeys(other, "?")},
-        choices={},
-        aliases=aliases,
-    )
+        table, version=known.nearest(version), kinds=kinds | dict.fromkeys(other, "text"),
+        numbers={**table.numbers, **dict.fromkeys(other, "?")}, choices={}, aliases=aliases,
+    )  # fmt: skip
 
 
 @dataclass

@@ -189,13 +189,10 @@ def _member_specs(
         node, place = divmod(number, share.on_node)
         devices = tuple(range(place * num_workers, (place + 1) * num_workers)) if share.parallel.gpus else ()
         placement = ServerPlacement(
-            server=f"{role or 'copy'}-{roles[:number].count(role)}",
-            number=number,
-            node=node,
-            address=target.address(node, share.nodes),
-            devices=() if target.in_pods else devices,
+            server=f"{role or 'copy'}-{roles[:number].count(role)}", number=number, node=node,
+            address=target.address(node, share.nodes), devices=() if target.in_pods else devices,
             cpus=cpus[number * num_workers : (number + 1) * num_workers],
-        )
+        )  # fmt: skip
         yield replace(
             spec,
             role=role or None,

@@ -65,15 +65,11 @@ def _gguf_facts(path: Path) -> ModelFacts:
 
     promised = number("nextn_predict_layers")
     return ModelFacts(
-        source=str(path),
-        model_type=kind,
-        format="gguf",
+        source=str(path), model_type=kind, format="gguf",
         weight_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
         modules=promised if any(".nextn." in name for name in file.tensors) else 0,
-        attention_heads=number("attention.head_count") or 1,
-        experts=number("expert_count"),
-        declared=promised,
-    )
+        attention_heads=number("attention.head_count") or 1, experts=number("expert_count"), declared=promised,
+    )  # fmt: skip
 
 
 def _config_facts(
@@ -91,18 +87,12 @@ def _config_facts(
         sized = None
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
     return ModelFacts(
-        source=source,
-        model_type=str(text.get("model_type") or "unknown"),
-        format="safetensors",
+        source=source, model_type=str(text.get("model_type") or "unknown"), format="safetensors",
         weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
-        modules=promised if there else 0,
-        attention_heads=as_size(text.get("num_attention_heads")) or 1,
-        experts=Sizes(config).get("experts") or 0,
-        remote_code="auto_map" in config,
-        declared=promised,
-        local=local,
+        modules=promised if there else 0, attention_heads=as_size(text.get("num_attention_heads")) or 1,
+        experts=Sizes(config).get("experts") or 0, remote_code="auto_map" in config, declared=promised, local=local,
         sized=sized,
-    )
+    )  # fmt: skip
 
 
 def drafter_of(head: str) -> DrafterKind:

@@ -164,14 +164,9 @@ def with_drafter(shape: ModelShape, kind: str | None) -> ModelShape:
 def draft_model(shape: ModelShape, draft: ModelShape) -> ModelShape:
     sizes = draft.parameters()
     drafter = DrafterShape(
-        kind="draft_model",
-        hidden_size=draft.hidden_size,
-        vocab_size=draft.vocab_size,
-        layers=draft.layers,
-        projection=draft.outer,
-        own_vocab=sizes["lm_head"] + draft.embedding,
-        source=draft.name,
-    )
+        kind="draft_model", hidden_size=draft.hidden_size, vocab_size=draft.vocab_size, layers=draft.layers,
+        projection=draft.outer, own_vocab=sizes["lm_head"] + draft.embedding, source=draft.name,
+    )  # fmt: skip
     return _replace_drafter(shape, drafter)
 
 
@@ -216,13 +211,9 @@ def _block_drafter(
     typical, hidden = typical_drafter(shape, "dflash"), as_size(config.get("hidden_size")) or shape.hidden_size
     taps = next((size for size in sizes if size), typical.projection // shape.hidden_size**2)
     built = replace(
-        typical,
-        kind=TYPE_OF_FILES[drafter.kind],
-        vocab_size=drafter.draft_vocab_size or shape.vocab_size,
-        layers=layers,
-        projection=taps * shape.hidden_size * hidden,
-        max_depth=drafter.max_drafts or typical.max_depth,
-    )
+        typical, kind=TYPE_OF_FILES[drafter.kind], vocab_size=drafter.draft_vocab_size or shape.vocab_size,
+        layers=layers, projection=taps * shape.hidden_size * hidden, max_depth=drafter.max_drafts or typical.max_depth,
+    )  # fmt: skip
     ranks = (as_size(lookup(config, key)) for key in (*SIZE_KEYS["markov_rank"], "dflash_config.markov_rank"))
     return _with_markov(built, next((rank for rank in ranks if rank), 0))
 
@@ -234,17 +225,11 @@ def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
     if spec.layer is not None:
         layers = (LayerGroup(spec.block.num_layers if spec.block else 1, spec.layer.cost(hidden)),)
     built = DrafterShape(
-        kind=spec.kind,
-        hidden_size=hidden,
-        vocab_size=shape.vocab_size if ids is None else len(ids),
-        layers=layers,
-        projection=2 * hidden * hidden if layers else 0,
-        num_modules=spec.num_modules if layers else 1,
-        per_token=0 if layers else hidden * hidden,
-        single_pass=not layers,
-        max_depth=None if layers else spec.num_modules,
-        source=name,
-    )
+        kind=spec.kind, hidden_size=hidden, vocab_size=shape.vocab_size if ids is None else len(ids), layers=layers,
+        projection=2 * hidden * hidden if layers else 0, num_modules=spec.num_modules if layers else 1,
+        per_token=0 if layers else hidden * hidden, single_pass=not layers,
+        max_depth=None if layers else spec.num_modules, source=name,
+    )  # fmt: skip
     if block := spec.block:
         kind, taps = "dspark" if block.anchor_predicts else "dflash", len(tapped_layers(spec.tap))
         built = replace(built, kind=kind, projection=taps * hidden * hidden)

@@ -88,16 +88,11 @@ def find_device(name: str) -> DeviceSpec:
     for item in CATALOGUE["devices"]:
         if _normalized(name) in map(_normalized, item["names"]):
             return DeviceSpec(
-                name=item["names"][0],
-                memory=item["memory_mib"] * 2**20,
-                bandwidth=item["bandwidth_gb_s"] * 1e9,
-                tflops=item["tflops"],
-                kind=item["class"],
-                source=item["source"],
+                name=item["names"][0], memory=item["memory_mib"] * 2**20, bandwidth=item["bandwidth_gb_s"] * 1e9,
+                tflops=item["tflops"], kind=item["class"], source=item["source"],
                 platform=item.get("platform", PLATFORM_OF[item["class"]]),
-                link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None,
-                link_s=item.get("link_us", 0) * 1e-6,
-            )
+                link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None, link_s=item.get("link_us", 0) * 1e-6,
+            )  # fmt: skip
     known = [HERE, *(item["names"][0] for item in CATALOGUE["devices"])]
     raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
 
@@ -125,13 +120,10 @@ def device_rates(device: DeviceSpec, wanted: str) -> tuple[Rates, str]:
     runs_in = _precision(wanted, device.tflops)
     peak = device.tflops[runs_in] * 1e12
     rates = Rates(
-        bandwidth=device.bandwidth * shares["bandwidth"],
-        compute=peak * shares["compute"],
-        attention=device.tflops["bf16"] * 1e12 * shares["attention"],
-        kernel_s=shares["kernel_us"] * 1e-6,
-        step_s=shares["step_us"] * 1e-6,
-        draft_s=shares["draft_us"] * 1e-6,
-    )
+        bandwidth=device.bandwidth * shares["bandwidth"], compute=peak * shares["compute"],
+        attention=device.tflops["bf16"] * 1e12 * shares["attention"], kernel_s=shares["kernel_us"] * 1e-6,
+        step_s=shares["step_us"] * 1e-6, draft_s=shares["draft_us"] * 1e-6,
+    )  # fmt: skip
     return rates, (
         f"{device.name}: {device.bandwidth / 1e9:.0f} GB/s and {peak / 1e12:.0f} TFLOP/s ({runs_in}, dense; "
         f"{device.source}), of which a {device.kind} reaches {shares['bandwidth']:.0%} and {shares['compute']:.0%} "

@@ -166,14 +166,11 @@ class PassTimer(pass_timing.PrefilledEngine):
         blocks = batch * -(-length // config.block_size)
         _check_memory(loaded, blocks * config.block_size)
         engine_config = replace(
-            config,
-            drafter="auto" if loaded.head else "none",
+            config, drafter="auto" if loaded.head else "none",
             depth=min(ENGINE_DEPTH, loaded.head.spec.depth_limit) if loaded.head else ENGINE_DEPTH,
-            max_model_len=length,
-            max_num_seqs=max(config.max_num_seqs, batch),
-            kv_blocks=blocks,
+            max_model_len=length, max_num_seqs=max(config.max_num_seqs, batch), kv_blocks=blocks,
             enable_prefix_caching=False,
-        )
+        )  # fmt: skip
         super().__init__(loaded, engine_config)
         for index in range(num_sequences):
             progress(index, num_sequences, "filling caches")

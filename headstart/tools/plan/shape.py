@@ -279,15 +279,10 @@ def estimate_memory(
     activated = activations(model.shape, split)
     free = USABLE * split.device - weights - activated
     return MemoryEstimate(
-        device=split.device,
-        weights=weights,
-        activations=activated,
-        per_sequence=cache_bytes(model, split, context),
-        min_sequence=cache_bytes(model, split, min(context, MIN_CONTEXT)),
-        users=users,
-        replicas=split.replicas,
+        device=split.device, weights=weights, activations=activated, per_sequence=cache_bytes(model, split, context),
+        min_sequence=cache_bytes(model, split, min(context, MIN_CONTEXT)), users=users, replicas=split.replicas,
         max_context=_max_context(model, split, free),
-    )
+    )  # fmt: skip
 
 
 def cache_bytes(model: SizedModel, split: Split, context: float) -> float:

@@ -75,17 +75,11 @@ def shape_of(name: str, config: Mapping[str, Any], *, weights: str = "bf16") -> 
         raise ModelError(f"{name}: {error.message}", error.hint) from error
     cost = sizes.cost()
     shape = ModelShape(
-        name=name,
-        hidden_size=sizes.hidden_size,
-        vocab_size=sizes.vocab_size,
-        tied=sizes.tied,
+        name=name, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size, tied=sizes.tied,
         layers=tuple(LayerGroup(count, layer) for layer, count in Counter(cost.layers).items()),
-        drafter=_mtp_drafter(family, sizes),
-        weight_format=weights,
-        outer=cost.outer,
-        embedding=cost.embedding,
+        drafter=_mtp_drafter(family, sizes), weight_format=weights, outer=cost.outer, embedding=cost.embedding,
         max_length=as_size(text.get("max_position_embeddings")) or None,
-    )
+    )  # fmt: skip
     return shape.with_notes(note) if note else shape
 
 

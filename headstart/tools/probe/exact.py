@@ -186,18 +186,13 @@ class ExactnessResult:
         verdict = overall_verdict(rows)
         differing = {row["condition"] for row in rows if row["outcome"] == "differs"}
         return {
-            "ok": verdict == "exact",
-            "verdict": verdict,
-            **options,
-            "engine": self.engine.name,
-            "version": self.engine.version,
-            "confidence": CONFIDENCE,
-            "conditions": rows,
+            "ok": verdict == "exact", "verdict": verdict, **options, "engine": self.engine.name,
+            "version": self.engine.version, "confidence": CONFIDENCE, "conditions": rows,
             "not_tested": [{"what": what, "why": why} for what, why in dict.fromkeys(self.untested)],
             "notes": self.notes,
             "known_faults": [{**each, "seen": bool(differing & {*each["conditions"]})} for each in self.engine.faults],
             "summary": _summary(rows),
-        }
+        }  # fmt: skip
 
 
 def _summary(rows: Seq[Row]) -> str:

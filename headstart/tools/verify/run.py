@@ -190,14 +190,9 @@ def _key(cell: GridCell) -> tuple[float, int]:
 
 def _config(options: VerifyOptions, cell: GridCell) -> EngineConfig:
     return replace(
-        options.config,
-        drafter=cell["drafter"],
-        depth=cell["depth"],
-        max_num_seqs=cell["batch"],
-        max_num_batched_tokens=cell["chunk"],
-        enable_prefix_caching=cell["cache"],
-        threads=cell["threads"],
-    )
+        options.config, drafter=cell["drafter"], depth=cell["depth"], max_num_seqs=cell["batch"],
+        max_num_batched_tokens=cell["chunk"], enable_prefix_caching=cell["cache"], threads=cell["threads"],
+    )  # fmt: skip
 
 
 def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: int) -> EngineConfig:

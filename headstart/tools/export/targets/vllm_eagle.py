@@ -39,12 +39,9 @@ def plan(request: Request) -> Plan:
         part = next((part for part in NAMES if rest.startswith(f"{part}.")), None)
         planned.append(copied(NAMES[part] + rest.removeprefix(part) if part else f"layers.0.{rest}", stored))
     config = {
-        **source.config,
-        "architectures": architectures(source.config) or ["DeepseekV3ForCausalLM"],
-        "num_hidden_layers": 1,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 0,
-    }
+        **source.config, "architectures": architectures(source.config) or ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": 1, "num_nextn_predict_layers": 1, "first_k_dense_replace": 0,
+    }  # fmt: skip
     return single_file(planned, config, vllm_use("eagle", 1))
 
 

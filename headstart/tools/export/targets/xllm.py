@@ -106,15 +106,11 @@ def _check_shared(source: Checkpoint, place: ModulePlace) -> None:
 def _draft_config(place: ModulePlace, draft: XllmDraft, count: int) -> dict[str, Any]:
     config = place.config
     changes = {
-        "num_hidden_layers": count,
-        "num_nextn_predict_layers": count,
-        "architectures": [draft.architecture],
-        "model_type": f"{place.model_type.removesuffix('_text')}_mtp",
-        "quantization_config": "",
-        "first_k_dense_replace": 0,
-        **_filled(draft.config, count),
+        "num_hidden_layers": count, "num_nextn_predict_layers": count, "architectures": [draft.architecture],
+        "model_type": f"{place.model_type.removesuffix('_text')}_mtp", "quantization_config": "",
+        "first_k_dense_replace": 0, **_filled(draft.config, count),
         **(_sparse_indexer(config) if draft.sparse_indexer else {}),
-    }
+    }  # fmt: skip
     written = {**config, **changes}
     if isinstance(nested := config.get(NESTED), dict) and nested:
         written[NESTED] = {**nested, **_filled(draft.nested_config, count)}
