@@ -75,13 +75,9 @@ class KVSpill:
     """The block store behind one engine's pools. `hits`: prompt tokens found in the store, by tier."""
 
     def __init__(
-        self,
-        store: BlockStore,
-        pool: BlockPool,
-        states: StateCacheManager | None,
-        parts: Mapping[int, BlockPart],
+        self, store: BlockStore, pool: BlockPool, states: StateCacheManager | None, parts: Mapping[int, BlockPart],
         block_size: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.store, self.hits = store, Counter[Tier]()
         self._pool, self._states, self._parts, self._block_size = pool, states, dict(parts), block_size
         self._guard = threading.Lock()  # protects the queues that workers take from

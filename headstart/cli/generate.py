@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
 def run(
-    named: options.ModelOptions,
-    prompts: options.PromptOptions,
-    sampling: options.SamplingOptions,
-    engine: options.LoadTestOptions,
-    output: options.OutputOptions,
-) -> int:
+    named: options.ModelOptions, prompts: options.PromptOptions, sampling: options.SamplingOptions,
+    engine: options.LoadTestOptions, output: options.OutputOptions,
+) -> int:  # fmt: skip
     """Continue one prompt; prints streamed text or one JSON document."""
     model = named.model
     if model and " " in model.strip() and not Path(model).exists():

@@ -109,14 +109,9 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     rewrite=rewrite,
 )
 def run(
-    serving: ServeOptions,
-    named: ServedModelsOptions,
-    engine: ServingOptions,
-    vllm: VllmFlags,
-    other: OtherEngineOptions,
-    replicas: ReplicaOptions,
-    settings: Settings,
-) -> int:
+    serving: ServeOptions, named: ServedModelsOptions, engine: ServingOptions, vllm: VllmFlags,
+    other: OtherEngineOptions, replicas: ReplicaOptions, settings: Settings,
+) -> int:  # fmt: skip
     """Serve one or several models over HTTP with the APIs of OpenAI, vLLM, Anthropic and Ollama."""
     _check_tls(serving.ssl_certfile, serving.ssl_keyfile)
     named.check()

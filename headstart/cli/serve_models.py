@@ -68,12 +68,9 @@ class ServedModelsOptions(OptionGroup):
 
 
 def model_manager(
-    options: ServedModelsOptions,
-    settings: Settings,
-    config: EngineConfig,
-    serving: ServerConfig,
+    options: ServedModelsOptions, settings: Settings, config: EngineConfig, serving: ServerConfig,
     prepare: PrepareConfig,
-) -> ModelManager:
+) -> ModelManager:  # fmt: skip
     """The models of a server, with the first one of the command line loaded. `prepare` completes a model's config when
     the model is loaded. Raises UsageError or ModelError."""
     from headstart.server.app import multi_model_manager

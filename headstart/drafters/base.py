@@ -117,13 +117,9 @@ class DraftRunner(Protocol):
         """
 
     def draw(
-        self,
-        logits: Buffer,
-        entries: Seq[tuple[Sequence, int, Seq[int]]],
-        token_ids: Weight | None = None,
-        *,
+        self, logits: Buffer, entries: Seq[tuple[Sequence, int, Seq[int]]], token_ids: Weight | None = None, *,
         scored: bool = False,
-    ) -> Sampled:
+    ) -> Sampled:  # fmt: skip
         """Samples one token per entry (sequence, absolute position, drafted tokens before it), with the trunk's
         sampling parameters, masks and noise (coupled sampling).
 

@@ -174,15 +174,9 @@ def context_length(model: Model, config: EngineConfig) -> int:
 
 
 def _allocate_cache(
-    model: Model,
-    config: EngineConfig,
-    networks: list[Network],
-    hidden_width: int,
-    max_length: int,
-    max_bytes: int | None,
-    *,
-    drafts: bool,
-) -> KVCacheManager:
+    model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int,
+    max_bytes: int | None, *, drafts: bool,
+) -> KVCacheManager:  # fmt: skip
     """Chooses the number of KV blocks (for all networks and hidden states) and of recurrent-state slots, within a share
     of the memory that is free and not planned by another engine of this process. Raises UsageError for --kv-blocks
     below one sequence or beyond the memory."""

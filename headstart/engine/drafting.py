@@ -167,12 +167,9 @@ class Drafting:
         self.auto.record_step(work, len(spans), emitted if is_own_depth else 0, pass_s, draft_s)
 
     def _learn_draft(
-        self,
-        learner: Costs | CostSamples,
-        requests: Seq[DraftRequest],
-        num_uncached: Mapping[Sequence, int],
+        self, learner: Costs | CostSamples, requests: Seq[DraftRequest], num_uncached: Mapping[Sequence, int],
         seconds: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Records the time of a draft, by the number of sequences in each draft step; free drafts do not count."""
         assert self.drafter is not None
         drafts = [request.sequence for request in requests if request.sequence.draft.method == self.method]

@@ -202,14 +202,9 @@ class Runner:
                 self.networks = before
 
     def run(
-        self,
-        handle: NetworkHandle,
-        program: str,
-        rows: Seq[Rows],
-        *,
-        hidden: Buffer = None,
+        self, handle: NetworkHandle, program: str, rows: Seq[Rows], *, hidden: Buffer = None,
         states: StateSteps | None = None,
-    ) -> Mapping[str, Buffer]:
+    ) -> Mapping[str, Buffer]:  # fmt: skip
         """Runs one pass of a network's program. Rows read `hidden` [R, width], else the trunk's stored states."""
         network = handle.network
         hidden_offset = network.hidden_offset if hidden is None else None

@@ -133,11 +133,9 @@ def copied(name: str, tensor: Tensor) -> Planned:
 
 
 def write_stream(
-    path: Path,
-    tensors: Sequence[Planned],
-    metadata: Mapping[str, str] | None = None,
+    path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
-) -> None:
+) -> None:  # fmt: skip
     """Write one safetensors file, piece by piece. `wrote` is called with the bytes of each piece."""
     with path.open("xb") as file:
         for piece in _stream(tensors, metadata, wrote):

@@ -224,14 +224,9 @@ class AltUpLayer(DecoderLayer):
     learned_norm: RMSNorm
 
     def __call__(
-        self,
-        ops: Ops,
-        delta: Buffer | None,
-        residual: Buffer,
-        positions: Buffer,
-        pool: Pool,
+        self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool,
         state: ForwardState | None = None,
-    ) -> tuple[None, Buffer]:
+    ) -> tuple[None, Buffer]:  # fmt: skip
         assert delta is None and state and self.post_block, "AltUp layers only work in a trunk"
         predicted, x = self.altup.predict(ops, residual, state.embedded)
         normed = self.input_norm(ops, x)

@@ -185,14 +185,9 @@ class EntryIndexer:
     rope: RopeSpec
 
     def __call__(
-        self,
-        ops: Ops,
-        queries: Buffer,
-        projected: tuple[Buffer, ...],
-        positions: Buffer,
-        compressor_pool: Pool,
+        self, ops: Ops, queries: Buffer, projected: tuple[Buffer, ...], positions: Buffer, compressor_pool: Pool,
         pool: Pool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Stores the entries of `projected` and selects entries for each row."""
         values, gates, weights = projected
         q = ops.rope(self.query(ops, queries), positions, self.rope, self.spec.head_dim)

@@ -178,14 +178,9 @@ class DecoderLayer:
     streams: tuple[HyperConnection, ...] = ()
 
     def __call__(
-        self,
-        ops: Ops,
-        delta: Buffer | None,
-        residual: Buffer,
-        positions: Buffer,
-        pool: Pool,
+        self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool,
         state: ForwardState | None = None,
-    ) -> tuple[Buffer | None, Buffer]:
+    ) -> tuple[Buffer | None, Buffer]:  # fmt: skip
         """(delta, residual) -> (delta, residual), both [R, H]; the stream is their sum (delta None: 0). With several
         streams residual is [R, streams * H] and delta None."""
         if self.streams:

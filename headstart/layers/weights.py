@@ -23,14 +23,9 @@ class Weights:
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, RawTensor],
-        backend: Backend,
-        source: str,
-        *,
-        drafts: bool = False,
+        self, tensors: Mapping[str, RawTensor], backend: Backend, source: str, *, drafts: bool = False,
         on_take: Callable[[RawTensor], None] = lambda tensor: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.tensors, self.backend, self.source, self.drafts = tensors, backend, source, drafts
         self.on_take = on_take
         self.used: set[str] = set()

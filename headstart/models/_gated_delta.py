@@ -334,15 +334,9 @@ def llama_cpp_draft(architecture: str) -> LlamaCppDraft:
 
 
 def family(
-    *,
-    mtp: MTPLayout,
-    aliases: tuple[str, ...],
-    small: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    joined: bool = False,
-    tiled: str = "",
-    experts: bool = False,
-) -> Family:
+    *, mtp: MTPLayout, aliases: tuple[str, ...], small: Mapping[str, Any], defaults: Mapping[str, Any],
+    joined: bool = False, tiled: str = "", experts: bool = False,
+) -> Family:  # fmt: skip
     """`tiled`: llama.cpp's name of the family, where its files have the value heads in another order."""
     return Family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),

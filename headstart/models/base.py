@@ -44,14 +44,9 @@ class Family:
     unsupported: str = ""  # the feature that the engine lacks (models/described.py); empty: the family runs
 
     def read(
-        self,
-        config: Config,
-        where: str = "config.json",
-        *,
-        beside: Mapping[str, str] = NOTHING,
-        strict: bool = True,
+        self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True,
         context: int | None = None,
-    ) -> DecoderConfig:
+    ) -> DecoderConfig:  # fmt: skip
         """Sizes and layers of a config. Raises ModelError for what is wrong; `strict`: also for unknown keys. `beside`:
         more harmless keys. `context`: the longest text asked for, on which some ropes depend."""
         reading = Reading(config, {**self.defaults, CONTEXT: context})

@@ -71,15 +71,9 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
 
 
 def attention(
-    config: Config,
-    *,
-    scale: float | None = None,
-    window: int = 0,
-    softcap: float = 0.0,
-    value_dim: int = 0,
-    chunk: int = 0,
-    **switches: Any,
-) -> AttentionConfig:
+    config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, value_dim: int = 0,
+    chunk: int = 0, **switches: Any,
+) -> AttentionConfig:  # fmt: skip
     """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap`,
     `value_dim` and `chunk` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
@@ -207,16 +201,10 @@ def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, *
 
 
 def stack(
-    config: Config,
-    *,
-    windows: Sequence[int] = (),
-    windowed: Config | None = None,
-    rotated: Sequence[bool] = (),
-    mixer: Mapping[str, Any] = MappingProxyType({}),
-    layer: Mapping[str, Any] = MappingProxyType({}),
-    feed_forward: FeedForwardConfig | None = None,
-    **more: Any,
-) -> DecoderConfig:
+    config: Config, *, windows: Sequence[int] = (), windowed: Config | None = None, rotated: Sequence[bool] = (),
+    mixer: Mapping[str, Any] = MappingProxyType({}), layer: Mapping[str, Any] = MappingProxyType({}),
+    feed_forward: FeedForwardConfig | None = None, **more: Any,
+) -> DecoderConfig:  # fmt: skip
     """A decoder of layers like each other: of each its window (none: no layer has one), and whether positions are
     rotated (none: in all). `windowed`: what attention with a window reads in place of `config`. `mixer`: fields of
     AttentionConfig, or as in `attention`; `layer`: of LayerConfig; `more`: of DecoderConfig; `feed_forward` None: an

@@ -207,13 +207,9 @@ class _LoadCheck:
     """The modules' tensors under canonical names, as the loader makes them, against the shapes that it takes."""
 
     def __init__(
-        self,
-        heads: NativeHeads,
-        family: Family,
-        config: DecoderConfig,
-        trailing: bool,
+        self, heads: NativeHeads, family: Family, config: DecoderConfig, trailing: bool,
         weights: Mapping[str, WeightHeader],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.heads, self.family, self.trailing, self.weights = heads, family, trailing, weights
         spec = family.head_of(config)
         assert spec is not None

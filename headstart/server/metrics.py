@@ -178,13 +178,9 @@ def account_metrics(accounts: Accounts, model: str) -> Iterator[Metric]:
 
 
 def _family(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    model: str,
-    name: str,
-    text: str,
-    value: float | Mapping[Any, float],
-    label: str = "",
-) -> Metric:
+    kind: type[CounterMetricFamily | GaugeMetricFamily], model: str, name: str, text: str,
+    value: float | Mapping[Any, float], label: str = "",
+) -> Metric:  # fmt: skip
     """One value, or one for each value of `label`."""
     family = kind(name, text, labels=("model_name", label) if label else ("model_name",))
     for key, number in value.items() if isinstance(value, Mapping) else [("", value)]:

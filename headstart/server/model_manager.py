@@ -227,15 +227,9 @@ class ModelManager:
     """
 
     def __init__(
-        self,
-        specs: Seq[ModelSpec],
-        make_served: MakeServed,
-        accounts: Accounts,
-        keep_alive: KeepAlive | None = None,
-        memory: int | None = None,
-        *,
-        is_fixed: bool = False,
-    ) -> None:
+        self, specs: Seq[ModelSpec], make_served: MakeServed, accounts: Accounts, keep_alive: KeepAlive | None = None,
+        memory: int | None = None, *, is_fixed: bool = False,
+    ) -> None:  # fmt: skip
         self._keep_alive = keep_alive or KeepAlive()
         self.is_fixed, self.accounts = is_fixed, accounts
         self.slots = [ModelSlot(spec, KeepAlive(None) if is_fixed else self._keep_alive) for spec in specs]

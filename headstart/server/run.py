@@ -28,11 +28,9 @@ LAST_RESPONSES_S = 5  # time after --shutdown-timeout for telling clients about 
 
 
 def serve(
-    models: ModelManager,
-    config: ServerConfig,
-    sockets: list[socket.socket],
+    models: ModelManager, config: ServerConfig, sockets: list[socket.socket],
     find_head: Callable[[], str | None] = lambda: None,
-) -> None:
+) -> None:  # fmt: skip
     """Serve until SIGINT or SIGTERM. SIGHUP reads the head of a fixed model again.
 
     sockets: from `process.listening`. find_head: path of the current head. Raises UsageError where another process
@@ -67,12 +65,9 @@ def serve(
 
 
 async def _run(
-    server: uvicorn.Server,
-    models: ModelManager,
-    config: ServerConfig,
-    sockets: list[socket.socket],
+    server: uvicorn.Server, models: ModelManager, config: ServerConfig, sockets: list[socket.socket],
     find_head: Callable[[], str | None],
-) -> None:
+) -> None:  # fmt: skip
     serving = asyncio.create_task(server.serve(sockets=sockets))
     while not (server.started or serving.done()):  # uvicorn installs signal handlers before ours, and restores them
         await asyncio.sleep(0.005)
@@ -108,12 +103,9 @@ def _log_models(models: ModelManager) -> None:
 
 
 def _handle_signals(
-    server: uvicorn.Server,
-    models: ModelManager,
-    timeout: int,
-    find_head: Callable[[], str | None],
+    server: uvicorn.Server, models: ModelManager, timeout: int, find_head: Callable[[], str | None],
     membership: RouterMembership | None,
-) -> None:
+) -> None:  # fmt: skip
     loop = asyncio.get_running_loop()
     attached = HANGUP is not None and has_terminal() and signal.getsignal(HANGUP) is not signal.SIG_IGN
     leaving: list[asyncio.Task[None]] = []

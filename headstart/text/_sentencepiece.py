@@ -192,13 +192,9 @@ def find_merges(
 
 
 def _reached(
-    letters: NDArray[np.int64],
-    begins: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    wholes: NDArray[np.int64],
-    lefts: NDArray[np.int64],
-    rights: NDArray[np.int64],
-) -> NDArray[np.bool_]:
+    letters: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64], wholes: NDArray[np.int64],
+    lefts: NDArray[np.int64], rights: NDArray[np.int64],
+) -> NDArray[np.bool_]:  # fmt: skip
     """Which merges (the best first) happen while the tokens' own texts are merged, all tokens at once. A text reaches
     both parts of a token only as the token's own text does, so no other merge ever happens.
 

@@ -72,12 +72,9 @@ class ChatTemplate:
     """Renders messages as one text. `tokens`: texts of bos_token, eos_token, ..."""
 
     def __init__(
-        self,
-        source: str | Mapping[str, str],
-        tokens: Mapping[str, str] | None = None,
-        where: str = "the chat template",
-        turn_end: str = "",
-    ) -> None:
+        self, source: str | Mapping[str, str], tokens: Mapping[str, str] | None = None,
+        where: str = "the chat template", turn_end: str = "",
+    ) -> None:  # fmt: skip
         """`source`: a template, or several by name (`default`, `tool_use`). `turn_end`: text that ends an answer;
         empty: the model's tokens do. Raises ModelError if one does not compile."""
         self.tokens = dict(tokens or {})
@@ -135,12 +132,9 @@ class ChatTemplate:
         return cls(named, special_tokens(config), str(path)) if named else None
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        self, messages: Sequence[Message], add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """The text of a conversation, with special tokens as text. `variables`: further variables of the template.
         Raises UsageError with the template's message if it refuses the messages, ModelError if the template fails."""
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
@@ -175,12 +169,9 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     # Jinja's own filter escapes HTML and non-ASCII, unlike transformers
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -44,15 +44,9 @@ class GrammarState:
     """The state of one sequence in a grammar (a core.Constraint), for one thread at a time."""
 
     def __init__(
-        self,
-        matcher: Any,
-        lexer: SharedLexer,
-        end_ids: frozenset[int],
-        with_text: Mask,
-        ends: Mask,
-        special: Mask,
+        self, matcher: Any, lexer: SharedLexer, end_ids: frozenset[int], with_text: Mask, ends: Mask, special: Mask,
         restart: "Callable[[SharedLexer], GrammarState | None]" = lambda _: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """restart: a start state of this grammar with another lexer than the given one; None if that takes too long."""
         self.lexer = lexer
         self._restart, self._restarts_left = restart, RESTARTS

@@ -27,13 +27,9 @@ class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`."""
 
     def __init__(
-        self,
-        inner: tokenizers.Tokenizer,
-        *,
-        eos_ids: Iterable[int] = (),
-        bos_id: int | None = None,
+        self, inner: tokenizers.Tokenizer, *, eos_ids: Iterable[int] = (), bos_id: int | None = None,
         where: str = "the tokenizer",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ModelError for an unknown decoder. `where`: the file, for messages."""
         self._inner = inner
         self._inner.no_truncation()

@@ -90,14 +90,9 @@ class TrainingData:
 
 
 def prepare_data(
-    frozen_model: FrozenModel,
-    files: Sequence[Path],
-    work: Path,
-    seed: int,
-    label_seconds: float | None,
-    max_tokens: int | None,
-    min_text_tokens: int = 0,
-) -> TrainingData:
+    frozen_model: FrozenModel, files: Sequence[Path], work: Path, seed: int, label_seconds: float | None,
+    max_tokens: int | None, min_text_tokens: int = 0,
+) -> TrainingData:  # fmt: skip
     """Read, shuffle and split the records, and compute hidden states until `label_seconds` or `max_tokens` are used.
     Hidden states that an earlier run cached in `work` are used in any case. Raises UsageError for too few records, and
     for fewer than `min_text_tokens` tokens with loss."""

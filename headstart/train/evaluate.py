@@ -62,13 +62,9 @@ class Acceptance:
 
 @torch.no_grad()
 def evaluate(
-    modules: Sequence[Any],
-    spec: HeadSpec,
-    target: DistillationTarget,
-    examples: Sequence[Example],
-    features: FeatureSource,
-    config: LossConfig,
-) -> dict[str, Acceptance]:
+    modules: Sequence[Any], spec: HeadSpec, target: DistillationTarget, examples: Sequence[Example],
+    features: FeatureSource, config: LossConfig,
+) -> dict[str, Acceptance]:  # fmt: skip
     """Acceptance per kind of text, and of "all"."""
     depth, config = len(config.steps), replace(config, anchors=ANCHORS)
     results = {"all": Acceptance((0,) * depth, 0, (0.0,) * depth)}

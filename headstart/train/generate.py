@@ -105,16 +105,10 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 
 def answer_prompts(
-    llm: LLM,
-    prompts: Sequence[ConversationPrompt],
-    shards: Shards,
-    *,
-    seed: int = 0,
-    max_tokens: int = ANSWER_TOKENS,
-    wave: int = 512,
-    on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+    llm: LLM, prompts: Sequence[ConversationPrompt], shards: Shards, *, seed: int = 0, max_tokens: int = ANSWER_TOKENS,
+    wave: int = 512, on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     should_end: Callable[[], EndReason | None] = lambda: None,
-) -> None:
+) -> None:  # fmt: skip
     """Answer the prompts that `shards` do not hold yet, `wave` prompts at a time. Prompts that do not fit into the
     context together with `max_tokens` are left out.
 

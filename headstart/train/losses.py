@@ -76,13 +76,9 @@ def likely_candidates(
 
 @torch.no_grad()
 def make_teacher(
-    hidden: Tensor,
-    lm_head: Tensor,
-    best: Tensor,
-    candidates: CandidateTokens | None = None,
-    scale: float = 1.0,
+    hidden: Tensor, lm_head: Tensor, best: Tensor, candidates: CandidateTokens | None = None, scale: float = 1.0,
     softcap: float = 0.0,
-) -> Teacher:
+) -> Teacher:  # fmt: skip
     """Trunk hidden states [N, W], LM head [V, W] and argmax draft ids [N] (or -1) -> teacher over all or some tokens.
     Logits are float32: in bfloat16 they step by 0.125 at 20. `scale`, `softcap`: of the trunk's logits."""
     candidates = candidates or all_candidates(lm_head)
@@ -109,15 +105,9 @@ class _Distill(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        y: Tensor,
-        before: Tensor,
-        out: Tensor,
-        teacher: Teacher,
-        rows: Tensor,
-        weight: Tensor,
+        ctx: Any, y: Tensor, before: Tensor, out: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor,
         terms: LossTerms,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         lm_head, prior = teacher.candidates.lm_head, teacher.candidates.prior.to(weight.dtype)
         learns = ctx.needs_input_grad[0]
         grad, grad_before = torch.empty_like(y), torch.empty_like(before)
@@ -175,13 +165,9 @@ def _chunk(
 
 
 def distill(
-    y: Tensor,
-    teacher: Teacher,
-    rows: Tensor,
-    weight: Tensor,
-    terms: LossTerms,
+    y: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, terms: LossTerms,
     markov: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Head outputs y [N, W] against `teacher` at `rows` [N] -> (sum of weight * loss, hits [N]: the argmax is the
     teacher's, shared [N]: sum min(p, q), the probability of acceptance at T = 1). The loss is computed only where
     gradients are recorded, the hits only where they are not. `markov`: embeddings of the previous tokens [N, r], and

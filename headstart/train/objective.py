@@ -181,13 +181,9 @@ class DistillationTarget:
 
     @staticmethod
     def of(
-        trunk: TorchTrunk,
-        ids: Tensor,
-        *,
-        int4_drafts: bool = False,
-        own_lm_head: Tensor | None = None,
+        trunk: TorchTrunk, ids: Tensor, *, int4_drafts: bool = False, own_lm_head: Tensor | None = None,
         own_embedding: Tensor | None = None,
-    ) -> DistillationTarget:
+    ) -> DistillationTarget:  # fmt: skip
         """For the tokens `ids` [V]. int4_drafts: the head's LM head is rounded as drafts run it. A head's own LM head
         [V, W] and embedding replace the trunk's."""
         lm_head = trunk.lm_head

@@ -69,15 +69,9 @@ class TrainOps(ReferenceOps):
         return entries
 
     def attend_compressed(
-        self,
-        q: Tensor,
-        pool: Pool,
-        entries: Pool,
-        spec: AttentionSpec,
-        every: int,
-        sinks: Tensor | None = None,
+        self, q: Tensor, pool: Pool, entries: Pool, spec: AttentionSpec, every: int, sinks: Tensor | None = None,
         chosen: Pool = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention over a trunk layer's keys (one step) and its compressed entries."""
         (near,), (far,) = pool.keys, entries.keys
         num_rows = q.shape[1]

@@ -275,12 +275,9 @@ def _lines(options: ScratchOptions, facts: dict[str, Any]) -> list[str]:
 
 
 def save_model(
-    folder: Path,
-    config: Mapping[str, Any],
-    masters: Mapping[str, Tensor],
-    tokenizer: tokenizers.Tokenizer,
+    folder: Path, config: Mapping[str, Any], masters: Mapping[str, Tensor], tokenizer: tokenizers.Tokenizer,
     facts: Mapping[str, Any],
-) -> None:
+) -> None:  # fmt: skip
     """Write a Hugging Face directory: weights in bfloat16, configs, tokenizer, and `facts` about the training."""
     tensors = {name: safetensors.bfloat16(master.detach().cpu().numpy()) for name, master in masters.items()}
     safetensors.save(folder / "model.safetensors", tensors, {"format": "pt"})

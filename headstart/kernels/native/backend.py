@@ -62,15 +62,9 @@ class NativeBackend:
     runs_on: Literal["cpu"] = "cpu"
 
     def __init__(
-        self,
-        *,
-        threads: int,
-        quantization: Quantization | None = None,
-        kv_dtype: KVDtype | None = None,
-        path: str | None = None,
-        cache: PackedCache | None = None,
-        placement: ThreadPlacement = FREE,
-    ) -> None:
+        self, *, threads: int, quantization: Quantization | None = None, kv_dtype: KVDtype | None = None,
+        path: str | None = None, cache: PackedCache | None = None, placement: ThreadPlacement = FREE,
+    ) -> None:  # fmt: skip
         if path is not None and path not in paths():
             raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(paths())}")
         self.path = path or paths()[0]
@@ -186,26 +180,17 @@ class NativeBackend:
         return x
 
     def sample(
-        self,
-        logits: Array,
-        rows: SamplingRows,
-        *,
-        vocab_size: int,
-        token_ids: NDArray[np.int64] | None = None,
+        self, logits: Array, rows: SamplingRows, *, vocab_size: int, token_ids: NDArray[np.int64] | None = None,
         keep_probs: bool = False,
-    ) -> Sampled:
+    ) -> Sampled:  # fmt: skip
         return sample(
             self.threads, self.path, logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=keep_probs
         )
 
     def prepare_draft_loop(
-        self,
-        steps: Sequence[tuple[Program, int]],
-        *,
-        vocab_size: int,
-        token_ids: NDArray[np.int64] | None = None,
+        self, steps: Sequence[tuple[Program, int]], *, vocab_size: int, token_ids: NDArray[np.int64] | None = None,
         is_block: bool = False,
-    ) -> "NativeDraftLoop":
+    ) -> "NativeDraftLoop":  # fmt: skip
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
         return NativeDraftLoop(self, Chain(self.path, programs, before, is_block, vocab_size, token_ids))
 
@@ -235,15 +220,9 @@ class NativeDraftLoop:
     chain: Chain
 
     def draft(
-        self,
-        first: Program,
-        plan: StepPlan,
-        rows: SamplingRows,
-        depths: Sequence[int],
-        gates: Sequence[GateRule | None],
-        *,
-        hidden_pool: HiddenPool | None = None,
-    ) -> list[tuple[list[int], list[float]]]:
+        self, first: Program, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
+        gates: Sequence[GateRule | None], *, hidden_pool: HiddenPool | None = None,
+    ) -> list[tuple[list[int], list[float]]]:  # fmt: skip
         backend = self.backend
         return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates)
 
@@ -274,15 +253,9 @@ _REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}
 
 
 def sample(
-    pool: _native.ThreadPool,
-    path: str,
-    logits: Float32,
-    rows: SamplingRows,
-    *,
-    vocab_size: int,
-    token_ids: Int64 | None = None,
-    keep_probs: bool = False,
-) -> Sampled:
+    pool: _native.ThreadPool, path: str, logits: Float32, rows: SamplingRows, *, vocab_size: int,
+    token_ids: Int64 | None = None, keep_probs: bool = False,
+) -> Sampled:  # fmt: skip
     """Sample one token per row of logits [L, W] float32; rows may be strided, logits within a row may not.
 
     token_ids: ascending target ids [W] of a reduced draft vocabulary. keep_probs: also return the processed

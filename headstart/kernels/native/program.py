@@ -122,14 +122,9 @@ class ProgramRecorder:
         return Symbol(width, self.program.head_linear(self._index(x), list(weights)))
 
     def moe(
-        self,
-        x: Symbol,
-        logits: Symbol,
-        bias: Vector | None,
-        experts: Experts,
-        spec: specs.RouterSpec,
+        self, x: Symbol, logits: Symbol, bias: Vector | None, experts: Experts, spec: specs.RouterSpec,
         token_experts: tuple[NDArray[np.int64], Input] | None = None,
-    ) -> Symbol:
+    ) -> Symbol:  # fmt: skip
         assert token_experts is None or token_experts[1] == "token_ids", token_experts
         rows = self._index(x)
         for each in (*experts.gate, *experts.up):
@@ -219,15 +214,9 @@ class ProgramRecorder:
         return Symbol(streams.width, self.program.mix_streams(*rows, spec.count))
 
     def attend_compressed(
-        self,
-        q: Symbol,
-        pool: KVPool,
-        entries: KVPool,
-        spec: AttentionSpec,
-        every: int,
-        sinks: Vector | None = None,
+        self, q: Symbol, pool: KVPool, entries: KVPool, spec: AttentionSpec, every: int, sinks: Vector | None = None,
         chosen: KVPool | None = None,
-    ) -> Symbol:
+    ) -> Symbol:  # fmt: skip
         among = -1 if chosen is None else self._chosen[chosen]
         how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, among)
         width = spec.num_heads * spec.value_width

@@ -68,13 +68,9 @@ def _in_top_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def mixture(
-    x: Tensor,
-    logits: Tensor,
-    bias: Tensor | None,
-    experts: Experts,
-    spec: RouterSpec,
+    x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec,
     token_experts: TokenExperts | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Ops.moe for x of any leading shape."""
     rows = x.flatten(0, -2)
     weights, ids = route(logits.flatten(0, -2), bias, spec, token_experts)

@@ -180,14 +180,9 @@ class ReferenceOps:
         return torch.cat([head @ weight.T for head, weight in zip(heads, weights, strict=True)], dim=-1)
 
     def moe(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        bias: Tensor | None,
-        experts: Experts,
-        spec: specs.RouterSpec,
+        self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: specs.RouterSpec,
         token_experts: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return mixture(x, logits, bias, experts, spec, token_experts)
 
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
@@ -278,15 +273,9 @@ class ReferenceOps:
         return out
 
     def attend_compressed(
-        self,
-        q: Tensor,
-        pool: TorchKVPool,
-        entries: TorchKVPool,
-        spec: AttentionSpec,
-        every: int,
-        sinks: Tensor | None = None,
-        chosen: TorchKVPool | None = None,
-    ) -> Tensor:
+        self, q: Tensor, pool: TorchKVPool, entries: TorchKVPool, spec: AttentionSpec, every: int,
+        sinks: Tensor | None = None, chosen: TorchKVPool | None = None,
+    ) -> Tensor:  # fmt: skip
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         windows, wholes = self._groups(spec), self._groups(replace(spec, window=0))
         for i, (near, far) in enumerate(zip(windows, wholes, strict=True)):
@@ -300,13 +289,9 @@ class ReferenceOps:
         return out
 
     def attend(
-        self,
-        q: Tensor,
-        pool: TorchKVPool,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, pool: TorchKVPool, spec: AttentionSpec, sinks: Tensor | None = None,
         chosen: TorchKVPool | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         groups = self._groups(spec)
         if chosen is not None:

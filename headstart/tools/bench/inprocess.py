@@ -26,13 +26,9 @@ class InProcessTarget:
     is_local = True
 
     def __init__(
-        self,
-        model: str | Model | None,
-        config: EngineConfig,
-        *,
-        chunked_prefill: bool = True,
+        self, model: str | Model | None, config: EngineConfig, *, chunked_prefill: bool = True,
         progress: Progress = no_progress,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.chunked_prefill: bool | None = chunked_prefill
         self.model = model if isinstance(model, Model) else load_model(model, config, progress)
         if not chunked_prefill:

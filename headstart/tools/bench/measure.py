@@ -116,16 +116,9 @@ def warm_up(target: BenchTarget, workload: Workload, mode: str) -> None:
 
 
 def measure(
-    target: BenchTarget,
-    workload: Workload,
-    mode: str,
-    load: RequestLoad,
-    *,
-    num_requests: int | None = None,
-    repeat: int = 0,
-    meter: "EnergyMeter | None" = None,
-    notify: Notify = lambda: None,
-) -> BenchCell:
+    target: BenchTarget, workload: Workload, mode: str, load: RequestLoad, *, num_requests: int | None = None,
+    repeat: int = 0, meter: "EnergyMeter | None" = None, notify: Notify = lambda: None,
+) -> BenchCell:  # fmt: skip
     """One run. Tasks, their seeds and their arrivals depend on `load.seed` only, so that all modes and repeats get the
     same ones. Raises UsageError for an unknown mode, CapacityError for tasks that do not fit the model's context."""
     tasks = workload.tasks(num_requests or num_requests_for(load.concurrency), load.seed)

@@ -179,12 +179,9 @@ def _describe_drafter(
 
 
 def _document(
-    checkpoint: Checkpoint,
-    weights: Mapping[str, WeightHeader],
-    heads: NativeHeads | None,
-    told: dict[str, Any],
+    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], heads: NativeHeads | None, told: dict[str, Any],
     remarks: list[Finding],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     text, generation = with_sizes(text_config(checkpoint.config)), checkpoint.generation_config
     parts = heads.parts if heads else {"drafter": dict(weights)}
     quantization = settings_of(checkpoint.config)

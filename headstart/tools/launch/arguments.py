@@ -347,13 +347,9 @@ class ArgumentCheck:
 
 
 def check_arguments(
-    program: NamedEngine,
-    version: Version,
-    words: Sequence[str],
-    facts: Mapping[str, Any] | None = None,
-    *,
+    program: NamedEngine, version: Version, words: Sequence[str], facts: Mapping[str, Any] | None = None, *,
     num_positional: int = 1,
-) -> ArgumentCheck:
+) -> ArgumentCheck:  # fmt: skip
     """Checks the words after the program. `facts`: further entries of rules, configs in files as dictionaries.
     `num_positional`: how many words without a flag are allowed."""
     table = table_for(program.name, version)

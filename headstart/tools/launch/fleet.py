@@ -155,14 +155,9 @@ def share_devices(facts: ModelFacts, hardware: Hardware, num_servers: int) -> tu
 
 
 def plan_fleet(
-    launcher: EngineLauncher,
-    facts: ModelFacts,
-    spec: LaunchSpec,
-    version: Version,
-    roles: Sequence[str],
-    share: ServerShare,
-    target: LaunchTarget,
-) -> LaunchPlan:
+    launcher: EngineLauncher, facts: ModelFacts, spec: LaunchSpec, version: Version, roles: Sequence[str],
+    share: ServerShare, target: LaunchTarget,
+) -> LaunchPlan:  # fmt: skip
     """Plans the servers, by their `roles` (empty: a copy), and their router, which listens where one server would."""
     if any(roles) and not launcher.pd_router:
         raise UsageError(f"{launcher.title} cannot run prefill and decode apart from here", "vllm and sglang can")

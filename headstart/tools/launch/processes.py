@@ -172,11 +172,9 @@ class ServerGroup:
 
 @contextmanager
 def start(
-    launcher: EngineLauncher,
-    commands: Sequence[tuple[LaunchStep, list[str]]],
-    files: Mapping[str, str],
+    launcher: EngineLauncher, commands: Sequence[tuple[LaunchStep, list[str]]], files: Mapping[str, str],
     spec: LaunchSpec,
-) -> Iterator[ServerGroup]:
+) -> Iterator[ServerGroup]:  # fmt: skip
     """Runs commands in a new folder with their files; whole process groups end with the context."""
     host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host
     key = spec.settings.get("api_key")

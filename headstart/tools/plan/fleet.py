@@ -167,13 +167,9 @@ class DisaggregatedFleet:
 
 
 def simulate_disaggregated(
-    arrivals: simulate.Arrivals,
-    transfer_s: NDArray[np.float64],
-    prefill: EngineLimits,
-    decode: EngineLimits,
-    num_prefill: int,
-    num_decode: int,
-) -> DisaggregatedFleet:
+    arrivals: simulate.Arrivals, transfer_s: NDArray[np.float64], prefill: EngineLimits, decode: EngineLimits,
+    num_prefill: int, num_decode: int,
+) -> DisaggregatedFleet:  # fmt: skip
     """`transfer_s`: seconds of each prompt's cache. The decode machine computes the last token of a prompt again."""
     first = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), num_prefill)
     arrived = transfer_ends(arrivals.times + first.ttft_s, transfer_s, min(num_prefill, num_decode))

@@ -96,14 +96,9 @@ class Comparisons:
     counts: dict[tuple[Condition, RequestCase], TrialCounts] = field(default_factory=dict)
 
     def add(
-        self,
-        condition: Condition,
-        case: RequestCase,
-        one: ProbeResponse,
-        other: ProbeResponse,
-        *,
+        self, condition: Condition, case: RequestCase, one: ProbeResponse, other: ProbeResponse, *,
         known: Iterable[ProbeResponse] = (),
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Compares two answers; returns whether they are the same. `known`: other answers to the same request under
         the condition of `one`; their texts are no difference of this condition."""
         counts = self.counts.setdefault((condition, case), TrialCounts())
