@@ -80,9 +80,7 @@ class EngineCounters:
         """1 + accepted / drafts, or the engine's gauge; counts the recovered or bonus token."""
         if not self.is_drafting:
             return None
-        if self.drafts and self.accepted is not None:
-            return 1 + self.accepted / self.drafts
-        return self.length
+        return 1 + self.accepted / self.drafts if self.drafts and self.accepted is not None else self.length
 
 
 def read(text: str) -> EngineCounters | None:

@@ -121,8 +121,7 @@ def _start(options: AdaptOptions) -> _StartingHead:
 def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
     """Returns the last records, of at most `limit` tokens."""
     tokens = accumulate(len(each.prompt_ids) + len(each.response_ids) for each in reversed(records))
-    count = max(sum(total <= limit for total in tokens), 1)
-    return list(records[-count:])
+    return list(records[-max(sum(total <= limit for total in tokens), 1) :])
 
 
 class _AdaptRun:
@@ -236,9 +235,7 @@ def _lines(records: Seq[TextRecord]) -> Iterator[str]:
             first = end
             end = min(first + MAX_TOKENS - CONTEXT, len(ids))
             document: dict[str, Any] = {
-                "kind": "records",
-                "prompt_ids": ids[max(0, end - MAX_TOKENS) : first],
-                "response_ids": ids[first:end],
+                "kind": "records", "prompt_ids": ids[max(0, end - MAX_TOKENS) : first], "response_ids": ids[first:end],
                 "held_out": evaluation.record_seed(record) % VALIDATION_EVERY == 0,
-            }
+            }  # fmt: skip
             yield json.dumps(document) + "\n"

@@ -47,9 +47,7 @@ class HttpTarget:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        if self._is_own:
-            return (OFF, AUTO)
-        return (OFF, SERVER) if self._off else (SERVER,)
+        return (OFF, AUTO) if self._is_own else (OFF, SERVER) if self._off else (SERVER,)
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -181,14 +179,10 @@ def sample_of(answer: client.Response, late: float = 0.0, *, error: str = "") ->
     times = [when for when, _ in answer.pieces] or [answer.seconds]
     details = answer.usage.get("prompt_tokens_details") or {}
     return AnswerSample(
-        prompt_tokens=answer.usage.get("prompt_tokens", 0),
-        cached_tokens=details.get("cached_tokens"),
-        output_tokens=answer.usage.get("completion_tokens", len(answer.pieces)),
-        ttft_s=late + times[0],
-        seconds=late + times[-1],
-        gaps_s=tuple(after - before for before, after in pairwise(times)),
-        error=error,
-    )
+        prompt_tokens=answer.usage.get("prompt_tokens", 0), cached_tokens=details.get("cached_tokens"),
+        output_tokens=answer.usage.get("completion_tokens", len(answer.pieces)), ttft_s=late + times[0],
+        seconds=late + times[-1], gaps_s=tuple(after - before for before, after in pairwise(times)), error=error,
+    )  # fmt: skip
 
 
 async def _metrics(server: client.Server) -> EngineCounters | None:

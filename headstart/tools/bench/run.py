@@ -293,15 +293,11 @@ def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Worklo
     named = ("pairs", "requests", "input_tokens", "output_tokens", "temperatures", "preset", "scale", "price_per_hour")
     engine = {name: getattr(options.config, name) for name, item in config_fields().items()}
     return {
-        "workloads": [workload.name for workload in chosen],
-        "loads": list(map(str, options.loads)),
-        "modes": list(modes),
-        **{name: getattr(options, name) for name in named},
-        "requests": options.num_requests,
-        "temperatures": list(options.temperatures),
-        "seed": options.config.seed or 0,
+        "workloads": [workload.name for workload in chosen], "loads": list(map(str, options.loads)),
+        "modes": list(modes), **{name: getattr(options, name) for name in named}, "requests": options.num_requests,
+        "temperatures": list(options.temperatures), "seed": options.config.seed or 0,
         "engine": {name: value for name, value in engine.items() if value != config_fields()[name].default},
-    }
+    }  # fmt: skip
 
 
 def _write(path: Path, text: str) -> None:

@@ -191,9 +191,7 @@ def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | N
 
 def cost_per_million(price_per_hour: float | None, tokens_per_s: float) -> float | None:
     """Returns the price of a million output tokens, of a machine that does nothing else."""
-    if price_per_hour is None or tokens_per_s <= 0:
-        return None
-    return price_per_hour / 3600 / (tokens_per_s / 1e6)
+    return None if price_per_hour is None or tokens_per_s <= 0 else price_per_hour / 3600 / (tokens_per_s / 1e6)
 
 
 def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:

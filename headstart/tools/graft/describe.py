@@ -65,8 +65,7 @@ def _slabs(stored: Tensor) -> Iterator[tuple[NDArray[np.float32], NDArray[np.flo
     """128 rows at a time, and the scale of each of its blocks."""
     rows, columns = stored.shape
     for begin in range(0, rows, BLOCK):
-        count = min(BLOCK, rows - begin)
-        values = stored.span(begin, count).float32()
+        values = stored.span(begin, min(BLOCK, rows - begin)).float32()
         largest = np.maximum.reduceat(np.abs(values).max(axis=0), np.arange(0, columns, BLOCK))
         yield values, np.where(largest > 0, largest / LARGEST, 1).astype(np.float32)
 

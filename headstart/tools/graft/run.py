@@ -103,8 +103,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if quantize:
         check_method(settings_of(target.config) or modelopt_of(target.path))
     notes = check_fit(target, base)
-    new = _renamed(target, base, there)
-    planned, config, more = _head(target, base, new, quantize)
+    planned, config, more = _head(target, base, _renamed(target, base, there), quantize)
     data = {"what": f"{len(planned)} tensors of the head of {base.name} added", "tensors": len(planned)}
     plan = Plan(metadata={"format": "pt"}, notes=[*notes, *more], data=data, marks=(PROVENANCE,))
     if here:

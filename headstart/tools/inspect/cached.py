@@ -119,5 +119,4 @@ def _described(model: Cached) -> tuple[str | None, str | None]:
         heads: str = describe(checkpoint)["heads"]["verdict"]
     except HeadstartError:  # half fetched, or of a kind that is not known here
         return None, None
-    shipped = ", ".join(hub.shipped_heads(model.name))
-    return checkpoint.format, shipped or heads
+    return checkpoint.format, ", ".join(hub.shipped_heads(model.name)) or heads

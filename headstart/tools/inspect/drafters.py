@@ -147,20 +147,14 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]
         raise ModelError(f"{checkpoint.name}: config.json asks for {asked}")
     mask, verifier = names.get("t2d"), lookup(checkpoint.config, "speculators_config.verifier.name_or_path")
     return Drafter(
-        format=published,
-        kind=published.key,
-        title=published.title,
-        hidden_size=sizes.get("hidden"),
+        format=published, kind=published.key, title=published.title, hidden_size=sizes.get("hidden"),
         target_hidden_size=_target_width(sizes, names) if published.aux else sizes.get("target_hidden"),
         vocab_size=(mask.shape[0] if mask and mask.shape else None) or sizes.get("vocabulary"),
-        draft_vocab_size=sizes.get("draft_vocabulary"),
-        aux_layers=aux_layers(sizes),
-        num_modules=count,
+        draft_vocab_size=sizes.get("draft_vocabulary"), aux_layers=aux_layers(sizes), num_modules=count,
         verifier=verifier if isinstance(verifier, str) else None,
         modules=_of_family(published, checkpoint.config, names) or _compared(published, sizes, count, names),
-        faults=list(faults(checkpoint, published, sizes)),
-        num_tensors=len(weights),
-    )
+        faults=list(faults(checkpoint, published, sizes)), num_tensors=len(weights),
+    )  # fmt: skip
 
 
 def _compared(

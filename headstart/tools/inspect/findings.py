@@ -68,10 +68,8 @@ def shared_tensors(checkpoint: Checkpoint, heads: NativeHeads) -> dict[str, str]
         name = heads.copies.get(what)
         if layout and what in layout.own:
             shared[what] = "own"
-        elif name is None:
-            shared[what] = "shared"
         else:
-            shared[what] = _same(checkpoint, name, trunk[what] or trunk["embedding"])
+            shared[what] = "shared" if name is None else _same(checkpoint, name, trunk[what] or trunk["embedding"])
     return shared
 
 

@@ -173,8 +173,7 @@ def _describe_drafter(
         "modules": [asdict(module) for module in drafter.modules], "extra": [],
         **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
     }  # fmt: skip
-    remarks = list(drafter_findings(checkpoint.config, target))
-    document = _document(checkpoint, weights, None, told, remarks)
+    document = _document(checkpoint, weights, None, told, list(drafter_findings(checkpoint.config, target)))
     return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
 
 

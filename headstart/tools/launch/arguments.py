@@ -132,13 +132,10 @@ def argument_table(engine: str) -> ArgumentTable | None:
     if own is None:
         return None
     return ArgumentTable(
-        version=own["version"],
-        kinds={name: kind for kind, names in own["kinds"].items() for name in names},
-        numbers=own["numbers"],
-        choices={name: frozenset(values) for name, values in own["choices"].items()},
-        aliases=own["aliases"],
-        spellings=frozenset(own["spellings"]),
-    )
+        version=own["version"], kinds={name: kind for kind, names in own["kinds"].items() for name in names},
+        numbers=own["numbers"], choices={name: frozenset(values) for name, values in own["choices"].items()},
+        aliases=own["aliases"], spellings=frozenset(own["spellings"]),
+    )  # fmt: skip
 
 
 @cache

@@ -133,8 +133,7 @@ class CommandLine:
         while word := next((each for each in self.words if each.flag == flag), None):
             place = self.words.index(word)
             if switch and word.value is not None and not word.joined:
-                after = word.tokens[1]
-                kept = ArgumentWord(value=word.value, tokens=(after,), written=("", word.value))
+                kept = ArgumentWord(value=word.value, tokens=(word.tokens[1],), written=("", word.value))
                 self.words.insert(place + 1, kept)
                 word.value, word.tokens = None, word.tokens[:1]
             self.remove(word)

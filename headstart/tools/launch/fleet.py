@@ -109,9 +109,7 @@ class LaunchTarget:
             return "$(POD_IP)"
         if self.kind == "slurm":
             return f"${{NODES[{node}]}}"
-        if num_nodes == 1:
-            return "127.0.0.1"
-        return f"NODE_{node}" if node else self.head_node
+        return "127.0.0.1" if num_nodes == 1 else f"NODE_{node}" if node else self.head_node
 
     def url(self, spec: LaunchSpec) -> str:
         place = spec.placement

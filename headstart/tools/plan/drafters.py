@@ -111,18 +111,13 @@ def typical_drafter(shape: ModelShape, kind: str) -> DrafterShape:
     num_layers = row.get("layers", 0)
     vocab = min(row.get("draft_vocab", shape.vocab_size), shape.vocab_size) if num_layers else 0
     drafter = DrafterShape(
-        kind=kind,
-        hidden_size=hidden,
-        vocab_size=vocab,
+        kind=kind, hidden_size=hidden, vocab_size=vocab,
         layers=(LayerGroup(num_layers, _plain_block(hidden, row["inner"], row["inputs"])),) if num_layers else (),
         projection=row.get("taps", 0) * hidden * hidden,
         per_token=hidden * (hidden + shape.vocab_size) if "own_lm_heads" in row else 0,
-        own_vocab=vocab * hidden if "draft_vocab" in row else 0,
-        single_pass=row.get("single_pass", False),
-        max_depth=row.get("max_depth"),
-        assumed="source" in row,
-        source=row.get("source", "").format(vocab=vocab),
-    )
+        own_vocab=vocab * hidden if "draft_vocab" in row else 0, single_pass=row.get("single_pass", False),
+        max_depth=row.get("max_depth"), assumed="source" in row, source=row.get("source", "").format(vocab=vocab),
+    )  # fmt: skip
     return _with_markov(drafter, row["markov_rank"]) if "markov_rank" in row else drafter
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headstart.config import EngineConfig
 from headstart.core import Progress
 from headstart.errors import UsageError
+from headstart.tools.bench.summary import cost_per_million
 from headstart.tools.plan import roofline, simulate
 from headstart.tools.plan.machine import HERE, Machine
 from headstart.tools.plan.shape import LARGE_DEVICE, PASS_ROWS, Split, cache_bytes, estimate_memory, split_of
@@ -379,5 +380,5 @@ def _row(load: FleetLoad, size: FleetSize, price: float | None) -> dict[str, Any
         "batch": result.batch,
         "tokens_per_s": tokens,
         "dollars_per_hour": cost,
-        "dollars_per_million": None if cost is None else roofline.dollars_per_million(cost, tokens),
+        "dollars_per_million": cost_per_million(cost, tokens),
     }

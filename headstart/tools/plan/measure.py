@@ -134,23 +134,17 @@ def _describe(measured: dict[str, Any], rates: Rates) -> str:
 def cache_path(model: str | None, config: EngineConfig) -> Path:
     """A file of plan/ in the user cache, by model files, weights, cache type, threads, processor and version."""
     trunk = hub.resolve_alias(model).trunk
-    files = sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk]
-    facts = {
-        "format": VERSION,
-        "files": hub.file_stamps(files),
-        "settings": (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable),
-        "cpu": cpu().model,
-    }
-    return hub.record_path("plan", facts)
+    files = hub.file_stamps(sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk])
+    settings = (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable)
+    return hub.record_path("plan", {"format": VERSION, "files": files, "settings": settings, "cpu": cpu().model})
 
 
 def read_cached(path: Path) -> dict[str, Any] | None:
     """Returns cached measurements; None for a file that is missing, damaged or of another version."""
-    try:
+    with suppress(OSError, ValueError):
         document = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) and document.get("version") == VERSION else None
+        return document if isinstance(document, dict) and document.get("version") == VERSION else None
+    return None
 
 
 class PassTimer(pass_timing.PrefilledEngine):

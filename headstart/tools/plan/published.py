@@ -56,7 +56,7 @@ class PublishedSetup:
         for (name, depth, rate), value in zip(pairs, published.get("dollars_per_million", (None, None)), strict=True):
             if value is not None:
                 price = self.point["price_per_hour"]
-                cost = roofline.dollars_per_million(price * self.machine.count, rate)
+                cost = price * self.machine.count / 3600e-6 / rate
                 yield self._compared(f"{name} $/M", value, cost, depth, rate=price / 3600e-6 / value)
         if "speedup" in published:
             yield self._compared("speed-up", published["speedup"], drafting / plain, None)

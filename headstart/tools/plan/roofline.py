@@ -165,11 +165,6 @@ def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: f
     return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
 
 
-def dollars_per_million(price_per_hour: float, tokens_per_s: float) -> float:
-    """price / 3600 / (tokens/s / 1e6)"""
-    return price_per_hour / 3600 / (tokens_per_s / 1e6)
-
-
 def break_even(price_per_hour: float, api_price: float) -> float:
     """Tokens/s without pause at which a machine costs as much as an API at `api_price` per million tokens."""
     return price_per_hour / 3600 / api_price * 1e6

@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
+from headstart.tools.bench.summary import cost_per_million
 from headstart.tools.plan import drafters, published, roofline
 from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
 from headstart.tools.plan.machine import (
@@ -239,30 +240,23 @@ def _row(
 
 def _speed(predicted: roofline.StepSpeed, plain: roofline.StepSpeed, price: float | None) -> dict[str, Any]:
     return {
-        "depth": predicted.depth,
-        "step_ms": predicted.step_s * 1e3,
-        "pass_ms": predicted.pass_s * 1e3,
-        "draft_ms": predicted.draft_s * 1e3,
-        "tokens_per_step": predicted.tokens_per_step,
-        "tokens_per_s_per_stream": predicted.per_stream,
-        "tokens_per_s": predicted.total,
+        "depth": predicted.depth, "step_ms": predicted.step_s * 1e3, "pass_ms": predicted.pass_s * 1e3,
+        "draft_ms": predicted.draft_s * 1e3, "tokens_per_step": predicted.tokens_per_step,
+        "tokens_per_s_per_stream": predicted.per_stream, "tokens_per_s": predicted.total,
         "speedup": predicted.total / plain.total,
-        "dollars_per_million": None if price is None else roofline.dollars_per_million(price, predicted.total),
-    }
+        "dollars_per_million": cost_per_million(price, predicted.total),
+    }  # fmt: skip
 
 
 def _model(model: SizedModel) -> dict[str, Any]:
     shape = model.shape
     return {
-        "name": shape.name,
-        "weights": shape.weight_format,
+        "name": shape.name, "weights": shape.weight_format,
         "parameters": sum(count for part, count in shape.parameters().items() if part != "head"),
         "active_parameters": shape.active_parameters(),
-        "experts": max(group.cost.feed_forward.experts for group in shape.layers),
-        "bytes": dict(model.weight_bytes()),
-        "cache_bytes_per_element": model.kv,
-        "head_assumed": shape.drafter.assumed,
-    }
+        "experts": max(group.cost.feed_forward.experts for group in shape.layers), "bytes": dict(model.weight_bytes()),
+        "cache_bytes_per_element": model.kv, "head_assumed": shape.drafter.assumed,
+    }  # fmt: skip
 
 
 def _drafter(each: roofline.DraftingSetup, machine: Machine, context: int) -> dict[str, Any]:

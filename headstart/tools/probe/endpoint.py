@@ -47,9 +47,8 @@ class Endpoint:
         return self.paths[0]
 
     def body(self, prompt: str, max_tokens: int, **fields: Any) -> dict[str, Any]:
-        asked: dict[str, Any] = {"prompt": prompt}
-        if self.path == CHAT:
-            asked = {"messages": [{"role": "user", "content": self.chat_instruction + prompt}]}
+        chat = {"messages": [{"role": "user", "content": self.chat_instruction + prompt}]}
+        asked = chat if self.path == CHAT else {"prompt": prompt}
         return {"model": self.model, **asked, self.length_field: max_tokens, **self.extras, **fields}
 
     async def post(self, body: dict[str, Any]) -> Response:

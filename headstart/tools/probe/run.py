@@ -56,9 +56,8 @@ def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
     """Finds out whether an endpoint drafts; `ok`: it does, and drafts are accepted. Raises UsageError."""
     endpoint = Endpoint(Server.at(options.url, options.api_key), options.model)
     measured = measure(endpoint, options, progress)
-    verdict = measured.verdict()
-    data = document(endpoint, verdict, measured)
-    return Report(verdict.answer == "on", data, _lines(data))
+    data = document(endpoint, measured.verdict(), measured)
+    return Report(data["drafting"] == "on", data, _lines(data))
 
 
 def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> ProbeMeasurement:
@@ -90,19 +89,14 @@ def random_text(seed: int) -> str:
 def document(endpoint: Endpoint, verdict: timing.DraftingVerdict, measured: ProbeMeasurement) -> dict[str, Any]:
     length = verdict.acceptance_length
     return {
-        "url": str(endpoint.server),
-        "model": endpoint.model,
-        "drafting": verdict.answer,
-        "confidence": round(verdict.confidence, 3),
-        "source": verdict.source,
+        "url": str(endpoint.server), "model": endpoint.model, "drafting": verdict.answer,
+        "confidence": round(verdict.confidence, 3), "source": verdict.source,
         "engine": measured.counters.engine if measured.counters else None,
         "acceptance_length": None if length is None else round(length, 3),
-        "advice": advise(measured.before) if verdict.answer == "on" else "",
-        "evidence": verdict.evidence,
+        "advice": advise(measured.before) if verdict.answer == "on" else "", "evidence": verdict.evidence,
         "timing": {kind: timing.summarize(measured.of_kind(kind)).document() for kind in ("predictable", "random")},
-        "by_length": timing.pace_by_length(measured.of_kind("predictable")),
-        "note": NAIVE,
-    }
+        "by_length": timing.pace_by_length(measured.of_kind("predictable")), "note": NAIVE,
+    }  # fmt: skip
 
 
 ANSWERS = {

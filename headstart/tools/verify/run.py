@@ -103,8 +103,7 @@ class VerificationRun:
         self.prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
         self.results: list[CellResult] = []
         self.name = ""  # the model's
-        wanted = -(-options.min_texts // len(self.prompts))
-        cells = pairwise(options.factors(), GRID_SEED, wanted)
+        cells = pairwise(options.factors(), GRID_SEED, -(-options.min_texts // len(self.prompts)))
         self._cells = [cell for count in options.thread_counts for cell in cells if cell["threads"] == count]
         check_ranges(options)
         self._plain: dict[tuple[float, int], list[DecodedPrompt]] = {}

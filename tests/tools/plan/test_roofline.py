@@ -13,12 +13,12 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.layers.costs import FeedForwardCost
 from headstart.tools import pass_timing
+from headstart.tools.bench.summary import cost_per_million
 from headstart.tools.plan import drafters as acceptance, measure, published, run as plan
 from headstart.tools.plan.machine import DeviceSpec, Machine, Rates, find_device, make_machine, parse_gpu
 from headstart.tools.plan.roofline import (
     Pass,
     break_even,
-    dollars_per_million,
     draft_seconds,
     fastest,
     first_token_seconds,
@@ -185,8 +185,8 @@ def test_the_best_depth_follows_acceptance_and_falls_when_rows_cost_compute() ->
 def test_first_token_grows_with_the_prompt_and_cost_with_the_seconds() -> None:
     dense, machine = model("llama-2-7b"), make_machine("4090", 1, "bf16")
     assert 1.9 < first_token_seconds(dense, machine, 8000) / first_token_seconds(dense, machine, 4000) < 2.5
-    assert dollars_per_million(3.31, 1700) == pytest.approx(0.54, abs=0.001)
-    assert dollars_per_million(3.31, break_even(3.31, 0.27)) == pytest.approx(0.27)
+    assert cost_per_million(3.31, 1700) == pytest.approx(0.54, abs=0.001)
+    assert cost_per_million(3.31, break_even(3.31, 0.27)) == pytest.approx(0.27)
 
 
 # Machines
