@@ -86,14 +86,11 @@ def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
         return block_shapes(f"layers.{index}.", s, present)
     hidden, vocabulary = s["hidden"], s["vocabulary"]
     return {
-        "fc.weight": (hidden, 2 * s["target_hidden"]),
-        "?fc.bias": (hidden,),
-        "?embed_tokens.weight": (vocabulary, hidden),
-        "?layers.0.input_layernorm.weight": (hidden,),
-        "?norm.weight": (hidden,),
-        "?lm_head.weight": (s["draft_vocabulary"], hidden),
+        "fc.weight": (hidden, 2 * s["target_hidden"]), "?fc.bias": (hidden,),
+        "?embed_tokens.weight": (vocabulary, hidden), "?layers.0.input_layernorm.weight": (hidden,),
+        "?norm.weight": (hidden,), "?lm_head.weight": (s["draft_vocabulary"], hidden),
         **block_shapes("layers.0.", s, present, input_norm=False),
-    }
+    }  # fmt: skip
 
 
 PUBLISHED = DrafterFormat(

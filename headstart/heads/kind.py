@@ -188,12 +188,9 @@ def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> Layer
     assert mixer.rope
     dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
     attention = AttentionConfig(
-        spec=AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5),
-        rope=rope_spec(base, dim),
-        qkv_bias=biases and mixer.qkv_bias,
-        o_bias=biases and mixer.o_bias,
-        qk_norm=qk_norm,
-    )
+        spec=AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5), rope=rope_spec(base, dim),
+        qkv_bias=biases and mixer.qkv_bias, o_bias=biases and mixer.o_bias, qk_norm=qk_norm,
+    )  # fmt: skip
     return LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
 
 

@@ -57,17 +57,12 @@ class AttentionConfig(MixerConfig):
             for part, width in self._norms.items()
         }
         return Attention(
-            q_proj=linears["q_proj"],
-            k_proj=linears.get("k_proj"),
-            v_proj=linears.get("v_proj"),
-            gate_proj=linears.get("gate_proj"),
-            o_proj=linears["o_proj"],
-            q_norm=norms.get("q_norm"),
+            q_proj=linears["q_proj"], k_proj=linears.get("k_proj"), v_proj=linears.get("v_proj"),
+            gate_proj=linears.get("gate_proj"), o_proj=linears["o_proj"], q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
-            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None,
-            config=self,
-        )
+            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
+        )  # fmt: skip
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""

@@ -132,11 +132,8 @@ class LayerConfig:
         feed_forward = FeedForwardCost(
             weights=num_elements(shapes) - mixer.weights - experts.count * experts.weights - tables,
             num_kernels=sum(part.num_kernels for part in (self.mlp, self.shortcut) if part) + self._stream_kernels,
-            experts=experts.count,
-            active=experts.active,
-            expert_weights=experts.weights,
-            tables=tables,
-        )
+            experts=experts.count, active=experts.active, expert_weights=experts.weights, tables=tables,
+        )  # fmt: skip
         return LayerCost(mixer, feed_forward)
 
     @property

@@ -64,12 +64,9 @@ def build_hyper_connection(
     shapes = hyper_connection_shapes(prefix, hidden, spec, last=last)
     fn, base, scale = (f"{prefix}.{name}" for name in ("fn", "base", "scale"))
     return HyperConnection(
-        spec=spec,
-        norm=weights.unweighted_norm(wide, eps),
-        mixes=Linear(weights.get(fn, *shapes[fn], precise=True)),
-        base=weights.get(base, *shapes[base]),
-        scale=weights.get(scale, *shapes[scale]),
-    )
+        spec=spec, norm=weights.unweighted_norm(wide, eps), mixes=Linear(weights.get(fn, *shapes[fn], precise=True)),
+        base=weights.get(base, *shapes[base]), scale=weights.get(scale, *shapes[scale]),
+    )  # fmt: skip
 
 
 def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:

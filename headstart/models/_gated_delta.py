@@ -340,14 +340,8 @@ def family(
     """`tiled`: llama.cpp's name of the family, where its files have the value heads in another order."""
     return Family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),
-        defaults={**DEFAULTS, **defaults},
-        harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)},
-        names=NAMES,
-        head=HeadSpec(beyond="cycle"),
-        mtp=mtp,
-        adapt=adapt,
-        restore=partial(restore, joined=joined),
-        aliases=aliases,
+        defaults={**DEFAULTS, **defaults}, harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)}, names=NAMES,
+        head=HeadSpec(beyond="cycle"), mtp=mtp, adapt=adapt, restore=partial(restore, joined=joined), aliases=aliases,
         small={**SMALL, **(SMALL_EXPERTS if experts else {}), **small},
         scratch=SCRATCH_WITH_EXPERTS if experts else SCRATCH,
-    )
+    )  # fmt: skip

@@ -37,18 +37,12 @@ def mixer(config: Config) -> MLAConfig:
         raise ModelError(f"config.json: qk_rope_head_dim is {rotary}, but must be even")
     rope = rope_spec({key: config[key] for key in ROPE_KEYS if key in config}, rotary)
     return MLAConfig(
-        num_heads=number(config, "num_attention_heads"),
-        query_rank=number(config, "q_lora_rank", default=0, least=0),
-        latent=number(config, "kv_lora_rank"),
-        nope=nope,
-        rotary=rotary,
-        value=number(config, "v_head_dim"),
-        rope=rope,
-        scale=(nope + rotary) ** -0.5 * _temperature(config),
-        interleaved=flag(config, "rope_interleave", True),
+        num_heads=number(config, "num_attention_heads"), query_rank=number(config, "q_lora_rank", default=0, least=0),
+        latent=number(config, "kv_lora_rank"), nope=nope, rotary=rotary, value=number(config, "v_head_dim"), rope=rope,
+        scale=(nope + rotary) ** -0.5 * _temperature(config), interleaved=flag(config, "rope_interleave", True),
         bias=flag(config, "attention_bias"),
         indexer=_indexer(config, rope) if config.get("index_topk") is not None else None,
-    )
+    )  # fmt: skip
 
 
 def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:

@@ -132,14 +132,9 @@ def _of_gguf(file: GgufFile) -> DrafterKind:
     modules, block = number("nextn_predict_layers"), number("block_size")
     kind, method = (MTP, "mtp") if modules else (MODEL, "draft_model")
     return DrafterKind(
-        kind=found.key if found else kind,
-        method=found.method if found else method,
-        title=found.title if found else OTHERS[kind],
-        format=found,
-        container="gguf",
-        num_modules=(number("block_count") if found else modules) or 1,
-        block=block,
+        kind=found.key if found else kind, method=found.method if found else method,
+        title=found.title if found else OTHERS[kind], format=found, container="gguf",
+        num_modules=(number("block_count") if found else modules) or 1, block=block,
         max_drafts=max(1, block - int(found is not None and found.anchored)) if block else None,
-        hidden_size=number("embedding_length"),
-        vocab_size=number("vocab_size"),
-    )
+        hidden_size=number("embedding_length"), vocab_size=number("vocab_size"),
+    )  # fmt: skip

@@ -173,16 +173,11 @@ def _latent(config: Config) -> MLAConfig:
     indexed = config.get("index_topk") is not None
     spec = IndexSpec(*(number(config, key) for key in INDEX_KEYS)) if indexed else None
     return MLAConfig(
-        num_heads=number(config, "num_attention_heads"),
-        query_rank=number(config, "q_lora_rank", default=0, least=0),
-        latent=number(config, "kv_lora_rank"),
-        nope=number(config, "qk_nope_head_dim"),
-        rotary=number(config, "qk_rope_head_dim", least=0),
-        value=number(config, "v_head_dim"),
-        rope=NO_ROPE,
-        scale=1.0,
+        num_heads=number(config, "num_attention_heads"), query_rank=number(config, "q_lora_rank", default=0, least=0),
+        latent=number(config, "kv_lora_rank"), nope=number(config, "qk_nope_head_dim"),
+        rotary=number(config, "qk_rope_head_dim", least=0), value=number(config, "v_head_dim"), rope=NO_ROPE, scale=1.0,
         indexer=IndexerConfig(spec=spec, rope=NO_ROPE) if spec else None,
-    )
+    )  # fmt: skip
 
 
 def _index_sources(config: Config, count: int) -> dict[int, int]:

@@ -69,14 +69,10 @@ def _latent(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 def _indexer(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     at, hidden, heads, dim = f"{at}self_attn.indexer.", s["hidden"], s["index_heads"], s["index_dim"]
     return {
-        f"{at}wq_b.weight": (heads * dim, s["query_rank"]),
-        f"{at}wk.weight": (dim, hidden),
-        f"{at}k_norm.weight": (dim,),
-        f"{at}k_norm.bias": (dim,),
-        f"{at}weights_proj.weight": (heads, hidden),
-        f"?{at}index_kpool_compress_ape": (None, dim),
-        f"?{at}index_kpool_compress_gate": (dim, hidden),
-    }
+        f"{at}wq_b.weight": (heads * dim, s["query_rank"]), f"{at}wk.weight": (dim, hidden),
+        f"{at}k_norm.weight": (dim,), f"{at}k_norm.bias": (dim,), f"{at}weights_proj.weight": (heads, hidden),
+        f"?{at}index_kpool_compress_ape": (None, dim), f"?{at}index_kpool_compress_gate": (dim, hidden),
+    }  # fmt: skip
 
 
 def _attention(at: str, s: Sizes, present: Present) -> DeclaredShapes:

@@ -83,14 +83,11 @@ def compare(
         if slot.name in expected and weight.shape is not None and not fits(weight.shape, expected[slot.name])
     ]
     return ModuleCheck(
-        index=index,
-        layer=layer,
-        found=len(there),
-        required=sum(not slot.optional for slot in slots),
+        index=index, layer=layer, found=len(there), required=sum(not slot.optional for slot in slots),
         missing=[wrapper + slot.name for slot in slots if not slot.optional and slot.name not in present],
         wrong_shape=wrong,
         unusable=[f"{wrapper}{slot.name} {why}" for slot, weight in there if (why := why_unusable(slot.name, weight))],
-    )
+    )  # fmt: skip
 
 
 def _free_sizes(there: list[tuple[Slot, WeightHeader]]) -> dict[object, int]:

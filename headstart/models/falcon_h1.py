@@ -44,13 +44,10 @@ def parse(config: Config) -> DecoderConfig:
     plain = MLPConfig(inner=inner, activation=activation, bias=flag(config, "mlp_bias"))
     layer = keys.layer(config, mixer, replace(plain, gate_scale=gate, output_scale=down), eps=eps)
     return keys.decoder(
-        config,
-        [layer] * keys.num_layers(config),
-        eps=eps,
-        embedding_scale=real(config, "embedding_multiplier", 1.0),
+        config, [layer] * keys.num_layers(config), eps=eps, embedding_scale=real(config, "embedding_multiplier", 1.0),
         logit_scale=real(config, "lm_head_multiplier", 1.0),
         mtp_layer=keys.layer(config, keys.attention(config), MLPConfig(inner=inner), eps=eps),
-    )
+    )  # fmt: skip
 
 
 def _projection_bias(config: Config) -> bool:

@@ -37,12 +37,9 @@ def parse(config: Config) -> DecoderConfig:
         )  # fmt: skip
         return AltUpLayerConfig(
             mixer=_attention(reads[kinds[index]], kinds[index], _gemma.shared_layer(kinds, first, index)),
-            mlp=replace(mlp, cutoff=cutoffs[index]),
-            eps=keys.real(config, "rms_norm_eps", 1e-6),
-            norms="sandwich",
-            post_block=post_block,
-            altup=altup,
-        )
+            mlp=replace(mlp, cutoff=cutoffs[index]), eps=keys.real(config, "rms_norm_eps", 1e-6), norms="sandwich",
+            post_block=post_block, altup=altup,
+        )  # fmt: skip
 
     plain = keys.layer(config, _attention(reads[FULL], FULL, None), _gemma.mlp(config, 0), norms="sandwich")
     return keys.decoder(

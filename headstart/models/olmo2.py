@@ -22,12 +22,9 @@ def parse(config: Config) -> DecoderConfig:
     ropes = {kind: both.get(kind) for kind in (keys.FULL, keys.SLIDING)}
     full = config.inside({"rope_parameters": ropes[keys.FULL]}) if any(ropes.values()) else config
     return keys.stack(
-        full,
-        windows=windows,
-        windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
-        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "qk_norm_over_heads": True},
-        layer={"norms": "post"},
-    )
+        full, windows=windows, windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
+        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "qk_norm_over_heads": True}, layer={"norms": "post"},
+    )  # fmt: skip
 
 
 FAMILY = Family(

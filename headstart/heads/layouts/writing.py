@@ -31,13 +31,10 @@ def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
         raise ModelError(what, "--to vllm-dspark")
     dflash = {"mask_token_id": block.mask_token_id, "target_layer_ids": _outputs(head), **_causal(block)}
     document = {
-        "architectures": ["DFlashDraftModel"],
-        **_transformer(head),
-        **_common(head),
-        "num_target_layers": head.trunk_layers,
-        "block_size": block.rows_for(block.block_size),
+        "architectures": ["DFlashDraftModel"], **_transformer(head), **_common(head),
+        "num_target_layers": head.trunk_layers, "block_size": block.rows_for(block.block_size),
         "dflash_config": dflash | ({"attention_sink_bias": True} if block.sinks else {}),
-    }
+    }  # fmt: skip
     return document, _named(head, arrays)
 
 

@@ -114,14 +114,9 @@ def select_positions(
 
 
 def compress(
-    launch: KernelLauncher,
-    values: Tensor,
-    gates: Tensor,
-    bias: Tensor,
-    pool: TorchKVPool,
-    spec: CompressSpec,
+    launch: KernelLauncher, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec,
     plan: DevicePlan,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Ops.compress."""
     shape, rows, max_tile = plan.shape, len(values), launch.device.elements
     tile = min(tile_size(spec.width), max_tile)

@@ -92,14 +92,9 @@ class CudaBackend(TorchBackend):
 
     @torch.inference_mode()
     def sample(
-        self,
-        logits: Tensor,
-        rows: SamplingRows,
-        *,
-        vocab_size: int,
-        token_ids: Tensor | None = None,
+        self, logits: Tensor, rows: SamplingRows, *, vocab_size: int, token_ids: Tensor | None = None,
         keep_probs: bool = False,
-    ) -> Sampled:
+    ) -> Sampled:  # fmt: skip
         if keep_probs:
             return super().sample(logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=True)
         return self._start_sample(logits, rows, vocab_size, token_ids).wait()
@@ -120,13 +115,9 @@ class CudaBackend(TorchBackend):
         return CudaPendingSample(tokens, HostCopy(tokens), logits, rows, token_ids)
 
     def prepare_draft_loop(
-        self,
-        steps: Sequence[tuple[CudaProgram, int]],
-        *,
-        vocab_size: int,
-        token_ids: Tensor | None = None,
+        self, steps: Sequence[tuple[CudaProgram, int]], *, vocab_size: int, token_ids: Tensor | None = None,
         is_block: bool = False,
-    ) -> CudaDraftLoop:
+    ) -> CudaDraftLoop:  # fmt: skip
         return CudaDraftLoop(
             self.recorder, self.sampler, steps, vocab_size=vocab_size, token_ids=token_ids, is_block=is_block
         )

@@ -227,58 +227,32 @@ class CudaDraftLoop:
     """`EarlyDraftLoop` of prepared programs (see Backend.prepare_draft_loop)."""
 
     def __init__(
-        self,
-        recorder: GraphRecorder,
-        sampler: CudaSampler,
-        steps: Sequence[tuple[CudaProgram, int]],
-        *,
-        vocab_size: int,
-        token_ids: Tensor | None,
-        is_block: bool,
-    ) -> None:
+        self, recorder: GraphRecorder, sampler: CudaSampler, steps: Sequence[tuple[CudaProgram, int]], *,
+        vocab_size: int, token_ids: Tensor | None, is_block: bool,
+    ) -> None:  # fmt: skip
         self._recorder, self._sampler, self._steps = recorder, sampler, steps
         self._vocab_size, self._token_ids, self._is_block = vocab_size, token_ids, is_block
         self._graphs: dict[tuple[CudaProgram, DraftShape], DraftGraph] = {}
 
     @torch.inference_mode()
     def draft(
-        self,
-        first: CudaProgram,
-        plan: StepPlan,
-        rows: SamplingRows,
-        depths: Sequence[int],
-        gates: Sequence[GateRule | None],
-        *,
-        hidden_pool: Tensor | None = None,
-    ) -> Drafts:
+        self, first: CudaProgram, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
+        gates: Sequence[GateRule | None], *, hidden_pool: Tensor | None = None,
+    ) -> Drafts:  # fmt: skip
         scored = any(gate is not None for gate in gates)
         return self._start(first, plan, rows, depths, None, scored=scored, hidden_pool=hidden_pool).drafts(gates)
 
     @torch.inference_mode()
     def draft_early(
-        self,
-        first: CudaProgram,
-        plan: StepPlan,
-        rows: SamplingRows,
-        depths: Sequence[int],
-        verify_inputs: VerifyInputs,
-        *,
-        scored: bool,
-        hidden_pool: Tensor | None = None,
-    ) -> CudaPendingDrafts:
+        self, first: CudaProgram, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
+        verify_inputs: VerifyInputs, *, scored: bool, hidden_pool: Tensor | None = None,
+    ) -> CudaPendingDrafts:  # fmt: skip
         return self._start(first, plan, rows, depths, verify_inputs, scored=scored, hidden_pool=hidden_pool)
 
     def _start(
-        self,
-        first: CudaProgram,
-        plan: StepPlan,
-        rows: SamplingRows,
-        depths: Sequence[int],
-        verify_inputs: VerifyInputs | None,
-        *,
-        scored: bool,
-        hidden_pool: Tensor | None,
-    ) -> CudaPendingDrafts:
+        self, first: CudaProgram, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
+        verify_inputs: VerifyInputs | None, *, scored: bool, hidden_pool: Tensor | None,
+    ) -> CudaPendingDrafts:  # fmt: skip
         stored = None if plan.hidden_slots is None else hidden_pool
         inputs, longest = _inputs(plan, rows, depths, verify_inputs)
         shape = DraftShape(

@@ -49,15 +49,9 @@ class GroupedProducts:
         self._head_tiles: dict[tuple[int, int], ExpertTiles] = {}
 
     def moe(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        bias: Tensor | None,
-        experts: Experts,
-        spec: RouterSpec,
-        plan: DevicePlan,
+        self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec, plan: DevicePlan,
         token_experts: TokenExperts | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Ops.moe."""
         launch, kind = self._launch, experts.activation
         ids, weights = self._route(logits, bias, spec, plan, token_experts)
@@ -82,13 +76,9 @@ class GroupedProducts:
         return out
 
     def _route(
-        self,
-        logits: Tensor,
-        bias: Tensor | None,
-        spec: RouterSpec,
-        plan: DevicePlan,
+        self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, plan: DevicePlan,
         token_experts: TokenExperts | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(expert ids int32, weights float32), both [R, top_k] in ascending order of id."""
         device, shape = logits.device, (len(logits), spec.top_k)
         ids, weights = torch.empty(shape, dtype=torch.int32, device=device), torch.zeros(shape, device=device)

@@ -156,14 +156,9 @@ class CudaOps:
         return self._products.head_linear(x, weights)
 
     def moe(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        bias: Tensor | None,
-        experts: Experts,
-        spec: specs.RouterSpec,
+        self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: specs.RouterSpec,
         token_experts: TokenExperts | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return self._products.moe(x, logits, bias, experts, spec, self._plan, token_experts)
 
     def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
@@ -182,13 +177,9 @@ class CudaOps:
             self._launch.scatter(v, self._plan["slots"], pool.values.flatten(1))
 
     def attend(
-        self,
-        q: Tensor,
-        pool: TorchKVPool,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+        self, q: Tensor, pool: TorchKVPool, spec: AttentionSpec, sinks: Tensor | None = None,
         chosen: TorchKVPool | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         selected = None if chosen is None else self._chosen[chosen]
         positions = selected or PositionList(ALL, self._plan.shape.context)
         splits = AttentionSplits(self._launch, q, spec, self._plan, positions.splits)
@@ -197,15 +188,9 @@ class CudaOps:
         return splits.join(positions, 0, sinks, dense=selected is None)
 
     def attend_compressed(
-        self,
-        q: Tensor,
-        pool: TorchKVPool,
-        entries: TorchKVPool,
-        spec: AttentionSpec,
-        every: int,
-        sinks: Tensor | None = None,
-        chosen: TorchKVPool | None = None,
-    ) -> Tensor:
+        self, q: Tensor, pool: TorchKVPool, entries: TorchKVPool, spec: AttentionSpec, every: int,
+        sinks: Tensor | None = None, chosen: TorchKVPool | None = None,
+    ) -> Tensor:  # fmt: skip
         context = self._plan.shape.context
         window_ends = PositionList(WINDOW_ENDS, max(context // every, 1), every)
         positions, among_entries = PositionList(ALL, context), window_ends if chosen is None else self._chosen[chosen]

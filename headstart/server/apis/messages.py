@@ -331,14 +331,11 @@ class MessagesRenderer(BlockRenderer):
         usage = self.generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens},
-            "seed": usage["seed"],
+            "input_tokens": usage["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.num_reasoning_tokens}, "seed": usage["seed"],
             "speculation": usage["speculation"],
-        }
+        }  # fmt: skip
 
 
 def _content(block: ResponseBlock) -> Json:

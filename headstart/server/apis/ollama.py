@@ -375,17 +375,12 @@ class OllamaChatRenderer(BlockRenderer):
         choice, usage, completion = self.choice.choice, self.generation.usage(), self.choice.completion
         timing = completion.timing if completion else {"ttft_s": 0.0, "decode_s": 0.0}
         return {
-            "done": True,
-            "done_reason": "length" if self.is_truncated else "stop",
-            "total_duration": _nanoseconds(time.perf_counter() - choice.started),
-            "load_duration": 0,
-            "prompt_eval_count": usage["prompt_tokens"],
-            "prompt_eval_duration": _nanoseconds(timing["ttft_s"]),
-            "eval_count": usage["completion_tokens"],
-            "eval_duration": _nanoseconds(timing["decode_s"]),
-            "seed": usage["seed"],
-            "speculation": usage["speculation"],
-        }
+            "done": True, "done_reason": "length" if self.is_truncated else "stop",
+            "total_duration": _nanoseconds(time.perf_counter() - choice.started), "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": _nanoseconds(timing["ttft_s"]),
+            "eval_count": usage["completion_tokens"], "eval_duration": _nanoseconds(timing["decode_s"]),
+            "seed": usage["seed"], "speculation": usage["speculation"],
+        }  # fmt: skip
 
 
 class OllamaGenerateRenderer(OllamaChatRenderer):

@@ -125,18 +125,13 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         raise BodyError(f"include: {LOGPROBS} is not supported", "include", REFUSED["top_logprobs"][1])
     effort = body.reasoning.effort if body.reasoning else None
     chat: Json = {
-        "model": body.model,
-        "messages": list(_messages(body)),
-        **{name: getattr(body, member) for name, member in names_in("responses").items()},
-        "stream": body.stream,
-        "tools": [_tool(tool) for tool in body.tools or ()] or None,
-        "tool_choice": _choice(body.tool_choice),
+        "model": body.model, "messages": list(_messages(body)),
+        **{name: getattr(body, member) for name, member in names_in("responses").items()}, "stream": body.stream,
+        "tools": [_tool(tool) for tool in body.tools or ()] or None, "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _format(body.text.format if body.text else None),
-        "reasoning_effort": effort,
-        "verbosity": body.text.verbosity if body.text else None,
-        "store": body.store,
-    }
+        "response_format": _format(body.text.format if body.text else None), "reasoning_effort": effort,
+        "verbosity": body.text.verbosity if body.text else None, "store": body.store,
+    }  # fmt: skip
     if effort == "none":
         chat["chat_template_kwargs"] = {"enable_thinking": False}
     return as_body(body, chat, ChatRequest)

@@ -243,21 +243,9 @@ def boundary(
 
 @triton.jit
 def last_tie(
-    scores,
-    row,
-    width,
-    stride,
-    temperature,
-    best,
-    least,
-    cut,
-    last,
-    at,
-    before,
-    goal,
-    WEIGHED: tl.constexpr,
+    scores, row, width, stride, temperature, best, least, cut, last, at, before, goal, WEIGHED: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """The last column among scores with key `at` that is still kept: number or mass before it is less than `goal`, or
     0. `before` counts the scores with higher keys."""
     found = tl.full((), -1, tl.int32)
