@@ -148,7 +148,7 @@ def short_work(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work: None) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
-    (docs / "a.md").write_text("A guide about towns and rivers. " * 60)
+    (docs / "a.md").write_text("A guide about towns and rivers. " * 22)
     common = {"out": out, "text": (docs,), "licence": "MIT", "max_tokens": 12}
     first = run(DataOptions(tokens=60, **common))
     second = run(DataOptions(tokens=160, **common))
