@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart import machine
 from headstart.config import EngineConfig
@@ -51,12 +51,26 @@ def backend() -> dict[str, str | None]:
     return {"name": name, "why": "; ".join(filter(None, (why, kind.detail())))}
 
 
-def gpus() -> list[str]:
-    """Returns names and memory of NVIDIA GPUs, as their driver reports them."""
+class InstalledGPU(NamedTuple):
+    """An NVIDIA GPU, as its driver reports it. Memory with its unit, such as 81559 MiB."""
+
+    name: str
+    free: str
+    total: str
+    driver: str
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.free} free of {self.total}, driver {self.driver}"
+
+
+def installed_gpus() -> list[InstalledGPU]:
     query = "--query-gpu=name,memory.free,memory.total,driver_version"
     rows = program_output(("nvidia-smi",), query, "--format=csv,noheader").splitlines()
-    fields = (row.rsplit(", ", 3) for row in rows)
-    return [f"{name}, {free} free of {total}, driver {driver}" for name, free, total, driver in fields]
+    return [InstalledGPU(*row.rsplit(", ", 3)) for row in rows]
+
+
+def gpus() -> list[str]:
+    return [str(each) for each in installed_gpus()]
 
 
 def package_versions() -> dict[str, str | None]:

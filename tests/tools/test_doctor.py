@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from headstart.tools import doctor
+from headstart.tools.launch.parallelism import NodeDevices, here
 
 
 def test_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +16,7 @@ def test_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert doctor.gpus() == ["NVIDIA H100, 80GB, 80000 MiB free of 81559 MiB, driver 570.10"]
+    assert here() == NodeDevices(1, 81559 * 2**20, "NVIDIA H100, 80GB", "cuda")
 
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

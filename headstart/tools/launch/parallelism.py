@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from headstart.errors import CapacityError, UsageError
-from headstart.tools.doctor import gpus
+from headstart.tools.doctor import installed_gpus
 from headstart.tools.launch.model_facts import ModelFacts
 from headstart.tools.launch.spec import Parallelism
 from headstart.tools.plan import shape
@@ -47,10 +47,11 @@ class Hardware:
 
 def here() -> NodeDevices:
     """Returns the GPUs of this machine, as their driver reports them."""
-    rows = [line.split(", ") for line in gpus()]  # name, memory in MiB, driver
-    if not rows:
+    gpus = installed_gpus()
+    if not gpus:
         return NodeDevices()
-    return NodeDevices(len(rows), min(float(row[1].split()[0]) for row in rows) * 2**20, rows[0][0], "cuda")
+    mib = min(float(each.total.removesuffix("MiB")) for each in gpus)
+    return NodeDevices(len(gpus), mib * 2**20, gpus[0].name, "cuda")
 
 
 def named_devices(text: str | None) -> NodeDevices:
