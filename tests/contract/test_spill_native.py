@@ -20,7 +20,8 @@ from headstart.tools.tiny import write_model
 pytest.importorskip("headstart.kernels.native._native")
 FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "mimo")
 PROMPT = support.prompt_of(300, 1)
-SETTINGS: dict[str, Any] = {"backend": "native", "threads": 1, "max_model_len": 400, "kv_blocks": 60}
+SETTINGS: dict[str, Any] = {"backend": "native", "threads": 1, "max_model_len": 400, "kv_blocks": 60, "depth": 2}
+"""With depth auto a head is asked only where drafts pay, which depends on the load of the machine."""
 
 
 @cache
@@ -47,8 +48,8 @@ def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
         assert answer(first) == expected
     with LLM(model_of(family), **settings, kv_spill=str(tmp_path)) as second:
         assert answer(second) == expected and second.engine.memory.spill.hits.total() == 288
-        blocks = {number: part.read(3) for number, part in second.engine.memory.spill._parts.items() if number != -2}
-        assert all(piece.any() for pieces in blocks.values() for piece in pieces[:1])
+        for number, part in second.engine.memory.spill._parts.items():
+            assert number == -2 or any(part.read(block)[0].any() for block in range(SETTINGS["kv_blocks"])), number
 
 
 def test_slots_of_pools_are_their_memory() -> None:
