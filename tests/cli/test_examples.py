@@ -85,7 +85,7 @@ def test_example(line: str) -> None:
     before, _, piped = line.rpartition("| ")
     words = shlex.split(piped)[1:]
     words = _made_little([LESS.get(flag, word) for flag, word in zip(["", *words], words, strict=False)])
-    if any(part in line for part in ONLY_READ):
+    if "--url" not in line and any(part in line for part in ONLY_READ):
         words = [word for word in words if word != "--json"] + ["--help"]
     else:
         _make_way(words)
