@@ -39,7 +39,7 @@ test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
 	@$(BIN)/python -m pytest -q -rR -n auto --dist loadfile --durations=25
 
-test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within a minute on two cores
+test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within two minutes on two cores
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow' $(FAST_TESTS)
 
 test-arm: $(STAMP) ## the kernels' tests on ARM, cross-compiled and under qemu; not part of the others

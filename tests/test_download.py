@@ -100,6 +100,7 @@ def broken() -> Iterator[Files]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_what_breaks_off_goes_on(broken: Files, tmp_path: Path) -> None:
     seen: list[int] = []
     assert download_by_range(
@@ -112,6 +113,7 @@ def test_what_breaks_off_goes_on(broken: Files, tmp_path: Path) -> None:
     assert len(broken.asked) == 3  # it is whole
 
 
+@pytest.mark.slow
 def test_a_server_without_ranges_sends_all_again(broken: Files, tmp_path: Path) -> None:
     broken.ranges, broken.breaks = False, 0
     (tmp_path / "file").write_bytes(b"something else" * 1000)
@@ -119,6 +121,7 @@ def test_a_server_without_ranges_sends_all_again(broken: Files, tmp_path: Path) 
     assert (tmp_path / "file").read_bytes() == DATA
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_says_why(broken: Files, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="404"):
         download_by_range(broken.url("/none"), tmp_path / "file", 10, no_progress)
@@ -128,6 +131,7 @@ def test_what_cannot_be_had_says_why(broken: Files, tmp_path: Path) -> None:
         download_by_range(broken.url("/file"), tmp_path / "file", 10, no_progress)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(system.WINDOWS, reason="files are not locked there")
 def test_one_process_at_a_time(broken: Files, tmp_path: Path) -> None:
     with _download._open_partial(tmp_path / "file") as first:

@@ -104,6 +104,7 @@ def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypa
     assert hub.pull("toy").read_bytes() == CONTENT  # unless the user says so
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
     def interrupt(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
@@ -145,6 +146,7 @@ def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.Monke
         hub.resolve("toy")
 
 
+@pytest.mark.slow
 def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
     wheel = next((tmp_path / "index").glob("*.whl"))

@@ -76,6 +76,7 @@ def test_numbers_of_numpy_and_one_text_for_a_list() -> None:
     assert (made.stop, made.bad_words, list(made.stop_token_ids)) == (("ab",), ("c",), [0, 1])
 
 
+@pytest.mark.slow
 def test_lists_pass_a_type_checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a user writes; with the settings, and the cache, of `make lint`."""
     monkeypatch.chdir(Path(__file__).parents[1])
@@ -99,6 +100,7 @@ def llm(**changes: Any) -> LLM:
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=60, ignore_eos=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
 def test_only_allowed_ids_come(drafter: str) -> None:
     allowed = [5, 9, 40, 77]
@@ -113,6 +115,7 @@ def test_only_allowed_ids_come(drafter: str) -> None:
         replace(PARAMS, allowed_token_ids=[])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
 def test_bad_words_do_not_come(drafter: str) -> None:
     """Of one token and of several, in the output alone: the prompt may hold them."""
@@ -145,6 +148,7 @@ def test_what_a_model_recommends(said: dict[str, Any], meant: dict[str, Any]) ->
     assert recommended(said) == meant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [{"temperature": -1}, {"top_p": "0.9"}, {"top_k": 1.5}, {"repetition_penalty": [1]}])
 def test_a_recommendation_that_means_nothing_is_refused(said: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(said))):

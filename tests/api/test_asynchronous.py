@@ -19,6 +19,7 @@ def expected() -> list[str]:
     return [done.text for done in LLM(headed_model("mimo"), CONFIG).generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_llm() -> None:
     async def run() -> None:
         async with AsyncLLM(headed_model("mimo"), CONFIG) as llm:
@@ -66,6 +67,7 @@ def test_leaving_ends_the_text_and_errors_arrive(slow: None) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_two_event_loops_one_after_the_other_and_texts_of_the_llm_itself() -> None:
     """The engine's thread serves both loops; threads that use `.llm` share its batch."""
     llm = AsyncLLM(headed_model("mimo"), CONFIG)

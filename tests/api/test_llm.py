@@ -103,6 +103,7 @@ def test_drafting_does_not_change_the_text(kind: str, temperature: float) -> Non
     assert_clean(each.engine)
 
 
+@pytest.mark.slow
 def test_stream_is_generate() -> None:
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, logprobs=1, stop=("zz",))
     for kind in MODELS:
@@ -121,6 +122,7 @@ def test_stream_is_generate() -> None:
     assert any(len(delta.token_ids) > 1 for delta in deltas), "an accepted draft arrives at once"
 
 
+@pytest.mark.slow
 def test_a_closed_stream_frees_everything() -> None:
     each = llm()
     stream = each.stream("the thing", SamplingParams(max_tokens=50, ignore_eos=True))
@@ -131,6 +133,7 @@ def test_a_closed_stream_frees_everything() -> None:
     assert not each.shared.inboxes
 
 
+@pytest.mark.slow
 def test_streams_side_by_side() -> None:
     """Two streams and a whole answer over one engine, taken in turns: each gets its own text."""
     each = llm("agreeing", depth=4)
@@ -164,6 +167,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
     assert not each.shared.inboxes
 
 
+@pytest.mark.slow
 def test_a_completion_is_plain_data() -> None:
     first = llm().generate(["the thing"], SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=4))[0]
     document = asdict(first)
@@ -237,6 +241,7 @@ def params_with(stop: str) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True, stop=(stop,))
 
 
+@pytest.mark.slow
 def test_a_choice_that_a_stop_string_ended_runs_no_further() -> None:
     each = llm("agreeing")
     stop = printable(free_text(each).text)[2:4]
@@ -247,6 +252,7 @@ def test_a_choice_that_a_stop_string_ended_runs_no_further() -> None:
     assert alive == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_first_of_several_stop_strings_wins() -> None:
     each = llm("agreeing")
     whole = printable(free_text(each).text)
@@ -312,6 +318,7 @@ def test_the_end_of_text_id_is_no_text() -> None:
     assert found.finish_reason == "stop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
 def test_max_tokens(max_tokens: int) -> None:
     each = llm("agreeing", depth=5)
@@ -392,6 +399,7 @@ def test_logprobs_of_every_token() -> None:
     )
 
 
+@pytest.mark.slow
 def test_logprobs_end_with_the_text() -> None:
     each = llm("agreeing", depth=5)
     whole = free_text(each)
@@ -565,6 +573,7 @@ def test_no_chat_template(tmp_path) -> None:
 CLOCK = GrammarSpec("regex", r"[0-9]{1,3}:[0-9]{2} (am|pm)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp"])
 def test_a_constraint_is_kept(drafter: str) -> None:
     """By every choice; where it ends is its own affair, and the end-of-text id is no text."""
@@ -585,6 +594,7 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
     assert not each.shared.inboxes
 
 
+@pytest.mark.slow
 def test_the_grammar_library_is_loaded_when_needed() -> None:
     code = """
 import sys

@@ -92,6 +92,7 @@ def test_what_is_broken_is_dropped(tmp_path: Path, how: str, caplog: pytest.LogC
     assert got(store, 1) == whole(1)
 
 
+@pytest.mark.slow
 def test_the_oldest_go_first(tmp_path: Path) -> None:
     store, now = BlockStore(tmp_path, 100 * 8192), time.time_ns()
     for number in range(300):
@@ -171,6 +172,7 @@ def writer(folder: Path, first: int, most: int, count: int) -> subprocess.Popen[
     return subprocess.Popen(words, stdout=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever lies there afterwards is whole, or found to be broken; what was left aside goes."""
     for turn in range(3):
@@ -195,6 +197,7 @@ def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list(tmp_path.rglob(".new-*"))
 
 
+@pytest.mark.slow
 def test_processes_share_a_directory_within_its_bound(tmp_path: Path) -> None:
     most, over = 100 * 200_704, []
     processes = [writer(tmp_path, turn * 10**6, most, 150) for turn in range(3)]

@@ -102,6 +102,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
         yield chat
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.type("slowly, please\r")
     terminal.wait_for("The sky is The sky ")
@@ -117,6 +118,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     assert terminal.process.wait(PATIENCE) == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "paste", ["one\ntwo\nthree\n", "\x1b[200~one\rtwo\rthree\x1b[201~\r"], ids=["plain", "bracketed"]
 )
@@ -128,6 +130,7 @@ def test_pasted_lines_are_one_turn(terminal: Terminal, paste: str) -> None:
     assert terminal.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.slow
 def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path: Path) -> None:
     for line in ('"""one', "two", "", 'three"""'):
         terminal.type(f"{line}\r")
@@ -141,6 +144,7 @@ def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path
     assert "two" in history.read_text() and history.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_lines_end_between_words(tmp_path: Path) -> None:
     with talking(tmp_path, columns=24) as terminal:
         terminal.type("slowly, please\r")
@@ -151,6 +155,7 @@ def test_lines_end_between_words(tmp_path: Path) -> None:
     assert {word for line in lines for word in line.split(" ")} == {"The", "sky", "is"}
 
 
+@pytest.mark.slow
 def test_another_answer_and_the_lines_of_an_earlier_conversation(tmp_path: Path) -> None:
     with talking(tmp_path) as terminal:
         terminal.type("/set temperature 0.7\r")

@@ -37,6 +37,7 @@ def test_help_imports_no_engine(line: str) -> None:
     assert not imported(*line.split()) & {*HEAVY, "tokenizers", "jinja2", "headstart.engine", "headstart.api"}
 
 
+@pytest.mark.slow
 def test_generate_imports_what_it_needs() -> None:
     pytest.importorskip("headstart.kernels.native._native")
     names = imported("generate", MODEL, "--backend", "native", "--prompt", "Hi", "--max-tokens", "1")

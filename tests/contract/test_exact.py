@@ -77,6 +77,7 @@ def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[i
     return engine.stats.accepted, engine.scheduler.num_preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "drafter"), [pytest.param(*pair, marks=slow(pair[0])) for pair in PAIRS])
 def test_drafting_changes_nothing(family: str, drafter: str) -> None:
     totals = [check("random", family, drafter, cell) for cell in CROWDED]
@@ -94,6 +95,7 @@ def test_no_pair_of_settings_changes_anything(family: str, drafter: str) -> None
             check("random", family, drafter, cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(family, marks=slow(family)) for family in (*STRUCTURES, *MIXERS)])
 def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
     totals = [check("agreeing", family, "mtp", cell) for cell in CROWDED]

@@ -127,6 +127,7 @@ def plain(backend: str, temperature: float) -> support.Outputs:
     return run(engine, varied_requests(temperature))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("groups", [0, 12])
 def test_drafting_changes_nothing(backend: str, groups: int) -> None:

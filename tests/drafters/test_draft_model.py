@@ -75,6 +75,7 @@ REQUESTS = [request(prompt_of(21, 3), max_tokens=30, stops=())]
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3", "mimo", "qwen3_moe")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *SLOW])
 @pytest.mark.parametrize("drafter", ["draft_model", "mixed"])
 def test_any_family_beside_any_other(family: str, drafter: str) -> None:
@@ -89,6 +90,7 @@ def test_any_family_beside_any_other(family: str, drafter: str) -> None:
             assert engine.stats.drafted > 100
 
 
+@pytest.mark.slow
 def test_rule_rejection_takes_its_distributions() -> None:
     engine = make(support.headed_model("llama", "draft_model"), drafter="draft_model", depth=3, rule="rejection")
     run(engine, varied_requests(1.0))

@@ -82,6 +82,7 @@ def engine_of(drafter: str = "ngram", **settings: object) -> Engine:
     return make(headed_model("mimo"), **{"drafter": drafter, "depth": 5, "kv_blocks": 24, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("drafter", "depth"), [("ngram", 5), ("mixed", "auto")])
 def test_the_same_again_is_drafted_and_the_text_stays(drafter: str, depth: int | str, temperature: float) -> None:

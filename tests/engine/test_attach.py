@@ -12,6 +12,7 @@ from headstart.heads.kind import HeadCheckpoint
 from headstart.layers.weights import trunk_fingerprint
 
 
+@pytest.mark.slow
 def test_a_head_of_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A fine-tune's head, or one of a stranger of the same sizes, runs; one line says so. Its own, and one that does
     not tell, are taken in silence."""

@@ -91,6 +91,7 @@ FLAGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
     backend = "native" if limits(EngineConfig()) is None else "reference"

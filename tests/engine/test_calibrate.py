@@ -49,6 +49,7 @@ class Machine:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [0.001, 0.05, 1.0])
 def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the one measurement that there must be, and the pass that goes on when the time is over."""
@@ -59,12 +60,14 @@ def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.Monke
     assert costs.passes.at(4) == pytest.approx(1.04 * base, rel=0.2) and not costs.busy and not engine.has_work
 
 
+@pytest.mark.slow
 def test_who_is_slow_for_a_while_is_slow_for_all_depths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(engine, monkeypatch, 0.004, 0.0002, *[1.0] * 20, *[3.0] * 20)
     costs = calibrate.calibrate(engine)
     assert [costs.passes.at(rows) for rows in (1, 2, 4)] == pytest.approx([0.0042, 0.0044, 0.0048])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 9, 33, 96])
 def test_a_pool_with_room_for_one_short_sequence(length: int) -> None:
     """Or none that is long enough to measure in."""
@@ -74,6 +77,7 @@ def test_a_pool_with_room_for_one_short_sequence(length: int) -> None:
     assert 0 < len(LLM(headed_model("mimo"), EngineConfig(**small)).generate([[5]])[0].token_ids) <= length - 1
 
 
+@pytest.mark.slow
 def test_what_is_kept_serves_a_busy_machine(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     facts = {"test": 1}
@@ -95,6 +99,7 @@ def test_what_is_kept_serves_a_busy_machine(engine: Engine, monkeypatch: pytest.
     assert started() == 0, "what was measured twice is not measured again: steps correct it"
 
 
+@pytest.mark.slow
 def test_what_a_second_start_does_not_find_is_measured_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

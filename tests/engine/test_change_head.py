@@ -29,6 +29,7 @@ def texts(engine: Engine, requests: list[Any], changes: dict[int, Model], config
     return {key: output.tokens for key, output in outputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [80, 16], ids=["room", "preempted"])
 @pytest.mark.parametrize("depth", [3, AUTO])
 def test_the_texts_stay_the_same(depth: Any, blocks: int) -> None:

@@ -214,6 +214,7 @@ def best_fixed(costs: Costs, rate: float) -> float:
     return min(seconds / sum(rate**i for i in range(k + 1)) for k, seconds in enumerate(steps))
 
 
+@pytest.mark.slow
 def test_never_far_from_the_best_fixed_depth() -> None:
     costs = Known(CostCurve.fit({1: [1.0], 8: [1.6], 64: [9.0]}), CostCurve.fit({1: [0.08], 64: [0.8]}))
     for rate in (0.3, 0.5, 0.7, 0.9):
@@ -244,6 +245,7 @@ def test_what_a_head_must_make_up_for_has_to_pay() -> None:
     assert [draft.gate.should_start for draft in drafts] == [True, True, False]
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_text_and_a_table_by_batch_size() -> None:
     model = headed_model("mimo")
     engine = LLM(model, EngineConfig(**SMALL, depth_by_batch="[[1, 2, 1], [3, 64, 0]]")).engine

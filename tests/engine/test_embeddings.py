@@ -42,6 +42,7 @@ def alone() -> list[np.ndarray]:
     return [embedded(llm, [text])[0] for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_the_mean_is_that_of_transformers(alone: list[np.ndarray]) -> None:
     llm = LLM(NAME, EngineConfig(max_model_len=256, backend="reference", dtype="float32"))
     model = AutoModel.from_pretrained(hub.resolve(NAME), dtype=torch.float32)

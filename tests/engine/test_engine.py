@@ -248,6 +248,7 @@ def test_preempted_sequences_resume_with_the_same_text() -> None:
     assert "0" not in order, "the oldest gave way"
 
 
+@pytest.mark.slow
 def test_what_is_reported_survives_preemption() -> None:
     """Prompt logprobs come once; cached tokens and lookups are those of the first admission."""
     model = headed_model(FAMILY)
@@ -269,6 +270,7 @@ def test_what_is_reported_survives_preemption() -> None:
 # Prefix cache.
 
 
+@pytest.mark.slow
 def test_prefix_hits_are_counted_and_change_nothing() -> None:
     model, prompt = headed_model(FAMILY), prompt_of(43, 1)
     engine = make(model, drafter="mtp", depth=3)
@@ -398,6 +400,7 @@ BAD: dict[str, tuple[Request, type[HeadstartError], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
 def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
     bad, error, message = BAD[case]
@@ -484,6 +487,7 @@ def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, ru
     assert 0.1 < engine.stats.accepted / engine.stats.drafted < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_rejection_is_exact_when_greedy(drafter: str) -> None:
     requests = varied_requests(0.0)

@@ -50,6 +50,7 @@ def test_a_dead_head_is_switched_off_loudly_and_tried_again(
     support.assert_clean(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "mtp", "mixed"])
 @pytest.mark.parametrize("depth", [FIXED_DEPTH, AUTO])
 def test_nobody_can_switch_drafting_off_for_others(

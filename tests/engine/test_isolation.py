@@ -118,6 +118,7 @@ class DeadEnd:
         return DeadEnd(self._left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
 def test_no_token_is_left(backend: str, settings: dict[str, Any]) -> None:
     alone = run(engine_of(backend, settings), neighbours())
@@ -132,6 +133,7 @@ def test_no_token_is_left(backend: str, settings: dict[str, Any]) -> None:
     assert_same(outputs, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
 def test_a_head_that_fails_ends_its_draft_only(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"drafter": "mtp", "depth": 4, "rule": rule}
@@ -171,6 +173,7 @@ def dead_end() -> tuple[LLM, GrammarSpec, dict[int, float]]:
     return llm, GrammarSpec("choice", ["x日", "the thing"]), {x: 100.0}
 
 
+@pytest.mark.slow
 def test_a_dead_end_of_the_grammar() -> None:
     llm, spec, bias = dead_end()
     constraint = GrammarCompiler(llm.tokenizer, VOCAB).compile(spec)

@@ -44,6 +44,7 @@ def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
         assert (engine.stats.drafted > 0) == (budget > 1), "one row holds no draft"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 3, 6])
 def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
     """Drafts that want the whole budget leave the rows of those behind them; whoever has no row yet waits."""

@@ -42,6 +42,7 @@ def rows_of(engine: Engine, *requests: Request) -> tuple[support.Outputs, int]:
     return support.run(engine, requests), engine.runner.num_rows - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> None:
     """300 tokens; whoever comes next computes the rows behind the last block or snapshot, and the head nothing."""
@@ -68,6 +69,7 @@ def test_the_next_engine_goes_on_from_the_files(family: str, tmp_path: Path) -> 
     assert engine.memory.spill.hits.total() == 296, "now from the pool"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "block", "draft_model", "medusa"])
 def test_other_heads(kind: str, tmp_path: Path) -> None:
     model, prompt = support.headed_model("llama", kind), support.prompt_of(200, 2)
@@ -81,6 +83,7 @@ def test_other_heads(kind: str, tmp_path: Path) -> None:
     assert found["r", 0].stats == expected["r", 0].stats, "drafts are the same, too"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [16, 80])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_varied_requests_with_little_room(family: str, blocks: int, tmp_path: Path) -> None:
@@ -95,6 +98,7 @@ def test_varied_requests_with_little_room(family: str, blocks: int, tmp_path: Pa
         assert not turn or blocks == 16 or engine.memory.spill.hits.total() > 0
 
 
+@pytest.mark.slow
 def test_many_at_once_that_begin_the_same(tmp_path: Path) -> None:
     model, common = support.agreeing_model("llama"), support.prompt_of(150, 3)
     requests = [ask([*common, *support.prompt_of(20 + i, i)], f"r{i}", n=2) for i in range(6)]
@@ -106,6 +110,7 @@ def test_many_at_once_that_begin_the_same(tmp_path: Path) -> None:
     assert engine.memory.spill.store.counts.loaded.total() < 120, "what they have in common is loaded once"
 
 
+@pytest.mark.slow
 def test_beyond_the_pool(tmp_path: Path) -> None:
     """Conversations in turn, each as long as the pool: the next turn finds what the pool has lost."""
     model = support.agreeing_model("llama")
@@ -125,6 +130,7 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["bit", "cut"])
 def test_broken_files_are_not_used(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, prompt = support.headed_model("qwen3_5"), support.prompt_of(300, 1)
@@ -157,6 +163,7 @@ def test_a_gap_ends_the_prefix(tmp_path: Path) -> None:
     assert engine.scheduler.prefix_hits == 160
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["weights", "config", "version", "backend", "block size"])
 def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, arrays = support.family_of("llama").tiny(num_hidden_layers=2)
@@ -185,6 +192,7 @@ def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkey
     assert other.scheduler.prefix_hits == 0 and other.memory.spill.store.counts.saved > 0
 
 
+@pytest.mark.slow
 def test_salts_stay_apart(tmp_path: Path) -> None:
     model, prompt = support.headed_model("llama"), support.prompt_of(200, 1)
     rows_of(engine_of(model, tmp_path), replace(ask(prompt), cache_salt="a"))
@@ -194,6 +202,7 @@ def test_salts_stay_apart(tmp_path: Path) -> None:
         assert engine.scheduler.prefix_hits == hits
 
 
+@pytest.mark.slow
 def test_without_a_disk_serving_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +268,7 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
     support.assert_clean(engine)
 
 
+@pytest.mark.slow
 def test_what_waits_for_files_gives_its_blocks_to_who_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = support.agreeing_model("llama"), [support.prompt_of(100, i) for i in range(4)]
     requests = [ask(prompt, f"r{i}", max_tokens=20) for i, prompt in enumerate(prompts)]
@@ -287,6 +297,7 @@ def test_another_head_on_a_running_engine(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@pytest.mark.slow
 def test_two_engines_at_once_on_one_folder(tmp_path: Path) -> None:
     """What one has written the other finds, while both run."""
     model, prompts = support.agreeing_model("llama"), [support.prompt_of(100, i) for i in range(6)]
@@ -298,6 +309,7 @@ def test_two_engines_at_once_on_one_folder(tmp_path: Path) -> None:
     assert [engine.scheduler.prefix_hits for engine in engines] == [3 * 96, 3 * 96]
 
 
+@pytest.mark.slow
 def test_the_bound(tmp_path: Path) -> None:
     model, most = support.agreeing_model("llama"), 600_000
     engine = engine_of(model, tmp_path, kv_spill_gb=most / 1e9)

@@ -57,6 +57,7 @@ def test_an_engine_accepts_what_its_model_does_not_say() -> None:
     assert engine.stats.document("mtp")["synthetic_acceptance"] == [0.8, 0.5, 0.2]
 
 
+@pytest.mark.slow
 def test_company_and_preemption_change_nothing_and_logprobs_are_of_what_is_emitted() -> None:
     alone, together = outputs(3, max_num_seqs=1)[1], outputs(3, kv_blocks=20)[1]
     assert {key: each.tokens for key, each in alone.items()} == {key: each.tokens for key, each in together.items()}

@@ -60,6 +60,7 @@ def test_bonus_follows_the_target():
     assert chi_square(counts, P[1]) < 18.5
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_exact_match():
     rng = np.random.default_rng(0)
     for seed in range(200):

@@ -33,6 +33,7 @@ def texts(model: Model, **settings: Any) -> tuple[Any, Any]:
     return outputs | {(f"{name} hot", choice): output for (name, choice), output in again.items()}, engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_texts_are_the_same_with_any_draft_vocabulary(sketches: Path, family: str) -> None:
     model = support.agreeing_model(family)
@@ -47,6 +48,7 @@ def test_texts_are_the_same_with_any_draft_vocabulary(sketches: Path, family: st
     assert accepted["full"] > 0 < accepted["auto"]
 
 
+@pytest.mark.slow
 def test_heads_with_an_lm_head_and_without_ids(sketches: Path) -> None:
     model = support.headed_model("qwen3", "eagle3")
     assert model.head and model.head.lm_head and model.head.draft_token_ids is None
@@ -55,6 +57,7 @@ def test_heads_with_an_lm_head_and_without_ids(sketches: Path) -> None:
     assert engine.drafting.num_vocab == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
     """What is drafted is what a head with that draft vocabulary of its own drafts."""
@@ -75,6 +78,7 @@ def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
     assert engines[0].stats.per_position == engines[1].stats.per_position
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("facts", [{}, {"causal": False, "anchor_predicts": False}, {"markov_rank": 8}], ids=str)
 def test_a_block_drafter_drafts_by_a_sketch(sketches: Path, facts: dict[str, Any]) -> None:
     model = support.tiny_model("qwen3", softness=0.1, num_hidden_layers=2)

@@ -123,6 +123,7 @@ def test_a_machine_that_cannot_hold_what_becomes_float32(tmp_path: Path, monkeyp
     assert caught.value.hint.startswith("--quantization int4 rounds them to 0.0 GB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_experts_in_nvfp4_with_scales_of_their_own(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

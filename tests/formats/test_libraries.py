@@ -73,6 +73,7 @@ def test_packed_integers_are_those_of_compressed_tensors(case: str) -> None:
     np.testing.assert_array_equal(found.astype(np.float16), expected.astype(np.float16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in test_small_floats.CASES if case.startswith(("nf4", "fp4"))])
 def test_four_bits_are_those_of_bitsandbytes(case: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")

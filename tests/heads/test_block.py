@@ -132,6 +132,7 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
         torch.testing.assert_close(sure, read @ t["confidence.weight"].T + t["confidence.bias"], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dspark", "dflash"])
 def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> None:
     """Which hidden states, positions and tokens go in: prompts in chunks, prefixes found again, drafts cut short."""

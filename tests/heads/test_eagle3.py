@@ -147,6 +147,7 @@ def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
     assert attach_head(model, path).spec.tap == (2, 4, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
     config, arrays = support.family_of("llama").tiny()

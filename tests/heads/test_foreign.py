@@ -89,6 +89,7 @@ def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> t
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "changes"), [("pytorch_model.bin", {}), ("model.safetensors", {"rope_scaling": SCALED})]
 )
@@ -132,6 +133,7 @@ def test_a_model_of_one_layer_is_no_head(tmp_path: Path) -> None:
     assert not is_head(written(tmp_path / "one", config, tensors, "model.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own_lm_heads", "layout"), [(True, "medusa_lm_head.pt"), (True, "vllm"), (False, "vllm")])
 def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: Path) -> None:
     model, layers = trunk(), 2

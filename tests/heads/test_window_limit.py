@@ -42,6 +42,7 @@ def drafted(engine: Engine, sequence: Sequence) -> tuple[int, list[int]]:
     return num_uncached, sequence.draft.tokens
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_a_head_that_made_up_for_all(model: Model) -> None:
     engine, text = support.make(model, depth=3), support.prompt_of(LENGTH, 3)
     reach = engine.runner.networks[0].receptive_field

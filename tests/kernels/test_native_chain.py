@@ -82,6 +82,7 @@ def record(head: str, *, whole: bool, **settings: Any) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_tokens_are_those_of_single_steps(head: str) -> None:
     ours, theirs = record(head, whole=True), record(head, whole=False)

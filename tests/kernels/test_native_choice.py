@@ -59,6 +59,7 @@ def test_ties_go_to_the_lowest_position(kind: str, first: int) -> None:
         assert chosen_positions(backend(path, 2), scores, first) == expected, path
 
 
+@pytest.mark.slow
 @paths
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("first", [0, 1])
@@ -73,6 +74,7 @@ def test_a_row_that_takes_all_has_the_bits_of_dense_attention(path: str, kv_dtyp
     assert not np.array_equal(found[70:], dense[70:])
 
 
+@pytest.mark.slow
 @paths
 def test_many_positions(path: str) -> None:
     """Scored in several stretches, by several threads: the bits of one, whatever else is in the pass."""

@@ -67,6 +67,7 @@ def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
     check_company(path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_mixture_is_its_parts(path: str, name: str) -> None:
@@ -176,6 +177,7 @@ def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | 
     return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=60)

@@ -88,6 +88,7 @@ def test_scales_of_weights(path: str, seed: int, name: str, width: int, out: int
         assert not np.isfinite(found[:, column]).any()
 
 
+@pytest.mark.slow
 @paths
 @given(seed=SEEDS, rows=st.integers(1, 9), groups=st.integers(1, 4), dim=st.sampled_from([2, 8, 16, 18, 34, 64]))
 @many
@@ -235,6 +236,7 @@ def test_poisoned_sequences(
         assert np.isnan(found[hurt]).any(1).all()
 
 
+@pytest.mark.slow
 @paths
 @given(**attention_world)
 @many

@@ -159,6 +159,7 @@ SPECS = [
 """Types of keys, the first position, and AttentionSpec: values narrower or wider than keys, many heads over one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kv_dtype", "first", "spec"), SPECS)
 def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) -> None:

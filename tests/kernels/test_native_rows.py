@@ -118,6 +118,7 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
     assert_same_bits({"y": np.concatenate(rows)}, {"y": np.concatenate(found)}, seen)
 
 
+@pytest.mark.slow
 @paths
 @kv_dtypes
 @pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal", "the best 37", *BLIND])
@@ -136,6 +137,7 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
         assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[1][i : i + 1]}, i)
 
 
+@pytest.mark.slow
 @paths
 @kv_dtypes
 @pytest.mark.parametrize("seen", ["all", "window 300", "causal"])
@@ -257,6 +259,7 @@ def broken(plan: StepPlan, **changes: Any) -> StepPlan:
     return replace(plan, **{name: np.array(value, np.int32) for name, value in changes.items()})
 
 
+@pytest.mark.slow
 def test_plans_are_checked() -> None:
     world = World(PATHS[0], "bfloat16")
     plan = plan_of([Part(np.arange(3), 14, np.array([2, 5]))])

@@ -67,6 +67,7 @@ def test_one_node_with_one_cache(cpus: int, sizes: list[int], tmp_path: Path) ->
 GROUPS = ((2, 0, (0,)), (1, 0, ()), (2, 1, (0, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["share", "interleave", "replicate"])
 def test_placed_weights_are_the_same(how: str) -> None:
     """Each byte is copied, on each node, also where rows fill no pair of blocks and the matrix no page."""

@@ -221,6 +221,7 @@ def test_a_row_fails_alone(temperature):
 LOGITS = np.array([1.0, 0.2, -0.5, 0.9, -2.0, 0.0, 2.1, -1.0], np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [None, [0, 1, 4, 6, 7]], ids=["full", "reduced"])
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
 def test_distribution(params, ids):

@@ -31,6 +31,7 @@ def test_a_plan_counts_the_familys_tensors(family: str) -> None:
         assert parameters["head"] == num_elements(head_kind(spec.kind).shapes(spec, sizes.hidden_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_plan_counts_the_engines_cache(family: str) -> None:
     """Bytes of a position and of the states of a sequence, in a float32 cache of the engine."""
@@ -58,6 +59,7 @@ def test_attention_work_grows_with_the_context(family: str) -> None:
         assert (work[0] < work[1]) == (cost.mixer.kv_width > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", CARD_NAMES)
 def test_a_card_is_read_by_its_family(card: str) -> None:
     """Without a look at the common keys, and with the sum of its family's tensors."""

@@ -30,6 +30,7 @@ def logprobs(model: Model) -> list[float]:
     return [each.logprob for each in (*found.prompt_logprobs, *found.logprobs) if each]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", (*FAMILIES, "gemma3n"), indirect=True)
 def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
     """Names of older and newer transformers; towers of pictures and sounds are left out."""

@@ -26,6 +26,7 @@ GARBAGE: tuple[Any, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
     found = family_of(family)

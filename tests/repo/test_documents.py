@@ -38,6 +38,7 @@ def test_files_that_a_document_names_are_there(document: str) -> None:
     assert unknown <= {"org/model/file.gguf"}
 
 
+@pytest.mark.slow
 def test_numbers_of_documents_are_those_of_the_results() -> None:
     """What `python benchmarks/results.py` would write stands there."""
     command = [sys.executable, "benchmarks/results.py", "--check"]

@@ -48,6 +48,7 @@ def test_every_room_has_a_rank() -> None:
     assert rooms <= RANKS.keys(), f"give {sorted(rooms - RANKS.keys())} a floor in docs/ARCHITECTURE.md and here"
 
 
+@pytest.mark.slow
 def test_imports_only_go_down() -> None:
     wrong = []
     for path, tree in trees().items():
@@ -79,6 +80,7 @@ def _index(command: str) -> int:
     return COMMANDS.index(command) if command in COMMANDS else 0
 
 
+@pytest.mark.slow
 def test_what_begins_with_an_underscore_stays_in_its_folder() -> None:
     wrong = []
     for path, tree in trees().items():
@@ -99,6 +101,7 @@ def home_of(name: str) -> str | None:
     return folder if (PACKAGE / folder).is_dir() else "".join(f"{part}/" for part in parts[: places[0] - 1])
 
 
+@pytest.mark.slow
 def test_no_circles() -> None:
     """No file imports itself through others. Imports inside functions and for type checkers count."""
     reached = {path: _reached(path) for path in trees()}
@@ -138,6 +141,7 @@ def _file_of(name: str) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_torch_only_behind_kernels_and_train() -> None:
     wrong = [
         f"{path}:{line}"
@@ -148,6 +152,7 @@ def test_torch_only_behind_kernels_and_train() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_no_import_of_transformers_at_run_time() -> None:
     wrong = [
         f"{path}:{line}"
@@ -158,6 +163,7 @@ def test_no_import_of_transformers_at_run_time() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_family_name_only_in_its_file(family: str) -> None:
     words = re.compile(rf"(?<![a-z0-9]){family}(?![a-z0-9])")
@@ -222,6 +228,7 @@ ONLY_SOMEWHERE = {
 """Modules and names that Windows does not have, or macOS, or that differ there."""
 
 
+@pytest.mark.slow
 def test_the_operating_system_is_asked_in_one_place() -> None:
     wrong = []
     for path, tree in trees().items():

@@ -59,6 +59,7 @@ def safe(value: Any, names: tuple[str, ...]) -> bool:
     return not any(name in value or value.endswith(name[:size]) for name in names for size in range(1, len(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=MESSAGES)

@@ -21,6 +21,7 @@ def tokenizer(kind: str) -> Tokenizer:
     return Tokenizer.from_gguf(byte_level() if kind == "byte_level" else sentencepiece())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False])
 @given(ids=IDS)
@@ -33,6 +34,7 @@ def test_pushes_make_the_decoded_text(kind: str, skip: bool, ids: list[int]) -> 
     assert all(whole.startswith(text) for text in accumulate(pieces, initial=""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(max_size=20))
 @settings(deadline=None, max_examples=200)

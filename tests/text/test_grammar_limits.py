@@ -67,6 +67,7 @@ STEPS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value"),
     [("grammar", chained_rules(3000))] + [("json_schema", chained_definitions(900, step)) for step in STEPS],
@@ -80,6 +81,7 @@ def test_chains_compile_or_are_refused(kind: Any, value: Any) -> None:
     bounded().compile(GrammarSpec("regex", "still"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
@@ -108,12 +110,14 @@ def test_what_costs_too_much_is_refused(kind: Any, value: Any, message: str) -> 
     assert bounded().compile(HEAVY).mask().any()
 
 
+@pytest.mark.slow
 def test_anyof_of_thousands_is_refused_with_the_reason() -> None:
     schema = {"anyOf": [{"type": "object", "properties": {f"p{i}": {}}, "required": [f"p{i}"]} for i in range(3000)]}
     with pytest.raises(UsageError, match=r"cannot be used: it is too complex, or too long: .*3000 items; max is 2000"):
         compiler("tiny").compile(GrammarSpec("json_schema", schema))
 
 
+@pytest.mark.slow
 def test_many_choices() -> None:
     texts = [f"choice number {i * 7919 % 100_003}" for i in range(20_000)]
     state = compiler("tiny").compile(GrammarSpec("choice", texts))
@@ -124,6 +128,7 @@ def test_many_choices() -> None:
 TRICKY = st.text(alphabet=st.sampled_from('abAB \n\t"\\/.*+?()[]{}|^$#&-~<>_%@!\x00\x1b\x7f\x85é日🎉\u200b\u2028'))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(TRICKY, min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Random) -> None:
@@ -152,6 +157,7 @@ def test_the_beginning_of_a_forced_text_is_spelled_as_in_the_whole(monkeypatch: 
         assert 100 < len(beginning) < len(whole) and whole[: len(beginning)] == beginning
 
 
+@pytest.mark.slow
 def test_kept_within_bytes_and_failures_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.text.grammar_state.LEXER_GROWTH", 0)  # estimated from seconds: another each run
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, cached_bytes=2**20))
@@ -188,6 +194,7 @@ def test_what_one_text_fills_does_not_end_another(monkeypatch: pytest.MonkeyPatc
     assert (other.mask() == compiled.compile(spec).mask()).all()
 
 
+@pytest.mark.slow
 def test_the_process_is_alone_and_is_started_again() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.set_inheritable(True)
@@ -310,6 +317,7 @@ def walk(state: GrammarState, rng: random.Random) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_random_constraints_are_walked_or_refused(fuzz: int) -> None:
     """Whatever a mask allows is taken; going back leads to the same masks; a look ahead changes nothing."""
     for number in range(120 * fuzz):

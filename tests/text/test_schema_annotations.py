@@ -103,12 +103,14 @@ def compile_both(schema: dict[str, Any]) -> None:
     compiler().compile(GrammarSpec("tools", ToolCalls([tool])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_format_is_taken(name: str) -> None:
     compile_both({"type": "string", "format": name})
     compile_both({"type": "object", "properties": {"a": {"anyOf": [{"type": "integer", "format": name}, TEXT]}}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANNOTATIONS)
 def test_annotations_are_taken(name: str) -> None:
     compile_both({"type": "object", "properties": {"a": {**TEXT, name: ANNOTATIONS[name]}}})

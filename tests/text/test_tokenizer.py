@@ -108,6 +108,7 @@ def reference_pieces(text: str) -> list[str]:
     return parts
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="helowrd ", min_size=1, max_size=24))
 @settings(deadline=None, max_examples=200)
 def test_sentencepiece_merges_by_score(text: str) -> None:
@@ -120,6 +121,7 @@ PARTS = st.lists(st.sampled_from(["a", "b", "▁", "é", "aa", "ab", "<0xC3>", "
 VOCABULARIES = st.lists(st.tuples(PARTS, st.integers(-3, 0), st.integers(1, 6)), max_size=40)
 
 
+@pytest.mark.slow
 @given(VOCABULARIES, st.lists(st.text(alphabet="aab é", max_size=30), min_size=5, max_size=5))
 @settings(deadline=None, max_examples=300)
 def test_merges_are_those_pairs_that_a_text_reaches(pieces: list[tuple[str, int, int]], texts: list[str]) -> None:

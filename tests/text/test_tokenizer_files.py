@@ -89,6 +89,7 @@ def best_cut(text: str) -> float:
     return sums[-1]
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="helowrd ", min_size=1, max_size=16))
 @settings(deadline=None, max_examples=60)
 def test_unigrams_have_the_best_sum(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:

@@ -168,6 +168,7 @@ def test_text_around_calls(name: str) -> None:
     assert content(events) == "Let me <b>look</b>.\n" + "\nBetween." + " Done.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "text",
@@ -363,6 +364,7 @@ ODD: list[tuple[str, list[Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", JSON_CALLS)
 @pytest.mark.parametrize(("arguments", "wanted"), ODD, ids=range(len(ODD)))
 def test_arguments_are_one_object_for_each_call(call: str, arguments: str, wanted: list[Any]) -> None:

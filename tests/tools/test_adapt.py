@@ -112,6 +112,7 @@ def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
     assert json.dumps(found.data())
 
 
+@pytest.mark.slow
 def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     head = write(tmp_path / "head", model, agreeing=True)
     save_head(folder_of(model) / "mtp", head, FACTS)
@@ -163,6 +164,7 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
     return main(["adapt", *words, "--threads", "1", "--json", "--minutes", "30"])
 
 
+@pytest.mark.slow
 def test_the_better_head_is_kept_and_the_worse_one_not(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

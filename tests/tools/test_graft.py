@@ -309,6 +309,7 @@ def test_a_fine_tune_with_other_positions_is_noted(base: Path, tmp_path: Path) -
     assert any("rope_theta is 500000.0 here" in note for note in report.data["notes"])
 
 
+@pytest.mark.slow
 def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
     """Strip the head of a tiny MiMo, graft it back: the same tokens and the same drafts."""
     whole = write_tiny("mimo", tmp_path / "whole", num_hidden_layers=2)

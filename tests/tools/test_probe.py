@@ -212,6 +212,7 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> None:
     found = Endpoint(Server.at(endpoint)).stream("predictable", "a a a", 5, 0.0)
     assert (found.tokens, len(found.arrivals)) == (5, 3)

@@ -171,6 +171,7 @@ def differing(document: dict[str, Any]) -> set[tuple[str, str]]:
     return {(row["condition"], row["sampling"]) for row in document["conditions"] if row["outcome"] == "differs"}
 
 
+@pytest.mark.slow
 def test_an_exact_server(capsys: Capture) -> None:
     with served() as server:
         code, found = probed(capsys, server.url)
@@ -182,6 +183,7 @@ def test_an_exact_server(capsys: Capture) -> None:
     assert found["summary"].startswith("EXACT: none of 32 answers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "condition"), [("company", "company"), ("kept", "company"), ("warm", "warm"), ("stream", "streamed")]
 )
@@ -194,6 +196,7 @@ def test_a_server_that_differs_in_one_way(fault: str, condition: str, capsys: Ca
     assert "elsewhere" in place["one"] + place["other"] and place["character"] > 10
 
 
+@pytest.mark.slow
 def test_drafting_is_compared_with_a_second_server(capsys: Capture) -> None:
     with served(drafts=1) as server, served("drafting") as plain, served() as same:
         code, found = probed(capsys, server.url, "--against", plain.url)
@@ -203,6 +206,7 @@ def test_drafting_is_compared_with_a_second_server(capsys: Capture) -> None:
     assert any("drafts were made" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_seeds_is_not_said_to_differ_by_anything_else(capsys: Capture) -> None:
     with served("seed", drafts=1) as server, served("seed") as plain:
         code, found = probed(capsys, server.url, "--against", plain.url)
@@ -212,6 +216,7 @@ def test_a_server_that_ignores_seeds_is_not_said_to_differ_by_anything_else(caps
     assert {row["outcome"] for row in found["conditions"] if row["sampling"] == "greedy"} == {"equal"}
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses_is_named(capsys: Capture) -> None:
     with served(refuses=("seed", "response_format", "tools", "return_token_ids")) as server:
         code, found = probed(capsys, server.url)
@@ -222,6 +227,7 @@ def test_what_a_server_refuses_is_named(capsys: Capture) -> None:
     assert set(found["conditions"][0]["forms"]) == {"short", "long"}
 
 
+@pytest.mark.slow
 def test_known_faults_of_an_engine_are_told_to_people(capsys: Capture) -> None:
     with served("company", owner="llamacpp") as server:
         assert main(["probe", server.url, "--exact", "--minutes", "0.001", "--max-tokens", "12"]) == 1
@@ -240,6 +246,7 @@ def test_wrong_usage(words: str, message: str, capsys: Capture) -> None:
     assert main(["probe", "http://127.0.0.1:1", *words.split()]) == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_everything(capsys: Capture) -> None:
     with served(refuses=("messages", "prompt")) as server:
         assert main(["probe", server.url, "--exact"]) == 2 and "is not supported" in capsys.readouterr().err

@@ -23,6 +23,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(write_tiny("mimo", tmp_path / "model", num_nextn_predict_layers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [
     "verify {} --max-tokens 2 --temperatures 0 --batch-sizes 1 --chunk-sizes 32 --preemption off "
     "--prefix-cache off --thread-counts 1",
@@ -35,6 +36,7 @@ def test_defaults_fit_the_head(command: str, two: str, capsys: Capture) -> None:
     assert main(command.format(two).split()) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["verify {} --depths 3 --max-tokens 2", "bench step {} --depth 3", "bench {} --modes 3"]
 )

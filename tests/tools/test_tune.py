@@ -110,6 +110,7 @@ class Clock:
         return replace(made, concurrency=load.concurrency)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 3.0, 10.0, 50.0])
 def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer candidates where cells are long, until one is left; and enough pairs for a verdict if that can be."""

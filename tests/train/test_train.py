@@ -253,6 +253,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(tmp_path: Path, family: str) -> None:
     """A scaled or a partial rope, norms of q and k, a gate."""

@@ -291,6 +291,7 @@ def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ben
     return document, folder
 
 
+@pytest.mark.slow
 def test_modes_alternate_and_the_document_can_be_read_back(measured: tuple[BenchDocument, Path]) -> None:
     document, folder = measured
     assert [each.mode for each in document.cells[:6]] == ["off", "1", "auto", "auto", "1", "off"]
@@ -372,6 +373,7 @@ def test_compare(measured: tuple[BenchDocument, Path], tmp_path: Path, capsys: C
     assert "in common" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "code", "error"), [(KeyboardInterrupt(), 130, "interrupted"), (CapacityError("no room"), 1, "no room")]
 )

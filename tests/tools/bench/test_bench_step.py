@@ -68,6 +68,7 @@ def test_passes_of_a_second_model_are_drafts(plain: str) -> None:
     assert all(len(row["samples_ms"]) == 2 for row in data["passes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_report(headed: str, backend: str) -> None:
     report = bench(headed, backend=backend)

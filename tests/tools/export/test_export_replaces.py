@@ -96,6 +96,7 @@ AFTER: dict[str, Callable[[Path, Path], Path]] = {
 """What the user has put into an output."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("target", [*BEFORE, *AFTER])
 def test_what_is_never_replaced(

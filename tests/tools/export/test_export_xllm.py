@@ -328,6 +328,7 @@ def test_bad_input_is_said_before_anything_is_written(change: str, tmp_path: Pat
     assert said in captured.err and not captured.out and not (tmp_path / "deep").exists()
 
 
+@pytest.mark.slow
 def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
     """One plain tensor of 24 MB and one FP8 matrix that becomes 24 MB."""
     rows, columns = 6144, 2048

@@ -43,6 +43,7 @@ def raw(path: Path, header: bytes, data: int = 40, claims: int | None = None) ->
     return path
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.dictionaries(st.text(max_size=8) | st.just("__metadata__"), entries | values, max_size=4))
 @example({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}})
@@ -62,6 +63,7 @@ def test_safetensors_bytes(tmp_path: Path, header: bytes, claims: int | None) ->
         read_file(raw(tmp_path / "x.safetensors", header, claims=claims))
 
 
+@pytest.mark.slow
 @FUZZ
 @given(
     st.sampled_from([2, 3]), st.integers(0, 3) | st.just(2**62), st.integers(0, 3) | st.just(2**62),

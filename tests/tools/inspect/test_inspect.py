@@ -65,6 +65,7 @@ def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
         assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
 
 
+@pytest.mark.slow
 def test_absurd_promises_and_sizes(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="1000000000"):
         declared({"num_nextn_predict_layers": 10**9})
@@ -330,6 +331,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_deep_finds_a_dead_head(tmp_path: Path) -> None:
     report = inspect.run(InspectOptions(model=str(write_tiny("mimo", tmp_path)), deep=True))
     deep = report.data["deep"]

@@ -246,6 +246,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path, monkeypatc
     assert look()["heads"]["verdict"] == "alive"
 
 
+@pytest.mark.slow
 def test_the_environment_is_honoured_and_torch_is_not_needed(hub: Hub, tmp_path: Path) -> None:
     write(hub.folder, config_of(ANIMAL), whole(), shards=2)
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}

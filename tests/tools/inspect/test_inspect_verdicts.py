@@ -73,6 +73,7 @@ def test_files_that_no_engine_opens(tmp_path: Path) -> None:
         look(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind.startswith("xllm")])
 def test_modules_cut_out_for_xllm(tmp_path: Path, kind: str) -> None:
     config, shapes = DRAFTERS[kind]

@@ -52,6 +52,7 @@ def test_better_is_beyond_chance() -> None:
     assert not is_better(counts(3, 2, drafts=4), counts(1, 0, drafts=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [200, 60], ids=["plain", "in doubt"])
 @pytest.mark.parametrize("better", [None, "a RoPE that is interleaved"])
 def test_deep_names_the_reading_that_fits(

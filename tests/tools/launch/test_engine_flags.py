@@ -98,6 +98,7 @@ def _taken(name: str, installed: InstalledProgram) -> set[str]:
     return set(re.findall(r"--[\w-]+", shown.stdout + shown.stderr))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_tables_are_of_the_newest_release(engine: str) -> None:
     """Warns where the package index has a newer release than the tables; fails never, since releases come every day."""

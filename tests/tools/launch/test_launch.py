@@ -375,6 +375,7 @@ def test_an_installed_engine(installed: Path, model: str) -> None:
     assert line[:5] == [str(installed / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_at_once_is_told_with_its_log(installed: Path, model: str) -> None:
     (installed / "python").write_text("#!/bin/sh\necho 'ValueError: no such thing' >&2\nexit 9\n")
     options = LaunchOptions(engine="vllm", model=model, program=str(installed), gpus="none", port=1)

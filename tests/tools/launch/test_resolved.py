@@ -84,6 +84,7 @@ def _models(folder: Path) -> list[str]:
     return [str(gguf_files.written(writer, path)), *(_written(folder / name, SMALL[name]) for name in SMALL)]
 
 
+@pytest.mark.slow
 def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: tuple[Any, Any]) -> None:
     wrong, (lines, _) = [], tried
     for engine, line in lines:

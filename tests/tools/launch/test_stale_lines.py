@@ -16,6 +16,7 @@ from headstart.tools.launch.translate import find_engine, translate_text
 LINES = json.loads(Path(__file__).with_name("stale_lines.json").read_text("utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", LINES, ids=[entry["source"] for entry in LINES])
 def test_stale_line(entry: dict[str, Any]) -> None:
     version = entry.get("version")

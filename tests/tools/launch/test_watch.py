@@ -82,6 +82,7 @@ def kill(running: ServerGroup, place: int) -> None:
     os.kill(running.processes[place].process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         assert running.front.process is None
@@ -90,6 +91,7 @@ def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
     assert all(each.exit_reason() for each in running.processes)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "server") as running:
         running.wait(lambda *progress: None)
@@ -99,6 +101,7 @@ def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: py
     assert "the engine was killed by signal 9 (SIGKILL)" in str(ended[0]) and "its log is" in str(ended[0])
 
 
+@pytest.mark.slow
 def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(lambda *progress: None)
@@ -110,6 +113,7 @@ def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert "copy-1 was killed by signal 9 (SIGKILL)" in said[0] and "starting it again (1 of 3)" in said[0]
 
 
+@pytest.mark.slow
 def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(lambda *progress: None)
@@ -121,6 +125,7 @@ def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: py
     assert "Error: no more memory" in str(ended[0])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_there_but_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine whose workers are gone: it is ended, and started again."""
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
@@ -134,6 +139,7 @@ def test_a_server_that_is_there_but_does_not_answer(tmp_path: Path, monkeypatch:
     assert "copy-0 does not answer /health any more" in said[0]
 
 
+@pytest.mark.slow
 def test_one_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
     wrong = pytest.raises(UsageError, match="copy-0 ended with code 1 before it answered: Error: no such model")
     with wrong, servers(tmp_path, "copy-0", "router", fails="no such model") as running:

@@ -147,6 +147,7 @@ def test_a_lone_config_with_small_experts_counts_them_so(tmp_path: Path) -> None
     assert sum(model.weight_bytes().values()) == pytest.approx(862e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_room_explains_itself() -> None:
     """Whatever the sizes: a reason for all but what fits."""
     rooms: list[MemoryEstimate] = [

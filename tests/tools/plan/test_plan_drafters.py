@@ -26,6 +26,7 @@ def sized(card: str, drafter: str) -> SizedModel:
     return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*MADE, "mtp"])
 def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> None:
     for card in CARD_NAMES:
@@ -147,6 +148,7 @@ ODD = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(card=st.sampled_from(CARD_NAMES), changes=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
 def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ def test_long_prompts_hold_up_answers_where_both_are_on_one_machine() -> None:
     assert np.mean(whole.ttft_s) < np.mean(apart.result.ttft_s)
 
 
+@pytest.mark.slow
 def test_plan_says_when_it_pays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts and little time for a token: apart; short ones: not, and not over a slow network either."""
     monkeypatch.setattr(fleet, "MAX_DISAGGREGATED_REQUESTS", 600)

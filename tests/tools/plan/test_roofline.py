@@ -267,6 +267,7 @@ def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(write_tiny("mimo", tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = plan.run(plan.PlanOptions(model=tiny_here, context=100)).data
     assert first["machine"]["name"] == "here" and first["machine"]["rates"]["measured_draft"] is not None
@@ -279,6 +280,7 @@ def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.Monke
         plan.run(plan.PlanOptions(model=tiny_here, context=513))
 
 
+@pytest.mark.slow
 def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
     tiny_here: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
         assert measure.cache_path(tiny_here, EngineConfig()).exists() is not disturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek_v4", "gemma4", "nemotron_h", "qwen3_5_moe"])
 def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
     own = str(write_tiny(family, tmp_path / family))

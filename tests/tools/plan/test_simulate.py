@@ -69,6 +69,7 @@ def test_a_load_in_words() -> None:
             parse_load(text)
 
 
+@pytest.mark.slow
 def test_a_fleet_costs_less_with_drafts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "MAX_REQUESTS", 1500)
     monkeypatch.setattr(fleet, "MAX_DISAGGREGATED_REQUESTS", 600)

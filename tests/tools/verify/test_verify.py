@@ -67,6 +67,7 @@ def test_no_difference_over_the_whole_grid(folder: Path) -> None:
     json.dumps(data, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_a_second_model_drafts(folder: Path) -> None:
     """The trunk itself, no smaller than the trunk: it was asked for by name."""
     asked = options(folder, drafters=("draft_model",))
@@ -74,6 +75,7 @@ def test_a_second_model_drafts(folder: Path) -> None:
     assert report.ok and max(cell["acceptance_length"] for cell in report.data["cells"]) > 2
 
 
+@pytest.mark.slow
 def test_one_prompt_alone_is_in_nobodys_way(folder: Path) -> None:
     report = verify.run(options(folder, prompts=PROMPTS[:1]))
     assert report.ok and "no cell in which sequences could preempt each other" in report.lines[-3]
@@ -286,6 +288,7 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
     assert len(cells) <= np.prod(sizes) and len({tuple(cell.values()) for cell in cells}) == len(cells)
 
 
+@pytest.mark.slow
 def test_the_grid_is_small() -> None:
     """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
     factors = VerifyOptions(thread_counts=(1,)).factors()
@@ -297,6 +300,7 @@ def test_the_grid_is_small() -> None:
     assert default_drafters(VerifyOptions(model="another"), None) == ("ngram",)
 
 
+@pytest.mark.slow
 def test_the_full_grid_compares_two_thousand_texts() -> None:
     full = VerifyOptions(**FULL, thread_counts=(1, 2))
     assert (full.min_texts, full.max_tokens) == (2000, 64)
