@@ -35,6 +35,15 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
         return file.read()
 
 
+def read_text(path: str | Path, hint: str, flag: str = "") -> str:
+    """The text of a UTF-8 file. flag: the option that names it. Raises UsageError with this hint."""
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"{flag and flag + ': '}cannot read {path}: {reason}", hint) from None
+
+
 def write_atomic(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file so that readers see the old or the new content. Raises OSError, which names `path`."""
     write_atomic_chunks(path, [content.encode() if isinstance(content, str) else content])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin, get_type_hints
 
+from headstart import files
 from headstart.cli.parser import Option, OptionGroup, argument, option
 from headstart.cli.render import finish, progress
 from headstart.config import (
@@ -86,11 +87,7 @@ class PromptOptions(OptionGroup):
 
 def read_text(path: Path, flag: str) -> str:
     """The text of the file that `flag` names. Raises UsageError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{flag}: cannot read {path}: {reason}", "is the path right?") from None
+    return files.read_text(path, "is the path right?", flag)
 
 
 def read_template(name: str | None) -> "ChatTemplate | None":

@@ -18,6 +18,7 @@ from typing import Any
 
 from headstart.cli.parser import CONFIG, Command, Option
 from headstart.errors import UsageError, did_you_mean
+from headstart.files import read_text
 
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"
@@ -124,10 +125,7 @@ class Settings:
     def _load(self) -> dict[str, Any]:
         assert self.file is not None
         try:
-            return tomllib.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise UsageError(f"cannot read {self.file}: {reason}", f"{CONFIG} names the file with settings") from None
+            return tomllib.loads(read_text(self.file, f"{CONFIG} names the file with settings"))
         except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise UsageError(f"{self.file} is no TOML: {error}", "for example: threads = 4") from None
 

@@ -192,6 +192,13 @@ class DraftVocabulary:
     sketch: SketchedLinear | None = None  # replaces the LM head
 
 
+class TextLookup(Protocol):
+    """An index of texts, each with an owner."""
+
+    def find(self, owner: int, tokens: Seq[int], limit: int) -> tuple[list[int], int]:
+        """Up to `limit` tokens after the longest match with the end of `tokens`, and the match's length; 0: none."""
+
+
 @dataclass(frozen=True)
 class TargetModel:
     """What a drafter may use of the target model.
@@ -207,7 +214,7 @@ class TargetModel:
     token_budget: int  # maximum rows per pass
     ngram: tuple[int, int]  # smallest and largest n of prompt lookup
     shared_lookup: bool = False  # texts of other requests may be looked up
-    lookup_corpus: Seq[int] = ()  # token ids of a text that is looked up for all requests
+    lookup_corpus: TextLookup | None = None  # index of a text that all requests look up
     head: Head | None = None
     vocabulary: DraftVocabulary = DraftVocabulary()
 

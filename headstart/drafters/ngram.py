@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from headstart.core import Draft, Sequence
-from headstart.drafters.base import Drafter, DraftRequest, TargetModel
+from headstart.drafters.base import Drafter, DraftRequest, TargetModel, TextLookup
 
 MAX_MATCH = 16  # longest match in the sequence that is counted; longer ones are no more reliable
 SHARED = "shared"  # Draft.method of drafts from other texts, whose acceptance is estimated separately
@@ -29,18 +29,14 @@ class NgramDrafter(Drafter):
     method = "ngram"
 
     def __init__(
-        self, smallest: int, largest: int, shared: "SharedLookup | None" = None, corpus: "SharedLookup | None" = None
+        self, smallest: int, largest: int, shared: "SharedLookup | None" = None, corpus: TextLookup | None = None
     ) -> None:
         self._sizes, self._shared, self._corpus = range(smallest, largest + 1), shared, corpus
         self._indexes: dict[Sequence, _Index] = {}
 
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
-        corpus = None
-        if target.lookup_corpus:
-            corpus = SharedLookup(PER_TOKEN * (len(target.lookup_corpus) + MAX_SHARED_MATCH))
-            corpus.add(ANYONE, (), target.lookup_corpus)
-        return cls(*target.ngram, SharedLookup() if target.shared_lookup else None, corpus)
+        return cls(*target.ngram, SharedLookup() if target.shared_lookup else None, target.lookup_corpus)
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
         for request in requests:
@@ -48,6 +44,7 @@ class NgramDrafter(Drafter):
             start, size = self._find(sequence)
             matched = _matched(tokens, start, size) if size else 0
             elsewhere, longest = list[int](), matched
+            texts: TextLookup | None
             for texts, owner in ((self._shared, _owner(sequence)), (self._corpus, ANYONE)):
                 if texts and longest < MAX_MATCH:
                     found, longer = texts.find(owner, tokens, request.depth)
@@ -147,6 +144,13 @@ class SharedLookup:
         self._tokens = np.zeros(0, np.int32).data  # the ring comes with the first text
         self._owners = np.zeros(0, np.int64).data
         self._chains: tuple[_Chain, ...] = ()
+
+    @classmethod
+    def of_corpus(cls, tokens: Seq[int]) -> Self:
+        """The index of one text that all requests look up."""
+        lookup = cls(PER_TOKEN * (len(tokens) + MAX_SHARED_MATCH))
+        lookup.add(ANYONE, (), tokens)
+        return lookup
 
     def add(self, owner: int, context: Seq[int], text: Seq[int]) -> None:
         """Adds a text; `context` is the text before it, whose end helps to find the beginning."""

@@ -14,13 +14,14 @@ from headstart.cache.blocks import STATE, TRUNK, BlockPart
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import StateCacheManager
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
-from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel
+from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel, TextLookup
+from headstart.drafters.ngram import SharedLookup
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
-from headstart.files import read_regular
+from headstart.files import read_text
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network, NetworkHandle
@@ -52,7 +53,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     drafter_type, method = select_drafter(model, config)
     runner = Runner(model.backend, model.config.vocab_size, keep_probs=config.rule == "rejection")
     vocabulary = reduced_vocabulary(model, config.draft_vocab) if drafter_type else DraftVocabulary()
-    drafter = drafter_type.attach(_target(model, config, runner, vocabulary)) if drafter_type else None
+    corpus = _lookup_corpus(model, config.lookup_corpus) if drafter_type else None
+    drafter = drafter_type.attach(_target(model, config, runner, vocabulary, corpus)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
         hint = f"use --depth {drafter.max_depth} or less"
         raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
@@ -68,6 +70,7 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
     engine = Engine(runner, memory, drafter, config, max_length)
+    engine.drafting.lookup_corpus = corpus
     if drafter_type and engine.drafting.has_head:
         engine.drafting.num_vocab = num_exact(model, vocabulary)
         if can_sketch(model, config.draft_vocab):
@@ -80,7 +83,8 @@ def _use_sketch(engine: Engine, model: Model, config: EngineConfig, drafter_type
     vocabulary = DraftVocabulary(sketch=find_sketch(engine, model, identity(model, config)))
     if vocabulary.sketch is not None:
         with engine.runner.replacing():
-            engine.drafting.drafter = drafter_type.attach(_target(model, config, engine.runner, vocabulary))
+            target = _target(model, config, engine.runner, vocabulary, engine.drafting.lookup_corpus)
+            engine.drafting.drafter = drafter_type.attach(target)
         engine.drafting.num_vocab = num_exact(model, vocabulary)
 
 
@@ -99,7 +103,7 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
         DraftVocabulary() if model.head.draft_token_ids is not None else reduced_vocabulary(model, config.draft_vocab)
     )
     with runner.replacing():
-        new_drafter = drafter_type.attach(_target(model, config, runner, vocabulary))
+        new_drafter = drafter_type.attach(_target(model, config, runner, vocabulary, drafting.lookup_corpus))
         for name in ("method", "tap", "max_depth"):
             if (new_value := getattr(new_drafter, name)) != (current := getattr(drafting.drafter, name)):
                 what = f"its {name} is {new_value}, that of the head in use is {current}"
@@ -110,7 +114,9 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     drafting.num_vocab = num_exact(model, vocabulary)
 
 
-def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: DraftVocabulary) -> TargetModel:
+def _target(
+    model: Model, config: EngineConfig, runner: Runner, vocabulary: DraftVocabulary, corpus: TextLookup | None
+) -> TargetModel:
     return TargetModel(
         backend=model.backend,
         model=model.decoder,
@@ -121,25 +127,20 @@ def _target(model: Model, config: EngineConfig, runner: Runner, vocabulary: Draf
         ngram=(config.ngram_min, config.ngram_max),
         # under rule rejection the text depends on drafts, so these must not depend on other requests
         shared_lookup=config.shared_lookup and config.rule == "exact",
-        lookup_corpus=_lookup_corpus(model, config.lookup_corpus),
+        lookup_corpus=corpus,
         head=model.head,
         vocabulary=vocabulary,
     )
 
 
-def _lookup_corpus(model: Model, name: str | None) -> list[int]:
-    """Token ids of the file. Raises UsageError if it cannot be read, or has more tokens than are indexed."""
+def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
+    """The index of the file. Raises UsageError if it cannot be read, or has more tokens than are indexed."""
     if name is None:
-        return []
-    try:
-        text = read_regular(Path(name)).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"--lookup-corpus: cannot read {name}: {reason}", "give a text file") from None
-    tokens = model.tokenizer.encode(text)
+        return None
+    tokens = model.tokenizer.encode(read_text(name, "give a text file", "--lookup-corpus"))
     if len(tokens) > MAX_CORPUS:
         raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"at most {MAX_CORPUS} are looked up")
-    return tokens
+    return SharedLookup.of_corpus(tokens)
 
 
 def select_drafter(model: Model, config: EngineConfig) -> tuple[type[Drafter] | None, str]:

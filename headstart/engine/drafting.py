@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence as Seq
 from headstart import registry
 from headstart.config import AUTO, MAX_DEPTH, Depth, EngineConfig
 from headstart.core import FORCED, Draft, Sequence, Span
-from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest
+from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest, TextLookup
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.costs import Costs, CostSamples, PassShape
 from headstart.engine.depth import AutoDepth, DraftCandidate
@@ -29,6 +29,7 @@ class Drafting:
         block = drafter.max_depth if drafter and drafter.costs_per == "pass" else 0
         self.auto = AutoDepth(drafter.method if drafter else "none", block)
         self.num_vocab: int | None = None  # logits that a head computes exactly per drafted token; None: no head
+        self.lookup_corpus: TextLookup | None = None  # outlives a change of the head
         self.samples: CostSamples | None = None  # collects step times during a calibration
 
     @property

@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headstart.errors import ModelError, UsageError
+from headstart.files import read_text
 from headstart.text import _gguf_tokenizer
 from headstart.text.tokenizer import read_config, special_tokens
 
@@ -96,12 +97,8 @@ class ChatTemplate:
     def from_name(cls, name: str) -> ChatTemplate:
         """One of TEMPLATES, or a Jinja file. Raises UsageError if it is neither, ModelError if it does not compile."""
         source, turn_end = TEMPLATES.get(name, ("", ""))
-        try:
-            source = source or Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            hint = f"give a Jinja file, or a name: {', '.join(TEMPLATES)}"
-            raise UsageError(f"--chat-template: cannot read {name}: {reason}", hint) from None
+        hint = f"give a Jinja file, or a name: {', '.join(TEMPLATES)}"
+        source = source or read_text(name, hint, "--chat-template")
         return cls("{{ bos_token }}" + source if turn_end else source, None, name, turn_end)
 
     @classmethod

@@ -85,7 +85,8 @@ def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
     if setting is None:
         return Report(True, data | {"path": None}, tuning.undecided())
     if options.url:
-        return Report(True, data | {"path": None}, [str(setting), "start the server so"])
+        how = f"with depth {setting.depth}" if setting.pays else "without drafting"
+        return Report(True, data | {"path": None}, [str(setting), f"start the server {how}"])
     path = save_setting(options.model, options.config, setting)
     return Report(True, data | {"path": str(path)}, [str(setting), f"kept in {path}; serve and launch use it"])
 
@@ -238,8 +239,8 @@ def _at_server(options: TuneOptions) -> list[Candidate]:
 
 
 class StartedServer:
-    """A BenchTarget: the server of a command, started anew for each mode. Raises UsageError if a server answers there
-    already, or the command does not lead to one."""
+    """A BenchTarget: a server that is started again, by its command, for each mode. Raises UsageError if another server
+    answers at its address, or if the command ends before the server answers."""
 
     chunked_prefill: bool | None = None
     is_local = True
@@ -296,7 +297,7 @@ class StartedServer:
             while not self._answers():
                 if self._process.poll() is not None:
                     log.seek(0)
-                    last = (log.read().decode("utf-8", "replace").strip().splitlines() or ["without a word"])[-1]
+                    last = (log.read().decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
                     raise UsageError(f"{command} ended with exit code {self._process.returncode}: {last}")
                 time.sleep(POLL_SECONDS)
         self._mode, self._target = mode, HttpTarget(self._server, model=self._model)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.files import read_text
 from headstart.formats.json_object import read_packaged
 
 DEFAULT_TOKENS = 64  # longest answers, in tokens, where neither the user nor a task says more
@@ -182,11 +183,7 @@ def _cycle(name: str, tasks: list[Task]) -> Workload:
 
 def read_tasks(path: Path) -> list[Task]:
     """The tasks of a JSONL file. Raises UsageError for a file that cannot be read, is empty or has bad lines."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read {path}: {reason}", "is the path right?") from None
+    lines = read_text(path, "is the path right?").splitlines()
     tasks, bad = list[Task](), list[str]()
     for number, line in enumerate(lines, 1):
         if line.strip():
