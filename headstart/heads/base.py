@@ -115,6 +115,7 @@ class HeadSpec:
     output_norm: bool = True  # the block's output is normed before the LM head
     own_lm_head: int = 0  # rows of each module's own LM head; 0: the trunk's LM head
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normed state
+    num_layers: int = 1  # of EAGLE heads; the further ones are blocks of the trunk's form (further_layer)
     block: BlockSpec | None = None  # of a drafter that drafts a block in one pass
     reader: ReaderSpec | None = None  # of a head that reads the trunk's keys; all steps stand at the newest position
 

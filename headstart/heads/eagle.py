@@ -2,11 +2,11 @@
 
 x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x without a norm; logits = lm_head(y), with the
 trunk's LM head; the next draft step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the trunk's
-state after its final norm. EAGLE-2's trees are chains here. Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H],
-`block.` without an input norm.
+state after its final norm. EAGLE-2's trees are chains here. A head of several layers goes on with ordinary blocks.
+Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H], `block.` without an input norm, `layers.{i}.` from 1 on.
 
-Published directories: `fc`, `layers.0.*` in safetensors or in `pytorch_model.bin`, and a copy of the trunk's embedding,
-which is not read; config.json is that of a Llama model with one layer.
+Published directories: `fc`, `layers.{i}.*` in safetensors or in `pytorch_model.bin`, and a copy of the trunk's
+embedding, which is not read; config.json is that of a Llama model of so many layers.
 """
 
 import re
@@ -18,10 +18,10 @@ from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.sizes import Sizes
 from headstart.heads.base import HeadSpec
-from headstart.heads.kind import HeadCheckpoint, HeadKind, plain_block
+from headstart.heads.kind import HeadCheckpoint, HeadKind, build_further, further_shapes, plain_block
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present, block_shapes
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
-from headstart.layers.decoder import DecoderLayer
+from headstart.layers.decoder import DecoderLayer, split_pools
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
@@ -31,18 +31,20 @@ COPIES = ("embed_tokens.weight", "lm_head.weight")  # tensors that are the trunk
 @dataclass(frozen=True)
 class EagleModule:
     fuse: Linear
-    block: DecoderLayer
+    layers: Seq[DecoderLayer]
 
     @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        return self.block.mixer.kv_specs
+    def kv_specs(self) -> list[KVSpec]:
+        return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """As heads.base.Module; what the LM head reads is what the next step reads."""
         x = self.fuse(ops, ops.concat(embedded, step.hidden))
-        delta, residual = self.block(ops, None, x, step.positions, pool)
+        delta, residual = None, x
+        for layer, own in zip(self.layers, split_pools(pool), strict=True):
+            delta, residual = layer(ops, delta, residual, step.positions, own)
         y = residual if delta is None else ops.add(delta, residual)
         return y, y
 
@@ -50,13 +52,15 @@ class EagleModule:
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[EagleModule]:
     assert spec.layer is not None
     fuse = weights.linear("fuse", hidden, 2 * hidden, bias=weights.has("fuse.bias"))
-    return [EagleModule(fuse, spec.layer.build(weights, "block", hidden))]
+    first = spec.layer.build(weights, "block", hidden)
+    return [EagleModule(fuse, (first, *build_further(weights, spec, hidden)))]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     """With the bias that published ones have, or not."""
     assert spec.layer is not None
-    return {"fuse.weight": (hidden, 2 * hidden), **spec.layer.shapes("block", hidden)}
+    block = spec.layer.shapes("block", hidden)
+    return {"fuse.weight": (hidden, 2 * hidden), **block, **further_shapes(spec, hidden)}
 
 
 # Its directory.
@@ -65,10 +69,8 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
     named = {canonical(name): tensor for name, tensor in tensors.items()}
     named = {name: tensor for name, tensor in named.items() if name not in COPIES and not name.endswith("inv_freq")}
-    if document.get("num_hidden_layers", 1) != 1:
-        raise ModelError(f"{path}: an EAGLE head of {document['num_hidden_layers']} layers is not run here", "use one")
-    layer, hidden, vocab_size = plain_block(document, named, path, "late", "an EAGLE head")
-    spec = HeadSpec(kind="eagle", layer=layer)
+    layer, num_layers, hidden, vocab_size = plain_block(document, named, path, "late", "an EAGLE head")
+    spec = HeadSpec(kind="eagle", layer=layer, num_layers=num_layers)
     if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {"fuse.bias"}):
         raise ModelError(f"{path}: {unknown[0]} is not known of an EAGLE head", "such a variant is not run here")
     return HeadCheckpoint(spec=spec, hidden_size=hidden, vocab_size=vocab_size, tensors=named)

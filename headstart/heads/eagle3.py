@@ -4,12 +4,12 @@ g = fc [a_1 ; a_2 ; a_3]; one block reads [norm_e(e(t_{p+1})) ; norm_h(g)] in it
 logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in place of g. vLLM 0.32,
 `model_executor/models/llama_eagle3.py`. EAGLE-3.1 norms what fc reads, as a whole or each stream by itself; its next
 step reads what the LM head reads. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head; `input_norm.weight`
-or `tap_norms.weight` [taps x H] of EAGLE-3.1.
+or `tap_norms.weight` [taps x H] of EAGLE-3.1; `layers.{i}.` from 1 on, ordinary blocks, of a head of several layers.
 
 Published directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names
 too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
 d2t[draft id]; `t2d`: a mask over the target's ids; with `norm_before_fc` an `input_norm`, with `fc_norm` one each,
-`fc_norm.0` and so on. config.json is that of a Llama model with one layer. Any other tensor is refused.
+`fc_norm.0` and so on. config.json is that of a Llama or Qwen3 model of so many layers. Any other tensor is refused.
 """
 
 import re
@@ -31,6 +31,8 @@ from headstart.heads.kind import (
     Start,
     Training,
     Values,
+    build_further,
+    further_shapes,
     plain_block,
     plain_parts,
     published_layer,
@@ -49,7 +51,7 @@ from headstart.heads.published import (
 )
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import DecoderLayer, tapped_layers
+from headstart.layers.decoder import DecoderLayer, split_pools, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
@@ -64,20 +66,21 @@ COPIES = ("lm_head.weight", "embed_tokens.weight")
 
 @dataclass(frozen=True)
 class Eagle3Module:
-    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns. `whole`, `each`: norms of what
-    `fuse` reads, of `num_taps` streams."""
+    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns. `further`: layers after it.
+    `whole`, `each`: norms of what `fuse` reads, of `num_taps` streams."""
 
     fuse: Linear
     hidden_norm: RMSNorm
     block: DecoderLayer
+    further: Seq[DecoderLayer]
     norm: RMSNorm
     whole: Weight | None
     each: Weight | None
     num_taps: int
 
     @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        return self.block.mixer.kv_specs
+    def kv_specs(self) -> list[KVSpec]:
+        return [spec for layer in (self.block, *self.further) for spec in layer.mixer.kv_specs]
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -86,9 +89,13 @@ class Eagle3Module:
         g = step.hidden if recycled else self.fuse(ops, self._normed(ops, step.hidden))
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
-        attended = self.block.mixer(ops, x, step.positions, pool)
+        first, *others = split_pools(pool)
+        attended = self.block.mixer(ops, x, step.positions, first)
         x, residual = self.block.post_norm.add(ops, attended, h if spec.norm_before_residual else g)
-        y, stream = self.norm.add(ops, self.block.mlp(ops, x), residual)
+        delta: Buffer | None = self.block.mlp(ops, x)
+        for layer, own in zip(self.further, others, strict=True):
+            delta, residual = layer(ops, delta, residual, step.positions, own)
+        y, stream = self.norm.add(ops, delta, residual)
         return y, y if spec.recycle == "post_norm" else stream
 
     def _normed(self, ops: Ops, streams: Buffer) -> Buffer:
@@ -107,6 +114,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
             fuse=weights.linear("fuse", hidden, width),
             hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
             block=spec.layer.build(weights, "block", hidden, in_features=2 * hidden),
+            further=build_further(weights, spec, hidden),
             norm=weights.norm("norm", hidden, eps),
             whole=whole,
             each=each,
@@ -122,6 +130,7 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
         "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
         "block.hidden_norm.weight": (hidden,),
         **spec.layer.shapes("block", hidden, in_features=2 * hidden),
+        **further_shapes(spec, hidden),
         "norm.weight": (hidden,),
     }
 
@@ -147,7 +156,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     inner = {**document, **(document.get("transformer_layer_config") or {})}
     ours = document.get(OURS) or {}
     named = _normed({new: tensors[name] for name in tensors if (new := canonical(name))}, document, path)
-    layer, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
+    layer, num_layers, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
     if "fuse.weight" not in named:
         raise ModelError(f"{path} holds no fc.weight", "is this an EAGLE-3 head?")
     spec = HeadSpec(
@@ -156,6 +165,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         tap=tuple(_taps(document)),
         recycle="post_norm" if document.get("norm_output") else "pre_norm",
         norm_before_residual=bool(document.get("norm_before_residual", False)),
+        num_layers=num_layers,
     )
     if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {WHOLE, EACH, *COPIES}):
         what = f"{path}: {theirs(unknown[0])} is not known of an EAGLE-3 head"
@@ -169,7 +179,10 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 
 def _taps(document: Document) -> list[int]:
+    """Layers whose inputs are read. DeepSpec's key counts their outputs."""
     eagle = document.get("eagle_config") or {}
+    if ids := document.get("target_layer_ids"):
+        return [int(each) + 1 for each in ids]
     ids = document.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or []
     return [int(each) for each in ids]
 
@@ -235,10 +248,10 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
         raise ModelError("an EAGLE-3 head with rope scaling is not written", "train one without")
     return {
         "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "model_type": "qwen3" if attention.qk_norm else "llama",
         "hidden_size": head.hidden_size,
         "intermediate_size": mlp.inner,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": head.spec.num_layers,
         "num_attention_heads": attention.spec.num_heads,
         "num_key_value_heads": attention.spec.num_kv_heads,
         "head_dim": dim,
@@ -261,11 +274,12 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Further layers are Llama's."""
+    """Layers are Llama's or Qwen3's."""
+    qk_norm = "layers.0.self_attn.q_norm.weight" in present
     if index:
-        return block_shapes(f"layers.{index}.", s, present)
+        return block_shapes(f"layers.{index}.", s, present, qk_norm=qk_norm)
     hidden, wide, at = s["hidden"], s["target_hidden"], "layers.0."
-    block = block_shapes(at, s, present, reads=2)
+    block = block_shapes(at, s, present, qk_norm=qk_norm, reads=2)
     if f"{at}self_attn.q_a_proj.weight" in present and f"{at}self_attn.q_proj.weight" not in present:
         block = {name: shape for name, shape in block.items() if ".self_attn." not in name}
         block |= latent_shapes(f"{at}self_attn.", s, reads=2)

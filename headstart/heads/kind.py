@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError, UsageError
-from headstart.heads.base import HeadSpec
+from headstart.heads.base import MAX_LAYERS, HeadSpec
 from headstart.heads.published import Arrays, Document, DrafterFormat
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig, NormPlacement
+from headstart.layers.decoder import DecoderLayer, LayerConfig, NormPlacement
 from headstart.layers.linear import LMHead
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_base, rope_spec
@@ -196,9 +196,9 @@ def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> Layer
 
 def plain_block(
     document: Document, named: Container[str], path: Path, norms: NormPlacement, what: str
-) -> tuple[LayerConfig, int, int]:
-    """Its layer, of biases that are among its tensors, its hidden size and the target's vocabulary. Raises ModelError
-    for values that are missing or wrong; `what`: whose they are."""
+) -> tuple[LayerConfig, int, int, int]:
+    """Its layer, with biases and norms of q and k that are among its tensors, its number of layers, its hidden size and
+    the target's vocabulary. Raises ModelError for values that are missing or wrong; `what`: whose they are."""
     where = path / "config.json"
     try:
         hidden, heads = int(document["hidden_size"]), int(document["num_attention_heads"])
@@ -214,15 +214,36 @@ def plain_block(
                 rope=rope_spec(document, head_dim),
                 qkv_bias="block.self_attn.q_proj.bias" in named,
                 o_bias="block.self_attn.o_proj.bias" in named,
+                qk_norm="block.self_attn.q_norm.weight" in named,
             ),
             mlp=MLPConfig(inner=int(document["intermediate_size"])),
             eps=float(document.get("rms_norm_eps", 1e-6)),
             norms=norms,
         )
+        layers = int(document.get("num_hidden_layers") or 1)
+        if not 1 <= layers <= MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers {layers}")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{where}: {error} is missing or wrong", f"is this {what}?") from error
     except ModelError as error:
         raise ModelError(f"{path}: {error.message}", error.hint) from error
     if activation != "silu":
         raise ModelError(f"{where}: hidden_act is {activation!r}, which is not known of {what}", "known: silu")
-    return layer, hidden, vocab_size
+    return layer, layers, hidden, vocab_size
+
+
+# Layers of an EAGLE head after its first one.
+
+
+def further_layers(spec: HeadSpec) -> dict[str, LayerConfig]:
+    """By prefix; each has both norms and reads the stream."""
+    assert spec.layer is not None
+    return {f"layers.{i}": replace(spec.layer, norms="pre") for i in range(1, spec.num_layers)}
+
+
+def further_shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    return {name: shape for at, each in further_layers(spec).items() for name, shape in each.shapes(at, hidden).items()}
+
+
+def build_further(weights: Weights, spec: HeadSpec, hidden: int) -> tuple[DecoderLayer, ...]:
+    return tuple(layer.build(weights, prefix, hidden) for prefix, layer in further_layers(spec).items())

@@ -28,6 +28,11 @@ def join_pools(pools: Seq[Pool]) -> Pool:
     return pools[0] if len(pools) == 1 else tuple(pools)
 
 
+def split_pools(pool: Pool) -> tuple[Pool, ...]:
+    """The pools that `join_pools` joined, for a module of layers with one each."""
+    return pool if isinstance(pool, tuple) else (pool,)
+
+
 def tapped_layers(tap: Tap) -> tuple[int, ...]:
     """Indices of the layers whose inputs are tapped; empty for a final state."""
     return tap if isinstance(tap, tuple) else ()

@@ -28,9 +28,11 @@ MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 
 
-def written(model: Any, path: Path, norms: tuple[str, ...] = (), **changes: Any) -> Path:
+def written(model: Any, path: Path, norms: tuple[str, ...] = (), qk_norm: bool = False, **changes: Any) -> Path:
     """A head; `norms`: those of EAGLE-3.1, by our names."""
-    spec = support.eagle3_spec(model)
+    spec = replace(support.eagle3_spec(model), num_layers=changes.get("num_layers", 1))
+    if qk_norm:
+        spec = replace(spec, layer=replace(spec.layer, mixer=replace(spec.layer.mixer, qk_norm=True)))
     arrays, width = support.eagle3_arrays(model, spec, DRAFT_IDS), 3 * model.config.hidden_size
     arrays |= {name: np.random.default_rng(len(name)).uniform(0.5, 2, width).astype(np.float32) for name in norms}
     return support.write_head(path, model.config, replace(spec, **changes), arrays, DRAFT_IDS)
@@ -53,29 +55,40 @@ def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_
         streams = norm(streams, t["input_norm.weight"])
     if "fc_norm.0.weight" in t:
         streams = torch.cat([norm(part, t[f"fc_norm.{i}.weight"]) for i, part in enumerate(streams.chunk(3, -1))], -1)
+
+    def layer(at: str, x: Any, residual: Any) -> Any:
+        q, k, v = (x @ t[f"{at}self_attn.{n}_proj.weight"].T for n in "qkv")
+        q, k, v = (each.view(len(x), -1, spec.head_dim) for each in (q, k, v))
+        if f"{at}self_attn.q_norm.weight" in t:
+            q, k = norm(q, t[f"{at}self_attn.q_norm.weight"]), norm(k, t[f"{at}self_attn.k_norm.weight"])
+        q, k = turned(q), turned(k)
+        k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf).softmax(-1)
+        r = residual + torch.einsum("hqk,khd->qhd", scores, v).flatten(1) @ t[f"{at}self_attn.o_proj.weight"].T
+        y = norm(r, t[f"{at}post_attention_layernorm.weight"])
+        gate, up = (y @ t[f"{at}mlp.{n}_proj.weight"].T for n in ("gate", "up"))
+        return r + (torch.nn.functional.silu(gate) * up) @ t[f"{at}mlp.down_proj.weight"].T
+
     g = streams @ t["fc.weight"].T
     x = torch.cat((norm(embedded, t["midlayer.input_layernorm.weight"]), norm(g, t["midlayer.hidden_norm.weight"])), -1)
-    q, k, v = (x @ t[f"midlayer.self_attn.{n}_proj.weight"].T for n in "qkv")
-    q = turned(q.view(len(x), spec.num_heads, -1))
-    k, v = turned(k.view(len(x), spec.num_kv_heads, -1)), v.view(len(x), spec.num_kv_heads, -1)
-    k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
-    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf).softmax(-1)
-    attended = torch.einsum("hqk,khd->qhd", scores, v).flatten(1) @ t["midlayer.self_attn.o_proj.weight"].T
-    r = g + attended
-    y = norm(r, t["midlayer.post_attention_layernorm.weight"])
-    gate, up = (y @ t[f"midlayer.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
-    out = r + (torch.nn.functional.silu(gate) * up) @ t["midlayer.mlp.down_proj.weight"].T
+    out = layer("midlayer.", x, g)
+    for i in range(1, 9):
+        if (name := f"layers.{i}.input_layernorm.weight") in t:
+            out = layer(f"layers.{i}.", norm(out, t[name]), out)
     return norm(out, t["norm.weight"]) @ t["lm_head.weight"].T, out
 
 
 NORMS = ((), ("input_norm.weight",), ("tap_norms.weight",), ("input_norm.weight", "tap_norms.weight"))
 
 
-@pytest.mark.parametrize("norms", NORMS, ids=lambda norms: "+".join(norms) or "none")
-def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("norms", "layers", "qk_norm"), [*((each, 1, False) for each in NORMS), ((), 3, False), ((), 2, True)]
+)
+def test_the_formula(tmp_path: Path, norms: tuple[str, ...], layers: int, qk_norm: bool) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head", norms)
+    path = written(model, tmp_path / "head", norms, qk_norm, num_layers=layers)
+    assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == layers
     attached, files = attach_head(model, path), read_file(path / "model.safetensors")
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
     rng, count, width = np.random.default_rng(0), 7, model.config.hidden_size
@@ -85,8 +98,8 @@ def test_the_formula(tmp_path: Path, norms: tuple[str, ...]) -> None:
         tensors, streams, embedding[torch.from_numpy(ids)], layer.mixer.spec,
         torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
     )  # fmt: skip
-    pool = model.backend.kv_pool(32, attached.modules[0].kv_specs[0])
-    programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools([pool]))
+    pools = [model.backend.kv_pool(32, each) for each in attached.modules[0].kv_specs]
+    programs = HeadNetwork(attached, width, embedding, [attached.lm_head]).programs(Pools(pools))
     first, following = programs["pairs.0"].code, programs["next.0"].code
     plan = support.plan_at(1, ids, first_position=1)
     found = model.backend.run(first, plan, hidden=streams)
@@ -150,9 +163,10 @@ def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
+    """Of a head of two layers."""
     config, arrays = support.family_of("llama").tiny()
     folder = support.write_model(tmp_path / "model", config, arrays)
-    path = written(support.tiny_model("llama"), tmp_path / "head", NORMS[-1])
+    path = written(support.tiny_model("llama"), tmp_path / "head", NORMS[-1], num_layers=2)
     common: dict[str, Any] = {"backend": backend, "threads": 1, "max_model_len": 96, "max_num_batched_tokens": 16}
     if backend == "reference":
         common["dtype"] = "float64"
@@ -164,6 +178,11 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
     drafted = llm.generate(prompts, params)
     assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
     assert sum(each.speculation.drafted for each in drafted) > 60
+
+
+def test_deepspec_counts_the_outputs_of_layers(tmp_path: Path) -> None:
+    path = changed(written(support.tiny_model("llama"), tmp_path / "a"), {}, target_layer_ids=[0, 1])
+    assert read_head(path).spec.tap == (1, 2)
 
 
 def test_wrong_heads(tmp_path: Path) -> None:
@@ -183,7 +202,7 @@ def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.q_norm.weight", "fc.bias"])
+@pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.g_proj.weight", "fc.bias"])
 def test_what_would_change_the_drafts_is_refused(name: str, tmp_path: Path) -> None:
     path = changed(written(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
     with pytest.raises(ModelError, match=re.escape(f"{name} is not known of an EAGLE-3 head")):

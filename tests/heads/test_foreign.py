@@ -65,7 +65,10 @@ def check_text(model: Model, headed: Model, **settings: Any) -> None:
     assert_same(run(make(headed, **settings), requests), plain)
 
 
-def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def eagle_files(
+    model: Model, *, bias: bool = True, qkv_bias: bool = False, further: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`further`: with a second layer, which has both norms."""
     torch.manual_seed(3)
     hidden, heads, kv, dim, inner = model.config.hidden_size, 6, 2, 8, 40
     config = {
@@ -82,6 +85,10 @@ def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> t
         "layers.0.post_attention_layernorm.weight": (hidden,), "embed_tokens.weight": (model.config.vocab_size, hidden),
         **({"fc.bias": (hidden,)} if bias else {}),
     }  # fmt: skip
+    if further:
+        config |= {"num_hidden_layers": 2, "architectures": ["EagleLlamaForCausalLM"]}
+        layer = {name.replace("rs.0", "rs.1"): size for name, size in sizes.items() if name.startswith("layers.0")}
+        sizes |= {**layer, "layers.1.input_layernorm.weight": (hidden,)}
     if qkv_bias:
         sizes |= {f"layers.0.self_attn.{n}_proj.bias": (s * dim,) for n, s in (("q", heads), ("k", kv), ("v", kv))}
     return config, {
@@ -91,22 +98,29 @@ def eagle_files(model: Model, *, bias: bool = True, qkv_bias: bool = False) -> t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "changes"), [("pytorch_model.bin", {}), ("model.safetensors", {"rope_scaling": SCALED})]
-)
-def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    ("file", "changes", "further"),
+    [
+        ("pytorch_model.bin", {}, False), ("model.safetensors", {"rope_scaling": SCALED}, False),
+        ("model.safetensors", {}, True),
+    ],
+)  # fmt: skip
+def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], further: bool, tmp_path: Path) -> None:
     """cnets1.py: a Llama layer without its first norm, over fc [e ; h]; the trunk's embedding and LM head."""
     model, own = trunk(), bool(changes)
-    config, tensors = eagle_files(model, bias=not own, qkv_bias=own)
+    config, tensors = eagle_files(model, bias=not own, qkv_bias=own, further=further)
     path = written(tmp_path / "eagle", {**config, **changes, "attention_bias": own}, tensors, file)
     asked = LlamaConfig(**{**config, **changes, "attention_bias": own}, attn_implementation="eager")
-    layer, rotary = LlamaDecoderLayer(asked, 0).eval().double(), LlamaRotaryEmbedding(asked)
-    tensors = {name: tensor.double() for name, tensor in tensors.items()}
-    layer.input_layernorm = torch.nn.Identity()
-    if own:
-        layer.self_attn.o_proj.bias = None
-    layer.load_state_dict(
-        {name.removeprefix("layers.0."): each for name, each in tensors.items() if name.startswith("layers.0.")}
+    layers, rotary = (
+        [LlamaDecoderLayer(asked, i).eval().double() for i in range(1 + further)],
+        LlamaRotaryEmbedding(asked),
     )
+    tensors = {name: tensor.double() for name, tensor in tensors.items()}
+    layers[0].input_layernorm = torch.nn.Identity()
+    for i, layer in enumerate(layers):
+        if own:
+            layer.self_attn.o_proj.bias = None
+        at = f"layers.{i}."
+        layer.load_state_dict({n.removeprefix(at): each for n, each in tensors.items() if n.startswith(at)})
     embedding, lm_head = model.decoder.embedding, model.decoder.lm_head.weight
 
     def expected(hidden: Tensor, tokens: list[int]) -> list[int]:
@@ -116,8 +130,10 @@ def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], tmp_path:
             count = len(ids)
             mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
             places = rotary(x[None], torch.arange(count)[None])
-            y = layer(x[None], attention_mask=mask, position_embeddings=places)
-            y = (y[0] if isinstance(y, tuple) else y).reshape(count, -1)
+            y = x[None]
+            for layer in layers:
+                y = layer(y, attention_mask=mask, position_embeddings=places)
+            y = y.reshape(count, -1)
             found.append(int((y[-1] @ lm_head.T).argmax()))
             ids, hidden = [*ids, found[-1]], torch.cat((hidden, y[-1:]))
         return found
@@ -177,7 +193,8 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
 
 @pytest.mark.parametrize(("changes", "more", "said"), [
     ({"speculators_model_type": "peagle"}, {"mask_hidden": torch.ones(3)}, "is a P-EAGLE head"),
-    ({"num_hidden_layers": 2, "model_type": "eagle"}, {}, "an EAGLE head of 2 layers"),
+    ({"num_hidden_layers": 2, "model_type": "eagle"}, {}, "no tensor layers.1"),
+    ({"num_hidden_layers": 99, "model_type": "eagle"}, {}, "num_hidden_layers 99 is missing or wrong"),
     ({}, {"embedding_layernorm.weight": torch.ones(48)}, "embedding_layernorm.weight is not known of"),
     ({"hidden_size": None}, {}, "is missing or wrong"),
     ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),

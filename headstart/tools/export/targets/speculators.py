@@ -71,7 +71,7 @@ def _eagle3(source: Source) -> Plan:
         "norm_before_residual": head.spec.norm_before_residual,
         **{key: flat[key] for key in NORMS if key in flat},
         **({"eagle_aux_hidden_state_layer_ids": taps} if taps else {}),
-        "transformer_layer_config": {**inner, "model_type": "llama"},
+        "transformer_layer_config": {**inner, "model_type": "qwen3" if inner.get("model_type") == "qwen3" else "llama"},
     }
     planned = []
     for name, tensor in read_file(source.head_path / "model.safetensors").items():
