@@ -205,19 +205,19 @@ class LossConfig:
 
     steps: tuple[float, ...] = (1.0, 0.8, 0.6)  # weight of each draft step, or row of a block
     terms: LossTerms = field(default_factory=LossTerms)
-    candidates: int = 0  # tokens whose logits a training batch computes; 0: the whole draft vocabulary
+    candidates: int = 3072  # tokens whose logits a training batch computes; 0: the whole draft vocabulary
     anchors: float = 0.5  # block drafters: share of a text's possible anchors that a batch draws
 
     @staticmethod
     def of(depth: int) -> LossConfig:
         """For a number of draft steps; steps beyond the third weigh as much as the third."""
         steps = LossConfig.steps
-        return LossConfig((steps + steps[-1:] * depth)[:depth])
+        return LossConfig((steps + steps[-1:] * depth)[:depth], LossTerms(variation=1.0))
 
     @staticmethod
     def of_block(depth: int) -> LossConfig:
         """For the rows of a block: weights exp(-k / 4), as in DFlash."""
-        return LossConfig(tuple(math.exp(-k / 4) for k in range(depth)), LossTerms(variation=1.0), candidates=3072)
+        return LossConfig(tuple(math.exp(-k / 4) for k in range(depth)), LossTerms(variation=1.0))
 
 
 @dataclass(frozen=True, eq=False)

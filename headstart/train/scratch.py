@@ -198,7 +198,7 @@ class TrainState:
 def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions) -> TrainState:
     """Run to the end of the schedule, then evaluate on held-out text."""
     state = TrainState()
-    recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05)
+    recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05, dtype=torch.float32)
     optimizers = make_optimizers(model.masters, recipe)
     with show_progress("training") as show:
         for tokens in token_batches(text.training, BATCH_ROWS, BATCH_LENGTH, options.seed):

@@ -161,7 +161,11 @@ def apply_gradients(
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon at AdamW's learning rates, in float32 on CPUs: few have instructions for torch's bfloat16."""
+    """torch's Muon at AdamW's learning rates. Its iterations run in `dtype`, that of the training's products."""
+
+    def __init__(self, params: Any, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -173,7 +177,8 @@ class Muon(torch.optim.Muon):
                 state = self.state[weight]
                 average = state.setdefault("momentum_buffer", torch.zeros_like(weight.grad))
                 average.lerp_(weight.grad, 1 - momentum)
-                update = _orthogonalize(weight.grad.lerp(average, momentum), *group["ns_coefficients"])
+                step = weight.grad.lerp(average, momentum).to(self._dtype)
+                update = _orthogonalize(step, *group["ns_coefficients"]).to(weight.dtype)
                 weight.mul_(1 - rate * group["weight_decay"])
                 weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape)) * rate)
 
@@ -181,7 +186,7 @@ class Muon(torch.optim.Muon):
 def _orthogonalize(matrix: Tensor, a: float, b: float, c: float) -> Tensor:
     """About the nearest orthogonal matrix, by Newton-Schulz iterations (Jordan et al. 2024, "Muon")."""
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if is_tall else matrix).to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
@@ -195,7 +200,7 @@ def make_optimizers(masters: Mapping[str, torch.nn.Parameter], recipe: Recipe) -
     matrices = [{"params": [weight for name, weight in masters.items() if is_matrix[name]]}]
     vectors = [{"params": [weight for name, weight in masters.items() if not is_matrix[name]]}]
     decay, rate = recipe.weight_decay, recipe.matrix_rate
-    first = Muon(matrices, lr=rate, weight_decay=decay)
+    first = Muon(matrices, recipe.dtype, lr=rate, weight_decay=decay)
     second = torch.optim.AdamW(vectors, lr=recipe.vector_rate, weight_decay=0.0, betas=(0.9, 0.95))
     for optimizer in (first, second):
         for group in optimizer.param_groups:
