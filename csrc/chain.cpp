@@ -66,6 +66,7 @@ struct DraftState {
     std::optional<Gate> gate;
     std::vector<int64_t> tokens;
     std::vector<double> scores;
+    std::vector<float> carried; // result `carry` of the step before; it replaces the last columns of the next row
     float logprob = 0;
 };
 
@@ -182,8 +183,14 @@ class Chain {
             }
             if (active.empty()) return;
             copy_rows(given, at, at.size());
+            for (size_t i = 0; i < active.size(); ++i) {
+                const std::vector<float>& carried = drafts[active[i]].carried;
+                std::copy(carried.begin(), carried.end(), copied_.data() + (i + 1) * given.width - carried.size());
+            }
             advance(*programs_[0], turn, arena, pass, rows, drafts, active, rows_before_[0]);
-            const Result of_token(*programs_[0], "confidence");
+            const Result of_token(*programs_[0], "confidence"), carry(*programs_[0], "carry");
+            for (size_t i = 0; carry.values && i < active.size(); ++i)
+                drafts[active[i]].carried.assign(carry.row((int64_t)i), carry.row((int64_t)i) + carry.width);
             draw(turn, Result(*programs_[0], "logits"), rows, drafts, active);
             for (size_t i = 0; i < active.size(); ++i) {
                 DraftState& state = drafts[active[i]];

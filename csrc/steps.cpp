@@ -229,6 +229,41 @@ int concat(Program& program, int a, int b, int64_t heads) {
                    });
 }
 
+int columns(Program& program, int x, int64_t start, int64_t count) {
+    require(start >= 0 && count > 0 && start + count <= program.buffers[x].width, "columns: beyond the input width");
+    return rowwise(program, x, -1, count, [&program, x, start, count](const Pass&, int64_t row, float* to) {
+        std::copy_n(program.values(x, row) + start, count, to);
+    });
+}
+
+// Depthwise convolution along the rows of a sequence in this pass, zeros before the first. weight [taps, width], to which
+// each row adds its delta [taps, groups]; the first tap is the row itself.
+int grouped_conv(Program& program, int x, int delta, Floats weight, int64_t taps) {
+    const int64_t width = program.buffers[x].width, groups = program.buffers[delta].width / std::max<int64_t>(taps, 1);
+    require(taps > 0 && groups > 0 && width % groups == 0 && groups * taps == program.buffers[delta].width &&
+                (int64_t)weight.size() == width * taps && !program.buffers[x].logits,
+            "grouped_conv: shapes differ");
+    const int out = program.buffer(width, false);
+    Step step;
+    step.label = "rows";
+    step.reads = {x, delta};
+    step.writes = {out};
+    step.owners = {nb::cast(weight)};
+    step.by_rows = step.gathers = true;
+    step.run = [&program, x, delta, out, width, groups, taps, w = weight.data()](const Pass& pass, int64_t row) {
+        const int32_t* next = std::upper_bound(pass.row_starts, pass.row_starts + pass.num_spans + 1, (int32_t)row);
+        const int64_t known = std::min<int64_t>(taps, row - next[-1] + 1), size = width / groups;
+        float* to = program.values(out, row);
+        std::fill_n(to, width, 0.0f);
+        for (int64_t tap = 0; tap < known; ++tap) {
+            const float *from = program.values(x, row - tap), *more = program.values(delta, row) + tap * groups;
+            for (int64_t i = 0; i < width; ++i) to[i] += (w[tap * width + i] + more[i / size]) * from[i];
+        }
+    };
+    program.add(std::move(step));
+    return out;
+}
+
 int sigmoid_mul(Program& program, int gate, int x) {
     const int64_t gates = program.buffers[gate].width, width = program.buffers[x].width;
     require(gates > 0 && width % gates == 0, "sigmoid_mul: the number of gates does not divide the input width");
@@ -360,6 +395,8 @@ void bind_program(nb::module_& m) {
         .def("center", center)
         .def("temper", temper)
         .def("concat", concat, nb::arg("a"), nb::arg("b"), nb::arg("heads"))
+        .def("columns", columns)
+        .def("grouped_conv", grouped_conv)
         .def("sigmoid_mul", sigmoid_mul)
         .def("rope", rope)
         .def("take_logit_rows", take_logit_rows)

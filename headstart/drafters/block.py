@@ -35,15 +35,15 @@ class BlockNetwork:
     """Network of a block drafter.
 
     Programs: `features` stores KV of true positions; `block` gives the logits of a block's rows; `states` gives the LM
-    head's input for such rows; `markov` adds the effect of the tokens before to logits [R, V']. An output `confidence`
-    [R, 1] is one term of a confidence logit: of a row in `block`, of a token in `markov`.
+    head's input for such rows; `markov` reads a row of `block`, logits and what the Markov head keeps beside them, and
+    adds the effect of the token before; its output `carry` replaces the last columns of the next row. An output
+    `confidence` [R, 1] is one term of a confidence logit: of a row in `block`, of a token in `markov`.
     """
 
     module: BlockModule
     embedding: Weight
     lm_head: LMHead
     hidden_width: int
-    num_logits: int  # V', size of the draft vocabulary
     first_position: int = 0
     hidden_offset: int = 0
     state_specs: tuple[StateSpec, ...] = ()
@@ -67,18 +67,19 @@ class BlockNetwork:
             y = states(ops, step)["states"]
             confidence = module.confidence
             found = {"confidence": confidence.of_row(ops, y)} if confidence else {}
-            return {"logits": module.logits(ops, y, self.lm_head), **found}
+            logits = module.logits(ops, y, self.lm_head)
+            return {"logits": module.markov.row(ops, logits, y) if module.markov else logits, **found}
 
         def markov(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             assert module.markov
             embedded = module.markov.embed(ops, step.token_ids)
             confidence = module.confidence.of_token if module.confidence else None
             found = {"confidence": confidence(ops, embedded)} if confidence else {}
-            return {"logits": module.markov.add(ops, step.hidden, embedded), **found}
+            return {**module.markov.step(ops, step.hidden, embedded), **found}
 
         keep = NetworkProgram(features, self.hidden_width)
         programs = {FEATURES: keep, BLOCK: NetworkProgram(block), STATES: NetworkProgram(states)}
-        return programs | ({MARKOV: NetworkProgram(markov, self.num_logits)} if module.markov else {})
+        return programs | ({MARKOV: NetworkProgram(markov, sum(module.markov.widths))} if module.markov else {})
 
 
 class BlockDrafter(Drafter):
@@ -97,9 +98,8 @@ class BlockDrafter(Drafter):
         self._token_ids = None if ids is None else target.backend.index(ids)
         self._module: BlockModule = head.modules[0]
         embedding = target.model.embedding if head.embedding is None else head.embedding
-        hidden_size, num_logits = target.config.hidden_size, target.config.vocab_size if ids is None else len(ids)
-        width, lm_head = tap_width(head.spec.tap, hidden_size), sketch or lm_head_of(target, head, ids)
-        self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width, num_logits))
+        width, lm_head = tap_width(head.spec.tap, target.config.hidden_size), sketch or lm_head_of(target, head, ids)
+        self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width))
         between = [(MARKOV, -1)] if self._module.markov else []
         self._steps = DraftPrograms(self._network, BLOCK, between, self._token_ids, is_block=True)
 
@@ -165,9 +165,13 @@ class BlockDrafter(Drafter):
     def _draw_in_turn(self, growing: list[GrowingDraft], logits: Buffer, confidences: Float32 | None) -> None:
         """Samples the first token of each draft, then the second of each, and so on."""
         logits = self._backend.rows(logits, np.arange(sum(each.depth for each in growing), dtype=np.int32))
-        while growing := [each for each in growing if each.can_grow]:
+        carry: Buffer = None
+        while kept := [i for i, each in enumerate(growing) if each.can_grow]:
+            growing = [growing[i] for i in kept]
             rows = np.array([each.row + len(each.draft.tokens) for each in growing], np.int32)
             row_logits = self._backend.rows(logits, rows)
+            if carry is not None:
+                row_logits[:, -carry.shape[1] :] = carry[kept]
             confidence = None if confidences is None else confidences[rows]
             if self._module.markov:
                 before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in growing]
@@ -175,7 +179,7 @@ class BlockDrafter(Drafter):
                     Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(growing, before, strict=True)
                 ]
                 output = self._runner.run(self._network, MARKOV, parts, hidden=row_logits)
-                row_logits = output["logits"]
+                row_logits, carry = output["logits"], output.get("carry")
                 if confidence is not None and "confidence" in output:
                     confidence = confidence + self._backend.numpy(output["confidence"])[:, 0]
             self._draw(row_logits, [(each, len(each.draft.tokens)) for each in growing], confidence)

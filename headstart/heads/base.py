@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ STATES = "states"
 
 MAX_MODULES = 64
 MAX_LAYERS, MAX_RANK = 16, 4096  # more layers, or a larger rank, are a mistake in a config
+Markov = Literal["vanilla", "gated", "rnn", "selector"]
+MARKOV: tuple[Markov, ...] = get_args(Markov)
+"""Forms of a Markov head (heads/block.py); `selector` is DFlash2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +46,15 @@ class BlockSpec:
     tap_norms: bool = False  # each tap is normed before they are fused
     mask_embedding: bool = False  # the mask has an embedding of its own
     markov_rank: int = 0
+    markov_kind: str = "vanilla"  # one of MARKOV
+    top_k: int = 0  # tokens of the largest logits, among which a selector chooses
+    conv_taps: int = 0  # of the convolutions around each part of a layer (DFlash2); 0: there are none
+    conv_group: int = 1  # neighbouring features that share a dynamic kernel
     confidence: bool = False
     confidence_markov: bool = True  # the confidence head reads the Markov embedding too
+    embedding_scale: float = 1.0  # of the rows of a block
     logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # of scaled logits, as Decoder's; 0: none
     vocab_size: int = 0  # tokens that the Markov head reads; 0: not known yet
     draft_vocab_size: int = 0  # tokens that the Markov head biases; 0: not known yet
 
@@ -54,6 +63,11 @@ class BlockSpec:
         self._check("num_layers", 1, MAX_LAYERS)
         self._check("markov_rank", 0, MAX_RANK)
         self._check("mask_token_id", 0, (self.vocab_size or 2**31) - 1, "an id of the vocabulary")
+        self._check("conv_taps", 0, MAX_DEPTH)
+        self._check("conv_group", 1, 2**31)
+        if self.markov_kind not in MARKOV:
+            raise ModelError(f"the block drafter's markov_kind is {self.markov_kind!r}", f"known: {', '.join(MARKOV)}")
+        self._check("top_k", int(self.markov_kind == "selector"), self.draft_vocab_size or 2**31)
         if len(self.windows) not in (0, self.num_layers) or min(self.windows, default=0) < 0:
             raise ModelError(f"the block drafter's windows are {self.windows}, for {self.num_layers} layers")
         if not (math.isfinite(self.logit_scale) and self.logit_scale > 0):

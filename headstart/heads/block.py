@@ -1,24 +1,33 @@
-"""Block drafters: DFlash (z-lab 2026) and DSpark (DeepSeek 2026). A few layers over the trunk's streams at several
-depths; one pass drafts a whole block.
+"""Block drafters: DFlash, DFlash2 (z-lab 2026) and DSpark (DeepSeek 2026). A few layers over the trunk's streams at
+several depths; one pass drafts a whole block.
 
 Features of a true position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]), each tap normed before or not. A layer
 keeps of them k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p, and nothing else: c_p has no queries. The
 rows of a block stand at positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others
 are the mask. They see all features before n, and each other as BlockSpec says. y = norm(layers(rows)).
+DFlash2 convolves the input and the output of attention and MLP along the block, by kernels that the input adds to.
 
 Row k >= 1 guesses the token at n + k (DFlash), or, where `anchor_predicts`, row k the one at n + 1 + k (DSpark).
-logits = logit_scale (lm_head y + out . embed[x]): the Markov head reads x, the token before the one that the row
-guesses, so drawing goes token by token.
-Confidence head: sigmoid(w [y ; embed[x]] + b) is the chance that the row's token is right.
+logits = logit_scale (lm_head y + out . z): the Markov head reads e = embed[x] of x, the token before the one that the
+row guesses, so drawing goes token by token. z is
+  vanilla   e
+  gated     sigmoid(G [y ; e]) * e
+  rnn       tanh(o), of [g ; c ; o] = J [s ; e ; y]; the next row's s is sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
+  selector  e * P y, which is added to scaled logits, and only the `top_k` largest of these stay (DFlash2)
+Confidence head: sigmoid(w [y ; e] + b) is the chance that the row's token is right.
 
 Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `hidden_norm.weight`, `layers.{i}.`,
-`norm.weight`, `mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `confidence.weight`
-[1, H + r] and `confidence.bias` [1]; a head may have `embed_tokens.weight` and `lm_head.weight` of its own.
+`norm.weight`, `mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `markov.gate.`,
+`markov.joint.` or `markov.row.weight`, `confidence.weight` [1, H + r] and `confidence.bias` [1]; of a convolution
+`base_kernel` [2, taps, H] and `kernel_projection.weight`; a head may have `embed_tokens.weight` and `lm_head.weight`.
+
+Sources: deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`; z-lab/dflash `model.py`; vLLM 0.33 `qwen3_dflash2.py`.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -36,23 +45,81 @@ from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
+GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
+    "gated": ("markov.gate", 1, ("row", "token")),
+    "rnn": ("markov.joint", 3, ("state", "token", "row")),
+    "selector": ("markov.row", 1, ("row",)),
+}
+"""A Markov head's matrix by its kind: its name, its rows in ranks, and what its columns read, in order."""
+
+
+def _gate_columns(block: BlockSpec, hidden: int) -> dict[str, int]:
+    return {part: hidden if part == "row" else block.markov_rank for part in GATES[block.markov_kind][2]}
+
 
 @dataclass(frozen=True)
 class MarkovHead:
-    """What the token before says about the logits of a row."""
+    """What the token before says about the logits of a row. `gates`: parts of its matrix, by what they read. `tokens`
+    [V']: 0, 1, ... for a selector."""
 
+    spec: BlockSpec
     table: Weight
     out: Linear
+    gates: Mapping[str, Linear]
+    tokens: Weight | None
 
-    scale: float
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Columns that a step reads of its row: logits, gates and state."""
+        rank, kind = self.spec.markov_rank, self.spec.markov_kind
+        gates = GATES[kind][1] * rank if self.gates else 0
+        return self.spec.draft_vocab_size, gates, rank if "state" in self.gates else 0
+
+    def row(self, ops: Ops, logits: Buffer, y: Buffer) -> Buffer:
+        """Logits [L, V'] and rows y [L, H] -> what steps read [L, sum of widths]; the first state is 0."""
+        if not self.gates:
+            return logits
+        gates, (_, _, state) = self.gates["row"](ops, y), self.widths
+        row = ops.concat(logits, gates)
+        return ops.concat(row, ops.scale(ops.columns(gates, 0, state), 0.0)) if state else row
 
     def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
         """The tokens before [R] -> [R, r]."""
         return ops.embed(self.table, token_ids)
 
-    def add(self, ops: Ops, logits: Buffer, embedded: Buffer) -> Buffer:
-        """Logits [R, V'] with what they add."""
-        return ops.add(logits, scale(ops, self.out(ops, embedded), self.scale))
+    def step(self, ops: Ops, row: Buffer, e: Buffer) -> dict[str, Buffer]:
+        """`logits` [R, V'] after the tokens before, whose embeddings are e; `carry`: the next row's state."""
+        (size, width, rank), kind, found = self.widths, self.spec.markov_kind, dict[str, Buffer]()
+        logits, z = (ops.columns(row, 0, size), ops.columns(row, size, width)) if width else (row, e)
+        if "token" in self.gates:
+            z = ops.add(z, self.gates["token"](ops, e))
+        if kind == "gated":
+            z = ops.sigmoid_mul(z, e)
+        elif kind == "rnn":
+            state = ops.columns(row, size + width, rank)
+            z = ops.add(z, self.gates["state"](ops, state))
+            gate, new, z = (ops.columns(z, i * rank, rank) for i in range(3))
+            new, z = ops.softcap(new, 1.0), ops.softcap(z, 1.0)  # tanh
+            found["carry"] = ops.add(new, ops.sigmoid_mul(gate, ops.add(state, ops.scale(new, -1.0))))
+        elif kind == "selector":
+            added = ops.add(logits, self.out(ops, ops.activate_mul(z, e, "identity")))
+            return {"logits": ops.keep_groups(added, logits, self.tokens, self.spec.top_k)}
+        return found | {"logits": ops.add(logits, scale(ops, self.out(ops, z), self.spec.logit_scale))}
+
+
+@dataclass(frozen=True)
+class DynamicConv:
+    """Convolutions of the input and of the output of a part along the block, whose kernels [taps * H] the input adds
+    to."""
+
+    deltas: tuple[Linear, Linear]
+    kernels: tuple[Weight, Weight]
+    taps: int
+
+    def __call__(self, ops: Ops, x: Buffer, part: Callable[[Buffer], Buffer]) -> Buffer:
+        """x [R, H] -> part(x) [R, H] between both."""
+        read = ops.grouped_conv(x, self.deltas[0](ops, x), self.kernels[0], self.taps)
+        return ops.grouped_conv(part(read), self.deltas[1](ops, x), self.kernels[1], self.taps)
 
 
 @dataclass(frozen=True)
@@ -74,6 +141,7 @@ class BlockModule:
     num_taps: int
     hidden_norm: RMSNorm
     layers: Seq[DecoderLayer]
+    convs: Seq[tuple[DynamicConv, DynamicConv]]  # around attention and MLP of each layer; empty: there are none
     norm: RMSNorm
     mask_embedding: Weight | None
     markov: MarkovHead | None
@@ -98,15 +166,23 @@ class BlockModule:
         """Rows of blocks, tokens [R] with their embeddings [R, H] -> y [R, H] for the LM head."""
         if self.mask_embedding is not None:
             embedded = ops.put_where(embedded, token_ids, self.spec.mask_token_id, self.mask_embedding)
-        delta, residual = None, embedded
-        for layer, pool in zip(self.layers, pools, strict=True):
-            delta, residual = layer(ops, delta, residual, positions, pool)
+        delta, residual = None, scale(ops, embedded, self.spec.embedding_scale)
+        for i, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
+            if not self.convs:
+                delta, residual = layer(ops, delta, residual, positions, pool)
+                continue
+            of_mixer, of_mlp = self.convs[i]
+            x, residual = layer.input_norm.add(ops, delta, residual)
+            mixed = of_mixer(ops, x, partial(layer.mixer, ops, positions=positions, pool=pool))
+            x, residual = layer.post_norm.add(ops, mixed, residual)
+            delta = of_mlp(ops, x, partial(layer.mlp, ops))
         y, _ = self.norm.add(ops, delta, residual)
         return y
 
     def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
         """[L, H] -> [L, V'], without what the Markov head adds."""
-        return scale(ops, lm_head(ops, y), self.spec.logit_scale)
+        logits, cap = scale(ops, lm_head(ops, y), self.spec.logit_scale), self.spec.logit_softcap
+        return ops.softcap(logits, cap) if cap else logits
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
@@ -115,11 +191,6 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
     assert spec.layer and block
     if block.interleaved:
         weights = _half_split(weights, configs[0])
-    markov = None
-    if block.markov_rank:
-        out = weights.linear("markov.out", block.draft_vocab_size, block.markov_rank)
-        table = weights.get("markov.embed.weight", block.vocab_size, block.markov_rank)
-        markov = MarkovHead(table, out, block.logit_scale)
     return [
         BlockModule(
             spec=block,
@@ -128,24 +199,59 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
             num_taps=width // hidden,
             hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
             layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
+            convs=_convs(weights, block, hidden),
             norm=weights.norm("norm", hidden, spec.layer.eps),
             mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
-            markov=markov,
+            markov=_markov(weights, block, hidden) if block.markov_rank else None,
             confidence=_confidence(weights, block, hidden) if block.confidence else None,
         )
     ]
 
 
+def _parts(weights: Weights, name: str, rows: int, columns: Mapping[str, int], precise: bool) -> dict[str, Linear]:
+    """A matrix of so many columns for each of the things it reads, apart; the part of `row` has its bias."""
+    matrix = weights.raw(f"{name}.weight", (rows, sum(columns.values()))).transposed()
+    bias = weights.get(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
+    ends, parts = list(accumulate(columns.values())), dict[str, Linear]()
+    for (part, width), end in zip(columns.items(), ends, strict=True):
+        taken = weights.take(matrix.take_rows(np.arange(end - width, end)).transposed(), precise=precise)
+        parts[part] = Linear(taken, bias if part == "row" else None)
+    return parts
+
+
+def _markov(weights: Weights, block: BlockSpec, hidden: int) -> MarkovHead:
+    gates: dict[str, Linear] = {}
+    if block.markov_kind in GATES:
+        name, ranks, _ = GATES[block.markov_kind]
+        gates = _parts(weights, name, ranks * block.markov_rank, _gate_columns(block, hidden), precise=False)
+    tokens = weights.backend.index(np.arange(block.draft_vocab_size)) if block.markov_kind == "selector" else None
+    table = weights.get("markov.embed.weight", block.vocab_size, block.markov_rank)
+    out = weights.linear("markov.out", block.draft_vocab_size, block.markov_rank)
+    return MarkovHead(block, table, out, gates, tokens)
+
+
 def _confidence(weights: Weights, block: BlockSpec, hidden: int) -> Confidence:
-    rank = block.markov_rank if block.confidence_markov else 0
-    columns = weights.raw("confidence.weight", (1, hidden + rank)).transposed()
+    token = {"token": block.markov_rank} if block.markov_rank and block.confidence_markov else {}
+    # one row of it is no matrix worth rounding
+    parts = _parts(weights, "confidence", 1, {"row": hidden, **token}, precise=True)
+    return Confidence(parts["row"], parts.get("token"))
 
-    def part(start: int, end: int, bias: Weight | None = None) -> Linear:
-        # one row of it is no matrix worth rounding
-        return Linear(weights.take(columns.take_rows(np.arange(start, end)).transposed(), precise=True), bias)
 
-    bias = weights.get("confidence.bias", 1) if weights.has("confidence.bias") else None
-    return Confidence(part(0, hidden, bias), part(hidden, hidden + rank) if rank else None)
+def _convs(weights: Weights, block: BlockSpec, hidden: int) -> list[tuple[DynamicConv, DynamicConv]]:
+    taps, groups = block.conv_taps, hidden // block.conv_group
+
+    def conv(prefix: str) -> DynamicConv:
+        kernels = weights.raw(f"{prefix}.base_kernel", (2, taps, hidden))
+        deltas = weights.raw(f"{prefix}.kernel_projection.weight", (2 * taps * groups, hidden))
+        halves = np.arange(2 * taps * groups).reshape(2, -1)
+        first, second = (Linear(weights.take(deltas.take_rows(half))) for half in halves)
+        own = [weights.constant(f"{prefix} {i}", kernels.float32()[i].reshape(-1)) for i in range(2)]
+        return DynamicConv((first, second), (own[0], own[1]), taps)
+
+    if not taps:
+        return []
+    at = [f"layers.{i}" for i in range(block.num_layers)]
+    return [(conv(f"{each}.attention_conv"), conv(f"{each}.mlp_conv")) for each in at]
 
 
 def _half_split(weights: Weights, config: LayerConfig) -> Weights:
@@ -193,6 +299,15 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
         every["mask_embedding"] = (hidden,)
     if rank:
         every |= {"markov.embed.weight": (block.vocab_size, rank), "markov.out.weight": (block.draft_vocab_size, rank)}
+        if block.markov_kind in GATES:
+            name, ranks, _ = GATES[block.markov_kind]
+            every[f"{name}.weight"] = (ranks * rank, sum(_gate_columns(block, hidden).values()))
+            if block.markov_kind != "selector":
+                every[f"{name}.bias"] = (ranks * rank,)
+    if taps := block.conv_taps:
+        for part in (f"layers.{i}.{kind}_conv." for i in range(block.num_layers) for kind in ("attention", "mlp")):
+            every[f"{part}base_kernel"] = (2, taps, hidden)
+            every[f"{part}kernel_projection.weight"] = (2 * taps * (hidden // block.conv_group), hidden)
     if block.confidence:
         width = hidden + (rank if block.confidence_markov else 0)
         every |= {"confidence.weight": (1, width), "confidence.bias": (1,)}
@@ -231,8 +346,23 @@ def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
     """With a Markov head, whose matrices have one of two names."""
     end = "" if "markov_head.markov_w1" in present else ".weight"
     rank, rows = Unknown("rank"), (s["vocabulary"], s["draft_vocabulary"])
-    markov = {f"markov_head.markov_w{i + 1}{end}": (rows[i], rank) for i in range(2)}
+    markov: DeclaredShapes = {f"markov_head.markov_w{i + 1}{end}": (rows[i], rank) for i in range(2)}
+    for gate in ("gate_proj", "joint_proj"):
+        markov |= {f"?markov_head.{gate}.weight": (None, None), f"?markov_head.{gate}.bias": (None,)}
     return _flash_tensors(s, index, present) | ({} if index else markov)
+
+
+def _flash2_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """With convolutions around the parts of a layer, and a selector."""
+    found, hidden, rank = _flash_tensors(s, index, present), s["hidden"], Unknown("rank")
+    for part in (f"layers.{index}.{kind}_conv." for kind in ("attention", "mlp")):
+        found |= {f"{part}base_kernel": (2, None, hidden), f"{part}kernel_projection.weight": (None, hidden)}
+    if index:
+        return found
+    end = ".weight" if "candidate_selector.predecessor_codebook.weight" in present else ""
+    for name in (f"candidate_selector.{each}_codebook{end}" for each in ("predecessor", "successor")):
+        found[name] = (s["vocabulary"], rank)
+    return found | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
 
 
 DFLASH = DrafterFormat(
@@ -257,6 +387,7 @@ DFLASH2 = replace(
     DFLASH,
     key="dflash2",
     title="DFlash2",
+    tensors=_flash2_tensors,
     speculators=("dflash2",),
     model_types=(),
     gguf=(),

@@ -37,6 +37,8 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {"tap": STATES, "recycle": STATE
 BLOCK = "block_drafter"
 BLOCK_FACTS = {each.name: each.type for each in fields(BlockSpec) if not each.name.endswith("vocab_size")}
 """Its key of config.json; fields of BlockSpec that lie under it, and their types."""
+LATER = ("markov_kind", "top_k", "conv_taps", "conv_group", "embedding_scale", "logit_softcap")
+"""Those that files of earlier versions do not have: they have the defaults."""
 
 
 def is_head(path: Path) -> bool:
@@ -183,9 +185,11 @@ def _spec(document: Document) -> HeadSpec:
 
 
 def _block_spec(facts: Document) -> BlockSpec:
-    """Every fact of it, each of its type."""
+    """Every fact of it but later ones, each of its type."""
     values: dict[str, Any] = {}
     for name, kind in BLOCK_FACTS.items():
+        if name in LATER and name not in facts:
+            continue
         value = facts[name]
         if kind == "tuple[int, ...]":
             value = _whole_numbers(name, value)
@@ -194,7 +198,7 @@ def _block_spec(facts: Document) -> BlockSpec:
         elif type(value).__name__ != kind:
             raise TypeError(f"{name} {value!r}")
         values[name] = value
-    if unknown := facts.keys() - values.keys():
+    if unknown := facts.keys() - BLOCK_FACTS.keys():
         raise ValueError(f"{BLOCK} has {min(unknown)}, something else")
     return BlockSpec(**values)
 

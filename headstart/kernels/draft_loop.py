@@ -104,7 +104,8 @@ class DraftLoop(Protocol):
         drafted tokens advance positions and penalties only.
 
         With is_block, `first` gives depths[s] rows of logits per sequence, whose first row in the plan is its last
-        token. The result `confidence` [L, 1] of `first` plus that of the step program is the logit of a score."""
+        token. The result `confidence` [L, 1] of `first` plus that of the step program is the logit of a score; `carry`
+        of the step program replaces the last columns of the next row of logits."""
 
 
 @runtime_checkable

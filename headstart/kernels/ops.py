@@ -172,6 +172,15 @@ class Ops(Protocol):
     def sigmoid_mul(self, gate: Buffer, x: Buffer) -> Buffer:
         """sigmoid(gate) * x; gate [R, G] is repeated for width / G neighbouring features of x."""
 
+    def columns(self, x: Buffer, start: int, count: int) -> Buffer:
+        """Columns start .. start + count - 1 of x."""
+
+    def grouped_conv(self, x: Buffer, delta: Buffer, weight: Weight, taps: int) -> Buffer:
+        """Depthwise causal convolution along each sequence's rows of this pass, zeros before its first -> [R, width].
+
+        y_i = sum over t of (weight[t] + delta_i[t]) * x_(i - t). weight [taps * width]; delta [R, taps * groups], each
+        value for width / groups neighbouring features."""
+
     def concat(self, a: Buffer, b: Buffer, num_heads: int = 1) -> Buffer:
         """Concatenate by head: [R, heads * n], [R, heads * m] -> [R, heads * (n + m)]."""
 
@@ -395,7 +404,7 @@ class Backend(Protocol):
         steps[i - 1] = (program, rows between the sequence's tokens and the program's row) runs step i >= 1; it reads
         token ids, positions and `hidden`. token_ids as in `sample`. is_block: the first pass gives the logits of all
         tokens; steps is empty, or one program (with -1) that reads each drafted token and the next row of logits, and
-        returns the row to sample."""
+        returns the row to sample, and perhaps `carry` (see DraftLoop)."""
 
     def logprobs(self, logits: Buffer, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         """Raw log-softmax of tokens [L] at logits [L, V], with the num_top most likely tokens."""

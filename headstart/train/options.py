@@ -189,4 +189,8 @@ def saved_head(model: str, kind: str, path: Path | None) -> HeadCheckpoint:
     head = read_head(path)
     if head.spec.kind != kind:
         raise ModelError(f"{path} is a head of kind {head.spec.kind}", f"--kind is {kind}")
+    block = head.spec.block
+    if block and (block.markov_kind != "vanilla" or block.conv_taps):
+        what = f"{path} has convolutions or a Markov head of kind {block.markov_kind}, which is run, but not trained"
+        raise ModelError(what, "leave out --finetune")
     return head

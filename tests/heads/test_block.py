@@ -28,6 +28,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windows": {"causal": False, "windows": (3, 0), "sinks": True},
     "causal windows": {"causal": False, "windows": (4, 0), "causal_windows": True, "tap_norms": True},
     "interleaved": {"interleaved": True, "qk_norm": True, "num_layers": 5, "mask_embedding": True},
+    "gated": {**MARKOV, "markov_kind": "gated"},
+    "rnn": {**MARKOV, "markov_kind": "rnn", "logit_scale": 0.5},
+    "dflash2": {
+        "markov_rank": 8,
+        "markov_kind": "selector",
+        "top_k": 3,
+        "conv_taps": 2,
+        "conv_group": 4,
+        "causal": False,
+        "anchor_predicts": False,
+        "embedding_scale": 1.5,
+        "logit_scale": 2.0,
+        "logit_softcap": 3.0,
+    },
 }
 
 
@@ -68,11 +82,14 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
     x = embedding[torch.tensor(ids)].clone()
     if block.mask_embedding:
         x[[token == block.mask_token_id for token in ids]] = t["mask_embedding"]
+    x = x * block.embedding_scale
     count, rows = len(features), len(ids)
     places = torch.arange(count + rows)
     for i in range(block.num_layers):
         at = lambda name: t[f"layers.{i}.{name}"]  # noqa: B023, E731
-        h = norm(x, at("input_layernorm.weight"), eps)
+        h = before = norm(x, at("input_layernorm.weight"), eps)
+        if block.conv_taps:
+            h = plain_conv(t, f"layers.{i}.attention_conv.", h, before, 0)
         both = torch.cat((features, h))
         q = (h @ at("self_attn.q_proj.weight").T).unflatten(-1, (-1, attention.head_dim))
         k, v = ((both @ at(f"self_attn.{n}_proj.weight").T).unflatten(-1, (-1, attention.head_dim)) for n in "kv")
@@ -91,11 +108,52 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
             weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        x = x + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ at("self_attn.o_proj.weight").T
-        h = norm(x, at("post_attention_layernorm.weight"), eps)
+        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ at("self_attn.o_proj.weight").T
+        x = x + (plain_conv(t, f"layers.{i}.attention_conv.", out, before, 1) if block.conv_taps else out)
+        h = before = norm(x, at("post_attention_layernorm.weight"), eps)
+        if block.conv_taps:
+            h = plain_conv(t, f"layers.{i}.mlp_conv.", h, before, 0)
         gate, up = (h @ at(f"mlp.{n}_proj.weight").T for n in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ at("mlp.down_proj.weight").T
+        out = (torch.nn.functional.silu(gate) * up) @ at("mlp.down_proj.weight").T
+        x = x + (plain_conv(t, f"layers.{i}.mlp_conv.", out, before, 1) if block.conv_taps else out)
     return norm(x, t["norm.weight"], eps)
+
+
+def plain_conv(t: dict[str, Any], at: str, x: Any, before: Any, side: int) -> Any:
+    """out[i, c] = sum over taps of (base[tap, c] + delta[i, tap, group of c]) x[i - tap, c]: the input (side 0) or the
+    output (side 1) of a part, whose input was `before`."""
+    base = t[f"{at}base_kernel"][side]
+    deltas = (before @ t[f"{at}kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, side]
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        for tap in range(min(len(base), i + 1)):
+            kernel = base[tap] + deltas[i, tap].repeat_interleave(x.shape[1] // deltas.shape[-1])
+            out[i] += kernel * x[i - tap]
+    return out
+
+
+def plain_markov(t: dict[str, Any], block: Any, logits: Any, y: Any, before: list[int]) -> Any:
+    """Rows of logits [L, V'] after the tokens before each: the formulas of DeepSpec's markov_head.py and of z-lab's
+    CandidateSelector."""
+    state, found = torch.zeros(block.markov_rank, dtype=torch.float64), []
+    for row, h, token in zip(logits, y, before, strict=True):
+        e, out = t["markov.embed.weight"][token], t["markov.out.weight"]
+        if block.markov_kind == "selector":
+            best = row.topk(block.top_k).indices
+            chosen = torch.full_like(row, -1e30)
+            chosen[best] = row[best] + out[best] @ (e * (t["markov.row.weight"] @ h))
+            found.append(chosen)
+            continue
+        z = e
+        if block.markov_kind == "gated":
+            z = torch.sigmoid(t["markov.gate.weight"] @ torch.cat((h, e)) + t["markov.gate.bias"]) * e
+        elif block.markov_kind == "rnn":
+            joint = t["markov.joint.weight"] @ torch.cat((state, e, h)) + t["markov.joint.bias"]
+            gate, candidate, output = joint.chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            z = output.tanh()
+        found.append(row + out @ z * block.logit_scale)
+    return torch.stack(found)
 
 
 @pytest.mark.parametrize("own", [(), ("lm_head", "embed_tokens")], ids=["shared", "own"])
@@ -112,20 +170,29 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
     ids = [9] + [1] * 4
     y = plain_block(t, head.spec, streams, ids, embedding)
     expected = y @ lm_head.weight.T * block.logit_scale
+    if cap := block.logit_softcap:
+        expected = cap * torch.tanh(expected / cap)
     pools = [model.backend.kv_pool(32, spec) for spec in head.modules[0].kv_specs]
-    network = BlockNetwork(head.modules[0], embedding, lm_head, 2 * width, expected.shape[1])
+    network = BlockNetwork(head.modules[0], embedding, lm_head, 2 * width)
     codes = {name: each.code for name, each in network.programs(Pools(pools)).items()}
     run = model.backend.run
     for start, end in ((0, 4), (4, count)):
         run(codes["features"], support.plan_at(start, [5] * (end - start)), hidden=streams[start:end])
     found = run(codes["block"], support.plan_at(count, ids, None if block.all_causal else count + 4))
-    torch.testing.assert_close(found["logits"], expected, rtol=1e-9, atol=1e-9)
-    before = torch.tensor([9, 20, 21, 22, 23])
+    torch.testing.assert_close(found["logits"][:, : expected.shape[1]], expected, rtol=1e-9, atol=1e-9)
+    before = [9, 20, 21, 22, 23]
     if block.markov_rank:
-        added = run(codes["markov"], support.plan_at(count, before.tolist()), hidden=expected)
-        told = t["markov.embed.weight"][before]
-        more = told @ t["markov.out.weight"].T * block.logit_scale
-        torch.testing.assert_close(added["logits"], expected + more, rtol=1e-9, atol=1e-9)
+        told, wanted = t["markov.embed.weight"][before], plain_markov(t, block, expected, y, before)
+        if block.markov_kind == "rnn":
+            steps, rows = [], found["logits"].clone()
+            for i, token in enumerate(before):
+                if i:
+                    rows[i, -block.markov_rank :] = steps[-1]["carry"]
+                steps.append(run(codes["markov"], support.plan_at(count, [token]), hidden=rows[i : i + 1]))
+            added = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
+        else:
+            added = run(codes["markov"], support.plan_at(count, before), hidden=found["logits"])
+        torch.testing.assert_close(added["logits"], wanted, rtol=1e-9, atol=1e-9)
     if block.confidence:
         sure = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
         read = torch.cat((y, told), -1) if block.confidence_markov else y
@@ -133,7 +200,7 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["dspark", "dflash"])
+@pytest.mark.parametrize("variant", ["dspark", "dflash", "gated", "rnn", "dflash2"])
 def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> None:
     """Which hidden states, positions and tokens go in: prompts in chunks, prefixes found again, drafts cut short."""
     model = support.tiny_model("llama")
@@ -163,14 +230,13 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
         engine.memory.release(sequence)
         ids = [tokens[-1]] + [1] * (block.rows_for(len(drafted)) - 1)
         y = plain_block(t, model.head.spec, streams[: len(tokens) - 1], ids, model.decoder.embedding)
-        last, expected = tokens[-1], []
-        for row in y[-len(drafted) :]:
-            logits = lm_head @ row
-            if block.markov_rank:
-                logits = logits + t["markov.out.weight"] @ t["markov.embed.weight"][last]
-            last = int(logits.argmax())
-            expected.append(last)
-        assert drafted == expected
+        y = y[-len(drafted) :] if drafted else y[:0]
+        logits = y @ lm_head.T * block.logit_scale
+        if cap := block.logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
+        if block.markov_rank and drafted:
+            logits = plain_markov(t, block, logits, y, [tokens[-1], *drafted[:-1]])
+        assert drafted == logits.argmax(-1).tolist()
     assert sum(len(drafted) for _, drafted in made) > 20
 
 
@@ -190,7 +256,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "mask outside": ({"mask_token_id": support.VOCAB}, f"mask_token_id is {support.VOCAB}, but must be 0 to 130"),
     "windows": ({"windows": [3]}, r"windows are \(3,\), for 2 layers"),
     "rank": ({"markov_rank": -1}, "markov_rank is -1"),
-    "another rank": ({"markov_rank": 4}, r"markov.out.weight has shape \(131, 8\), but the config implies \(131, 4\)"),
+    "another rank": (
+        {"markov_rank": 4},
+        r"markov.embed.weight has shape \(131, 8\), but the config implies \(131, 4\)",
+    ),
     "more layers": ({"num_layers": 3}, "no tensor layers.2"),
     "scale": ({"logit_scale": 0}, "logit_scale is 0.0"),
     "something else": ({"blocksize": 3}, "blocksize"),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,11 @@ HEADS: dict[str, Callable[[Model], Head]] = {
     "dspark without confidence": lambda model: support.make_block(model, markov_rank=8),
     "confidence of the row": lambda model: support.make_block(
         model, markov_rank=4, confidence=True, confidence_markov=False),
+    **{
+        kind: partial(support.make_block, markov_rank=8, markov_kind=kind, confidence=True) for kind in ("gated", "rnn")
+    },
+    "dflash2": lambda model: support.make_block(
+        model, markov_rank=8, markov_kind="selector", top_k=7, conv_taps=2, conv_group=16, causal=False),
     "dflash": lambda model: support.make_block(
         model, draft_ids=DRAFT_IDS, block_size=6, causal=False, anchor_predicts=False),
 }  # fmt: skip

@@ -83,7 +83,7 @@ def test_rowwise_ops(path: str) -> None:
         added = ops.add(total, ops.activate_mul(x, ops.activate(normed, "silu")))
         logits = ops.rms_norm(ops.take_rows(zeroed, step.logit_rows), norms[66], 1e-6)
         out |= {kind: ops.activate(x, kind) for kind in ACTIVATIONS}
-        out |= {"scaled": ops.scale(x, 0.3), "capped": ops.softcap(x, 30.0)}
+        out |= {"scaled": ops.scale(x, 0.3), "capped": ops.softcap(x, 30.0), "columns": ops.columns(x, 7, 20)}
         return out | {"both": both, "zeroed": zeroed, "total": total, "added": added, "logits": logits}
 
     check_company(path, code, varied_rows(width, rng), 1)

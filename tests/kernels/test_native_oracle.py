@@ -8,7 +8,19 @@ import native_ops as nat
 import numpy as np
 import pytest
 import torch
-from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
+from native_ops import (
+    FORMS,
+    PATHS,
+    Array,
+    Part,
+    backend,
+    plan_of,
+    random_matrix,
+    reference_weight,
+    run_native,
+    single_rows,
+    values_of,
+)
 
 from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.native.program import ACTIVATIONS
@@ -153,6 +165,34 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
         sizes = np.abs(x).max(1, keepdims=True)
         for name in expected:
             assert_close(found[name], expected[name], sizes[::-1] if name == "taken" else sizes)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_convolutions_stay_in_their_sequence(threads: int) -> None:
+    """Of one row, of fewer and of more rows than taps, beside each other."""
+    rng, width, groups, taps = np.random.default_rng(3), 12, 4, 3
+    lengths = (1, 2, 7, 1, 5)
+    x, delta = (rng.standard_normal((sum(lengths), n)).astype(np.float32) for n in (width, taps * groups))
+    kernel = rng.standard_normal((taps, width)).astype(np.float32)
+    parts = [Part(np.arange(length), 0, np.array([i])) for i, length in enumerate(lengths)]
+
+    def make(weight: Any) -> nat.Code:
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            own, more = ops.columns(step.hidden, 0, width), ops.columns(step.hidden, width, taps * groups)
+            return {"out": ops.scale(ops.grouped_conv(ops.scale(own, 1.0), more, weight, taps), 2.0)}
+
+        return code
+
+    rows, expected = np.concatenate((x, delta), 1), np.zeros((sum(lengths), width))
+    for first, length in zip(np.cumsum((0, *lengths)), lengths, strict=False):
+        for i in range(first, first + length):
+            for tap in range(min(taps, i - first + 1)):
+                kernels = kernel[tap] + delta[i].reshape(taps, groups)[tap].repeat(width // groups)
+                expected[i] += 2 * kernels * x[i - tap]
+    plan = plan_of(parts)
+    assert_close(run_native(backend(threads=threads), make(kernel.reshape(-1)), plan, rows)["out"], expected)
+    reference = nat.run_reference(make(reference_weight(kernel.reshape(-1))), plan, rows)["out"]
+    assert_close(reference, expected, tolerance=1e-6)
 
 
 EXACT: dict[Activation, Callable[[Array], Array]] = {

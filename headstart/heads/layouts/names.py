@@ -22,17 +22,25 @@ ALIASES = (
     (r"^encoder\.fc\.", "fc."),
     (r"^encoder\.output_norm_enc\.", "hidden_norm."),
     (r"^(markov_head\.markov_w[12])$", r"\1.weight"),
+    (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
 )
 """Other spellings, in this order."""
 OURS = {
     "fc.weight": "fuse.weight",
     "markov_head.markov_w1.weight": "markov.embed.weight",
     "markov_head.markov_w2.weight": "markov.out.weight",
+    "markov_head.gate_proj.weight": "markov.gate.weight",
+    "markov_head.gate_proj.bias": "markov.gate.bias",
+    "markov_head.joint_proj.weight": "markov.joint.weight",
+    "markov_head.joint_proj.bias": "markov.joint.bias",
+    "candidate_selector.predecessor_codebook": "markov.embed.weight",
+    "candidate_selector.successor_codebook": "markov.out.weight",
+    "candidate_selector.hidden_projection.weight": "markov.row.weight",
     "confidence_head.proj.weight": "confidence.weight",
     "confidence_head.proj.bias": "confidence.bias",
 }
 SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
-THEIRS = {ours: theirs for theirs, ours in OURS.items()}
+THEIRS = {ours: theirs for theirs, ours in OURS.items() if not theirs.startswith("candidate_selector.")}
 MAPS = ("d2t", "t2d")
 NOT_DRAFTING = re.compile(r"^(?:verifier_\w+\.|rotary_emb\.)")
 """What training leaves in a file and drafting does not read."""
@@ -64,7 +72,7 @@ def check_whole(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, .
     for name, tensor in found.items():
         if name not in expected:
             hint = "it changes what the drafter says, so nothing is left out"
-            raise ModelError(f"{path} holds {theirs(name)}, which no DFlash or DSpark drafter has here", hint)
+            raise ModelError(f"{path} holds {theirs(name)}, which no DFlash, DFlash2 or DSpark drafter has here", hint)
         if tensor.shape != expected[name]:
             shapes = f"{list(tensor.shape)}, but config.json asks for {list(expected[name])}"
             raise ModelError(f"{path}: {theirs(name)} is {shapes}", "use the config.json published with these weights")

@@ -12,7 +12,9 @@ reads; transformers 5.23 `muse_glimmer_assistant`. Where they disagree, a file m
                                          unless `sliding_window_non_causal`
   transformers   outputs, from 0         both ways, in windowed layers too         no
 
-`is_causal` and `dflash_config.causal` overrule all of them. RoPE is half-split unless `is_neox_style` is false.
+DFlash2 (z-lab/dflash, vLLM 0.33 `models/qwen3_dflash2.py`) is DFlash in all of these, but that speculators' windowed
+layers are not causal unless they say so. `is_causal` and `dflash_config.causal` overrule all of them. RoPE is
+half-split unless `is_neox_style` is false.
 """
 
 from collections.abc import Mapping
@@ -40,8 +42,10 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
 BLOCK_KEYS = ("block_size", "dspark_block_size")
 TAP_KEYS = ("target_layer_ids", "dspark_target_layer_ids")
 RANK_KEYS = ("markov_rank", "dspark_markov_rank")
+DFLASH2 = "dflash2"
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
+    "hidden_act": ("silu", "swish"), "projector_type": ("dflash", "dspark"),
+    "markov_head_type": ("vanilla", "gated", "rnn"),
     "use_aux_hidden_state": (True,), "attention_value_scale": (1, 1.0), "mlp_bias": (False,),
 }  # fmt: skip
 """Keys that change the formula, and the values that are run here."""
@@ -87,8 +91,6 @@ class _Drafter:
     def of(cls, document: Document, path: Path) -> "_Drafter":
         published = identify(document)
         kind = published.key if published else "dflash"
-        if kind == "dflash2":
-            raise ModelError(f"{path} is a DFlash2 drafter: its convolutions are not run here", "use a DFlash drafter")
         flash: dict[str, Any] = {}
         for section in reversed(SECTIONS):
             if isinstance(part := document.get(section), dict):
@@ -119,10 +121,12 @@ class _Drafter:
                 raise ModelError(f"{self.path}: {key} {value!r} of a {self.kind} drafter is not run here")
         anchor, causal, windows = self._anchor(), self._causal(), self._windows()
         markov, confidence = named.get("markov.out.weight"), named.get("confidence.weight")
-        hidden, rank = self.number(self.inner, "hidden_size"), self.told(*RANK_KEYS, default=0)
+        hidden, key = self.number(self.inner, "hidden_size"), "selector_rank" if self.selects else "markov_rank"
+        rank = self.number({key: self.told(key)}, key) if self.selects else self.told(*RANK_KEYS, default=0)
         if (markov.shape[1] if markov else 0) != rank:
             what = f"of rank {markov.shape[1]}" if markov else "missing"
-            raise ModelError(f"{self.path}: markov_rank is {rank}, but the Markov head's tensors are {what}")
+            of = "selector's" if self.selects else "Markov head's"
+            raise ModelError(f"{self.path}: {key} is {rank}, but the {of} tensors are {what}")
         return HeadSpec(
             kind="block",
             layer=self._layer(named),
@@ -139,13 +143,30 @@ class _Drafter:
                 interleaved=self.told("is_neox_style", default=True) is False,
                 mask_embedding="mask_embedding" in named,
                 markov_rank=rank,
+                markov_kind="selector" if self.selects else self.told("markov_head_type", default="vanilla"),
                 confidence=confidence is not None,
                 confidence_markov=confidence is None or confidence.shape[-1] != hidden,
-                logit_scale=float(self.told("logit_scale", default=1.0)),
+                embedding_scale=float(self.told("input_embedding_scale", default=1.0)),
+                logit_scale=float(self.told("logit_scale", "output_multiplier", default=1.0)),
+                logit_softcap=float(self.told("final_logit_softcapping", default=0.0)),
                 vocab_size=vocab_size,
                 draft_vocab_size=draft_vocab_size,
+                **(self._convolutions(hidden) if self.selects else {}),
             ),
         )
+
+    @property
+    def selects(self) -> bool:
+        """Has it DFlash2's selector and convolutions?"""
+        return self.kind == DFLASH2
+
+    def _convolutions(self, hidden: int) -> dict[str, Any]:
+        keys = {"top_k": "selector_top_k", "conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
+        sizes = {name: self.number({key: self.told(key)}, key) for name, key in keys.items()}
+        if hidden % sizes["conv_group"]:
+            where = self.path / "config.json"
+            raise ModelError(f"{where}: conv_group_size {sizes['conv_group']} does not divide hidden_size {hidden}")
+        return sizes
 
     def _anchor(self) -> bool:
         """Does the row of the last token draft too?"""
@@ -197,7 +218,8 @@ class _Drafter:
         if told is not None:
             return bool(told), bool(told)
         if self.speculators:
-            return False, not self.document.get("sliding_window_non_causal", False)
+            both = self.document.get("sliding_window_non_causal")
+            return False, not (self.selects if both is None else both)
         own = "muse_glimmer_assistant" not in str(self.document.get("model_type"))
         return False, own and any(each == "sliding_attention" for each in self._types())
 

@@ -113,6 +113,7 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
         (not attention.qk_norm, "q and k are not normed"),
         (attention.gated, "attention is gated"),
         (mlp.bias, "there are biases in feed-forward parts"),
+        (block.markov_kind == "selector", "it is a DFlash2 drafter, which is published as it is"),
         (attention.qkv_bias != attention.o_bias, "some of attention's projections have a bias, others not"),
         (attention.spec.scale != attention.spec.head_dim**-0.5, f"scores are multiplied by {attention.spec.scale:.4g}"),
     ):
@@ -165,7 +166,7 @@ def _sizes(head: HeadCheckpoint) -> dict[str, Any]:
 def _dspark(block: BlockSpec) -> dict[str, Any]:
     return {
         "markov_rank": block.markov_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": block.markov_kind,
         "enable_confidence_head": block.confidence,
         "confidence_head_with_markov": block.confidence and block.confidence_markov,
     }

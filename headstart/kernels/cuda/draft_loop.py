@@ -167,14 +167,17 @@ class DraftGraph:
     def _sample_block(self, results: Mapping[str, Tensor], tokens: Tensor, scores: Tensor, accepted: Tensor) -> None:
         """Sample all tokens from the first pass's logits; scores are confidence logits if there are any."""
         all_logits, confidences = results["logits"], results.get("confidence")
+        carry: Tensor | None = None
         for depth in range(self.shape.longest):
             rows = self._logit_rows[depth]
             logits = all_logits.index_select(0, rows)
             confidence = None if confidences is None else confidences.index_select(0, rows)[:, 0]
             if self.programs.steps:
                 program, rows_before = self.programs.steps[0]
+                if carry is not None:
+                    logits[:, -carry.shape[1] :] = carry
                 step = self._run_step(program, rows_before, depth, tokens, accepted, logits)
-                logits = step["logits"]
+                logits, carry = step["logits"], step.get("carry")
                 if confidence is not None and "confidence" in step:
                     confidence = confidence + step["confidence"][:, 0]
             self._sample(logits, tokens, scores, depth, scored=self.shape.scored and confidence is None)

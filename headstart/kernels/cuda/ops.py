@@ -22,7 +22,7 @@ from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, StepInputs
 from headstart.kernels.reference.moe import TokenExperts
-from headstart.kernels.reference.ops import largest_blocks, top_mask
+from headstart.kernels.reference.ops import grouped_conv, largest_blocks, top_mask
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
 CHUNK = 1024  # positions computed together on the host
@@ -147,6 +147,12 @@ class CudaOps:
         out, repeat = torch.empty_like(x), x.shape[1] // gate.shape[1]
         self._launch.each(row_kernels.sigmoid_mul, x.numel(), gate, x, out, x.numel(), repeat)
         return out
+
+    def columns(self, x: Tensor, start: int, count: int) -> Tensor:
+        return x[:, start : start + count].contiguous()
+
+    def grouped_conv(self, x: Tensor, delta: Tensor, weight: Tensor, taps: int) -> Tensor:
+        return grouped_conv(x, delta, weight, taps, self._plan["sequences"])
 
     def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
         heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]

@@ -114,6 +114,12 @@ class ProgramRecorder:
     def sigmoid_mul(self, gate: Symbol, x: Symbol) -> Symbol:
         return Symbol(x.width, self.program.sigmoid_mul(self._index(gate), self._index(x)))
 
+    def columns(self, x: Symbol, start: int, count: int) -> Symbol:
+        return Symbol(count, self.program.columns(self._index(x), start, count))
+
+    def grouped_conv(self, x: Symbol, delta: Symbol, weight: Vector, taps: int) -> Symbol:
+        return Symbol(x.width, self.program.grouped_conv(self._index(x), self._index(delta), weight, taps))
+
     def concat(self, a: Symbol, b: Symbol, num_heads: int = 1) -> Symbol:
         return Symbol(a.width + b.width, self.program.concat(self._index(a), self._index(b), num_heads))
 

@@ -171,6 +171,14 @@ class ReferenceOps:
         grouped: Tensor = x.unflatten(-1, (gate.shape[-1], -1))
         return (grouped * gate.sigmoid()[..., None]).flatten(-2)
 
+    def columns(self, x: Tensor, start: int, count: int) -> Tensor:
+        return x[..., start : start + count]
+
+    def grouped_conv(self, x: Tensor, delta: Tensor, weight: Tensor, taps: int) -> Tensor:
+        starts = self._plan.row_starts
+        sequences = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
+        return grouped_conv(x, delta, weight, taps, self._ints(sequences))
+
     def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
         heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
         return torch.cat(heads, dim=-1).flatten(-2)
@@ -360,6 +368,17 @@ class ReferenceOps:
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
         return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
+
+
+def grouped_conv(x: Tensor, delta: Tensor, weight: Tensor, taps: int, sequences: Tensor) -> Tensor:
+    """`Ops.grouped_conv`; sequences [R]: of each row."""
+    by_tap = delta.unflatten(-1, (taps, -1)).repeat_interleave(taps * x.shape[-1] // delta.shape[-1], -1)
+    out = torch.zeros_like(x)
+    for tap in range(min(taps, len(x))):
+        same = (sequences[tap:] == sequences[: len(x) - tap])[:, None]
+        products = (weight.view(taps, -1)[tap] + by_tap[tap:, tap]) * x[: len(x) - tap]
+        out[tap:] += products.where(same, products.new_zeros(()))
+    return out
 
 
 def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

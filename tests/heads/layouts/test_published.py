@@ -52,17 +52,29 @@ NAMES = {
 """Tensors of every publisher."""
 MARKOV_NAMES = {"markov_head.markov_w1.weight": (V, RANK), "markov_head.markov_w2.weight": (V, RANK)}
 CONFIDENCE_NAMES = {"confidence_head.proj.weight": (1, H + RANK), "confidence_head.proj.bias": (1,)}
+SELECTOR = {"selector_rank": RANK, "selector_top_k": 9, "conv_kernel_size": 2, "conv_group_size": 16}
+SELECTING = replace(PLAIN, markov_rank=RANK, markov_kind="selector", top_k=9, conv_taps=2, conv_group=16)
+SELECTS = {
+    "candidate_selector.predecessor_codebook": (V, RANK), "candidate_selector.successor_codebook": (V, RANK),
+    "candidate_selector.hidden_projection.weight": (RANK, H),
+}  # fmt: skip
+CONVS = {
+    f"layers.{i}.{part}_conv.{name}": shape
+    for i in range(LAYERS)
+    for part in ("attention", "mlp")
+    for name, shape in {"base_kernel": (2, 2, H), "kernel_projection.weight": (2 * 2 * (H // 16), H)}.items()
+}
 OWN = {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
 
 
 @dataclass(frozen=True)
 class Published:
-    """config.json, tensors beside NAMES, what it says, and the layout that it is written back in. `same`: keys that
-    come back as they were."""
+    """config.json, tensors beside NAMES, what it says, and the layout that it is written back in, if one has its place.
+    `same`: keys that come back as they were."""
 
     config: dict[str, Any]
     facts: BlockSpec
-    write: Callable[..., Any]
+    write: Callable[..., Any] | None
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ids: np.ndarray | None = None
     same: tuple[str, ...] = ()
@@ -96,6 +108,29 @@ PUBLISHED: dict[str, Published] = {
     "DeepSpec": Published(
         DEEPSPEC | MARKOV | CONFIDENCE | {"num_anchors": 512}, FACTS, as_dspark,
         {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN}, same=(*TOP, *FLASH, *MARKOV, *CONFIDENCE)),
+    "DeepSpec, gated": Published(
+        DEEPSPEC | MARKOV | {"markov_head_type": "gated"},
+        replace(FACTS, markov_kind="gated", confidence=False), as_dspark,
+        MARKOV_NAMES | {"markov_head.gate_proj.weight": (RANK, H + RANK), "markov_head.gate_proj.bias": (RANK,)},
+        same=("markov_rank", "markov_head_type")),
+    "speculators, recurrent": Published(
+        speculators("dspark", anchor=True, **MARKOV | {"markov_head_type": "rnn"}, **CONFIDENCE),
+        replace(FACTS, markov_kind="rnn"), as_speculators,
+        {**MARKOV_NAMES, **CONFIDENCE_NAMES, **OWN, "markov_head.joint_proj.weight": (3 * RANK, 2 * RANK + H),
+         "markov_head.joint_proj.bias": (3 * RANK,)},
+        same=("markov_rank", "markov_head_type")),
+    "z-lab, DFlash2": Published(
+        ZLAB | {
+            "architectures": ["DFlash2DraftModel"], "block_size": None,
+            "dflash_config": FLASH | SELECTOR | {
+                "block_size": 5, "input_embedding_scale": 2.0, "output_multiplier": 0.5,
+                "final_logit_softcapping": 30.0}},
+        replace(SELECTING, embedding_scale=2.0, logit_scale=0.5, logit_softcap=30.0), None,
+        {**CONVS, **{name.replace("book", "book.weight"): shape for name, shape in SELECTS.items()}}),
+    "speculators, DFlash2": Published(
+        speculators("dflash2", anchor=False, **SELECTOR, transformer_layer_config=INNER | SWA)
+        | {"sliding_window_non_causal": None},
+        replace(SELECTING, windows=(12, 0)), None, {**CONVS, **SELECTS, **OWN}),
     "vLLM": Published(
         ZLAB | {
             "dflash_config": FLASH | {"causal": True, "attention_sink_bias": True}, "is_neox_style": False,
@@ -147,13 +182,15 @@ def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> No
     head = read_head(path)
     assert (head.spec.kind, head.spec.block, head.spec.tap) == ("block", each.facts, (2, 4, 6))
     assert (head.hidden_size, head.vocab_size) == (H, V)
+    attached = attach_head(trunk_of(), path)
+    assert attached.spec.depth_limit == 4 and (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
+    if each.write is None:
+        return
     document, arrays = each.write(head, {name: tensor.float32() for name, tensor in head.tensors.items()})
     assert read_head(written(tmp_path / "b", document, arrays)).spec == head.spec
     before, after = read_file(path / "model.safetensors"), read_file(tmp_path / "b" / "model.safetensors")
     assert before.keys() == after.keys() and all((before[name].data == after[name].data).all() for name in before)
     assert {key: document[key] for key in each.same} == {key: each.config[key] for key in each.same}
-    attached = attach_head(trunk_of(), path)
-    assert attached.spec.depth_limit == 4 and (attached.lm_head is None) == ("lm_head.weight" not in each.tensors)
 
 
 def test_layer_ids_of_speculators_are_one_higher(tmp_path: Path) -> None:
@@ -192,9 +229,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "taps": ("z-lab", {"dflash_config": FLASH | {"target_layer_ids": [1, "3", 5]}}, "layers that the drafter reads"),
     "fewer taps": ("z-lab", {"dflash_config": FLASH | {"target_layer_ids": [1, 3]}}, r"fc.weight is \[48, 144\], but"),
     "rank": ("DeepSpec", {"markov_rank": 8}, "markov_rank is 8, but the Markov head's tensors are of rank 6"),
-    "gated": ("DeepSpec", {"markov_head_type": "gated"}, "markov_head_type 'gated' of a dspark drafter is not run"),
+    "gated": ("DeepSpec", {"markov_head_type": "gated"}, "holds no markov_head.gate_proj.weight and 1 more"),
+    "another form": ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type 'lstm' of a dspark drafter"),
     "domino": ("z-lab", {"dflash_config": FLASH | {"projector_type": "domino"}}, "projector_type 'domino'"),
-    "convolutions": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 drafter"),
+    "no selector": ("z-lab", {"architectures": ["DFlash2DraftModel"]}, "selector_rank is None"),
+    "groups": (
+        "z-lab, DFlash2", {"dflash_config": FLASH | SELECTOR | {"block_size": 5, "conv_group_size": 7}},
+        "conv_group_size 7 does not divide hidden_size 48"),
     "wide": ("z-lab", {"target_hidden_size": 64}, "hidden_size is 48, its trunk's 64"),
     "layer types": ("z-lab", {"layer_types": ["full_attention"]}, "for 2 layers of attention"),
     "no window": ("z-lab", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is None"),

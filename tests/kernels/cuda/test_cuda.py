@@ -176,6 +176,8 @@ def test_operations_on_rows(cuda: Any) -> None:
                 "by heads": ops.head_linear(x, split),
                 "gates": ops.sigmoid_mul(ops.take_rows(ops.head_linear(x, split), step.logit_rows), x),
                 "softplus": ops.softplus(ops.scale(x, 20.0), wide, wide),
+                "columns": ops.columns(x, 3, 9),
+                "convolved": ops.grouped_conv(x, ops.columns(other, 0, 6), parts, 2),
                 "zeroed": ops.zero_where(x, at, 5),
                 "put": ops.put_where(x, step.token_ids, 3, wide),
                 **{kind: ops.activate(ops.scale(x, 3.0), kind) for kind in kinds},
