@@ -395,6 +395,7 @@ class Delta:
     embedding: Any = None  # [H] float64 mean of the prompt's hidden states after the final norm, if requested
     draft: Draft | None = None  # the draft that this pass verified
     num_accepted: int = 0  # leading draft tokens that were accepted; the text may end before them
+    num_cached: int = 0  # prompt positions found in the prefix cache
 
 
 @dataclass

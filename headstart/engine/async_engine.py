@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Seq
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -24,13 +25,17 @@ class RequestStream:
     """Requests opened together; iterates over (index of the request, delta)."""
 
     def __init__(
-        self, engine: "AsyncEngine", requests: Seq[Request], on_close: "Callable[[RequestStream], None] | None"
-    ) -> None:
+        self, engine: "AsyncEngine", requests: Seq[Request], on_close: "Callable[[RequestStream], None] | None",
+        history: Seq[tuple[int, Delta]] = (),
+    ) -> None:  # fmt: skip
         self.requests, self.loop = requests, asyncio.get_running_loop()
         self.sequences: dict[tuple[str, int], Sequence] = {}  # by request id and choice
         self._engine, self._on_close = engine, on_close
         self._indices = {request.request_id: index for index, request in enumerate(requests)}
+        self.history = [replace(delta, request_id=requests[index].request_id) for index, delta in history]
         self._items: asyncio.Queue[Item] = asyncio.Queue()
+        for delta in self.history:
+            self.put(delta)
         self._open = {(request.request_id, choice) for request in requests for choice in range(request.params.n)}
 
     def put(self, item: Item) -> None:
@@ -65,8 +70,10 @@ class RequestStream:
             on_close(self)
 
     def num_written(self, request: Request) -> int:
-        """Number of output tokens of a request so far, over all choices."""
-        return sum(each.num_output for (name, _), each in self.sequences.items() if name == request.request_id)
+        """Number of output tokens of a request so far, over all choices, without those of its history."""
+        name = request.request_id
+        before = sum(len(delta.tokens) for delta in self.history if delta.request_id == name)
+        return sum(each.num_output for (owner, _), each in self.sequences.items() if owner == name) - before
 
     def sequence(self, index: int, choice: int) -> Sequence:
         return self.sequences[self.requests[index].request_id, choice]
@@ -102,12 +109,14 @@ class AsyncEngine:
         return self._thread.is_alive()
 
     async def open(
-        self, requests: Seq[Request], on_close: Callable[[RequestStream], None] | None = None
-    ) -> RequestStream:
-        """Submits requests. on_close: called when the stream is closed. Raises what `Engine.submit` raises."""
+        self, requests: Seq[Request], on_close: Callable[[RequestStream], None] | None = None,
+        history: Seq[tuple[int, Delta]] = (),
+    ) -> RequestStream:  # fmt: skip
+        """Submits requests. on_close: called when the stream is closed. history: what a stream of another engine has
+        yielded of them; the new one yields it again, and then what follows. Raises what `Engine.submit` raises."""
         if self._thread.ident is None:
             self.start()
-        stream = RequestStream(self, requests, on_close)
+        stream = RequestStream(self, requests, on_close, history)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         accepted: asyncio.Future[None] = stream.loop.create_future()
         try:
@@ -165,7 +174,8 @@ class AsyncEngine:
         error: HeadstartError | None = None
         try:
             for request in stream.requests:
-                for sequence in self._shared.submit(request):
+                history = [delta for delta in stream.history if delta.request_id == request.request_id]
+                for sequence in self._shared.submit(request, history=history):
                     stream.sequences[request.request_id, sequence.choice] = sequence
         except BaseException as found:
             for request in stream.requests:

@@ -55,8 +55,9 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def submit(self, request: Request) -> list[Sequence]:
-        """Queues the n choices of a request. Raises UsageError or CapacityError, and then changes nothing."""
+    def submit(self, request: Request, history: Seq[Delta] = ()) -> list[Sequence]:
+        """Queues the n choices of a request. `history`: what another engine has delivered of it; its text goes on from
+        there. Raises UsageError or CapacityError, and then changes nothing."""
         if not request.prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token")
         if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
@@ -73,10 +74,30 @@ class Engine:
         if (request.depth or 0) > self.drafting.max_depth and self.drafting.drafter:
             raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.drafting.max_depth}")
         sequences = [self._start(request, choice) for choice in range(request.params.n)]
-        self._live[request.request_id] = list(sequences)
-        for sequence in sequences:
+        for delta in history:
+            self._replay(sequences[delta.choice], delta)
+        running = [sequence for sequence in sequences if not sequence.finish_reason]
+        if running:
+            self._live[request.request_id] = list(running)
+        for sequence in running:
             self.scheduler.add(sequence)
         return sequences
+
+    def _replay(self, sequence: Sequence, delta: Delta) -> None:
+        """Brings a new sequence to where it was after this delta. Raises UsageError if its grammar refuses the tokens,
+        CapacityError if they leave no room."""
+        if sequence.constraint is not None and not all(map(sequence.constraint.advance, delta.tokens)):
+            raise UsageError("the grammar refuses the text so far")
+        sequence.tokens += delta.tokens
+        sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
+        sequence.finish_reason, sequence.error = delta.finish_reason, delta.error
+        sequence.num_cached, sequence.admitted = delta.num_cached, True
+        if delta.tokens:
+            draft = delta.draft or Draft()
+            _count(sequence.stats, draft.method, len(draft.tokens), delta.num_accepted, len(delta.tokens))
+        if not delta.finish_reason and len(sequence.tokens) >= self.max_length:
+            what = f"the text has {len(sequence.tokens)} tokens so far, but the context holds {self.max_length}"
+            raise CapacityError(what, "start all engines with the same --max-model-len")
 
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None
@@ -189,10 +210,10 @@ class Engine:
         self.drafting.record_outcomes(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            _count(sequence.stats, sequence.draft, result, emitted)
-            _count(self.stats, sequence.draft, result, emitted)
+            _count(sequence.stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
+            _count(self.stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
             if sequence.request.depth is None and sequence.is_ordinary:
-                _count(self.ordinary_stats, sequence.draft, result, emitted)
+                _count(self.ordinary_stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
         draft, sequence.draft = sequence.draft, Draft()
         draft.probs = None  # a slow reader of deltas must not hold distributions in memory
         reason = sequence.finish_reason
@@ -207,7 +228,7 @@ class Engine:
             logprobs=result.logprobs[:emitted], prompt_logprobs=tuple(prompt_logprobs), finish_reason=reason,
             stats=sequence.stats if reason else None, error=sequence.error,
             embedding=sequence.pooled / sequence.num_prompt if reason and sequence.pooled is not None else None,
-            draft=draft, num_accepted=result.num_accepted,
+            draft=draft, num_accepted=result.num_accepted, num_cached=sequence.num_cached,
         )  # fmt: skip
 
     def _append(self, sequence: Sequence, result: VerifyResult) -> int:
@@ -258,10 +279,10 @@ def _fail(sequence: Sequence, reason: str) -> None:
     sequence.finish_reason, sequence.error = "error", reason
 
 
-def _count(stats: DraftStats, draft: Draft, result: VerifyResult, emitted: int) -> None:
-    if draft.method == FORCED:
-        stats.forced += min(emitted, result.num_accepted)
+def _count(stats: DraftStats, method: str, num_drafted: int, num_accepted: int, emitted: int) -> None:
+    if method == FORCED:
+        stats.forced += min(emitted, num_accepted)
     else:
-        stats.record(result.num_drafted, result.num_accepted, draft.method)
+        stats.record(num_drafted, num_accepted, method)
     stats.passes += 1
     stats.emitted += emitted

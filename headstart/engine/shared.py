@@ -123,10 +123,11 @@ class SharedEngine:
             for listener in self.listeners:
                 listener.end(live, GenerationError("the engine was closed before the text was complete"))
 
-    def submit(self, request: Request, inbox: Inbox | None = None) -> list[Sequence]:
-        """Submits a request. inbox: receives its deltas; None: the listeners do. Raises what Engine.submit raises."""
+    def submit(self, request: Request, inbox: Inbox | None = None, history: Iterable[Delta] = ()) -> list[Sequence]:
+        """Submits a request. inbox: receives its deltas; None: the listeners do. history: as for Engine.submit. Raises
+        what Engine.submit raises."""
         with self._lock:
-            sequences = self.engine.submit(request)
+            sequences = self.engine.submit(request, tuple(history))
             if inbox is not None:
                 inbox.names.append(request.request_id)
                 self.inboxes[request.request_id] = inbox

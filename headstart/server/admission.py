@@ -40,12 +40,13 @@ class Admission:
             self.num_preparing -= count
             account.held -= count
 
-    def begin(self, requests: Seq[Request]) -> None:
+    def begin(self, requests: Seq[Request], *, is_resumed: bool = False) -> None:
         """The requests go to the engine. Raises BusyError when too much waits, LimitError, and CapacityError for more
-        than there is ever room for."""
+        than there is ever room for. Those that another engine had admitted are neither refused nor charged again."""
         count, account = sum(request.params.n for request in requests), self.accounts.named(requests[0].owner)
-        self._check_free(count, self.num_in_flight)
-        account.begin(sum(len(request.prompt_ids) for request in requests))
+        if not is_resumed:
+            self._check_free(count, self.num_in_flight)
+            account.begin(sum(len(request.prompt_ids) for request in requests))
         self.num_in_flight += count
         account.held += count
 

@@ -28,6 +28,7 @@ from headstart.server.pipeline import ServerState
 from headstart.server.prefill_client import PrefillClient
 from headstart.server.prepare import OutputFormats
 from headstart.server.records import RecordedModel, RecordFiles, TextRecorder, claim_folder
+from headstart.server.replicas.frames import FramedResponses
 from headstart.server.replicas.group import ReplicaId
 from headstart.server.routes import router
 from headstart.text.parsers import format_in, make_parser
@@ -125,7 +126,8 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
     if config.allowed_origins:
         anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
-    return RequestLog(guarded, config.access_log)
+    logged = RequestLog(guarded, config.access_log)
+    return logged if config.replica is None else FramedResponses(logged, config.replica.token)
 
 
 class _App(FastAPI):

@@ -1,7 +1,6 @@
 """`Generation`: the choices of one HTTP request of any API, while the engine writes them."""
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,6 +10,7 @@ from headstart.api import Choice, Completion
 from headstart.core import Delta, Draft, DraftStats, SamplingParams, TokenLogprob
 from headstart.engine.async_engine import RequestStream
 from headstart.server.body_reader import WorkerPools
+from headstart.server.journal import Journal
 from headstart.server.model_manager import ServedModel
 from headstart.server.prepare import PreparedRequest
 from headstart.server.schema import ChatRequest, Common, CompletionRequest
@@ -147,9 +147,11 @@ class Generation:
     """A prepared request in the engine. Iterate `steps` once."""
 
     def __init__(
-        self, served: ServedModel, pools: WorkerPools, prepared: PreparedRequest, options: ResponseOptions, model: str
-    ) -> None:
-        self.id, self.created, self.model = uuid.uuid4().hex, int(time.time()), model
+        self, served: ServedModel, pools: WorkerPools, prepared: PreparedRequest, options: ResponseOptions, model: str,
+        journal: Journal,
+    ) -> None:  # fmt: skip
+        self.id, self.created, self.model, self.new_id = journal.new_id(), journal.created, model, journal.new_id
+        self._journal = journal
         self.options, self.pools, self.tokenizer = options, pools, served.llm.tokenizer
         self._served, self._requests = served, prepared.requests
         self._stream: RequestStream | None = None
@@ -188,17 +190,21 @@ class Generation:
     async def begin(self) -> None:
         """Hand the requests to the engine. Raises what `ServedModel.open` raises."""
         self._begun = time.perf_counter()
-        self._stream = await self._served.open(self._requests)
+        self._stream = await self._served.open(self._requests, self._journal)
         for index, group in enumerate(self._groups):
             for number, each in enumerate(group):
                 each.choice.sequence = self._stream.sequence(index, number)
 
     async def steps(self) -> AsyncIterator[ChoiceStep]:
         """Steps as the engine makes them. Raises HeadstartError. At the end nothing is left in the engine."""
-        stream, metrics = self._stream, self._served.metrics
+        stream, metrics, journal, num_known = self._stream, self._served.metrics, self._journal, 0
         assert stream is not None, "begin() comes first"
         try:
             async for index, delta in stream:
+                is_new = num_known == len(journal.history)
+                if is_new:
+                    await journal.note(index, delta, with_scores=self.options.passes)
+                num_known += not is_new
                 choice = self._groups[index][delta.choice]
                 piece = choice.choice.push(delta, time.perf_counter())
                 if piece.finish_reason:
@@ -211,7 +217,8 @@ class Generation:
                     if piece.finish_reason:
                         events = merge_events([*events, *choice.parser.finish()])
                     choice.events += events
-                self._observe_times(choice, len(piece.token_ids))
+                if is_new:
+                    self._observe_times(choice, len(piece.token_ids))
                 passes = choice.passes.report(delta, piece.token_ids) if choice.passes else []
                 yield ChoiceStep(choice, piece.text, events, piece.token_ids, choice.finish_reason, passes)
             self._record()

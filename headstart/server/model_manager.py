@@ -7,6 +7,7 @@ while it has requests.
 
 import asyncio
 import gc
+import hashlib
 import logging
 import re
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -36,10 +37,12 @@ from headstart.server import limits
 from headstart.server.accounts import Accounts
 from headstart.server.admission import Admission
 from headstart.server.body_reader import trim_function
+from headstart.server.journal import Journal
 from headstart.server.metrics import ServerMetrics, account_metrics
 from headstart.server.options import KeepAlive
 from headstart.server.prefill_client import PrefillClient
 from headstart.server.prepare import OutputFormats
+from headstart.version import __version__
 
 log = logging.getLogger("headstart.server")
 LATEST_TAG = ":latest"
@@ -74,16 +77,37 @@ class ServedModel:
         if self.metrics.recorder:
             self.metrics.recorder.stop()
 
-    async def open(self, requests: Seq[Request]) -> RequestStream:
-        """Hand requests to the engine. Raises what `Admission.begin` and `Engine.submit` raise."""
-        self.admission.begin(requests)
+    async def open(self, requests: Seq[Request], journal: Journal | None = None) -> RequestStream:
+        """Hand requests to the engine, which goes on after the journal's history. Raises what `Admission.begin` and
+        `Engine.submit` raise."""
+        history, is_resumed = (journal.history, journal.is_resumed) if journal else ((), False)
+        self.admission.begin(requests, is_resumed=is_resumed)
         try:
             if self.prefill is not None:
                 await self.prefill.prefetch(requests)
         except BaseException:
             self.admission.end(requests, None)
             raise
-        return await self.engine.open(requests, partial(self.admission.end, requests))
+        return await self.engine.open(requests, partial(self.admission.end, requests), history)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all that responses depend on beside requests. Servers of one fingerprint may go on with each
+        other's responses."""
+        model, config, template = self.llm.model, self.llm.config, self.llm.chat_template
+        stamps, sources = hub.file_stamps(model.checkpoint.files), template and sorted(template.sources.items())
+        options = [config.dtype, config.rounding, config.rule, config.kv_cache_dtype, config.quantization, config.seed]
+        facts = (
+            __version__,
+            model.backend.fingerprint(),
+            stamps,
+            model.config,
+            options,
+            sources,
+            self.formats,
+            self.names,
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def expire(self) -> None:
         """End running requests when the time for the shutdown is over."""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from headstart.server.body_reader import BodyReader, IncomingBody, pool_of
 from headstart.server.errors import BodyError
 from headstart.server.generation import Generation, ResponseOptions
 from headstart.server.guards import OWNER
+from headstart.server.journal import Journal
 from headstart.server.model_manager import ModelManager, ServedModel
 from headstart.server.options import KeepAlive
 from headstart.server.prepare import is_constrained, num_choices, prepare
@@ -134,11 +135,11 @@ async def respond(
         return Response(status_code=CLIENT_GONE)
     options, model, is_streamed = ResponseOptions.of(body), body.model or served.names[0], bool(body.stream)
     pools = state.body_reader.pools
-    pool = "grammar" if is_constrained(body) else pool_of(incoming)
+    pool, journal = "grammar" if is_constrained(body) else pool_of(incoming), Journal.of(request.scope)
 
     async def begin() -> Generation:
-        prepared = await pools.run(pool, prepare, served.llm, served.formats, account, body)
-        generation = Generation(served, pools, prepared, options, model)
+        prepared = await pools.run(pool, prepare, served.llm, served.formats, account, body, journal.seed)
+        generation = Generation(served, pools, prepared, options, model, journal)
         await generation.begin()
         return generation
 
@@ -146,7 +147,7 @@ async def respond(
         async with state.deadline(incoming):
             return await renderer.whole()
 
-    with served.admission.reserve(num_choices(body), account.name):
+    with nullcontext() if journal.is_resumed else served.admission.reserve(num_choices(body), account.name):
         async with state.deadline(incoming):
             generation = await cancel_on_disconnect(request, begin())
     incoming.release()

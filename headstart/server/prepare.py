@@ -79,12 +79,17 @@ def is_constrained(body: Common) -> bool:
     return any(each is not None for each in named)
 
 
-def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common) -> PreparedRequest:
-    """The engine requests of a body, for pipeline.respond. Raises UsageError, CapacityError or ModelError."""
+def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common, seed: int) -> PreparedRequest:
+    """The engine requests of a body, for pipeline.respond. `seed`: where neither the body nor the server sets one.
+    Raises UsageError, CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
-        return _prepare_chat(llm, formats, account, body)
-    assert isinstance(body, CompletionRequest)
-    return _prepare_completion(llm, account, body)
+        prepared = _prepare_chat(llm, formats, account, body)
+    else:
+        assert isinstance(body, CompletionRequest)
+        prepared = _prepare_completion(llm, account, body)
+    if body.seed is not None or llm.config.seed is not None:
+        return prepared
+    return replace(prepared, requests=[replace(request, seed=seed) for request in prepared.requests])
 
 
 def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> PreparedRequest:
@@ -101,7 +106,6 @@ def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> 
             raise UsageError("the prompt is empty", "give at least one character")
         given, ids = _encode_prompt(llm, body, prompt)
         requests.append(_request(llm, account, ids, params, body, constraint))
-        params = replace(params, seed=requests[0].seed)  # one drawn seed for all prompts, since one is reported
         if body.echo:
             is_whole = isinstance(prompt, str) and len(ids) == len(given)
             texts.append(str(prompt) if is_whole else llm.tokenizer.decode(ids, skip_special=False))

@@ -129,14 +129,16 @@ def _detokenize(served: ServedModel, tokens: list[int]) -> bytes:
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
 async def health(request: Request) -> Response:
     """200 while requests are answered; `drafting` is "paused" while a head's drafts are not accepted; `broken_heads`
-    names models whose MTP head is not whole, and the remedy."""
-    models = state_of(request).models
+    names models whose MTP head is not whole, and the remedy; `fingerprint`: of a replica."""
+    state = state_of(request)
+    models = state.models
     if why := _fault(models):
         return JSONResponse(error_body(why, 503), 503, RETRY)
     is_paused = any(each.llm.engine.head_health.is_paused for each in models.loaded)
     broken = {each.llm.model.name: each.llm.model.broken_head for each in models.loaded if each.llm.model.broken_head}
     more = {**({"drafting": "paused"} if is_paused else {}), **({"broken_heads": broken} if broken else {})}
-    return JSONResponse({"status": "ok", **more})
+    own = {"fingerprint": models.loaded[0].fingerprint} if state.replica is not None else {}
+    return JSONResponse({"status": "ok", **more, **own})
 
 
 @router.get("/ping")

@@ -267,6 +267,34 @@ def test_what_is_reported_survives_preemption() -> None:
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (180, 0)
 
 
+# A text that another engine has begun.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [FAMILY, "qwen3_5"])
+def test_any_engine_goes_on_with_a_text(family: str) -> None:
+    """Penalties, min_tokens, logprobs, ends and counts are those of one engine, wherever the text was cut."""
+    model = headed_model(family)
+    asked = request(
+        prompt_of(20, 1), n=2, temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, min_tokens=20, logprobs=1,
+        prompt_logprobs=1, max_tokens=30,
+    )  # fmt: skip
+    one, whole, deltas = make(model, drafter="mtp", depth=2), {}, list[Delta]()
+    one.submit(asked)
+    while one.has_work:
+        deltas += step(one, whole)
+    for cut in (1, 2, len(deltas) // 2, len(deltas) - 1, len(deltas)):
+        other, found = make(model, drafter="none", max_num_batched_tokens=16), {}
+        support.collect(found, deltas[:cut])
+        sequences = other.submit(asked, deltas[:cut])
+        while other.has_work:
+            step(other, found)
+        assert_same(found, whole)
+        assert [each.prompt_logprobs for each in found.values()] == [each.prompt_logprobs for each in whole.values()]
+        assert [each.stats.emitted for each in sequences] == [len(whole["r", i].tokens) for i in range(2)]
+        support.assert_clean(other)
+
+
 # Prefix cache.
 
 
@@ -396,6 +424,7 @@ BAD: dict[str, tuple[Request, type[HeadstartError], str]] = {
     "id below 0": (request([-1]), UsageError, "outside 0.."),
     "deep": (request([5], depth=17), UsageError, "depth is 17, but the drafter's limit is 16"),
     "depth below 0": (request([5], depth=-1), UsageError, "depth is -1, but must be at least 0"),
+    "begun elsewhere, too long": (request([5] * 100), CapacityError, "130 tokens so far, but the context holds 128"),
     "id taken": (request([5], name="running"), UsageError, "'running' is running"),
 }
 
@@ -409,7 +438,7 @@ def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
     outputs: Outputs = {}
     step(engine, outputs)
     with pytest.raises(error, match=message):
-        engine.submit(bad)
+        engine.submit(bad, [Delta(request_id="r", choice=0, tokens=(5,) * 30)] if "begun" in case else ())
     assert list(engine._live) == ["running"] and not engine.scheduler.waiting
     while engine.has_work:
         step(engine, outputs)

@@ -1,7 +1,9 @@
 """Replicas as a user has them: processes, vllm-router in front of them, signals."""
 
 import importlib.util
+import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -95,6 +97,68 @@ def test_keys_are_checked(replicas: Server) -> None:
     assert answer.status_code == 401
     with direct(replicas, 0) as engine:
         assert engine.client.get("/metrics", headers={"authorization": "", "x-headstart-own": "1"}).status_code == 401
+
+
+Texts = dict[int, str]
+
+
+def streamed(server: Server, tokens: int, watch: Callable[[int, Texts], bool]) -> Texts:
+    """The texts of a stream, up to the end, or until `watch`, which gets the number of events, is true."""
+    body = {"messages": [{"role": "user", "content": "Tell a story."}], "seed": 5, "max_tokens": tokens}
+    texts, num_events, is_done = {0: "", 1: ""}, 0, False
+    with server.client.stream("POST", CHAT, json=body | {"ignore_eos": True, "stream": True, "n": 2}) as answer:
+        for line in answer.iter_lines():
+            is_done |= line == "data: [DONE]"
+            if line.startswith("data: {"):
+                for each in json.loads(line[6:])["choices"]:
+                    texts[each["index"]] += each["delta"].get("content") or ""
+                num_events += 1
+                if watch(num_events, texts):
+                    return texts
+    assert is_done
+    return texts
+
+
+def resumed(server: Server, why: str) -> float:
+    with direct(server, 0) as engine:
+        return float(re.findall(rf'resumed_requests_total{{why="{why}"}} (\S+)', engine.client.get("/metrics").text)[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stream_outlives_its_engine(replicas: Server, number: signal.Signals) -> None:
+    wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
+    expected = streamed(replicas, 300, lambda *_: False)
+    victims: list[int] = []
+
+    def disturb(num_events: int, texts: Texts) -> bool:
+        if num_events == 20:
+            victims.extend(each["pid"] for each in listed(replicas) if each["running"])
+            os.kill(victims[0], number)
+        return False
+
+    assert streamed(replicas, 300, disturb) == expected
+    if number == signal.SIGSTOP:
+        os.kill(victims[0], signal.SIGCONT)
+    wait_for(replicas, lambda found: all(each["state"] == "ready" and each["running"] is not None for each in found))
+    assert resumed(replicas, "ended" if number == signal.SIGKILL else "silent") >= 1
+
+
+def test_a_stream_outlives_a_rolling_restart(replicas: Server) -> None:
+    """It is read until it goes on at another engine, and some pieces more."""
+    before, more = resumed(replicas, "renewed"), 0
+
+    def disturb(num_events: int, texts: Texts) -> bool:
+        nonlocal more
+        if num_events == 20:
+            replicas.process.send_signal(signal.SIGHUP)
+        if num_events % 20 == 0 and not more and resumed(replicas, "renewed") > before:
+            more = num_events
+        return bool(more) and num_events > more + 40
+
+    texts = streamed(replicas, 6000, disturb)
+    wait_for(replicas, lambda found: all(each["state"] == "ready" and each["running"] is not None for each in found))
+    longer = streamed(replicas, 6000, lambda _, known: all(len(known[each]) >= len(texts[each]) for each in texts))
+    assert {each: text[: len(texts[each])] for each, text in longer.items()} == texts
 
 
 def test_a_rolling_restart_loses_no_request(replicas: Server) -> None:

@@ -19,7 +19,7 @@ TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"t
 
 def blocks_of(text: str, size: int) -> tuple[BlockBuilder, list[Any]]:
     """All changes while a text comes in pieces of `size` characters."""
-    parser, blocks, changes = make_parser("hermes", TOOLS, "think"), BlockBuilder(), list[Any]()
+    parser, blocks, changes = make_parser("hermes", TOOLS, "think"), BlockBuilder(lambda: "id"), list[Any]()
     choice = SimpleNamespace(parser=parser)
     for start in range(0, len(text), size):
         step = SimpleNamespace(choice=choice, text="", events=parser.push(text[start : start + size]))

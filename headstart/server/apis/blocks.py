@@ -1,9 +1,8 @@
 """Shared by the translated APIs: bodies as chat requests, and responses as blocks of reasoning, text and tool calls."""
 
-import uuid
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from headstart.server.body_reader import call_arguments, validate
@@ -44,7 +43,7 @@ class ResponseBlock:
     index: int  # among the blocks of the response
     name: str = ""  # of the called function
     text: str = ""  # the call's arguments, for a call
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:24])
+    id: str = ""
 
     @property
     def arguments(self) -> Any:
@@ -65,8 +64,9 @@ class BlockChange:
 class BlockBuilder:
     """Builds blocks while a response grows. White space alone between two blocks is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, new_id: Callable[[], str]) -> None:
         self.blocks: list[ResponseBlock] = []
+        self._new_id = new_id
         self._current: ResponseBlock | None = None
         self._held: tuple[BlockKind, str] = ("text", "")  # white space that may be the beginning of a block
 
@@ -109,7 +109,7 @@ class BlockBuilder:
     def _begin(self, kind: BlockKind, name: str = "") -> Iterator[BlockChange]:
         if self._current is not None:
             yield BlockChange("close", self._current)
-        self._current, self._held = ResponseBlock(kind, len(self.blocks), name), (kind, "")
+        self._current, self._held = ResponseBlock(kind, len(self.blocks), name, id=self._new_id()[:24]), (kind, "")
         self.blocks.append(self._current)
         yield BlockChange("open", self._current)
 
@@ -123,7 +123,7 @@ class BlockRenderer(ResponseRenderer):
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
-        self._builder = BlockBuilder()
+        self._builder = BlockBuilder(generation.new_id)
 
     @property
     def blocks(self) -> list[ResponseBlock]:

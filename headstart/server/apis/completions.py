@@ -1,7 +1,6 @@
 """OpenAI's completions and chat completions: responses, whole or as chunks of a stream."""
 
 import json
-import uuid
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -269,7 +268,7 @@ class ChatRenderer(OpenAIRenderer):
             elif isinstance(event, Reasoning):
                 reasoning += event.text
             elif isinstance(event, ToolCall):
-                calls.append(_call(choice, event))
+                calls.append(self._call(choice, event))
             else:
                 calls[event.index]["function"]["arguments"] += event.text
         message: Json = {"role": "assistant", "content": content if content or not calls else None}
@@ -308,8 +307,14 @@ class ChatRenderer(OpenAIRenderer):
         if isinstance(event, Reasoning):
             return _reasoning(event.text) if self._options.reasoning else None
         if isinstance(event, ToolCall):
-            return {"tool_calls": [{"index": event.index, **_call(choice, event)}]}
+            return {"tool_calls": [{"index": event.index, **self._call(choice, event)}]}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+    def _call(self, choice: GeneratedChoice, event: ToolCall) -> Json:
+        if event.index == len(choice.call_ids):
+            choice.call_ids.append(f"call_{self.generation.new_id()[:24]}")
+        function = {"name": event.name, "arguments": ""}
+        return {"id": choice.call_ids[event.index], "type": "function", "function": function}
 
     def _logprobs(self, entries: Seq[TokenLogprob]) -> list[Json]:
         return [
@@ -323,13 +328,6 @@ class ChatRenderer(OpenAIRenderer):
 
 def _choice(choice: GeneratedChoice, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
     return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _call(choice: GeneratedChoice, event: ToolCall) -> Json:
-    if event.index == len(choice.call_ids):
-        choice.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
-    function = {"name": event.name, "arguments": ""}
-    return {"id": choice.call_ids[event.index], "type": "function", "function": function}
 
 
 def _reasoning(text: str) -> Json:

@@ -36,6 +36,7 @@ class ReplicaGroup:
 
     room: int  # bytes for the caches of one replica
     router: str  # URL of the router's metrics
+    relay: str  # URL of the relay
     token: str  # with which replicas read each other's metrics
     replicas: tuple[ReplicaInfo, ...] = ()
 

@@ -32,7 +32,9 @@ async def collect(replica: ReplicaId, own: str) -> list[Metric]:
             label = {ENGINE: str(number)}
             metric.samples = [sample._replace(labels=sample.labels | label) for sample in metric.samples]
             found.append(metric)
-    return [*found, *text_string_to_metric_families(await _text(group.router, {})), *_group_metrics(group, texts)]
+    others = (await _text(group.router, {}), await _text(group.relay, {OWN_HEADER: group.token}))
+    found += [metric for text in others for metric in text_string_to_metric_families(text)]
+    return [*found, *_group_metrics(group, texts)]
 
 
 async def list_replicas(replica: ReplicaId, own: str) -> list[dict[str, Any]]:

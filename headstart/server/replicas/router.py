@@ -1,7 +1,6 @@
 """vllm-router in front of replicas: its process, its list of engines, and HTTP requests between our own processes.
 
-Its flags were tried with 0.1.17 (docs/scale.md). It sends a failed request again, up to RETRIES times, unless a part of
-the response has been sent on; the retry follows the same policy, so a dead engine has to be removed at once.
+Its flags were tried with 0.1.17 (docs/scale.md). The engines that it knows are addresses of the relay (relay.py).
 """
 
 from __future__ import annotations

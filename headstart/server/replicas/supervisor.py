@@ -1,7 +1,7 @@
 """`headstart serve --replicas`: starts, watches, renews and ends engines and their router.
 
-The router's list of engines changes before the processes do: a dead engine is removed at once, so that the router's
-retry goes to another one; a renewed engine is removed when its successor answers, and ends when its requests have.
+Between router and engines is the relay (relay.py), which runs in this process: requests of an engine that ends, is
+silent, or is renewed go on at another one.
 """
 
 import asyncio
@@ -14,15 +14,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence as Seq
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from headstart.errors import UsageError
+from headstart.server.process import listening
 from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, ReplicaInfo, ReplicaState
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
-from headstart.server.replicas.router import RouterMembership, RouterProcess, deregister, register, registered, send
+from headstart.server.replicas.relay import HOST, Relay, RelayServer
+from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
 from headstart.system import HANGUP, add_signal_handler, has_terminal
 
 log = logging.getLogger("headstart.server")
@@ -30,12 +34,13 @@ log = logging.getLogger("headstart.server")
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)  # seconds before a failed engine is started again, longer each time
 STABLE_S = 60.0  # a process that ran for so long is started again at once
 CHECK_INTERVAL_S = 5.0
-MAX_SILENCE_S = 60.0  # an engine that does not answer /health for so long is killed
+HEALTH_INTERVAL_S = 1.0
+SILENCE_S = 5.0  # an engine that does not answer /health for so long gets no requests, and loses those that it has
+MAX_SILENCE_S = 60.0  # after that it is killed
 IDLE_POLL_S = 0.25
 LAST_RESPONSES_S = 10
 LOG_INTERVAL_S = 60.0
 ENDED_EARLY = 1  # exit code where an engine was killed before it was ready
-HOST = "127.0.0.1"
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 10.0
 
@@ -59,6 +64,12 @@ class ReplicaProcess:
     process: asyncio.subprocess.Process
     state: ReplicaState = "starting"
     since: float = field(default_factory=time.time)
+    fingerprint: str = ""
+    is_silent: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready" and self.is_alive
 
     @property
     def url(self) -> str:
@@ -83,10 +94,13 @@ class ReplicaProcess:
             await asyncio.sleep(POLL_S)
         self.state = "ready"
 
-    async def is_healthy(self) -> bool:
+    async def is_healthy(self, seconds: float = HEALTH_TIMEOUT_S) -> bool:
         """Does GET /health succeed in time?"""
-        response = await send("GET", f"{self.url}/health", HEALTH_TIMEOUT_S)
-        return response is not None and response.status_code == 200
+        response = await send("GET", f"{self.url}/health", seconds)
+        if response is None or response.status_code != 200:
+            return False
+        self.fingerprint = response.json()["fingerprint"]
+        return True
 
     async def is_idle(self, token: str) -> bool:
         """Has it no requests? Also True where it does not answer."""
@@ -161,7 +175,12 @@ def supervise(settings: SupervisorSettings, sockets: list[socket.socket]) -> int
         with socket.socket() as metrics:
             metrics.bind(("127.0.0.1", 0))
             router = RouterProcess(host, port, metrics.getsockname()[1], settings.origins)
-        return asyncio.run(ReplicaSupervisor(settings, folder, router).run())
+        with (
+            ExitStack() as stack,
+            asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner,
+        ):
+            inner = [each for _ in settings.shares for each in stack.enter_context(listening(HOST, 0))]
+            return runner.run(ReplicaSupervisor(settings, folder, router, inner).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -173,10 +192,12 @@ class ReplicaSupervisor:
     settings: SupervisorSettings
     folder: Path
     router: RouterProcess
+    inner: list[socket.socket]  # of the relay, by number of the replica
     children: dict[int, ReplicaProcess] = field(default_factory=dict)  # current process by number
     leaving: set[ReplicaProcess] = field(default_factory=set)  # replaced processes that end their requests
     starts: dict[int, int] = field(default_factory=dict)
     token: str = field(default_factory=secrets.token_hex, repr=False)
+    relay: Relay = field(init=False)
     stopping: bool = False
     membership: RouterMembership | None = None
     _starting: dict[int, asyncio.Lock] = field(default_factory=dict)
@@ -185,9 +206,14 @@ class ReplicaSupervisor:
     _renewing: asyncio.Task[None] | None = None
     _has_router: bool = False
 
+    def __post_init__(self) -> None:
+        self.relay = Relay(self.token, [each.getsockname()[1] for each in self.inner], self.children.values)
+        self._relay_server = RelayServer(self.relay)
+
     async def run(self) -> int:
         """Run until `stop`; returns the exit code."""
         self._write()
+        relaying = asyncio.create_task(self._relay_server.serve(self.inner))
         self._handle_signals()
         try:
             begun = asyncio.create_task(self._begin())
@@ -204,16 +230,18 @@ class ReplicaSupervisor:
             return error.code if error.code > 0 else ENDED_EARLY
         finally:
             await self._end()
+            self._relay_server.should_exit = self._relay_server.force_exit = True
+            await relaying
 
     async def _begin(self) -> None:
         """The first engine starts alone: it writes packed weights where there are none, and the others map them."""
         count = len(self.settings.shares)
         await self._start_engine(0)
         await asyncio.gather(*(self._start_engine(number) for number in range(1, count)))
-        await self.router.start([child.url for child in self.children.values()])
+        await self.router.start(self.relay.urls)
         self._has_router = True
         self._create_task(self._keep_router_running())
-        self._create_task(self._check_all())
+        self._create_task(self._check_router())
         threads = {share.threads for share in self.settings.shares}
         what = f"{count} x {'/'.join(map(str, sorted(threads)))} threads"
         log.info("running on %s (Ctrl-C to stop): %s behind vllm-router", self.router.url, what)
@@ -244,9 +272,8 @@ class ReplicaSupervisor:
             self.leaving.add(before)
         self.children[number] = child
         self._write()
-        if self._has_router:
-            await register(self.router.url, child.url)
         self._create_task(self._watch(child))
+        self._create_task(self._listen(child))
         return child
 
     async def _watch(self, child: ReplicaProcess) -> None:
@@ -255,7 +282,6 @@ class ReplicaSupervisor:
         if self.stopping or child.state == "leaving":
             return
         child.state = "down"
-        await deregister(self.router.url, child.url)
         lived = time.time() - child.since
         log.error("replica %d ended %s after %.0f s; it is started again", child.number, describe_exit(code), lived)
         self._write()
@@ -283,28 +309,37 @@ class ReplicaSupervisor:
             failed = 0 if time.monotonic() - begun >= STABLE_S else failed + 1
             await asyncio.sleep(PAUSES[min(failed, len(PAUSES) - 1)])
             with suppress(UsageError):
-                await self.router.start(self._ready())
+                await self.router.start(self.relay.urls)
 
-    async def _check_all(self) -> None:
-        """Checks that the router knows all engines, and that they answer."""
-        silent: dict[ReplicaProcess, float] = {}
+    async def _check_router(self) -> None:
+        """Checks that the router knows the relay."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             known = await registered(self.router.url)
-            for url in self._ready() if known is not None else ():
+            for url in self.relay.urls if known is not None else ():
                 if url not in (known or ()):
                     log.warning("the router has forgotten %s; it is added again", url)
                     await register(self.router.url, url)
-            for child in [each for each in self.children.values() if each.state == "ready"]:
-                now = time.monotonic()
-                if await child.is_healthy():
-                    silent.pop(child, None)
-                elif child.is_alive and now - silent.setdefault(child, now) > MAX_SILENCE_S:
-                    log.error("replica %d does not answer for %.0f s; it is killed", child.number, MAX_SILENCE_S)
-                    child.kill()
 
-    def _ready(self) -> list[str]:
-        return [child.url for child in self.children.values() if child.state == "ready"]
+    async def _listen(self, child: ReplicaProcess) -> None:
+        """Takes the requests of an engine to others while it does not answer, and kills it after some time."""
+        heard = time.monotonic()
+        while child.is_alive and child.state == "ready":
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            asked = time.monotonic()
+            if await child.is_healthy(SILENCE_S):
+                heard = asked
+            silent_s = time.monotonic() - heard
+            if child.is_silent != (silent_s > SILENCE_S):
+                child.is_silent = not child.is_silent
+                log.warning("replica %d %s", child.number, "is silent" if child.is_silent else "answers again")
+                self.relay.engines_changed()
+            if child.is_silent:
+                self.relay.give_up(child, "silent")
+            if silent_s > MAX_SILENCE_S:
+                log.error("replica %d does not answer for %.0f s; it is killed", child.number, MAX_SILENCE_S)
+                child.kill()
+                return
 
     def renew(self) -> None:
         """Replace engines one by one, each when its successor answers. One round at a time."""
@@ -323,12 +358,13 @@ class ReplicaSupervisor:
             except ProcessEndedError as error:
                 log.error("replica %d: its successor ended %s; all stay as they are", number, describe_exit(error.code))
                 return
-            await deregister(self.router.url, old.url)
+            if new.fingerprint == old.fingerprint:
+                self.relay.give_up(old, "renewed")
             self._create_task(self._retire(old))
             log.info("replica %d is renewed: process %d instead of %d", number, new.process.pid, old.process.pid)
 
     async def _retire(self, old: ReplicaProcess) -> None:
-        """Its requests may take as long as they need."""
+        """Its requests, where no other engine can go on with them, may take as long as they need."""
         logged = time.monotonic()
         await asyncio.sleep(IDLE_POLL_S)  # requests on their way
         while old.is_alive and not await old.is_idle(self.token):
@@ -376,8 +412,12 @@ class ReplicaSupervisor:
 
     def _write(self) -> None:
         """Write the group's file."""
+        self.relay.engines_changed()
         room, replicas = self.settings.room, tuple(self._info(*each) for each in enumerate(self.settings.shares))
-        ReplicaGroup(room=room, router=self.router.metrics, token=self.token, replicas=replicas).write(self.folder)
+        known = ReplicaGroup(
+            room=room, router=self.router.metrics, relay=self.relay.urls[0], token=self.token, replicas=replicas
+        )
+        known.write(self.folder)
 
     def _info(self, number: int, share: CpuShare) -> ReplicaInfo:
         if (child := self.children.get(number)) is not None:
