@@ -3,6 +3,7 @@
     python benchmarks/drafts.py --questions question.jsonl --json drafts.json
     python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
     python benchmarks/drafts.py --questions question.jsonl --behind 7000 --rows mtp:1 mtp:2 mtp:auto
+    python benchmarks/drafts.py --text manual.txt --behind 65536 --model DIR --rows mtp:1 mtp:auto
 
 A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, `ngram`, or `auto` (the default: lookup and
 the head); DRAFTER=DIR gives another head. Prompts: the first `--per-category` Spec-Bench questions of each category and
@@ -12,7 +13,8 @@ before the next one, in alternating order; the clock runs from the first token t
 decoding.
 
 Medians over prompts; speed-up = tokens/s over plain of the same prompt, with quartiles. `draft`, `pass`, `host`:
-milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python).
+milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python). `prompt`: seconds to
+the first token.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ROWS = ("mtp:2", "mtp:3", "eagle3:2", "eagle3:3", "block:4", "block:7", "block:a
 @dataclass(frozen=True)
 class Record:
     """One prompt with one row. `seconds` from the first token to the last; `parts`: of these, in passes, drafts and the
-    rest."""
+    rest; `prompt_s`: up to the first token."""
 
     row: str
     category: str
@@ -50,6 +52,7 @@ class Record:
     seconds: float
     passes: int
     parts: dict[str, float]
+    prompt_s: float
 
     @property
     def rate(self) -> float:
@@ -79,6 +82,12 @@ def long_prompts(llm: LLM, questions: Path, per_category: int, behind: int) -> l
     return found
 
 
+def text_prompts(llm: LLM, path: Path, count: int, behind: int) -> list[tuple[str, list[int]]]:
+    """(category, token ids): parts of a text."""
+    ids = llm.encode(path.read_text("utf-8"))
+    return [(f"{path.name} {i + 1}", ids[i * behind : (i + 1) * behind]) for i in range(min(count, len(ids) // behind))]
+
+
 def make(name: str | None, row: str, config: EngineConfig) -> LLM:
     """An engine for a row."""
     drafter, _, word = row.rpartition(":")
@@ -88,11 +97,11 @@ def make(name: str | None, row: str, config: EngineConfig) -> LLM:
     depth: Depth = AUTO if word == AUTO else int(word)
     if drafter in ("auto", "ngram"):
         return LLM(name, replace(config, drafter=drafter, head=folder or None, depth=depth))
-    head = folder or str(hub.shipped_heads(name or hub.DEFAULT_MODEL)[drafter])
-    return LLM(name, replace(config, drafter=drafter, head=head, depth=depth))
+    head = folder or hub.shipped_heads(name or hub.DEFAULT_MODEL).get(drafter)  # else the checkpoint's own
+    return LLM(name, replace(config, drafter=drafter, head=head and str(head), depth=depth))
 
 
-def decode(llm: LLM, row: str, category: str, prompt: str, params: SamplingParams) -> Record | None:
+def decode(llm: LLM, row: str, category: str, prompt: str | list[int], params: SamplingParams) -> Record | None:
     """None for a text of one token."""
     completion = None
     for number, delta in enumerate(llm.stream(prompt, params)):
@@ -102,12 +111,12 @@ def decode(llm: LLM, row: str, category: str, prompt: str, params: SamplingParam
     assert completion is not None
     if not (passes := llm.engine.stats.passes):
         return None
-    seconds = completion.timing["decode_s"]
-    return Record(row, category, tuple(completion.token_ids), seconds, passes, dict(llm.engine.seconds))
+    times, parts = completion.timing, dict(llm.engine.seconds)
+    return Record(row, category, tuple(completion.token_ids), times["decode_s"], passes, parts, times["ttft_s"])
 
 
 def measure(
-    llms: Mapping[str, LLM], prompts: Sequence[tuple[str, str]], temperature: float, max_tokens: int
+    llms: Mapping[str, LLM], prompts: Sequence[tuple[str, str | list[int]]], temperature: float, max_tokens: int
 ) -> list[Record]:
     """All rows of each prompt in turn. Raises SystemExit where a text is not that of plain decoding."""
     records: list[Record] = []
@@ -135,18 +144,20 @@ def table(records: Sequence[Record], rows: Sequence[str]) -> list[list[str]]:
     lines = []
     for row, own in by_row.items():
         ratios = [each.rate / plain.rate for each, plain in zip(own, by_row[PLAIN], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         lengths = statistics.mean(each.length for each in own)
         parts = [statistics.median(each.ms(part) for each in own) for part in ("draft", "verify", "host")]
         rate = statistics.median(each.rate for each in own)
         numbers = [f"{lengths:.2f}", *(f"{part:.2f}" for part in parts), f"{rate:.0f}"]
+        numbers.append(f"{statistics.median(each.prompt_s for each in own):.2f}")
         lines.append([row, *numbers, f"**{middle:.2f}x** ({low:.2f} to {high:.2f})"])
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=Path, required=True)
+    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--text", type=Path)
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--model")
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -163,7 +174,9 @@ def main() -> int:
         config = replace(config, max_model_len=4096, kv_blocks=300)
     rows = [PLAIN, *args.rows]
     llms = {row: make(args.model, row, config) for row in rows}
-    if args.behind:
+    if args.text:
+        prompts = text_prompts(llms[PLAIN], args.text, args.per_category, args.behind)
+    elif args.behind:
         prompts = long_prompts(llms[PLAIN], args.questions, args.per_category, args.behind)
     else:
         prompts = [*first_turns(args.questions, args.per_category), *builtin_prompts()]
@@ -175,7 +188,7 @@ def main() -> int:
         document = {"provenance": provenance(args.threads or 0), "load": load, "records": kept}
         args.json.write_text(json.dumps(document) + "\n", "utf-8")
     print(f"T = {args.temperature:g}, {len(prompts)} prompts, {args.max_tokens} tokens. {verdict(others([load]))}")
-    header = ["drafter:depth", "tokens a pass", "draft ms", "pass ms", "host ms", "tokens/s", "speed-up"]
+    header = ["drafter:depth", "tokens a pass", "draft ms", "pass ms", "host ms", "tokens/s", "prompt s", "speed-up"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     for line in table(records, rows):
         print("| " + " | ".join(line) + " |")
