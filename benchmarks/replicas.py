@@ -9,8 +9,9 @@ speed     Tokens/s of `--clients` at once: one engine of one thread, one behind 
           engine of two threads, in turns.
 prefixes  Conversations as agents have them, all of one system prompt, each growing by `--turns`: which share of the
           prompts' tokens was in the prefix cache, and the time to the first token, by the router's policy.
-kill      A storm of `--clients`; a third of the way through it kill -9 of a replica: what failed, when the replica
-          answered again, and whether every text that was finished is that of a single engine.
+kill      A storm of `--clients`, sampled, with schemas, tools and penalties, while every `--every` seconds an engine is
+          killed, stopped, or all are renewed (`--by`): what failed, how long streams paused, and if every text, its
+          end and its number of tokens are those of a single engine.
 soak      `--requests` short ones through the router, spread over `--minutes`: memory of each process, requests that
           hang, and `--replays` of them again, byte for byte.
 """
@@ -195,41 +196,108 @@ async def replicas_of(server: Server) -> list[Body]:
     return found
 
 
+TOOL = {"type": "function", "function": {"name": "note", "parameters": {
+    "type": "object", "properties": {"title": {"type": "string", "maxLength": 60}, "pages": {"type": "integer"}},
+    "required": ["title", "pages"], "additionalProperties": False,
+}}}  # fmt: skip
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "note", "schema": TOOL["function"]["parameters"]}}
+EXTRAS: tuple[Body, ...] = (
+    {}, {"response_format": SCHEMA}, {"tools": [TOOL], "tool_choice": "required"},
+    {"repetition_penalty": 1.2, "stop": "zz"},
+)  # fmt: skip
+
+
+def long_question(number: int) -> Body:
+    """Sampled; chats, schemas, tools and penalties; every fifth is no stream."""
+    body = question(number, 16 + 8 * (number % 24), stream=number % 5 > 0) | EXTRAS[number % len(EXTRAS)]
+    return body | {"temperature": (0.6, 0.8, 1.0)[number % 3]}
+
+
+class Disturber:
+    """Kills, stops or renews engines until it is cancelled."""
+
+    def __init__(self, server: Server, supervisor: int, args: argparse.Namespace) -> None:
+        self._server, self._supervisor, self._args = server, supervisor, args
+        self.times: list[float] = []  # by time.perf_counter()
+
+    async def run(self) -> None:
+        """One engine every `--every` seconds, in turn; a stopped one goes on before the next is stopped."""
+        for turn in range(10**6):
+            await asyncio.sleep(self._args.every)
+            if self._args.by == "renew":
+                self._note(self._supervisor, signal.SIGHUP)
+                continue
+            ready = [each for each in await replicas_of(self._server) if each["state"] == "ready"]
+            if not ready:
+                continue
+            pid = ready[turn % len(ready)]["pid"]
+            self._note(pid, signal.SIGKILL if self._args.by == "kill" else signal.SIGSTOP)
+            if self._args.by == "stop":
+                try:
+                    await asyncio.sleep(self._args.every)
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+
+    def _note(self, pid: int, number: signal.Signals) -> None:
+        self.times.append(time.perf_counter())
+        os.kill(pid, number)
+
+
+def pauses(streams: list[tuple[float, Response]], times: list[float], count: int) -> list[float]:
+    """The `count` longest times between two pieces of a stream, the first before a disturbance and the second after it.
+    streams: with the time at which each began."""
+    found = []
+    for begun, answer in streams:
+        for disturbed in times:
+            before = [begun + when for when, _ in answer.pieces if begun + when <= disturbed]
+            after = [begun + when for when, _ in answer.pieces if begun + when > disturbed]
+            found += [after[0] - before[-1]] if before and after else []
+    return sorted(found)[-count:] if count else []
+
+
+def told(answer: Response) -> tuple[str, str, int]:
+    return answer.text, answer.finish_reason, answer.usage.get("completion_tokens", -1)
+
+
 def kill(args: argparse.Namespace) -> Body:
-    async def storm(server: Server) -> Body:
-        bodies = [question(number, 8 + number % 56, stream=number % 2 == 0) for number in range(10**6)]
-        killed: Body = {}
-
-        async def killer() -> None:
-            await asyncio.sleep(args.seconds / 3)
-            victim = (await replicas_of(server))[0]
-            os.kill(victim["pid"], signal.SIGKILL)
-            killed["at"] = time.perf_counter() - begun
-            while not any(each["starts"] > 1 and each["state"] == "ready" for each in await replicas_of(server)):
-                await asyncio.sleep(0.1)
-            killed["again"] = time.perf_counter() - begun
-
-        begun = time.perf_counter()
-        (answers, _), _ = await asyncio.gather(closed_loop(server, bodies, args.clients, args.seconds), killer())
-        ended = Counter(outcome(answer) for _, answer, _ in answers)
-        lost = [(when, answer) for body, answer, when in answers if outcome(answer) != "finished"]
-        streams = [answer for body, answer, _ in answers if body["stream"] and outcome(answer) != "finished"]
-        after = [when + answer.seconds for _, answer, when in answers if outcome(answer) == "finished"]
+    async def storm(server: Server, supervisor: int) -> Body:
+        disturber, begun = Disturber(server, supervisor, args), time.perf_counter()
+        disturbing = asyncio.create_task(disturber.run())
+        bodies = [long_question(number) for number in range(10**5)]
+        answers, _ = await closed_loop(server, bodies, args.clients, args.seconds)
+        disturbing.cancel()
+        while not all(each["running"] is not None for each in await replicas_of(server)):
+            await asyncio.sleep(0.5)
+        engine = Server.at((await replicas_of(server))[0]["url"])
+        names = [f'headstart:resumed_requests_total{{why="{why}"}}' for why in ("ended", "silent", "renewed")]
+        text = (await get(engine, "/metrics")).body
+        resumed = [float(text.partition(f"{name} ")[2].split()[0]) for name in names]
+        streams = [(begun + when, answer) for body, answer, when in answers if body["stream"]]
+        times = pauses(streams, disturber.times, int(sum(resumed)))
+        failed = [answer.body[:300] or outcome(answer) for _, answer, _ in answers if outcome(answer) != "finished"]
         return {
-            "answers": answers, "ended": dict(ended), "failed_streams": len(streams),
-            "failed_that_began_after_the_kill": sum(when > killed["at"] for when, _ in lost),
-            "next_answer_s": min(each for each in after if each > killed["at"]) - killed["at"],
-            "recovery_s": killed["again"] - killed["at"],
+            "answers": answers, "disturbances": len(disturber.times),
+            "resumed": dict(zip(("ended", "silent", "renewed"), resumed, strict=True)),
+            "ended": dict(Counter(outcome(answer) for _, answer, _ in answers)), "streams": len(streams),
+            "pause_s": {name: times[int(share * len(times))] for name, share in (("p50", 0.5), ("p99", 0.99)) if times},
+            "failed": failed[:5],
         }  # fmt: skip
 
-    with serving("--replicas", "2", "--threads", "1", "--no-shared-lookup") as (server, _):
-        found = asyncio.run(storm(server))
-    finished = [(body, answer.text) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"]
+    with serving("--replicas", "2", "--threads", "1", "--no-shared-lookup") as (server, supervisor):
+        found = asyncio.run(storm(server, supervisor))
+    finished = [(body, told(answer)) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"]
     with serving("--threads", "2") as (server, _):
         again, _ = asyncio.run(closed_loop(server, [body for body, _ in finished], args.clients))
-    expected = {body["seed"]: answer.text for body, answer, _ in again if outcome(answer) == "finished"}
+    expected = {body["seed"]: told(answer) for body, answer, _ in again if outcome(answer) == "finished"}
     wrong = [body["seed"] for body, text in finished if expected.get(body["seed"]) != text]
-    return {"clients": args.clients, **found, "compared": len(finished), "wrong": len(wrong), "seeds": wrong[:10]}
+    return {
+        "by": args.by,
+        "clients": args.clients,
+        **found,
+        "compared": len(finished),
+        "wrong": len(wrong),
+        "seeds": wrong[:10],
+    }
 
 
 def resident(pid: int) -> float:
@@ -344,6 +412,10 @@ def main() -> None:
     parser.add_argument("--result", type=int, default=100, help="prefixes: words that each turn adds")
     parser.add_argument("--port", type=int, default=18600, help="prefixes: of the router; its metrics: the next")
     parser.add_argument("--seconds", type=float, default=60, help="kill: of the storm")
+    parser.add_argument(
+        "--by", choices=("kill", "stop", "renew"), default="kill", help="kill: SIGKILL, SIGSTOP, SIGHUP"
+    )
+    parser.add_argument("--every", type=float, default=5, help="kill: seconds between two disturbances")
     parser.add_argument("--requests", type=int, default=100_000, help="soak")
     parser.add_argument("--minutes", type=float, default=60, help="soak: over which the requests are spread")
     parser.add_argument("--replays", type=int, default=1000, help="soak")

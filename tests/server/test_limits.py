@@ -239,9 +239,9 @@ def test_requests_carry_the_owner_of_their_key_and_a_priority_within_its_bounds(
     orders, engine = [], server.served.llm.engine
     submit = engine.submit
 
-    def noted(request: Any) -> Any:
+    def noted(request: Any, history: Any) -> Any:
         orders.append((request.owner, request.priority))
-        return submit(request)
+        return submit(request, history)
 
     monkeypatch.setattr(engine, "submit", noted)
     for key, priority in (("one", None), ("two", -5), ("one", 5)):

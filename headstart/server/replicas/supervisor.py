@@ -323,13 +323,13 @@ class ReplicaSupervisor:
 
     async def _listen(self, child: ReplicaProcess) -> None:
         """Takes the requests of an engine to others while it does not answer, and kills it after some time."""
-        heard = time.monotonic()
+        silent_s = 0.0
         while child.is_alive and child.state == "ready":
             await asyncio.sleep(HEALTH_INTERVAL_S)
             asked = time.monotonic()
-            if await child.is_healthy(SILENCE_S):
-                heard = asked
-            silent_s = time.monotonic() - heard
+            is_healthy = await child.is_healthy(SILENCE_S)
+            # Where all processes were stopped for a while, no engine was silent for so long.
+            silent_s = 0.0 if is_healthy else silent_s + min(time.monotonic() - asked, SILENCE_S) + HEALTH_INTERVAL_S
             if child.is_silent != (silent_s > SILENCE_S):
                 child.is_silent = not child.is_silent
                 log.warning("replica %d %s", child.number, "is silent" if child.is_silent else "answers again")
