@@ -49,8 +49,8 @@ class Block:
 class BlockPool:
     """Allocates blocks. A released block keeps content and key until it is reused, oldest first.
 
-    Free blocks without a findable key are reused before others, most recently used first: their memory is warm, and
-    memory that was never written stays the system's.
+    Free blocks without a findable key are reused before others, most recently used first: their memory is still in the
+    processor's caches, and the system has not yet allocated memory that was never written.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -118,7 +118,7 @@ TRUNK, STATE = -1, -2
 
 @dataclass(frozen=True, eq=False)
 class BlockPart:
-    """What is stored together of a block: `slots` slots of each pool, or one recurrent state."""
+    """The part of a block that is stored as one file: `slots` slots of each pool, or one recurrent state."""
 
     name: str  # 32 hex digits: digest of all that the bits depend on, besides the tokens
     backend: Backend

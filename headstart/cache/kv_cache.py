@@ -1,4 +1,4 @@
-"""KV cache of an engine: block tables, prefix cache, and what is loaded from or saved to files."""
+"""KV cache of an engine: block tables, prefix cache, and the spill of blocks to files."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -56,7 +56,8 @@ class KVCacheManager:
         return sequence.num_computed
 
     def _attach_filled(self, sequence: Sequence, blocks: Iterable[Block]) -> None:
-        """Sets `filled` from the KV of networks in these blocks, from the start or as far back as they attend."""
+        """Sets sequence.filled: how far these blocks hold each network's KV without a gap. The KV of a network with a
+        limited window may start at a later block, if the next row attends to nothing before it."""
         filled = sequence.filled
         begins: dict[int, tuple[int, int]] = {}  # network -> start of a later run, and end of the first one
         for i, block in enumerate(blocks):
@@ -93,7 +94,7 @@ class KVCacheManager:
         return self.spill is not None and self.spill.fetch(sequence, list(self.usable_keys(sequence)))
 
     def collect(self) -> list[Sequence]:
-        """Sequences whose prefixes are loaded, as far as they could be."""
+        """Sequences that no longer wait for a load. Blocks that could not be loaded will be computed."""
         return [each for each in self.spill.collect() if not self.fetch(each)] if self.spill else []
 
     def attached(self, sequence: Sequence) -> None:
@@ -169,7 +170,7 @@ class KVCacheManager:
             sequence.filled.clear()
 
     def release(self, sequence: Sequence) -> None:
-        """Frees everything of a sequence; a preempted one starts again from its prefix, which may be cached."""
+        """Frees a sequence's blocks and recurrent state. A preempted sequence starts again from its cached prefix."""
         if self.spill:
             self.spill.save(self._published(sequence))
         # last block first, so that the start of a prefix is reused last

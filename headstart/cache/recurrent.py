@@ -53,7 +53,8 @@ class StateCacheManager:
         return True
 
     def attach(self, sequence: Sequence, keys: Seq[bytes]) -> int:
-        """Starts from the longest prefix with a snapshot among blocks with these keys; returns its blocks' number."""
+        """Starts from the snapshot of the longest prefix of these blocks that has one; returns the number of blocks in
+        that prefix, 0 if there is none."""
         if not self.hold(sequence):
             return 0
         count = next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._snapshots), 0)
@@ -64,7 +65,8 @@ class StateCacheManager:
         return count
 
     def plan(self, spans: Iterable[Span]) -> StateSteps:
-        """StateSteps of a pass over these spans, which counts as done. All rows except drafted ones are committed."""
+        """StateSteps of a pass over these spans. The states advance at once: the caller must run the pass. All rows
+        except drafted ones are committed."""
         self._reading = set()
         own, sources, starts, keeps, store_starts = [], [], [], [], [0]
         positions: list[int] = []

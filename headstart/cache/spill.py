@@ -198,7 +198,8 @@ class KVSpill:
         return low
 
     def _state_before(self, keys: Seq[bytes], count: int) -> tuple[int, bool]:
-        """(keys of the longest prefix with a recurrent state, whether the state is in memory); (0, True): none."""
+        """(number of keys in the longest prefix with a recurrent state, whether the state is in memory); (0, True) if
+        no prefix has one."""
         assert self._states is not None
         name = self._parts[STATE].name
         every = self._states.every // self._block_size
@@ -267,7 +268,7 @@ class KVSpill:
         self._absorb()
         for load in self._loads:
             if load.is_overdue and load.sequences:
-                log.warning("a prefix could not be read within %.0f s: it is computed", MAX_LOAD_S)
+                log.warning("a prefix was not loaded within %.0f s and is computed instead", MAX_LOAD_S)
                 self._ready += load.sequences
                 load.sequences = []
                 self._give_up(load)
@@ -299,7 +300,8 @@ class KVSpill:
             self._states.unpin(item.index)
 
     def _settle(self, load: PrefixLoad) -> None:
-        """Publishes blocks up to the first gap. They stay held for the sequence that started the load."""
+        """Publishes the loaded blocks before the first missing one. They stay held for the sequence that started the
+        load."""
         self._loads.remove(load)
         num_usable, now = self._num_usable(load), time.monotonic()
         for place, item in load.items:

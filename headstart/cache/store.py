@@ -1,7 +1,7 @@
 """KV blocks in files: a directory that outlives the process and that several processes may use at once.
 
-DIR/PART/KK/KEY is one part of one block (the trunk's KV, a head's KV, a recurrent state). PART names all that the bits
-depend on, KEY the block's tokens and all before them. A file has a header, a digest of the rest, and the bytes. It is
+DIR/PART/KK/KEY is one part of one block (the trunk's KV, a head's KV, a recurrent state). PART is a digest of the model
+and its settings, KEY of the block's tokens and all before them. A file has a header, a digest, and the bytes. It is
 written under a temporary name, renamed, and checked at every read; damaged files are removed. Nothing is synced to
 disk, because the digest detects files that a crash left incomplete.
 
@@ -51,7 +51,7 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 @dataclass
 class StoreCounts:
-    """What one process has done."""
+    """Counters of one process."""
 
     saved: int = 0
     saved_bytes: int = 0
@@ -59,7 +59,7 @@ class StoreCounts:
     loaded_bytes: Counter[Tier] = field(default_factory=Counter)  # by tier
     dropped: int = 0  # damaged files removed
     evicted: int = 0  # oldest files removed to make room
-    failed: int = 0  # writes
+    failed: int = 0  # failed writes
 
 
 class BlockStore:
@@ -194,7 +194,7 @@ class BlockStore:
             was_logged, self._logged_failure = self._logged_failure, True
             self._paused_until = time.monotonic() + PAUSE
         if not was_logged:
-            log.warning("cannot keep blocks in %s: %s; requests are served without", self.folder, error.strerror)
+            log.warning("cannot store blocks in %s: %s; they are computed instead", self.folder, error.strerror)
 
     def _drop(self, path: Path) -> None:
         with suppress(OSError):
@@ -203,7 +203,7 @@ class BlockStore:
             self.counts.dropped += 1
             was_logged, self._logged_drop = self._logged_drop, True
         if not was_logged:
-            log.warning("a broken block was dropped: %s (more of them are only counted)", path)
+            log.warning("removed a damaged block file: %s (later ones are only counted)", path)
 
     def _make_room(self, size: int) -> bool:
         """Counts a file to be written, after removing old ones at need; False for a file that is too large."""

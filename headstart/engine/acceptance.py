@@ -1,8 +1,8 @@
 """Estimates the probability that drafted tokens are accepted, from the outcomes of earlier drafts.
 
 A drafter scores each token in 0..1 (a head: the token's own probability). Scores are calibrated by counting outcomes
-per bin of scores. Drafts are compared with the tokens that were committed, whether they were verified or not: at depth
-0 too, drafts that were made tell how good the drafter is.
+per bin of scores. Drafts are compared with the committed tokens even where they were cut before verification, so the
+estimates stay current while every draft is cut to nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from headstart.core import GREEDY_BELOW, Draft, Sequence
 
 EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # upper edges of all bins of scores but the last
-MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))  # of the bins
 NO_SCORE = 0.5  # score of a token whose drafter gives none
-PRIOR = 2.0  # observations that each bin starts with, as if its mean score were right
-MEMORY = 2000.0  # number of observations of a table after which older ones are halved
-OWN_PRIOR = 6.0  # expected hits of a sequence at which its own record weighs as much as the tables
-OWN_MEMORY = 24.0  # expected hits of a sequence after which older ones are halved
-WARM = 0.85  # temperatures from here on form one class, lower ones above greedy another, greedy a third
+PRIOR = 2.0  # pseudo-count of tokens in each bin, accepted at the rate of the bin's middle score
+MEMORY = 2000.0  # number of tokens after which all counts of a table are halved
+OWN_PRIOR = 6.0  # pseudo-count of accepted tokens that the record of each sequence starts with
+OWN_MEMORY = 24.0  # expected number of accepted tokens after which a sequence's counts are halved
+WARM = 0.85  # temperature classes: 0 greedy, 1 below WARM, 2 from WARM on, 3 UNUSUAL
 UNUSUAL = 3
 """Class of sequences with unusual sampling (Sequence.is_ordinary), kept apart so that they do not distort the
 others."""
@@ -31,9 +31,9 @@ others."""
 class CalibrationTable:
     """Outcomes of one drafter at one draft position, by bins of scores."""
 
-    # [bins] tokens, with the prior
+    # [bins] drafted tokens, PRIOR included
     tries: array[float] = field(default_factory=lambda: array("d", [PRIOR] * len(MIDDLES)))
-    # [bins] accepted tokens, with the prior
+    # [bins] accepted tokens, PRIOR included
     hits: array[float] = field(default_factory=lambda: array("d", [PRIOR * middle for middle in MIDDLES]))
     num_tries: float = 0.0  # without the prior
     num_hits: float = 0.0  # without the prior
@@ -69,7 +69,8 @@ class CalibrationTable:
 
 
 PLACES = 6
-"""Draft positions from this one on share a table: the longer a draft has been right, the likelier it stays right."""
+"""Each draft position below PLACES has its own table: a draft that has been right for longer is likelier to stay right.
+Later positions share one table."""
 Key = tuple[str, int, int]  # drafter, temperature class, draft position
 
 
@@ -87,7 +88,7 @@ class _SequenceRecord:
     """Outcomes of one drafter in one sequence."""
 
     hits: float = OWN_PRIOR  # accepted tokens
-    expected: float = OWN_PRIOR  # acceptances that the tables expected
+    expected: float = OWN_PRIOR  # sum of the tables' acceptance probabilities
 
     @property
     def factor(self) -> float:
@@ -121,7 +122,7 @@ class AcceptanceEstimator:
         return [self.table(sequence, method, place) for place in range(min(depth, PLACES + 1))]
 
     def factor(self, sequence: Sequence, method: str) -> float:
-        """How much more often than expected this drafter is right in this sequence."""
+        """Accepted tokens of this drafter in this sequence, relative to those the tables expect; 1 without a record."""
         records = self._records.get(sequence)
         record = records.get(method) if records else None
         return record.factor if record else 1.0

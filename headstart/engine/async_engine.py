@@ -112,8 +112,9 @@ class AsyncEngine:
         self, requests: Seq[Request], on_close: Callable[[RequestStream], None] | None = None,
         history: Seq[tuple[int, Delta]] = (),
     ) -> RequestStream:  # fmt: skip
-        """Submits requests. on_close: called when the stream is closed. history: what a stream of another engine has
-        yielded of them; the new one yields it again, and then what follows. Raises what `Engine.submit` raises."""
+        """Submits requests. on_close: called when the stream is closed. history: the (index, delta) pairs that another
+        engine's stream has yielded for these requests. The new stream yields them again, then the rest of the texts.
+        Raises what `Engine.submit` raises."""
         if self._thread.ident is None:
             self.start()
         stream = RequestStream(self, requests, on_close, history)
@@ -207,7 +208,7 @@ class AsyncEngine:
         try:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the event loop is closed
-            log.debug("a result came after the end of the event loop")
+            log.debug("a result arrived after its event loop was closed")
 
 
 def _settle(accepted: asyncio.Future[None], error: HeadstartError | None) -> None:

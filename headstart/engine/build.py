@@ -36,13 +36,13 @@ MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the free memory for the KV cache if --kv-blocks is not given. With recurrent state, the KV cache gets half
 of it, sequences' states and snapshots a quarter each. A GPU needs memory for nothing else but activations."""
 MAX_SNAPSHOTS = 256  # snapshots of recurrent state in the prefix cache
-MAX_CORPUS = 4 * 2**20  # tokens of a lookup corpus: 150 MB of memory
+MAX_CORPUS = 4 * 2**20  # maximum tokens of a lookup corpus, whose index then takes 150 MB of memory
 GB = 10**9
 DIGESTS = "digests"  # folder of the user cache with digests of files, which take seconds to compute
 BLOCK_RECORD = 512  # bytes of bookkeeping per block
 PLANNED: WeakKeyDictionary[KVCacheManager, tuple[str, int]] = WeakKeyDictionary()
-"""Device and pool bytes of each live engine. Pools take memory only as they fill, so free memory does not include what
-is planned. Filled parts are counted twice, which is the safe side."""
+"""(device, pool bytes) of each live engine. Pools take memory only as they fill, so the planned bytes are subtracted
+from the free memory. The filled part of a pool is thus subtracted twice, which errs on the safe side."""
 _planning = Lock()
 
 
@@ -97,7 +97,7 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     drafting, runner = engine.drafting, engine.runner
     drafter_type = select_drafter(model, config)[0]
     if model.head is None or drafter_type is None or not drafting.has_head:
-        raise UsageError("no head drafts here", "start the server without --no-mtp or another --drafter")
+        raise UsageError("no head drafts here", "start without --no-mtp, --depth 0 and --drafter")
     # a head with its own draft vocabulary (as `adapt` makes them) ignores --draft-vocab N
     vocabulary = (
         DraftVocabulary() if model.head.draft_token_ids is not None else reduced_vocabulary(model, config.draft_vocab)
@@ -134,12 +134,13 @@ def _target(
 
 
 def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
-    """The index of the file. Raises UsageError if it cannot be read, or has more tokens than are indexed."""
+    """Index of the tokens of the text file `name`; None without a name. Raises UsageError if the file cannot be read or
+    has more than MAX_CORPUS tokens."""
     if name is None:
         return None
     tokens = model.tokenizer.encode(read_text(name, "give a text file", "--lookup-corpus"))
     if len(tokens) > MAX_CORPUS:
-        raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"at most {MAX_CORPUS} are looked up")
+        raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}")
     return SharedLookup.of_corpus(tokens)
 
 
@@ -228,8 +229,8 @@ def _total_memory(device: str) -> int | None:
 
 
 def _state_cache(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateCacheManager | None:
-    """Recurrent state for max_num_seqs sequences within a quarter of the budget (bytes), but at least for one, and
-    snapshots within another quarter; None for models without recurrent layers."""
+    """Slots of recurrent state; None for models without recurrent layers. budget: bytes. A quarter of it is for the
+    states of up to max_num_seqs sequences (at least one), another quarter for snapshots."""
     specs, num_kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
     if not specs:
         return None

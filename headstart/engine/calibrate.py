@@ -28,7 +28,7 @@ PLAN = ((1, (0, 1, 3, 7, 2, 5)), (4, (0, 3)), (16, (0, 3)), (1, (11,)), (64, (0,
 MIN_CONTEXT = 8  # shorter contexts are not measured
 LONG, LONG_DEPTH = 448, 3  # prompt tokens and depth of the long sequence
 MAX_REACH = 0.5
-"""Upper bound of the cost of LONG positions, as a share of a pass near position 0: differences of times are noisy."""
+"""Upper bound of the extra cost of a pass at LONG, relative to a pass near position 0, against noise in the times."""
 MIN_SHARE = 0.3  # lower bound of Costs.prompt_share
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
 """Stored costs are confirmed once, at the next start: the ratio of a pass at CHECKED_DEPTH to a plain one must be the

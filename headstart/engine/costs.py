@@ -11,12 +11,12 @@ RATE = 0.05  # share of a deviation that a step corrects
 DRIFT = 0.2
 """Share of the correction that applies to all counts: now and then a machine becomes slower or faster as a whole."""
 OUTLIER = 2.0
-"""Bound of the ratio measured / expected that is believed: longer steps shared the cores with other processes."""
+"""Ratios of measured to expected time are limited to this one: slower steps shared the cores with other processes."""
 TRIAL, TRIAL_RATE = 8, 0.25
-"""Costs loaded from an earlier start: for TRIAL passes, deviations scale all curves by this share of each."""
+"""After stored costs are loaded, each of the first TRIAL passes scales all curves by TRIAL_RATE of its deviation."""
 MANY = 8
-"""Uncached pairs per drafted token from which a draft measures the cost of catching up; fewer belong to a draft
-step."""
+"""With more uncached pairs (hidden state, token) than MANY per drafted token, a draft measures `Costs.catch_up`. With
+fewer, computing them counts as part of a draft step."""
 
 
 def undisturbed(seconds: Seq[float]) -> float:
@@ -58,7 +58,7 @@ class CostCurve:
 
 
 def _bounded(factor: float) -> float:
-    """Relative deviation, limited to what is believed."""
+    """Relative deviation of a ratio measured / expected, after limiting the ratio by OUTLIER."""
     return min(max(factor, 1 / OUTLIER), OUTLIER) - 1
 
 

@@ -28,12 +28,12 @@ BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
 passes."""
 PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
-MAX_REST_STEPS = 7  # most steps without drafts, after the head did not pay and lookups found nothing
+MAX_REST_STEPS = 7  # maximum of successive steps without drafts, when neither the head nor lookups pay
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9
-"""Decay of the time that steps took, and of the number of drafted tokens that were verified."""
+"""Decay per step of the running sums of seconds, and of the running mean of verified tokens per draft."""
 BIN_EDGES = np.array(EDGES)
 
 
@@ -162,7 +162,7 @@ class AutoDepth:
         return 0.0 if self.block else self.draft_s
 
     def is_sufficient(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
-        """True if a free draft is better than the head's expected one, or than no draft if the head is not asked."""
+        """True if a lookup's draft saves more than the head's expected draft (asks), or than no draft (not asks)."""
         if not draft.tokens:
             return False
         self.acceptance.record_draft(sequence, draft)

@@ -56,8 +56,8 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, request: Request, history: Seq[Delta] = ()) -> list[Sequence]:
-        """Queues the n choices of a request. `history`: what another engine has delivered of it; its text goes on from
-        there. Raises UsageError or CapacityError, and then changes nothing."""
+        """Queues the n choices of a request. history: the request's deltas that another engine has delivered; the text
+        continues after them. Raises UsageError or CapacityError; the engine is then unchanged."""
         if not request.prompt_ids:
             raise UsageError("the prompt is empty", "give at least one token")
         if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
@@ -84,8 +84,8 @@ class Engine:
         return sequences
 
     def _replay(self, sequence: Sequence, delta: Delta) -> None:
-        """Brings a new sequence to where it was after this delta. Raises UsageError if its grammar refuses the tokens,
-        CapacityError if they leave no room."""
+        """Applies another engine's delta to a new sequence. Raises UsageError if the sequence's grammar refuses the
+        tokens, CapacityError if they fill the context."""
         if sequence.constraint is not None and not all(map(sequence.constraint.advance, delta.tokens)):
             raise UsageError("the grammar refuses the text so far")
         sequence.tokens += delta.tokens
@@ -182,7 +182,8 @@ class Engine:
     def _verify_inexact(
         self, span: Span, start: int, sampled: Sampled, forward: ForwardOutput, index: int
     ) -> VerifyResult:
-        """Like `_verify_exact` for other rules. Committed tokens may differ from sampled ones: looks logprobs up."""
+        """Like `_verify_exact`, for rule `rejection` and synthetic acceptance. Committed tokens may differ from the
+        sampled ones, so their logprobs are computed here."""
         sequence, rows = span.sequence, slice(start, start + span.num_sample)
         if not span.num_sample:
             return VerifyResult((), 0, 0)
@@ -264,8 +265,8 @@ class Engine:
 
 
 def _until_failure(result: VerifyResult, start: int, failures: Mapping[int, str]) -> VerifyResult:
-    """The result without the token -1 of a failed row; its rows start at `start`. Rows after a rejected token do not
-    count: plain decoding has no such rows."""
+    """Replaces the token -1 of a failed row by the result's error. start: the span's first sampled row. Failures of
+    rows after a rejected token are ignored: plain decoding has no such rows."""
     if not result.tokens or result.tokens[-1] >= 0:
         return result
     error = failures[start + result.num_accepted]

@@ -66,7 +66,7 @@ def find_head(trunk: Model, requested: str | None, shipped: Path | None, drafter
 
 
 def _located(name: str) -> Path:
-    """Path of a name: a path itself, a built-in alias, or a Hub repo."""
+    """Path of --head: an existing path, a built-in alias, or a Hub repo."""
     path = Path(name).expanduser()
     return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
 
@@ -126,8 +126,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
     weights.used |= drafting.used
     if extra := untaken(weights, config.num_mtp):
-        told = "%s: tensors that this family's head does not have: %s"
-        log.warning(told, weights.source, ", ".join(extra))
+        log.warning("%s: tensors that this family's head does not have: %s", weights.source, ", ".join(extra))
     return Head(spec, modules, source, lm_heads=lm_heads)
 
 
@@ -184,7 +183,7 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
     with trunk.backend.reading(checkpoint.files):
         loaded = load_decoder(checkpoint, trunk.backend)
         if loaded.decoder.state_specs:
-            hint = "use a draft model with attention alone"
+            hint = "use a draft model that has only attention layers"
             raise ModelError(f"{path} has recurrent layers, which cannot draft yet", hint)
         trunk_size, draft_size = trunk.config.vocab_size, loaded.config.vocab_size
         vocabulary = _vocabulary(checkpoint, path, same_size=trunk_size == draft_size)
@@ -283,7 +282,7 @@ def load_model(
     broken = f"{heads.broken.reason}; {heads.broken.fix}" if heads.broken else ""
     if heads.broken and config.head is None and config.drafter in NEED_HEAD and config.depth != 0:
         raise heads.broken.as_error(checkpoint.name)
-    with ThreadPoolExecutor(1, "tokenizer") as pool:  # beside the packing of weights, which is C++
+    with ThreadPoolExecutor(1, "tokenizer") as pool:  # in parallel with the packing of weights, which is C++
         tokenizer = pool.submit(checkpoint.load_tokenizer)
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
         if not tokenizer.done():  # large vocabularies take seconds at their first start
@@ -313,7 +312,8 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
 
 
 def check_room(checkpoint: Checkpoint) -> None:
-    """Raises CapacityError if weights that would become float32, for want of kernels, exceed this machine's memory."""
+    """Raises CapacityError if the weights exceed this machine's memory after those without a kernel for their type are
+    converted to float32."""
     types, size = widened(checkpoint.tensors.values())
     memory = machine.memory()
     max_bytes = min(memory.total, memory.limit or memory.total)
@@ -327,12 +327,12 @@ def check_room(checkpoint: Checkpoint) -> None:
 
 
 def with_head(model: Model, config: EngineConfig) -> Model:
-    """The model with the head that the config names, loaded again. Raises ModelError or UsageError."""
+    """The model with the config's head, which is read again. Raises ModelError or UsageError."""
     return replace(model, head=find_head(model, config.head, hub.resolve_alias(model.name).head(config.drafter)))
 
 
 def other_heads(model: Model) -> dict[str, Model]:
-    """The model with each other shipped head that `--drafter KIND` would use, by kind."""
+    """Kind -> the model with the shipped head of this kind (`--drafter KIND`), for all kinds but the model's own."""
     if model.head is None:
         return {}
     shipped = hub.shipped_heads(model.name).items()

@@ -193,7 +193,7 @@ class Runner:
         try:
             yield
             if [each.pool_specs for each in self.networks] != [each.pool_specs for each in before]:
-                raise ModelError("it stores keys and values of another shape", "start the server again")
+                raise ModelError("its KV cache has another shape than the old head", "start the server again")
             for new, old in zip(self.networks, before, strict=True):
                 self._prepare(new, old.pools)
             done = True

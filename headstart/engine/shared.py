@@ -20,8 +20,8 @@ from headstart.errors import GenerationError
 class FairLock:
     """First-come, first-served lock. Not reentrant.
 
-    Functions passed to `call_soon` run while the lock is held: now, or by its holder before the release. So finalizers
-    may use it, which Python can run at any time, also while this thread holds the lock.
+    Functions passed to `call_soon` run while the lock is held: at once if it is free, else by its holder before the
+    release. `call_soon` never waits, so finalizers may call it even in a thread that holds the lock.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,11 @@ class Inbox:
 
     deltas: deque[tuple[float, Delta]] = field(default_factory=deque)
     lost: bool = False  # another caller's step failed, or the engine was closed: deltas are missing
-    names: list[str] = field(default_factory=list)  # ids of its requests
+    names: list[str] = field(default_factory=list)  # ids of the caller's requests
 
 
 class Listener(Protocol):
-    """Receives the results of requests without an inbox, in the thread that runs the step."""
+    """Receives the deltas of requests without an inbox. Methods are called in the thread that runs the step."""
 
     def deliver(self, deltas: list[Delta]) -> None:
         """Deltas of a step; requests of other listeners may be among them."""

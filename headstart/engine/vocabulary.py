@@ -1,6 +1,6 @@
-"""Draft vocabulary of a head without its own (`--draft-vocab`): all tokens, the most frequent ones, or all by a sketch.
+"""Draft vocabulary of a head (`--draft-vocab`): all tokens, the most frequent ones, or all with a sketched LM head.
 
-A sketch of the LM head (layers/sketch.py) is built from hidden states over a sample text. Its agreement with the full
+A sketch of the LM head (layers/linear.py) is built from hidden states over a sample text. Its agreement with the full
 LM head and its cost are measured on held-out states; if it disagrees too often or costs as much, the full LM head is
 used. The result is stored in the user cache.
 """
@@ -75,17 +75,17 @@ MIN_VOCAB = 32_768  # no sketch for smaller vocabularies, whose LM head is cheap
 CANDIDATES = ((128, 128), (256, 256))  # (dimensions, exact blocks) of sketches, cheapest first
 MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8  # required share of equal first choices, and time relative to the full head's
 HELD_OUT = 4  # 1 / HELD_OUT of the states, the last ones, measure the sketch
-SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096
-NAME, MIN_STATES = "vocabulary", 16
+SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096  # LM head rows that fit the directions; rows that one pass reads
+NAME, MIN_STATES = "vocabulary", 16  # prefix of request ids; fewest states that a sketch is fitted to
 REDUCIBLE = ("head", "block")  # drafters that accept a reduced vocabulary
-STATES_PER_PASS, TIMED_RUNS = 16, 7
+STATES_PER_PASS, TIMED_RUNS = 16, 7  # states whose first choices one pass computes; runs of which the fastest counts
 MAX_PIECE_TOKENS = 32  # output tokens of a piece of text while other pieces are still in their prompts
 BATCH = 16  # batch size (or max_num_seqs if smaller) in which a sketch must not be slower than the full LM head
 
 
 @dataclass(frozen=True)
 class SketchBenchmark:
-    """Measured sketch."""
+    """Size, agreement and time of a sketch, as measured."""
 
     dims: int  # dimensions of the sketch
     count: int  # blocks of tokens computed exactly; 0: the full LM head is better
@@ -120,7 +120,7 @@ def _why_fixed(head: Head) -> str:
         return f"the head has a draft vocabulary of {len(head.draft_token_ids)} tokens of its own"
     if head.lm_heads:
         return "each module of the head has an LM head of its own"
-    return "its Markov head is one of all tokens" if head.spec.block and head.spec.block.markov_rank else ""
+    return "its Markov head covers all tokens" if head.spec.block and head.spec.block.markov_rank else ""
 
 
 def can_sketch(model: Model, wanted: int | str) -> bool:
@@ -249,7 +249,8 @@ class _SketchBuilder:
         return self._sketch(project, spread, benchmark.count)
 
     def best(self, states: Buffer, *, check_agreement: bool) -> tuple[SketchedLinear | None, SketchBenchmark]:
-        """The cheapest sketch that agrees; without `check_agreement` (at given acceptance rates) the first one."""
+        """The cheapest sketch with MIN_AGREEMENT, fitted to states [R, H], and its benchmark; (None, benchmark of the
+        full LM head) if no sketch pays. Without check_agreement (synthetic acceptance) any agreement is enough."""
         rows = np.arange(len(states), dtype=np.int32)
         is_held = rows >= len(rows) - len(rows) // HELD_OUT
         train, test = (self.backend.rows(states, rows[held]) for held in (~is_held, is_held))
@@ -318,12 +319,13 @@ class _SketchBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Scan(Deferred):
-    """RawTensor with B w for all rows w of the LM head, computed some rows at a time."""
+    """Lazily computed tensor [vocab, dims]: the rows B w of a sketch (layers/linear.py), B = `spread`, w = LM head
+    row."""
 
     name: str
     shape: tuple[int, ...]
-    spread: NDArray[np.float32]
-    rows: Callable[[NDArray[np.int64]], NDArray[np.float32]]
+    spread: NDArray[np.float32]  # [dims, hidden]
+    rows: Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [n] -> LM head rows [n, hidden]
     dtype: str = "F32"
 
     def fingerprint(self) -> int:

@@ -40,21 +40,21 @@ WITHOUT = {
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
     "use_double_wide_mlp": False, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-"""Keys of its text_config -> what they say of every assistant; transformers refuses others too."""
+"""Keys of text_config -> the only supported value; transformers refuses other values, too."""
 DEFAULTS = {
     "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "head_dim": 256,
     "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "sliding_window": 512,
 }  # fmt: skip
-"""What transformers takes where text_config says nothing; `sliding_window` of unified ones is twice that."""
+"""transformers' defaults for keys that text_config lacks. In unified assistants `sliding_window` is twice as large."""
 
 
 @dataclass(frozen=True)
 class GroupedHead:
-    """An LM head of which a row keeps the tokens of `count` groups: those with the largest scores."""
+    """LM head over groups of tokens: each row keeps the logits of the `count` groups that its centroids score best."""
 
-    exact: Linear
-    centroids: Linear
-    groups: Weight
+    exact: Linear  # [V, h] logits of all tokens
+    centroids: Linear  # [groups, h] scores of the groups
+    groups: Weight  # [V] group of each token
     count: int
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
@@ -63,7 +63,7 @@ class GroupedHead:
 
 @dataclass(frozen=True)
 class AssistantModule:
-    """All layers of it: one module, used again for each draft step."""
+    """The whole assistant: one module, which runs every draft step."""
 
     spec: ReaderSpec
     pre: Linear
@@ -75,7 +75,7 @@ class AssistantModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As heads.base.Module; y is as wide as the assistant's stream, a recycled vector as the trunk's."""
+        """See heads.base.Module. y [R, h] has the assistant's width, the recycled vector [R, H] the trunk's."""
         x = self.pre(ops, ops.concat(ops.scale(embedded, self.spec.embedding_scale), step.hidden))
         delta: Buffer | None = None
         for layer, keys in zip(self.layers, pool, strict=True):
@@ -115,7 +115,7 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LM
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Without the LM head, whose rows are the vocabulary's."""
+    """Canonical tensors except those of the LM head, whose rows depend on the vocabulary."""
     reader = _reader(spec)
     width = reader.hidden_size
     found: Shapes = {"pre.weight": (width, 2 * hidden), "post.weight": (hidden, width), "norm.weight": (width,)}
@@ -130,8 +130,8 @@ def _reader(spec: HeadSpec) -> ReaderSpec:
 
 
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
-    """Each layer reads the last layer of its kind that keeps keys. Raises ModelError where there is none, or where its
-    keys are of another shape."""
+    """Assigns to each layer the KV of the trunk's last layer of the same kind (sliding or full attention) that stores
+    any. Raises ModelError if the trunk has no such layer, or its keys have another shape."""
     reader, kept = _reader(spec), dict[bool, tuple[int, AttentionSpec]]()
     place = 0
     for layer in trunk.layers:
@@ -160,7 +160,7 @@ def _attention(layer: LayerConfig) -> AttentionConfig:
     return layer.mixer
 
 
-# Its directory.
+# Published directories.
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
@@ -216,7 +216,7 @@ def _layers(inner: Document) -> list[LayerConfig]:
 
 
 def _own(inner: Document, index: int, kind: str) -> Document:
-    """What one layer has of its own: of each layer (newer files), or of full layers."""
+    """Keys of one layer that override the common ones: per_layer_config in newer files, else those of full layers."""
     told = inner.get("per_layer_config")
     if told:
         return dict(told.get(str(index), {}))
@@ -243,17 +243,17 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-"""Where config.json says nothing."""
+"""rope_parameters for a config.json without them."""
 
 
 def canonical(name: str) -> str:
-    """Their tensor name to ours."""
+    """Canonical name of a tensor in a published file."""
     name = name.removeprefix("model.").removeprefix("masked_embedding.")
     return re.sub(r"^(pre|post)_projection\.", r"\1.", name)
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Layers that are full and those that slide differ in head_dim."""
+    """DrafterFormat.tensors. Full and sliding layers differ in head_dim, so sizes of attention stay unknown."""
     at, hidden, wide = f"layers.{index}.", s["hidden"], s["target_hidden"]
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     queries, inner = Unknown("queries"), Unknown("inner")

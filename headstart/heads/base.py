@@ -1,4 +1,4 @@
-"""`HeadSpec`, `Head`, `HeadNetwork`: what a head declares, its loaded modules, and its programs."""
+"""`HeadSpec`: a head's declaration; `Head`: its loaded modules; `HeadNetwork`: its programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from headstart.layers.linear import Linear, LMHead
 from headstart.layers.network import NetworkProgram, Pools
 
 FIRST_PAIR_POSITION = 1  # the pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1
-STATES = "states"
+STATES = "states"  # program whose output `states` is the input of the LM head
 
 
 MAX_MODULES = 64
-MAX_LAYERS, MAX_RANK = 16, 4096  # more layers, or a larger rank, are a mistake in a config
+MAX_LAYERS, MAX_RANK = 16, 4096  # a config with more layers, or a larger Markov rank, is refused as damaged
 Markov = Literal["vanilla", "gated", "rnn", "selector"]
 MARKOV: tuple[Markov, ...] = get_args(Markov)
 """Forms of a Markov head (heads/block.py); `selector` is DFlash2's."""
@@ -32,31 +32,31 @@ MARKOV: tuple[Markov, ...] = get_args(Markov)
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """A block drafter (heads/block.py). Raises ModelError, naming the value, for one out of its range."""
+    """A block drafter (heads/block.py). Raises ModelError naming the field whose value is out of range."""
 
-    block_size: int  # most tokens that a pass drafts
+    block_size: int  # maximum tokens that one pass drafts
     num_layers: int
     mask_token_id: int
-    causal: bool  # rows of a block see the block up to themselves
-    anchor_predicts: bool  # the row of the last token drafts too (DSpark), not only those of the mask (DFlash)
-    windows: tuple[int, ...] = ()  # of each layer, 0 for none; empty: no layer has one
-    causal_windows: bool = False  # layers with a window are causal anyway
+    causal: bool  # a row attends to its block up to itself; False: to the whole block
+    anchor_predicts: bool  # the row of the last committed token drafts, too (DSpark); False: only mask rows (DFlash)
+    windows: tuple[int, ...] = ()  # sliding window of each layer, 0: unlimited; empty: all unlimited
+    causal_windows: bool = False  # layers with a window are causal even if `causal` is False
     sinks: bool = False  # attention has sinks
-    interleaved: bool = False  # the file has the two halves of a rotary pair side by side
-    tap_norms: bool = False  # each tap is normed before they are fused
-    mask_embedding: bool = False  # the mask has an embedding of its own
-    markov_rank: int = 0
+    interleaved: bool = False  # the file stores the two elements of a rotary pair next to each other
+    tap_norms: bool = False  # each tap is normalized before all are fused
+    mask_embedding: bool = False  # the mask token's embedding is the tensor `mask_embedding`
+    markov_rank: int = 0  # columns of the Markov head's tables; 0: no Markov head
     markov_kind: str = "vanilla"  # one of MARKOV
-    top_k: int = 0  # tokens of the largest logits, among which a selector chooses
-    conv_taps: int = 0  # of the convolutions around each part of a layer (DFlash2); 0: there are none
+    top_k: int = 0  # number of largest logits that a selector keeps
+    conv_taps: int = 0  # taps of the convolutions around attention and MLP (DFlash2); 0: no convolutions
     conv_group: int = 1  # neighbouring features that share a dynamic kernel
-    confidence: bool = False
-    confidence_markov: bool = True  # the confidence head reads the Markov embedding too
-    embedding_scale: float = 1.0  # of the rows of a block
+    confidence: bool = False  # has a confidence head
+    confidence_markov: bool = True  # the confidence head reads the Markov embedding, too
+    embedding_scale: float = 1.0  # factor on the embeddings of a block's rows
     logit_scale: float = 1.0
-    logit_softcap: float = 0.0  # of scaled logits, as Decoder's; 0: none
+    logit_softcap: float = 0.0  # cap of the scaled logits, as in Decoder; 0: none
     vocab_size: int = 0  # tokens that the Markov head reads; 0: not known yet
-    draft_vocab_size: int = 0  # tokens that the Markov head biases; 0: not known yet
+    draft_vocab_size: int = 0  # tokens whose logits the Markov head changes; 0: not known yet
 
     def __post_init__(self) -> None:
         self._check("block_size", 1, MAX_DEPTH, "the tokens that one pass drafts")
@@ -80,61 +80,59 @@ class BlockSpec:
             raise ModelError(f"the block drafter's {name} is {value}, but must be {least} to {most}{why}")
 
     def window(self, layer: int) -> int:
-        """Of a layer; 0: it sees everything."""
+        """Sliding window of a layer in positions; 0: unlimited."""
         return self.windows[layer] if self.windows else 0
 
     def is_causal(self, layer: int) -> bool:
-        """Does a row see the block up to itself only, in this layer?"""
+        """True if rows of this layer attend to their block only up to themselves."""
         return self.causal or (self.causal_windows and self.window(layer) > 0)
 
     @property
     def all_causal(self) -> bool:
-        """Does no row depend on a later one of its block?"""
+        """True if no row depends on a later row of its block."""
         return all(map(self.is_causal, range(self.num_layers)))
 
     def rows_for(self, depth: int) -> int:
-        """Rows that a draft of so many tokens takes."""
+        """Number of rows in the pass that drafts `depth` tokens."""
         return depth if self.anchor_predicts else depth + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderSpec:
-    """What a head declares whose layers have queries only (heads/assistant.py). `layers`: each reads the keys and
-    values of the trunk's last layer of its kind. `hidden_size`: columns of its stream. `eps`: of its last norm.
-    `num_groups`: of its LM head's tokens, of which a row keeps `top_groups`; 0: all. What a trunk adds:
-    `embedding_scale`, of the trunk's embeddings, and `reads`, of each layer the place of the pool among the trunk's."""
+    """A head whose layers have only queries and read the trunk's keys and values (heads/assistant.py). `fit` sets the
+    last two fields."""
 
     layers: tuple[LayerConfig, ...]
-    hidden_size: int
-    eps: float
-    num_groups: int = 0
-    top_groups: int = 0
-    embedding_scale: float = 1.0
-    reads: tuple[int, ...] = ()
+    hidden_size: int  # width of the head's own stream
+    eps: float  # of the final norm
+    num_groups: int = 0  # groups of tokens in the LM head; 0: no groups
+    top_groups: int = 0  # groups whose logits a row keeps
+    embedding_scale: float = 1.0  # factor on the trunk's embeddings
+    reads: tuple[int, ...] = ()  # index of the trunk's KV pool that each layer reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSpec:
-    """A head's formula, as its file, modules, drafter and trainer share it."""
+    """Declaration of a head, shared by its file, modules, drafter and trainer."""
 
-    kind: str = "mtp"
-    layer: LayerConfig | None = None  # the block of each module; None: the family's or the kind's own
+    kind: str = "mtp"  # name of a file of heads/
+    layer: LayerConfig | None = None  # the block of each module; None: the kind has no such block
     num_modules: int = 1
     hidden_first: bool = False  # concat order [h ; e] instead of [e ; h]
     mask_first: bool = False  # the embedding of pair 0 is zeroed
-    tap: Tap = "post_norm"  # the trunk's hidden state that is read
+    tap: Tap = "post_norm"  # the trunk's hidden state that the head reads
     recycle: Literal["post_norm", "pre_norm", "streams"] = "post_norm"  # the vector that the next draft step reads
     # the module of draft steps past the last one; None: such depths are refused, unless there is one module
     beyond: Literal["last", "cycle"] | None = None
-    output_norm: bool = True  # the block's output is normed before the LM head
+    output_norm: bool = True  # the block's output is normalized before the LM head
     own_lm_head: int = 0  # rows of each module's own LM head; 0: the trunk's LM head
-    norm_before_residual: bool = False  # EAGLE-3: the residual is the normed state
-    num_layers: int = 1  # of EAGLE heads; the further ones are blocks of the trunk's form (further_layer)
-    block: BlockSpec | None = None  # of a drafter that drafts a block in one pass
-    reader: ReaderSpec | None = None  # of a head that reads the trunk's keys; all steps stand at the newest position
+    norm_before_residual: bool = False  # EAGLE-3: the residual is the normalized state
+    num_layers: int = 1  # layers of an EAGLE head; see heads.kind.further_layers for those after the first
+    block: BlockSpec | None = None  # set for drafters that draft a block in one pass
+    reader: ReaderSpec | None = None  # set for heads that read the trunk's keys; each step is at the newest position
 
     def module_of(self, step: int) -> int | None:
-        """The module that serves draft step `step` (0-based); None when the head declares none."""
+        """Index of the module that runs draft step `step` (0-based); None if the head declares none."""
         if step < self.num_modules:
             return step
         if self.num_modules == 1 or self.beyond == "last":
@@ -142,26 +140,26 @@ class HeadSpec:
         return step % self.num_modules if self.beyond == "cycle" else None
 
     def rows_before(self, step: int) -> int:
-        """Rows that lie between the true pairs and the row of draft step `step` >= 1 in the KV of the step's module: of
-        earlier steps that the same module served. -1: it stands where the newest pair does."""
+        """Number of rows between the committed pairs and the row of draft step `step` >= 1 in the KV of the step's
+        module: those of earlier steps by the same module. -1: the step's row has the newest pair's position."""
         if self.reader:
             return -1
         return sum(self.module_of(each) == self.module_of(step) for each in range(1, step))
 
     @property
     def num_streams(self) -> int:
-        """Residual streams of its block."""
+        """Number of residual streams of the head's block."""
         return self.layer.streams.count if self.layer and self.layer.streams else 1
 
     def read_width(self, hidden_size: int, *, recycled: bool) -> int:
-        """Columns of what a draft step reads: a stored state, or a recycled vector."""
+        """Columns of the vector that a draft step reads: the trunk's stored state, or the recycled vector."""
         if recycled:
             return hidden_size * (self.num_streams if self.recycle == "streams" else 1)
         return tap_width(self.tap, hidden_size, self.num_streams)
 
     @property
     def depth_limit(self) -> int:
-        """The deepest draft it declares a module, or rows, for."""
+        """Maximum number of drafted tokens."""
         if self.block:
             return self.block.block_size
         return next((step for step in range(MAX_DEPTH) if self.module_of(step) is None), MAX_DEPTH)
@@ -172,35 +170,33 @@ class Module(Protocol):
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """A pool each; none: it keeps nothing between rounds."""
+        """One spec for each KV pool of the module; empty: the module has no KV."""
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """Embedded tokens [R, H] and step.hidden (stored [R, tap width], or recycled [R, H]) -> (y for the LM head,
-        what the next step reads [R, H]). `pool`: its own, or the list of the trunk's that HeadSpec.reader names."""
+        """Embedded tokens [R, H] and step.hidden (stored [R, tap width], or recycled [R, H]) -> (input of the LM head,
+        recycled vector for the next step [R, H]). `pool`: the module's own, or the trunk's pools (ReaderSpec.reads)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head that fits its trunk: modules as its drafter runs them (for drafter `head`, Module), their source, draft
-    vocabulary (ascending target ids; None: the full one). `lm_head` and `embedding` None: the trunk's. `lm_heads`: of
-    modules with their own. `lm_rows`: its LM head as in its file, of which some rows may be wanted."""
+    """A loaded head that fits its trunk."""
 
     spec: HeadSpec
-    modules: Sequence[Any]
-    source: str
-    draft_token_ids: NDArray[np.int64] | None = None
-    lm_head: Linear | None = None
-    embedding: Weight | None = None
-    lm_heads: Sequence[LMHead] = ()
-    lm_rows: RawTensor | None = None
+    modules: Sequence[Any]  # of the type that the drafter runs: `Module` for drafter `head`
+    source: str  # path of the head, or "the checkpoint" for the trunk's own
+    draft_token_ids: NDArray[np.int64] | None = None  # [V'] ascending target ids; None: the full vocabulary
+    lm_head: Linear | None = None  # None: the trunk's
+    embedding: Weight | None = None  # None: the trunk's
+    lm_heads: Sequence[LMHead] = ()  # one for each module, if modules have their own
+    lm_rows: RawTensor | None = None  # the LM head's rows as in the file, to select a part of them
 
 
 @dataclass(frozen=True)
 class HeadNetwork:
-    """A head beside its trunk: the pair (h_p, t_{p+1}) lives at position p + 1 and reads the state of position p.
-    `lm_heads`: one for all modules, or one each."""
+    """Network of a head. The pair (h_p, t_{p+1}) is at position p + 1 and reads the trunk's state of position p.
+    lm_heads: one for all modules, or one for each."""
 
     head: Head
     hidden_size: int
@@ -211,7 +207,7 @@ class HeadNetwork:
 
     @property
     def first_position(self) -> int:
-        """The trunk's keys begin at 0."""
+        """A head that reads the trunk's KV starts at 0, where that starts; other heads start at their first pair."""
         return 0 if self.head.spec.reader else FIRST_PAIR_POSITION
 
     @property
@@ -219,8 +215,8 @@ class HeadNetwork:
         return [spec for module in self.head.modules for spec in module.kv_specs]
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
-        """Of module i: `pairs.i`, a draft step from stored trunk states, and `next.i`, one from recycled vectors; and
-        STATES, what the first module gives the LM head."""
+        """Programs of each module i: `pairs.i` is a draft step from stored trunk states, `next.i` one from recycled
+        vectors. STATES: the first module's input of the LM head."""
         kv, programs, spec = iter(pools.kv), {}, self.head.spec
         reader = spec.reader
         read = [pools.trunk[place] for place in reader.reads] if reader else None
@@ -239,8 +235,8 @@ class HeadNetwork:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """All rows of a draft step. Results: `logits` [L, V'], `hidden` [R, H] (the recycled vector). Without an LM head:
-    `states` [R, H], what it would read."""
+    """Program of a draft step. Outputs: `logits` [L, V'], `hidden` [R, H] (the recycled vector). If lm_head is None:
+    `states` [R, H], the input of the LM head."""
 
     spec: HeadSpec
     module: Module
@@ -258,13 +254,13 @@ class DraftStep:
 
 
 WINDOW_LIMIT = 1024
-"""Positions up to its own that a row of a head sees. The trunk's hidden state has seen the whole text: beyond 6,500
-positions heads accept as much with the latest 256 positions as with all (docs/log)."""
+"""Sliding window of heads in positions. The trunk's hidden state already covers the whole text: beyond position 6,500,
+acceptance with a window of 256 equals that without a window (docs/log)."""
 
 
 def limit_window(modules: Iterable[Any], positions: int = WINDOW_LIMIT) -> list[Any]:
-    """Draft modules whose attention layers see at most so many positions; latent attention (MLA), chunked attention,
-    and modules of plug-ins that are no dataclasses stay as they are."""
+    """Copies of draft modules whose attention layers have a window of at most `positions`. Latent attention (MLA),
+    chunked attention, and modules of plug-ins that are no dataclasses stay unlimited."""
     return [_limited(module, positions) if module.kv_specs and is_dataclass(module) else module for module in modules]
 
 

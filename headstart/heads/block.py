@@ -1,20 +1,20 @@
 """Block drafters: DFlash, DFlash2 (z-lab 2026) and DSpark (DeepSeek 2026). A few layers over the trunk's streams at
 several depths; one pass drafts a whole block.
 
-Features of a true position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]), each tap normed before or not. A layer
-keeps of them k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p, and nothing else: c_p has no queries. The
-rows of a block stand at positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others
-are the mask. They see all features before n, and each other as BlockSpec says. y = norm(layers(rows)).
-DFlash2 convolves the input and the output of attention and MLP along the block, by kernels that the input adds to.
+Features of a committed position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]); taps may be normalized first. Each
+layer stores k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p. Features have no queries. The rows of a block
+are at positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others are mask tokens.
+They attend to all features before n, and to each other as BlockSpec says. y = norm(layers(rows)).
+DFlash2 convolves input and output of attention and MLP along the block; the input adds to the kernels.
 
-Row k >= 1 guesses the token at n + k (DFlash), or, where `anchor_predicts`, row k the one at n + 1 + k (DSpark).
-logits = logit_scale (lm_head y + out . z): the Markov head reads e = embed[x] of x, the token before the one that the
-row guesses, so drawing goes token by token. z is
+Row k >= 1 predicts the token at n + k (DFlash); with `anchor_predicts` row k >= 0 predicts token n + 1 + k (DSpark).
+logits = logit_scale (lm_head y + out . z). The Markov head reads e = embed[x] of the token x before the predicted one,
+so tokens are sampled one by one. z is
   vanilla   e
   gated     sigmoid(G [y ; e]) * e
-  rnn       tanh(o), of [g ; c ; o] = J [s ; e ; y]; the next row's s is sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
-  selector  e * P y, which is added to scaled logits, and only the `top_k` largest of these stay (DFlash2)
-Confidence head: sigmoid(w [y ; e] + b) is the chance that the row's token is right.
+  rnn       tanh(o) with [g ; c ; o] = J [s ; e ; y]; the next row's s is sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
+  selector  e * P y; out . z is added after scaling, and only the `top_k` tokens with the largest logits stay (DFlash2)
+Confidence head: sigmoid(w [y ; e] + b) is the probability that the row's token is accepted.
 
 Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `hidden_norm.weight`, `layers.{i}.`,
 `norm.weight`, `mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `markov.gate.`,
@@ -50,7 +50,7 @@ GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "rnn": ("markov.joint", 3, ("state", "token", "row")),
     "selector": ("markov.row", 1, ("row",)),
 }
-"""A Markov head's matrix by its kind: its name, its rows in ranks, and what its columns read, in order."""
+"""Kind of Markov head -> (tensor name of its matrix, rows / markov_rank, parts of the input in column order)."""
 
 
 def _gate_columns(block: BlockSpec, hidden: int) -> dict[str, int]:
@@ -59,24 +59,23 @@ def _gate_columns(block: BlockSpec, hidden: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MarkovHead:
-    """What the token before says about the logits of a row. `gates`: parts of its matrix, by what they read. `tokens`
-    [V']: 0, 1, ... for a selector."""
+    """Changes a row's logits by the token before the predicted one (formulas in the module's docstring)."""
 
     spec: BlockSpec
-    table: Weight
-    out: Linear
-    gates: Mapping[str, Linear]
-    tokens: Weight | None
+    table: Weight  # [V, r] embeddings of the tokens before
+    out: Linear  # [V', r]
+    gates: Mapping[str, Linear]  # input part ("row", "token", "state") -> its columns of the matrix in GATES
+    tokens: Weight | None  # [V'] 0, 1, ... for a selector, which keeps single tokens as groups
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns that a step reads of its row: logits, gates and state."""
+        """Numbers of columns of a `row`: logits, gate inputs that depend on y, and the recurrent state."""
         rank, kind = self.spec.markov_rank, self.spec.markov_kind
         gates = GATES[kind][1] * rank if self.gates else 0
         return self.spec.draft_vocab_size, gates, rank if "state" in self.gates else 0
 
     def row(self, ops: Ops, logits: Buffer, y: Buffer) -> Buffer:
-        """Logits [L, V'] and rows y [L, H] -> what steps read [L, sum of widths]; the first state is 0."""
+        """Logits [L, V'] and y [L, H] -> input rows of `step` [L, sum of widths], with state 0."""
         if not self.gates:
             return logits
         gates, (_, _, state) = self.gates["row"](ops, y), self.widths
@@ -84,11 +83,12 @@ class MarkovHead:
         return ops.concat(row, ops.scale(ops.columns(gates, 0, state), 0.0)) if state else row
 
     def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
-        """The tokens before [R] -> [R, r]."""
+        """Token ids [R] -> embeddings [R, r]."""
         return ops.embed(self.table, token_ids)
 
     def step(self, ops: Ops, row: Buffer, e: Buffer) -> dict[str, Buffer]:
-        """`logits` [R, V'] after the tokens before, whose embeddings are e; `carry`: the next row's state."""
+        """Corrects rows by the embeddings e [R, r] of the tokens before. Returns `logits` [R, V'] and, for an RNN,
+        `carry` [R, r]: the state of the next row."""
         (size, width, rank), kind, found = self.widths, self.spec.markov_kind, dict[str, Buffer]()
         logits, z = (ops.columns(row, 0, size), ops.columns(row, size, width)) if width else (row, e)
         if "token" in self.gates:
@@ -109,31 +109,29 @@ class MarkovHead:
 
 @dataclass(frozen=True)
 class DynamicConv:
-    """Convolutions of the input and of the output of a part along the block, whose kernels [taps * H] the input adds
-    to."""
+    """Convolutions along the block around a part of a layer: the first on its input, the second on its output."""
 
-    deltas: tuple[Linear, Linear]
-    kernels: tuple[Weight, Weight]
+    deltas: tuple[Linear, Linear]  # input -> addition to the kernels
+    kernels: tuple[Weight, Weight]  # [taps * H] each
     taps: int
 
     def __call__(self, ops: Ops, x: Buffer, part: Callable[[Buffer], Buffer]) -> Buffer:
-        """x [R, H] -> part(x) [R, H] between both."""
+        """Input x [R, H] of the part -> output [R, H] of the second convolution."""
         read = ops.grouped_conv(x, self.deltas[0](ops, x), self.kernels[0], self.taps)
         return ops.grouped_conv(part(read), self.deltas[1](ops, x), self.kernels[1], self.taps)
 
 
 @dataclass(frozen=True)
 class Confidence:
-    """A logit of the chance that a row's token is right: a part of y, and one of the Markov embedding of the token
-    before, which is known later."""
+    """Confidence head: the sum of both terms is the logit of the probability that a row's token is accepted."""
 
-    of_row: Linear
-    of_token: Linear | None
+    of_row: Linear  # reads y
+    of_token: Linear | None  # reads the Markov embedding of the token before, which is known later than y
 
 
 @dataclass(frozen=True)
 class BlockModule:
-    """What runs, at run time and in training. `pools`: a KV pool for each layer."""
+    """The loaded drafter, for inference and training. `pools` of its methods: one KV pool for each layer."""
 
     spec: BlockSpec
     fuse: Linear
@@ -152,7 +150,7 @@ class BlockModule:
         return [spec for layer in self.layers for spec in layer.mixer.kv_specs]
 
     def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
-        """Streams of true positions [R, taps * H] -> features [R, H], of which layers keep keys and values."""
+        """Taps of committed positions [R, taps * H] -> features [R, H]; stores each layer's keys and values of them."""
         if self.tap_norms is not None:
             hidden = ops.rms_norm(hidden, self.tap_norms, self.norm.eps, self.num_taps)
         features = self.hidden_norm(ops, self.fuse(ops, hidden))
@@ -163,7 +161,7 @@ class BlockModule:
         return features
 
     def draft(self, ops: Ops, embedded: Buffer, token_ids: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
-        """Rows of blocks, tokens [R] with their embeddings [R, H] -> y [R, H] for the LM head."""
+        """Token ids [R] of blocks and their embeddings [R, H] -> y [R, H] for the LM head."""
         if self.mask_embedding is not None:
             embedded = ops.put_where(embedded, token_ids, self.spec.mask_token_id, self.mask_embedding)
         delta, residual = None, scale(ops, embedded, self.spec.embedding_scale)
@@ -180,13 +178,13 @@ class BlockModule:
         return y
 
     def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
-        """[L, H] -> [L, V'], without what the Markov head adds."""
+        """y [L, H] -> logits [L, V'] before the Markov head."""
         logits, cap = scale(ops, lm_head(ops, y), self.spec.logit_scale), self.spec.logit_softcap
         return ops.softcap(logits, cap) if cap else logits
 
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
-    """One. Raises ModelError for tensors that are not there or of another shape."""
+    """The only module, in a list. Raises ModelError for missing tensors and other shapes."""
     block, configs, width = spec.block, layers_of(spec), len(tapped_layers(spec.tap)) * hidden
     assert spec.layer and block
     if block.interleaved:
@@ -209,7 +207,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
 
 
 def _parts(weights: Weights, name: str, rows: int, columns: Mapping[str, int], precise: bool) -> dict[str, Linear]:
-    """A matrix of so many columns for each of the things it reads, apart; the part of `row` has its bias."""
+    """Splits the matrix `name` by columns. columns: input part -> its number of columns. The bias goes to "row"."""
     matrix = weights.raw(f"{name}.weight", (rows, sum(columns.values()))).transposed()
     bias = weights.get(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
     ends, parts = list(accumulate(columns.values())), dict[str, Linear]()
@@ -232,7 +230,7 @@ def _markov(weights: Weights, block: BlockSpec, hidden: int) -> MarkovHead:
 
 def _confidence(weights: Weights, block: BlockSpec, hidden: int) -> Confidence:
     token = {"token": block.markov_rank} if block.markov_rank and block.confidence_markov else {}
-    # one row of it is no matrix worth rounding
+    # a matrix with one row is too small to be worth rounding
     parts = _parts(weights, "confidence", 1, {"row": hidden, **token}, precise=True)
     return Confidence(parts["row"], parts.get("token"))
 
@@ -255,25 +253,25 @@ def _convs(weights: Weights, block: BlockSpec, hidden: int) -> list[tuple[Dynami
 
 
 def _half_split(weights: Weights, config: LayerConfig) -> Weights:
-    """Rows of q and k in the order of Ops.rope: the first halves of all rotary pairs, then the second ones. Products of
-    q and k stay what they are."""
+    """Weights with the rows of q and k in the order of Ops.rope: the first elements of all rotary pairs, then the
+    second ones. Products of q and k do not change."""
     mixer = config.mixer
     assert isinstance(mixer, AttentionConfig) and mixer.rope
     pairs = np.arange(mixer.rope.rotary_dim).reshape(-1, 2).T.reshape(-1)
     head = np.concatenate((pairs, np.arange(mixer.rope.rotary_dim, mixer.spec.head_dim)))
 
-    def turned(name: str, tensor: RawTensor) -> RawTensor:
+    def reordered(name: str, tensor: RawTensor) -> RawTensor:
         if not name.startswith("layers.") or ".self_attn." not in name or name.split(".")[3][0] not in "qk":
             return tensor
         starts = np.arange(0, tensor.shape[0], mixer.spec.head_dim)
         return tensor.take_rows((starts[:, None] + head).reshape(-1))
 
-    tensors = {name: turned(name, tensor) for name, tensor in weights.tensors.items()}
+    tensors = {name: reordered(name, tensor) for name, tensor in weights.tensors.items()}
     return Weights(tensors, weights.backend, weights.source, drafts=weights.drafts, on_take=weights.on_take)
 
 
 def layers_of(spec: HeadSpec) -> list[LayerConfig]:
-    """Its layers: `spec.layer`, and what the block's spec says of each."""
+    """Config of each layer: `spec.layer` with the layer's window, causality and sinks."""
     block, layer = spec.block, spec.layer
     assert block and layer
     mixer, _ = plain_parts(layer)
@@ -286,7 +284,7 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Without the LM head and the embedding, which it may have."""
+    """Canonical tensors except the LM head and the embedding, which are optional."""
     block, width = spec.block, len(tapped_layers(spec.tap)) * hidden
     assert block
     rank = block.markov_rank
@@ -315,7 +313,7 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 
 
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
-    """As it is, if its taps are layers of the trunk."""
+    """Returns the spec unchanged. Raises ModelError unless its taps are layers of the trunk in ascending order."""
     tap, layers = tapped_layers(spec.tap), trunk.num_layers
     if not tap or list(tap) != sorted(set(tap)) or not all(0 <= layer < layers for layer in tap):
         raise ModelError(
@@ -343,7 +341,7 @@ def _flash_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
 
 
 def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """With a Markov head, whose matrices have one of two names."""
+    """DFlash tensors, and those of a Markov head, whose names end with `.weight` or not."""
     end = "" if "markov_head.markov_w1" in present else ".weight"
     rank, rows = Unknown("rank"), (s["vocabulary"], s["draft_vocabulary"])
     markov: DeclaredShapes = {f"markov_head.markov_w{i + 1}{end}": (rows[i], rank) for i in range(2)}
@@ -353,7 +351,7 @@ def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
 
 
 def _flash2_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """With convolutions around the parts of a layer, and a selector."""
+    """DFlash tensors, convolutions around attention and MLP, and a selector."""
     found, hidden, rank = _flash_tensors(s, index, present), s["hidden"], Unknown("rank")
     for part in (f"layers.{index}.{kind}_conv." for kind in ("attention", "mlp")):
         found |= {f"{part}base_kernel": (2, None, hidden), f"{part}kernel_projection.weight": (None, hidden)}
@@ -409,14 +407,14 @@ DSPARK = replace(
 )
 
 
-# Its training.
+# Training.
 
 NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 3, 2, 64
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
-    """DSpark's form: causal, the anchor predicts, and nothing that published layouts have no place for (norms of taps).
-    What it says of vocabularies is known with the data only."""
+    """Spec of a new DSpark drafter: causal, the anchor predicts, and no part that published layouts cannot hold (as
+    tap_norms). The training data set the vocabulary sizes later. Raises UsageError for a trunk with too few layers."""
     if layers < FEWEST_LAYERS:
         what = f"a block drafter reads several layers from the second on, but the model has {layers}"
         raise UsageError(what, "train --kind mtp")
@@ -429,7 +427,7 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """Random; what adds to the stream begins small, the Markov and confidence heads at nothing."""
+    """Random weights: small in matrices that add to the residual stream, zeros in Markov and confidence heads."""
     rng, block = np.random.default_rng(0), spec.block
     assert block
     first = random_weights(rng, shapes(spec, len(start.norm)), divisor=2 * block.num_layers)

@@ -15,7 +15,7 @@ from headstart.layers.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(Head):
-    """A head that is a whole model. Its logits are those of `draft_token_ids`."""
+    """A head that is a whole model. Its logits belong to the tokens `draft_token_ids`."""
 
     decoder: Decoder
     max_length: int  # context length

@@ -2,11 +2,11 @@
 
 x = fc [e(t_{p+1}) ; h_p] (+ b), y = Block(x), whose attention reads x without a norm; logits = lm_head(y), with the
 trunk's LM head; the next draft step reads y in place of h. SafeAILab/EAGLE, `eagle/model/cnets1.py`; h is the trunk's
-state after its final norm. EAGLE-2's trees are chains here. A head of several layers goes on with ordinary blocks.
+state after its final norm. EAGLE-2's trees are chains here. Layers after the first are ordinary blocks.
 Canonical tensors: `fuse.weight` [H, 2 H], `fuse.bias` [H], `block.` without an input norm, `layers.{i}.` from 1 on.
 
 Published directories: `fc`, `layers.{i}.*` in safetensors or in `pytorch_model.bin`, and a copy of the trunk's
-embedding, which is not read; config.json is that of a Llama model of so many layers.
+embedding, which is not read. config.json is that of a Llama model with the head's number of layers.
 """
 
 import re
@@ -25,7 +25,7 @@ from headstart.layers.decoder import DecoderLayer, split_pools
 from headstart.layers.linear import Linear
 from headstart.layers.weights import Shapes, Weights
 
-COPIES = ("embed_tokens.weight", "lm_head.weight")  # tensors that are the trunk's own
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # copies of the trunk's tensors, which are not read
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class EagleModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As heads.base.Module; what the LM head reads is what the next step reads."""
+        """See heads.base.Module. The recycled vector equals the input of the LM head."""
         x = self.fuse(ops, ops.concat(embedded, step.hidden))
         delta, residual = None, x
         for layer, own in zip(self.layers, split_pools(pool), strict=True):
@@ -57,13 +57,13 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[EagleModule]:
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """With the bias that published ones have, or not."""
+    """Canonical tensors except `fuse.bias`, which is optional."""
     assert spec.layer is not None
     block = spec.layer.shapes("block", hidden)
     return {"fuse.weight": (hidden, 2 * hidden), **block, **further_shapes(spec, hidden)}
 
 
-# Its directory.
+# Published directories.
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
@@ -72,18 +72,18 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     layer, num_layers, hidden, vocab_size = plain_block(document, named, path, "late", "an EAGLE head")
     spec = HeadSpec(kind="eagle", layer=layer, num_layers=num_layers)
     if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {"fuse.bias"}):
-        raise ModelError(f"{path}: {unknown[0]} is not known of an EAGLE head", "such a variant is not run here")
+        raise ModelError(f"{path}: {unknown[0]} is not known of an EAGLE head", "headstart does not run this variant")
     return HeadCheckpoint(spec=spec, hidden_size=hidden, vocab_size=vocab_size, tensors=named)
 
 
 def canonical(name: str) -> str:
-    """Their tensor name to ours."""
+    """Canonical name of a tensor in a published file."""
     name = re.sub(r"^layers\.0\.", "block.", name.removeprefix("model."))
     return re.sub(r"^fc\.", "fuse.", name)
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """The first layer may have an input norm."""
+    """DrafterFormat.tensors. The first layer's input norm is optional."""
     if index:
         return block_shapes(f"layers.{index}.", s, present)
     hidden, vocabulary = s["hidden"], s["vocabulary"]

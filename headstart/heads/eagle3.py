@@ -2,14 +2,14 @@
 
 g = fc [a_1 ; a_2 ; a_3]; one block reads [norm_e(e(t_{p+1})) ; norm_h(g)] in its attention, g as its residual stream;
 logits = lm_head(norm(x')). The next draft step reads x' (before the norm) in place of g. vLLM 0.32,
-`model_executor/models/llama_eagle3.py`. EAGLE-3.1 norms what fc reads, as a whole or each stream by itself; its next
-step reads what the LM head reads. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head; `input_norm.weight`
-or `tap_norms.weight` [taps x H] of EAGLE-3.1; `layers.{i}.` from 1 on, ordinary blocks, of a head of several layers.
+`model_executor/models/llama_eagle3.py`. EAGLE-3.1 normalizes the input of fc, all streams together or each by itself;
+its next step reads the input of the LM head. Canonical tensors: fuse, block (with hidden_norm), norm, lm_head, in 3.1
+`input_norm.weight` or `tap_norms.weight` [taps x H]. Layers after the first are ordinary blocks `layers.{i}.`.
 
 Published directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names
-too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`: target id = draft id +
-d2t[draft id]; `t2d`: a mask over the target's ids; with `norm_before_fc` an `input_norm`, with `fc_norm` one each,
-`fc_norm.0` and so on. config.json is that of a Llama or Qwen3 model of so many layers. Any other tensor is refused.
+too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t` (target id = draft id +
+d2t[draft id]), `t2d` (mask over the target's ids). Norms of fc's input: `input_norm` (config key `norm_before_fc`), or
+`fc_norm.0` and so on (key `fc_norm`). config.json is that of a Llama or Qwen3 model. Any other tensor is refused.
 """
 
 import re
@@ -59,24 +59,23 @@ from headstart.layers.weights import Shapes, Weights
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS = "headstart"  # key of config.json under which trunk and training are written; other engines ignore it
 FEWEST_LAYERS = 3
-WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # norms of EAGLE-3.1: of all streams together, of each by itself
-STREAM = re.compile(r"fc_norm\.\d+\.weight")  # of one of them, as files have it
-COPIES = ("lm_head.weight", "embed_tokens.weight")
+WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # EAGLE-3.1: norm of all streams together, norms of each stream
+STREAM = re.compile(r"fc_norm\.\d+\.weight")  # published name of the norm of one stream
+COPIES = ("lm_head.weight", "embed_tokens.weight")  # optional tensors that are also in the trunk
 
 
 @dataclass(frozen=True)
 class Eagle3Module:
-    """`block.input_norm` is the embedding's; q, k and v of the block read 2 H columns. `further`: layers after it.
-    `whole`, `each`: norms of what `fuse` reads, of `num_taps` streams."""
+    """All layers of an EAGLE-3 head; each draft step runs them."""
 
     fuse: Linear
     hidden_norm: RMSNorm
-    block: DecoderLayer
-    further: Seq[DecoderLayer]
+    block: DecoderLayer  # input_norm normalizes the embedding; q, k and v read 2 H columns
+    further: Seq[DecoderLayer]  # layers after `block`
     norm: RMSNorm
-    whole: Weight | None
-    each: Weight | None
-    num_taps: int
+    whole: Weight | None  # [num_taps * H] norm of all streams together, before `fuse`
+    each: Weight | None  # [num_taps * H] norms of the single streams, before `fuse`
+    num_taps: int  # number of streams
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -85,7 +84,7 @@ class Eagle3Module:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As heads.base.Module; stored states [R, taps x H] are fused, recycled vectors read as they are."""
+        """See heads.base.Module. Stored states [R, taps x H] are fused; recycled vectors [R, H] are not."""
         g = step.hidden if recycled else self.fuse(ops, self._normed(ops, step.hidden))
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
@@ -124,7 +123,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Without the LM head and the embedding, which it may have."""
+    """Canonical tensors except the optional ones: LM head, embedding, and norms of EAGLE-3.1."""
     assert spec.layer is not None
     return {
         "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
@@ -136,12 +135,12 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 
 
 def paper_taps(layers: int) -> tuple[int, int, int]:
-    """Low, middle and high layer, as in the paper's code."""
+    """Low, middle and high layer of a trunk with `layers` layers, as in the paper's code."""
     return 2, layers // 2, layers - 3
 
 
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
-    """Taps that it does not name are the paper's."""
+    """The spec with taps; a head that names none has the paper's. Raises ModelError for taps outside the trunk."""
     layers = trunk.num_layers
     tap = tapped_layers(spec.tap) or paper_taps(layers)
     if not all(0 <= layer < layers for layer in tap) or list(tap) != sorted(set(tap)):
@@ -149,7 +148,7 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
     return replace(spec, tap=tap)
 
 
-# Its directory.
+# Published directories.
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
@@ -169,7 +168,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     )
     if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {WHOLE, EACH, *COPIES}):
         what = f"{path}: {theirs(unknown[0])} is not known of an EAGLE-3 head"
-        raise ModelError(what, "it changes what the head says: such a variant is not run here")
+        raise ModelError(what, "it changes the head's formula: headstart does not run this variant")
     return HeadCheckpoint(
         spec=spec, hidden_size=hidden, vocab_size=vocab_size,
         draft_token_ids=draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path), tensors=named,
@@ -179,7 +178,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 
 def _taps(document: Document) -> list[int]:
-    """Layers whose inputs are read. DeepSpec's key counts their outputs."""
+    """Layers whose inputs the head reads. DeepSpec's key names layers whose outputs it reads."""
     eagle = document.get("eagle_config") or {}
     if ids := document.get("target_layer_ids"):
         return [int(each) + 1 for each in ids]
@@ -188,8 +187,8 @@ def _taps(document: Document) -> list[int]:
 
 
 def _normed(named: Mapping[str, Tensor], document: Document, path: Path) -> dict[str, Tensor]:
-    """With the norms of EAGLE-3.1 under our names. As in vLLM 0.32, a norm of all streams counts where config.json says
-    so only. Raises ModelError where it says so of one that is not there."""
+    """The tensors with EAGLE-3.1's norms under canonical names. As in vLLM 0.32, the norm of all streams is used only
+    if config.json names it. Raises ModelError if config.json names norms that are missing."""
     eagle = document.get("eagle_config") or {}
     parts = [named[name] for name in sorted((n for n in named if STREAM.fullmatch(n)), key=_number)]
     found = {name: tensor for name, tensor in named.items() if not STREAM.fullmatch(name)}
@@ -210,7 +209,7 @@ def _number(name: str) -> int:
 
 
 def canonical(name: str) -> str | None:
-    """Their tensor name to ours; None for what only maps vocabularies, or served training."""
+    """Canonical name of a tensor in a published file; None for vocabulary maps and tensors used only in training."""
     name = name.removeprefix("model.")
     if name in MAPS or NOT_DRAFTING.match(name) or name.endswith("rotary_emb.inv_freq"):
         return None
@@ -218,7 +217,7 @@ def canonical(name: str) -> str | None:
 
 
 def theirs(name: str) -> str:
-    """Our tensor name to theirs."""
+    """Published name of a canonical tensor."""
     return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
 
 
@@ -233,7 +232,7 @@ def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[st
 
 
 def _parts(norms: Any, hidden: int) -> dict[str, Any]:
-    """Norms of all streams, values or (bits, dtype name), as files have them."""
+    """Published tensors `fc_norm.{i}` of the norms of all streams: values [taps * H], or (bits, dtype name)."""
     values, *dtype = norms if isinstance(norms, tuple) else (norms,)
     parts = enumerate(np.split(values, len(values) // hidden))
     return {f"fc_norm.{i}.weight": (part, *dtype) if dtype else part for i, part in parts}
@@ -274,7 +273,7 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Layers are Llama's or Qwen3's."""
+    """DrafterFormat.tensors. Layers are Llama's, or Qwen3's if there is a norm of q."""
     qk_norm = "layers.0.self_attn.q_norm.weight" in present
     if index:
         return block_shapes(f"layers.{index}.", s, present, qk_norm=qk_norm)
@@ -322,7 +321,7 @@ def _peagle_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
 
 
 def _refuse_peagle(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    raise ModelError(f"{path} is a P-EAGLE head: it drafts tokens side by side, which is not run here", "EAGLE-3 is")
+    raise ModelError(f"{path} is a P-EAGLE head (parallel drafting), which headstart cannot run", "use an EAGLE-3 head")
 
 
 PEAGLE = replace(
@@ -339,11 +338,11 @@ PEAGLE = replace(
     markers=("mask_hidden",),
 )
 
-# Its training.
+# Training.
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
-    """The paper's taps, or the last three layers; llama.cpp wants exactly three."""
+    """Spec of a new head: the paper's taps, else the last three layers. llama.cpp requires exactly three taps."""
     if layers < FEWEST_LAYERS:
         raise UsageError(f"an EAGLE-3 head reads three layers, but the model has {layers}", "train --kind mtp")
     low, middle, high = paper_taps(layers)
@@ -352,7 +351,7 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """Random matrices; norms and biases of the trunk's last block."""
+    """Initial weights: random matrices; norms and biases of the trunk's last block."""
     width = len(start.norm)
     first = random_weights(np.random.default_rng(0), shapes(spec, width), start.layer)
     first["block.hidden_norm.weight"] = first["block.input_layernorm.weight"]

@@ -36,13 +36,13 @@ CHOICES: Mapping[str, tuple[str | None, ...]] = {"tap": STATES, "recycle": STATE
 """Fields of HeadSpec that config.json holds as they are; `tap` may be a list of layers too."""
 BLOCK = "block_drafter"
 BLOCK_FACTS = {each.name: each.type for each in fields(BlockSpec) if not each.name.endswith("vocab_size")}
-"""Its key of config.json; fields of BlockSpec that lie under it, and their types."""
+"""Key of config.json for a BlockSpec, and the fields under it: name -> type as written."""
 LATER = ("markov_kind", "top_k", "conv_taps", "conv_group", "embedding_scale", "logit_softcap")
-"""Those that files of earlier versions do not have: they have the defaults."""
+"""Fields of BLOCK_FACTS that older files lack; they then have their defaults."""
 
 
 def is_head(path: Path) -> bool:
-    """Does a directory say that it is a head, of our layout or of another program's?"""
+    """True if the config.json of a directory declares a head, in headstart's own or a published layout."""
     config = path / "config.json"
     if not config.is_file():
         return False
@@ -51,7 +51,8 @@ def is_head(path: Path) -> bool:
 
 
 def read_head(path: Path) -> HeadCheckpoint:
-    """Raises ModelError for a directory that is no head, or a damaged one."""
+    """Reads a head directory in headstart's own or a published layout. Raises ModelError for other directories and
+    damaged files."""
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
@@ -66,8 +67,8 @@ def read_head(path: Path) -> HeadCheckpoint:
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
-    """Write the directory in one step; of one of that name the head is replaced, and what lies beside it stays. arrays:
-    under canonical names. Raises CapacityError where it cannot be written."""
+    """Writes a head directory atomically. In an existing directory the head's files are replaced and others stay.
+    arrays: by canonical names. Raises CapacityError if the directory cannot be written."""
     write = head_kind(head.spec.kind).writes or _own_layout
     with atomic_folder(path, keep=True) as aside:
         document, named = write(head, arrays)
@@ -77,7 +78,7 @@ def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
 
 
 def _foreign(document: Document, path: Path) -> DrafterFormat | None:
-    """The format of another program that this directory has, if it is one that is loaded."""
+    """The published format of this directory; None if there is none, or none that can be read."""
     found = identify_bare(document)
     if found is None or found.read is None:
         return None
@@ -86,7 +87,7 @@ def _foreign(document: Document, path: Path) -> DrafterFormat | None:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
-    """All of a directory, or of a head that is published as a pickle."""
+    """All tensors of a directory, from safetensors or else from pickles."""
     if (pickles := pickles_in(path)) and not any(path.glob("*.safetensors")):
         return read_pickles(pickles)
     return whole_directory(path)
@@ -130,14 +131,14 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
 
 
 class Shaped(Protocol):
-    """A tensor, as far as its header tells."""
+    """A tensor of which only the header may be known."""
 
     @property
     def shape(self) -> Sequence[int] | None: ...
 
 
 def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> HeadSpec:
-    """What a config.json in our layout and the shapes of its tensors say of the head. Raises ModelError."""
+    """The HeadSpec of a config.json in headstart's layout and the shapes of the tensors. Raises ModelError."""
     if document.get(MARK) != VERSION:
         hint = "give the directory that headstart train wrote"
         raise ModelError(f"{path} is no headstart head: {MARK} is {document.get(MARK)!r}, not {VERSION}", hint)
@@ -185,7 +186,7 @@ def _spec(document: Document) -> HeadSpec:
 
 
 def _block_spec(facts: Document) -> BlockSpec:
-    """Every fact of it but later ones, each of its type."""
+    """BlockSpec of the config.json object under BLOCK. Raises KeyError, TypeError or ValueError."""
     values: dict[str, Any] = {}
     for name, kind in BLOCK_FACTS.items():
         if name in LATER and name not in facts:
@@ -199,7 +200,7 @@ def _block_spec(facts: Document) -> BlockSpec:
             raise TypeError(f"{name} {value!r}")
         values[name] = value
     if unknown := facts.keys() - BLOCK_FACTS.keys():
-        raise ValueError(f"{BLOCK} has {min(unknown)}, something else")
+        raise ValueError(f"{BLOCK}.{min(unknown)}")
     return BlockSpec(**values)
 
 

@@ -1,4 +1,4 @@
-"""`HeadKind`: what a kind of head declares; `HeadCheckpoint`: a head that was read. One file per kind."""
+"""`HeadKind`: the declaration of a kind of head (one file per kind); `HeadCheckpoint`: a head as read from files."""
 
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence as Seq
@@ -26,39 +26,41 @@ from headstart.layers.weights import Shapes, Weights
 Values = NDArray[np.float32]
 NO_VECTORS: Mapping[str, Values] = {}
 DEFAULT_HEAD_DIM, DEFAULT_KV_HEADS, DEFAULT_INNER = 128, 8, 3
-"""Sizes of a new head's block on a trunk without such parts: features of a head, key heads (both if they divide), inner
-size as a multiple of the hidden size."""
+"""Sizes of a new head's block if the trunk has no attention or MLP to copy them from: features of an attention head, KV
+heads (both reduced to divisors), MLP size as a multiple of the hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
-    """A head that was read from, or will be written to, a directory of its own."""
+    """A head as read from, or to be written to, its own directory."""
 
     spec: HeadSpec
     hidden_size: int
     vocab_size: int  # 0: not in the file
     draft_token_ids: NDArray[np.int64] | None = None  # [V'] ascending target ids; None: the full vocabulary
     tensors: Mapping[str, RawTensor] = field(default_factory=dict)  # under canonical names
-    trunk: str = ""
-    trunk_layers: int = 0  # of the model it was trained on; 0: not in the file
-    trunk_fingerprint: str = ""
+    trunk: str = ""  # name of the model that the head was trained on
+    trunk_layers: int = 0  # number of that model's layers; 0: not in the file
+    trunk_fingerprint: str = ""  # of that model's weights; empty: not in the file
     training: Mapping[str, Any] = field(default_factory=dict)  # free-form provenance
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a new head is initialized from."""
+    """Parts of the trunk from which a new head is initialized."""
 
-    norm: Values  # [W] the trunk's final norm; without `layer` a constant that gives modest logits
-    scale: float  # rms of the stream that the trunk's last layer reads; 1 without `layer`
-    layer: Mapping[str, Values]  # vectors of that layer, by a block's names; empty if a new head's block is another one
+    norm: Values  # [H] the trunk's final norm; a constant that gives small logits if `layer` is empty
+    scale: float  # rms of the stream that the trunk's last layer reads; 1 if `layer` is empty
+    # norms and biases of that layer, by their names in a block; empty if the new head's block has another form
+    layer: Mapping[str, Values]
 
 
 def random_weights(
     rng: np.random.Generator, shapes: Shapes, layer: Mapping[str, Values] = NO_VECTORS, divisor: float = 1.0
 ) -> dict[str, Values]:
-    """Normal matrices of the usual scale, 1 / sqrt(columns), drawn in the order of `shapes`; those that add to the
-    residual stream divided by `divisor`. Vectors of the block from `layer`, else ones (norms) or zeros (biases)."""
+    """Initial weights by name. Matrices: normal with standard deviation 1 / sqrt(columns), drawn in the order of
+    `shapes`; those that add to the residual stream are divided by `divisor`. Vectors: copies from `layer`, else ones
+    (norms) or zeros (biases)."""
     first: dict[str, Values] = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
@@ -78,8 +80,8 @@ class Training:
     spec: Callable[[int, int], HeadSpec]  # (layers of the trunk, draft steps) -> spec
     initial: Callable[[Start, HeadSpec], dict[str, Values]]  # first weights, under canonical names
     depth: int = 3  # default number of draft steps
-    own_lm_head: bool = False  # its file holds the LM head's rows too
-    stacks: bool = False  # it may have a module for each draft step
+    own_lm_head: bool = False  # the head's file holds LM head rows, too
+    stacks: bool = False  # a head may have one module for each draft step
     layer: Callable[[LayerConfig], LayerConfig] = lambda layer: layer  # `plain_layer` -> the head's block
 
 
@@ -88,25 +90,25 @@ class HeadKind:
     """A kind of head: its modules, tensors, drafter, published formats and training."""
 
     title: str
-    modules: Callable[[Weights, HeadSpec, int], Seq[Any]]  # (weights, spec, hidden size) -> what its drafter runs
+    modules: Callable[[Weights, HeadSpec, int], Seq[Any]]  # (weights, spec, hidden size) -> Head.modules
     shapes: Callable[[HeadSpec, int], Shapes]  # (spec, hidden size) -> names and shapes of canonical tensors
-    # (weights, spec, hidden size, draft tokens) -> LM heads of the modules, where they have their own
+    # (weights, spec, hidden size, rows) -> each module's LM head; empty: modules use the head's or the trunk's
     lm_heads: Callable[[Weights, HeadSpec, int, int], Seq[LMHead]] = lambda weights, spec, hidden, rows: ()
-    drafter: str = "head"  # the file of drafters/ that runs it
-    # the spec completed for a trunk; raises ModelError where it does not fit
+    drafter: str = "head"  # name of the file in drafters/ that runs such heads
+    # (spec, trunk) -> spec with the fields that depend on the trunk; raises ModelError if the head does not fit
     fit: Callable[[HeadSpec, DecoderConfig], HeadSpec] = lambda spec, trunk: spec
-    block: bool = True  # its modules have a layer, HeadSpec.layer
-    formats: tuple[DrafterFormat, ...] = ()  # published forms of such heads, and of relatives
-    training: Training | None = None  # None: it cannot be trained here
+    block: bool = True  # modules have a decoder layer, declared by HeadSpec.layer
+    formats: tuple[DrafterFormat, ...] = ()  # published formats of such heads and of related ones
+    training: Training | None = None  # None: headstart cannot train such heads
 
     @property
     def writes(self) -> Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None:
-        """What writes heads of this kind in a published format; None: they have headstart's own."""
+        """DrafterFormat.write of the format in which heads of this kind are saved; None: headstart's own layout."""
         return next((each.write for each in self.formats if each.write), None)
 
 
 def head_kind(name: str) -> HeadKind:
-    """A kind by its name. Raises UsageError for an unknown one."""
+    """The kind with this name. Raises UsageError if there is none."""
     kind: HeadKind = registry.find("heads", name).HEAD
     return kind
 
@@ -118,7 +120,7 @@ def trained_kinds() -> list[str]:
 
 @contextmanager
 def reading_config(path: Path, hint: str) -> Iterator[None]:
-    """Raises ModelError, naming the directory's config.json, for a value that is missing or of another type."""
+    """Context for reading config.json in directory `path`: missing or ill-typed values raise ModelError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -126,7 +128,8 @@ def reading_config(path: Path, hint: str) -> Iterator[None]:
 
 
 def new_head_spec(name: str, trunk: DecoderConfig, depth: int = 3, modules: int = 1) -> HeadSpec:
-    """The spec of a new head of a kind for a trunk. Raises UsageError where the trunk has too few layers."""
+    """The spec of a new head of a kind for a trunk. depth: draft steps in training. Raises UsageError for a kind that
+    cannot be trained and for a trunk with too few layers."""
     kind = head_kind(name)
     if kind.training is None:
         raise UsageError(f"heads of kind {name} are not trained here", f"choose {' or '.join(trained_kinds())}")
@@ -134,16 +137,16 @@ def new_head_spec(name: str, trunk: DecoderConfig, depth: int = 3, modules: int 
     if kind.block:
         spec = replace(spec, layer=kind.training.layer(plain_layer(trunk)))
     if not is_plain(trunk.head_layer):
-        # streams of other trunks may be a thousand times larger than what a block adds (Gemma), and training finds the
-        # input of an RMSNorm again, not of a LayerNorm
+        # the stream before the final norm may be a thousand times larger than the output of a block (Gemma); training
+        # recovers the input of an RMSNorm from its output, but not that of a LayerNorm
         spec = replace(spec, tap="post_norm" if spec.tap == "pre_norm" else spec.tap)
         spec = replace(spec, norm_before_residual=name == "eagle3")
     return replace(spec, num_modules=modules, beyond="last") if modules > 1 else spec
 
 
 def plain_layer(trunk: DecoderConfig) -> LayerConfig:
-    """The block of a new head: like the trunk's where a head's directory can hold that, else attention and a SwiGLU MLP
-    in sizes that the trunk's layers have."""
+    """The block of a new head: the trunk's if head files can hold it (`is_plain`), else plain attention and a SwiGLU
+    MLP in the sizes of the trunk's layers."""
     if is_plain(trunk.head_layer):
         return trunk.head_layer
     layers, hidden = (trunk.head_layer, *reversed(trunk.layers)), trunk.hidden_size
@@ -182,8 +185,9 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
 
 
 def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> LayerConfig:
-    """The block of a head in the trunk's sizes, of a published form: Llama's, with `qk_norm` Qwen3's; a plain rope of
-    the trunk's base, no gate, `biases` of attention as the trunk has them. Raises ModelError for other trunks."""
+    """A block in the sizes of `layer`, in the form that published heads have: Llama's, or Qwen3's with qk_norm. Its
+    RoPE has the base of the layer's but no scaling. biases: keep biases of attention. Raises ModelError unless
+    `is_plain(layer)`."""
     mixer, mlp = plain_parts(layer)
     assert mixer.rope
     dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
@@ -197,8 +201,9 @@ def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> Layer
 def plain_block(
     document: Document, named: Container[str], path: Path, norms: NormPlacement, what: str
 ) -> tuple[LayerConfig, int, int, int]:
-    """Its layer, with biases and norms of q and k that are among its tensors, its number of layers, its hidden size and
-    the target's vocabulary. Raises ModelError for values that are missing or wrong; `what`: whose they are."""
+    """(layer, number of layers, hidden size, target's vocabulary size) of a published config.json. named: canonical
+    names of the tensors, which tell whether there are biases and norms of q and k. what: the kind of head, for errors.
+    Raises ModelError for missing or wrong values."""
     where = path / "config.json"
     try:
         hidden, heads = int(document["hidden_size"]), int(document["num_attention_heads"])
@@ -236,7 +241,7 @@ def plain_block(
 
 
 def further_layers(spec: HeadSpec) -> dict[str, LayerConfig]:
-    """By prefix; each has both norms and reads the stream."""
+    """Tensor prefix -> config of each layer after the first. These layers have both norms and read the stream."""
     assert spec.layer is not None
     return {f"layers.{i}": replace(spec.layer, norms="pre") for i in range(1, spec.num_layers)}
 

@@ -1,7 +1,8 @@
-"""Medusa (arXiv 2401.10774): residual layers over one hidden state, for each draft step one.
+"""Medusa (arXiv 2401.10774): one residual layer over the trunk's hidden state for each draft step.
 
-y_k = h_p + silu(W_k h_p + b_k) guesses t_{p+1+k}; the LM head is the trunk's, or one for each k. No attention; no token
-is read. Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`; further layers `medusa.{k}.{j}.`; `lm_heads.{k}.`.
+y_k = h_p + silu(W_k h_p + b_k) predicts t_{p+1+k}. The LM head is the trunk's, or one for each k. There is no attention
+and no embedding. Canonical tensors: `medusa.{k}.weight`, `medusa.{k}.bias`; more layers are `medusa.{k}.{j}.`;
+`lm_heads.{k}.`.
 
 Published directories: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{k}.{j}.linear.*` and, last, the LM head
 `{k}.{layers}.weight`, under `medusa_head.` or not), vLLM's (`blocks.{k}.layers.{j}.*`, `lm_heads.{k}.weight`,
@@ -38,7 +39,7 @@ class MedusaModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As heads.base.Module; step.hidden goes on as it is, for the next step's head."""
+        """See heads.base.Module. The recycled vector is step.hidden itself: all steps read the trunk's state."""
         y = step.hidden
         for layer in (self.layer, *self.further):
             y = ops.add(y, ops.activate(layer(ops, y), "silu"))
@@ -68,22 +69,22 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """Zeros, as in the paper: every head begins as the trunk's own next-token guess."""
+    """Zeros, as in the paper: each head at first predicts the trunk's next token."""
     return {name: np.zeros(shape, np.float32) for name, shape in shapes(spec, len(start.norm)).items()}
 
 
-# Directories of other programs.
+# Published directories.
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    """Sizes are those of the tensors: most config.json files name none."""
+    """DrafterFormat.read. Sizes come from the tensors, because most config.json files lack them."""
     named = {new: tensor for name, tensor in tensors.items() if (new := canonical(name))}
     first, exact = named.get("medusa.0.weight"), named.get("lm_heads.0.weight")
     count = next(k for k in range(MAX_MODULES + 1) if f"medusa.{k}.weight" not in named)
     if first is None or len(first.shape) != 2:
         raise ModelError(f"{path} holds no layers of Medusa heads", "is this a Medusa checkpoint?")
     if strange := sorted(name for name in named if int(name.split(".")[1]) >= count):
-        raise ModelError(f"{path} holds {strange[0]}, but only {count} heads one after the other")
+        raise ModelError(f"{path} holds {strange[0]}, but no layer of Medusa head {count}", "is the file complete?")
     told = document.get("vocab_size")
     vocab_size = told if type(told) is int and "base_model_name_or_path" not in document else 0
     ids = _draft_ids(tensors.get("token_map"), path)
@@ -96,7 +97,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 
 def canonical(name: str) -> str | None:
-    """Their tensor name to ours; None for what is no head's, such as the trunk's in one file with it."""
+    """Canonical name of a tensor in a published file; None if no head has it (such as a trunk's in the same file)."""
     for theirs, ours in NAMES.items():
         if match := re.fullmatch(theirs, name):
             head, layer, word = match["k"], match.groupdict().get("j", "0"), match.groupdict().get("word", "weight")
@@ -110,7 +111,7 @@ NAMES = {
     r"(medusa_heads?\.)?(?P<k>\d+)\.\d+\.weight": "lm_heads.{}.weight",
     r"lm_heads\.(?P<k>\d+)\.weight": "lm_heads.{}.weight",
 }
-"""Their names -> ours; empty: a layer's."""
+"""Patterns of published names -> canonical LM heads' names; empty: the name of a layer, which `canonical` builds."""
 
 
 def _draft_ids(token_map: Tensor | None, path: Path) -> NDArray[np.int64] | None:
@@ -123,7 +124,7 @@ def _draft_ids(token_map: Tensor | None, path: Path) -> NDArray[np.int64] | None
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Under one of three spellings."""
+    """DrafterFormat.tensors. Names have one of three spellings."""
     hidden, rows = s["hidden"], s["draft_vocabulary"]
     spellings = (f"{index}.0.linear", f"blocks.{index}.layers.0", f"blocks.{index}.0.linear")
     name = next((each for each in spellings if f"{each}.weight" in present), spellings[0])
@@ -152,7 +153,7 @@ MEDUSA = DrafterFormat(
 
 
 def _speculator_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Of each head, or of all together."""
+    """DrafterFormat.tensors. With tie_weights all heads share the tensors of head 0."""
     if index and s.config.get("tie_weights"):
         return {}
     inner, vocabulary = Unknown("inner"), s["vocabulary"]
@@ -164,7 +165,7 @@ def _speculator_tensors(s: Sizes, index: int, present: Present) -> DeclaredShape
     }
 
 
-MLP_SPECULATOR = DrafterFormat(  # IBM's relative of Medusa, whose heads read tokens too; not run here
+MLP_SPECULATOR = DrafterFormat(  # IBM's variant of Medusa, whose heads also read tokens; identified but not run
     key="mlp_speculator",
     title="MLP speculator",
     method="mlp_speculator",

@@ -1,9 +1,9 @@
-"""MTP modules (DeepSeek-V3 report, section 2.2), one for all draft steps or several.
+"""MTP modules (DeepSeek-V3 report, section 2.2): one for all draft steps, or several.
 
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
-norm (or none: y = x'), lm_head (or none: the trunk's). With residual streams (DeepSeek-V4) h is all of the trunk's
-streams: each makes an x, the block mixes them, and `streams` sums them before the norm.
+norm (without it y = x'), lm_head (without it the trunk's). With residual streams (DeepSeek-V4) h holds all streams of
+the trunk: each stream gets its own x, the block mixes them, and `streams` sums them before the norm.
 """
 
 from collections.abc import Sequence as Seq
@@ -26,7 +26,7 @@ from headstart.layers.weights import Shapes, Weights
 
 @dataclass(frozen=True)
 class MTPModule:
-    """One prediction module; the LM head is the caller's (the trunk's, or its rows of a draft vocabulary)."""
+    """One prediction module without its LM head."""
 
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
@@ -42,7 +42,7 @@ class MTPModule:
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
-        """As heads.base.Module; a recycled vector is read as a trunk hidden state is."""
+        """See heads.base.Module. Recycled vectors and the trunk's hidden states are read alike."""
         if spec.mask_first:
             embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)
         e, h = self.embedding_norm(ops, embedded), self.hidden_norm(ops, step.hidden)
@@ -73,7 +73,7 @@ def _streams(weights: Weights, prefix: str, hidden: int, layer: LayerConfig) -> 
 
 
 def _projection(weights: Weights, name: str, hidden: int, layer: LayerConfig) -> Linear:
-    """That of every stream by itself stays floats, as matrices of heads do."""
+    """The projection of [e ; h]. With residual streams it is not rounded, like the streams' other matrices."""
     if layer.streams is None:
         return weights.linear(name, hidden, 2 * hidden)
     return Linear(weights.take(weights.raw(f"{name}.weight", (hidden, 2 * hidden)).plain(), precise=True))
@@ -96,7 +96,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
 
 
 def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
-    """Of each module, where they have their own."""
+    """LM head of each module; empty if modules have none."""
     count = spec.num_modules if spec.own_lm_head else 0
     return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
 
@@ -117,11 +117,12 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
 
 
 LAST = ("self_attn.gate_proj", "mlp.", "q_norm", "k_norm", "norm_embedding", "norm_hidden", "projection", ".norm.")
-"""Tensors after a module's others, in this order, when first values are drawn and gradients are summed."""
+"""Parts of names of the tensors that come last in a module, in this order. The order decides which random numbers a
+tensor gets and how gradients are summed."""
 
 
 def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
-    """Random matrices; norms from the trunk's last layer, which reads a stream whose rms is about `scale`."""
+    """Initial weights: random matrices; norms from the trunk's last layer and the rms of its input (`Start`)."""
 
     def order(name: str) -> tuple[int, int]:
         return int(name.split(".")[1]), next((i for i, part in enumerate(LAST, 1) if part in name), 0)
@@ -132,11 +133,11 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
     first = random_weights(np.random.default_rng(0), ordered, start.layer)
     for i in range(spec.num_modules):
         first |= {f"mtp.{i}.{name}.weight": scale for name in ("norm_embedding", "norm_hidden")}
-        first[f"mtp.{i}.norm.weight"] = np.float32(0.5) * start.norm  # modest logits: the first guesses are wrong
+        first[f"mtp.{i}.norm.weight"] = np.float32(0.5) * start.norm  # small logits, since early predictions are wrong
     return first
 
 
-# Modules of families in files of their own, which no engine here loads.
+# Formats of separately published MTP modules, which headstart identifies but does not run.
 
 
 def _in_speculators(s: Sizes, index: int, present: Present) -> DeclaredShapes:
@@ -161,11 +162,11 @@ LINKING = {
         "mtp_layers.0.token_layernorm", "mtp_layers.0.hidden_layernorm", "mtp_layers.0.final_layernorm",
     ),
 }  # fmt: skip
-"""Spellings of a module's projection -> those of its norms."""
+"""Name of a module's projection -> names of its norms, in three naming styles."""
 
 
 def _cut_out(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """Of a family that is not known."""
+    """DrafterFormat.tensors for an unknown family."""
     hidden, vocabulary = s["hidden"], s["vocabulary"]
     projection = next((each for each in LINKING if each in present), "eh_proj.weight")
     return {

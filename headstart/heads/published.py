@@ -1,6 +1,6 @@
-"""`DrafterFormat`: a form in which other programs publish drafters; `identify` names the format of a config.json.
+"""`DrafterFormat`: a published format of drafters; `identify` finds the format of a config.json.
 
-A file of heads/ declares the formats of its kind in `HEAD.formats`, formats that the engine does not run among them.
+Each file of heads/ declares the formats of its kind in `HEAD.formats`, including those that the engine cannot run.
 """
 
 import re
@@ -17,9 +17,9 @@ from headstart.formats.sizes import Sizes, as_size, lookup
 Document = Mapping[str, Any]
 Arrays = Mapping[str, Any]  # arrays, or (bits, dtype name), as formats.safetensors.save takes them
 DeclaredShapes = dict[str, tuple[Any, ...]]
-"""Tensor names -> shapes, of whole numbers, sizes.Unknown, or None for any size. A name that begins with `?` is
+"""Tensor name -> shape; each size is an int, sizes.Unknown, or None for any size. A name that begins with `?` is
 optional."""
-Present = Container[str]  # names of the tensors that are there: they decide between spellings
+Present = Container[str]  # names of the tensors in the files, to choose between spellings
 
 
 def _nothing(sizes: Sizes, index: int, present: Present) -> DeclaredShapes:
@@ -28,59 +28,60 @@ def _nothing(sizes: Sizes, index: int, present: Present) -> DeclaredShapes:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterFormat:
-    """One published form of a drafter."""
+    """One published format of a drafter."""
 
-    key: str
-    title: str
-    method: str  # vLLM's word in --speculative-config, which launchers map to their own
+    key: str  # identifier of the format
+    title: str  # name for people
+    method: str  # `method` of vLLM's --speculative-config, which launchers map to their own names
     read: Callable[[Document, Mapping[str, Tensor], Path], Any] | None = None
-    """Gives a HeadCheckpoint. Raises ModelError for what is missing, wrong, or not run here. None: it is not loaded."""
+    """(config.json, tensors, directory) -> HeadCheckpoint. Raises ModelError for missing, wrong or unsupported values.
+    None: the engine cannot load this format."""
     write: Callable[[Any, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """config.json and tensors of a HeadCheckpoint, in place of headstart's own layout."""
+    """(HeadCheckpoint, arrays by canonical name) -> (config.json, arrays by published name). None: heads are saved in
+    headstart's own layout."""
     tensors: Callable[[Sizes, int, Present], DeclaredShapes] = _nothing
-    """(sizes, layer or head, names that are there) -> its tensors; what all share comes with 0."""
-    # what tells it from others, the first of these first
-    requires: str = ""  # a config key that no other file has
-    speculators: tuple[str, ...] = ()  # `speculators_model_type`
+    """(sizes, index of a layer or head, names in the files) -> its tensors; shared tensors belong to index 0."""
+    # features that identify the format, in the order in which they are compared
+    requires: str = ""  # a config key that no other format has
+    speculators: tuple[str, ...] = ()  # values of `speculators_model_type`
     says: Mapping[str, Any] = field(default_factory=dict)  # config keys and their values
-    model_types: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()  # values of `model_type`, or patterns (fnmatch)
     gguf: tuple[str, ...] = ()  # architectures of llama.cpp
-    architectures: tuple[str, ...] = ()  # parts of an architecture's name
-    keys: tuple[str, ...] = ()  # config keys that no whole model has; `markers`: tensors that none has
-    markers: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()  # lower-case parts of a name in `architectures`
+    keys: tuple[str, ...] = ()  # config keys that no whole model has
+    markers: tuple[str, ...] = ()  # tensor names that no whole model has
     bare: Mapping[str, Any] = field(default_factory=dict)
-    """Keys and values of a config.json beside which no tensors are known."""
-    fallback: bool = False  # its rules fit files of other formats too, which are asked first
-    # what its config says
-    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of names in files -> those of `tensors`
+    """Config values that a whole model may have, too; they identify the format only together with `markers`."""
+    fallback: bool = False  # these features also fit files of other formats, which are compared first
+    # how to read the config
+    renamed: tuple[tuple[str, str], ...] = ()  # (prefix of names in files, prefix in `tensors`)
     count: tuple[str, ...] = ()  # keys of the number of layers or heads
     aux: Literal["input", "output"] | None = None
-    """Layer ids count a layer's input (EAGLE-3) or its output (DFlash); None: it reads no layers."""
-    reduced: bool = False  # it may draft from a part of the vocabulary, which d2t maps
-    block: tuple[str, ...] = ()
-    """Keys of the rows that one pass drafts; `anchored`: the first of them is the last token and drafts none."""
-    anchored: bool = False
-    targets: str = ""  # how the target's model_type begins
+    """Layer ids name a layer's input (EAGLE-3) or its output (DFlash); None: the drafter reads no layers."""
+    reduced: bool = False  # the drafter may have a reduced vocabulary, mapped by d2t
+    block: tuple[str, ...] = ()  # keys of the number of rows in one pass of a block drafter
+    anchored: bool = False  # the first of these rows is the last committed token and drafts none
+    targets: str = ""  # prefix of the target's model_type
     of_family: Literal["", "module", "block"] = ""
-    """Its tensors are those of a family's MTP module without its layer, or of the block of one."""
+    """Further tensors come from a family: those of its MTP module without the layer, or of the module's block."""
 
     def canonical(self, name: str) -> str:
-        """A tensor's name as `tensors` has it."""
+        """The name that `tensors` uses for a tensor in a file."""
         name = strip_wrapper(name)
         for old, new in self.renamed:
             name = re.sub(rf"(^|\.){re.escape(old)}", rf"\g<1>{new}", name)
         return name
 
     def num_parts(self, sizes: Sizes) -> int:
-        """Layers or heads, as the config says; 1 where it does not."""
+        """Number of layers or heads in the config; 1 if it has no such key."""
         return max((as_size(lookup(sizes.config, key)) or 0 for key in self.count), default=0) or 1
 
     def rows(self, sizes: Sizes) -> int | None:
-        """Rows of a block drafter's pass; None where nothing says it."""
+        """Number of rows in one pass of a block drafter; None if the config has no such key."""
         return next((size for key in self.block if (size := as_size(lookup(sizes.config, key)))), None)
 
     def drafts(self, sizes: Sizes) -> int | None:
-        """Tokens that one pass of a block drafter drafts."""
+        """Number of tokens that one pass of a block drafter drafts; None if unknown."""
         rows, told = self.rows(sizes), lookup(sizes.config, "sample_from_anchor")
         anchored = not told if isinstance(told, bool) else self.anchored
         return None if rows is None else max(1, rows - anchored)
@@ -91,13 +92,13 @@ OWN = DrafterFormat(key="headstart", title="headstart", method="headstart", requ
 
 
 def published_formats() -> list[DrafterFormat]:
-    """All formats, in the order in which a config is compared."""
+    """All formats, in the order in which a config is compared with them."""
     kinds = (registry.find("heads", name).HEAD for name in registry.available("heads"))
     return [OWN, *sorted((each for kind in kinds for each in kind.formats), key=lambda each: each.fallback)]
 
 
 def identify(config: Document, names: Present | None = None) -> DrafterFormat | None:
-    """The format of a drafter's config.json; None for a whole or unknown model. `names`: of tensors, if known."""
+    """The format of a drafter's config.json; None for a whole model or an unknown format. names: tensors, if known."""
     formats = published_formats()
     found = next((each for each in formats if _says(config, each)), None)
     if found is not None or config.get("speculators_model_type") is not None:
@@ -109,7 +110,7 @@ def identify(config: Document, names: Present | None = None) -> DrafterFormat | 
 
 
 def identify_bare(config: Document) -> DrafterFormat | None:
-    """As `identify`, of a config.json that a whole model could have, but for its sizes."""
+    """Like `identify`, but also finds formats by `bare` values. The caller must then look for `markers`."""
     if (found := identify(config)) is not None or config.get("speculators_model_type") is not None:
         return found
     return next((each for each in published_formats() if each.bare and _has(config, each.bare)), None)
@@ -141,13 +142,14 @@ def _has_architecture(config: Document, each: DrafterFormat) -> bool:
     return any(word in written for word in each.architectures)
 
 
-# Tensors that several formats have.
+# Tensors that several formats share.
 
 
 def block_shapes(
     at: str, s: Sizes, present: Present, *, qk_norm: bool = False, input_norm: bool = True, reads: int = 1
 ) -> DeclaredShapes:
-    """A Llama block under `at`, Qwen3's with `qk_norm`. `reads`: vectors that q, k and v read."""
+    """Tensors of a Llama block under prefix `at`; with qk_norm of a Qwen3 block. reads: number of concatenated vectors
+    [H] that q, k and v read."""
     hidden, attention = s["hidden"], f"{at}self_attn."
     norms = ("input_layernorm", "post_attention_layernorm")
     return {
@@ -161,7 +163,7 @@ def block_shapes(
 
 
 def attention_shapes(at: str, s: Sizes, present: Present, reads: int = 1) -> DeclaredShapes:
-    """Grouped attention, q, k and v apart or in one matrix; biases of them all or none."""
+    """Tensors of grouped-query attention under prefix `at`: q, k and v separate or fused, all with biases or none."""
     hidden, dim, value = s["hidden"], s["head_dim"], s["value_dim"]
     columns = hidden if reads == 1 else reads * hidden
     rows = {"q_proj": s["heads"] * dim, "k_proj": s["kv_heads"] * dim, "v_proj": s["kv_heads"] * value}
@@ -177,7 +179,7 @@ def attention_shapes(at: str, s: Sizes, present: Present, reads: int = 1) -> Dec
 
 
 def latent_shapes(at: str, s: Sizes, *, compressed: bool = True, reads: int = 1) -> DeclaredShapes:
-    """Latent attention (MLA) under `at`, its queries `compressed` or not."""
+    """Tensors of latent attention (MLA) under prefix `at`. compressed: queries have a low-rank factorization."""
     hidden, heads, nope, rotary = s["hidden"], s["heads"], s["nope"], s["rotary"]
     rank, latent, value = s["query_rank"], s["latent"], s["value_dim"]
     columns = hidden if reads == 1 else reads * hidden
@@ -198,5 +200,5 @@ def latent_shapes(at: str, s: Sizes, *, compressed: bool = True, reads: int = 1)
 
 
 def draft_vocabulary(s: Sizes) -> DeclaredShapes:
-    """The maps of a draft vocabulary."""
+    """Optional tensors that map a draft vocabulary to the target's."""
     return {"?d2t": (s["draft_vocabulary"],), "?t2d": (s["vocabulary"],)}

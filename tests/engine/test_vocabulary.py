@@ -116,7 +116,7 @@ def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
 
 
 def test_who_drafts_all_tokens_says_so() -> None:
-    cases = {"block": "its Markov head is one of all tokens", "draft_model": "a draft model drafts all tokens"}
+    cases = {"block": "its Markov head covers all tokens", "draft_model": "a draft model drafts all tokens"}
     for kind, said in cases.items():
         with pytest.raises(UsageError, match=f"--draft-vocab is 40, but {said}"):
             support.make(support.headed_model("qwen3", kind), depth=3, draft_vocab=40)

@@ -1,1 +1,1 @@
-"""Block drafters as others publish them, in the form of heads/block.py and back."""
+"""Published layouts of block drafters: conversion to heads/block.py and back."""

@@ -1,7 +1,7 @@
-"""Tensor names of published block drafters, to ours and back.
+"""Converts tensor names of published block drafters to canonical names and back.
 
-z-lab, SpecForge, DeepSpec and speculators agree on them; what vLLM 0.32 (`models/qwen3_dflash.py`) and transformers
-5.23 (`muse_glimmer_assistant`) read besides is accepted too, and not written.
+z-lab, SpecForge, DeepSpec and speculators use the same names. Spellings that only vLLM 0.32 (`models/qwen3_dflash.py`)
+and transformers 5.23 (`muse_glimmer_assistant`) read are accepted, but not written.
 """
 
 import re
@@ -24,7 +24,7 @@ ALIASES = (
     (r"^(markov_head\.markov_w[12])$", r"\1.weight"),
     (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
 )
-"""Other spellings, in this order."""
+"""(pattern, replacement): other spellings of published names, replaced in this order."""
 OURS = {
     "fc.weight": "fuse.weight",
     "markov_head.markov_w1.weight": "markov.embed.weight",
@@ -43,11 +43,11 @@ SINKS = ("self_attn.attention_sink_bias", "self_attn.sinks")
 THEIRS = {ours: theirs for theirs, ours in OURS.items() if not theirs.startswith("candidate_selector.")}
 MAPS = ("d2t", "t2d")
 NOT_DRAFTING = re.compile(r"^(?:verifier_\w+\.|rotary_emb\.)")
-"""What training leaves in a file and drafting does not read."""
+"""Tensors that only training uses."""
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
-    """Our names of what drafts -> theirs, as they are in the file."""
+    """Canonical name -> name in the file, for all tensors that drafting uses."""
     found: dict[str, str] = {}
     for name in names:
         plain = name
@@ -59,19 +59,19 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
 
 def theirs(name: str) -> str:
-    """Our tensor name to theirs."""
+    """Published name of a canonical tensor."""
     return THEIRS.get(name, name.replace(SINKS[1], SINKS[0]))
 
 
 def check_whole(found: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Are all tensors there, of their shapes, and no others? Raises ModelError naming the first one by its own name."""
+    """Raises ModelError, with the published name, for a missing, unexpected or wrongly shaped tensor."""
     if missing := [name for name in expected if name not in found]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = "download the drafter again, or its config.json"
         raise ModelError(f"{path} holds no {theirs(missing[0])}{more}", hint)
     for name, tensor in found.items():
         if name not in expected:
-            hint = "it changes what the drafter says, so nothing is left out"
+            hint = "it may change the drafter's formula, so it is not ignored"
             raise ModelError(f"{path} holds {theirs(name)}, which no DFlash, DFlash2 or DSpark drafter has here", hint)
         if tensor.shape != expected[name]:
             shapes = f"{list(tensor.shape)}, but config.json asks for {list(expected[name])}"

@@ -1,4 +1,4 @@
-"""config.json of a published block drafter -> what heads/block.py declares.
+"""Reads published block drafters: config.json and tensors -> HeadCheckpoint (see heads/block.py).
 
 Sources: z-lab/dflash `model.py`; deepseek-ai/DeepSpec `modeling/dspark`; sgl-project/SpecForge `modeling/draft`;
 vllm-project/speculators `models/{dflash,dspark}`; vLLM 0.32 `models/qwen3_d{flash,spark}.py`, for keys that only it
@@ -12,8 +12,8 @@ reads; transformers 5.23 `muse_glimmer_assistant`. Where they disagree, a file m
                                          unless `sliding_window_non_causal`
   transformers   outputs, from 0         both ways, in windowed layers too         no
 
-DFlash2 (z-lab/dflash, vLLM 0.33 `models/qwen3_dflash2.py`) is DFlash in all of these, but that speculators' windowed
-layers are not causal unless they say so. `is_causal` and `dflash_config.causal` overrule all of them. RoPE is
+DFlash2 (z-lab/dflash, vLLM 0.33 `models/qwen3_dflash2.py`) equals DFlash in all of these, except that windowed layers
+of speculators' files are not causal by default. `is_causal` and `dflash_config.causal` overrule the table. RoPE is
 half-split unless `is_neox_style` is false.
 """
 
@@ -37,7 +37,7 @@ from headstart.layers.rope import rope_spec
 
 SPECULATORS = "speculators_model_type"
 SECTIONS = ("dflash_config", "eagle_config", "dspark_config")
-"""Objects of config.json whose keys count before those of the top level."""
+"""Objects of config.json whose keys take precedence over those of the top level."""
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
 BLOCK_KEYS = ("block_size", "dspark_block_size")
 TAP_KEYS = ("target_layer_ids", "dspark_target_layer_ids")
@@ -48,13 +48,13 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "markov_head_type": ("vanilla", "gated", "rnn"),
     "use_aux_hidden_state": (True,), "attention_value_scale": (1, 1.0), "mlp_bias": (False,),
 }  # fmt: skip
-"""Keys that change the formula, and the values that are run here."""
+"""Keys that change the formula -> their supported values."""
 THETA, WINDOW, BLOCK = 1e6, 4096, 8
-"""Defaults: of a Qwen3 drafter's rope in vLLM, of Qwen3's window and speculators' block."""
+"""Defaults: RoPE base of a Qwen3 drafter in vLLM, sliding window of Qwen3, block_size of speculators."""
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    """Raises ModelError, naming the key or tensor, for what is missing, wrong, or not run here."""
+    """DrafterFormat.read. Raises ModelError naming the missing, wrong or unsupported key or tensor."""
     drafter = _Drafter.of(document, path)
     where = canonical(tensors)
     named = {ours: tensors[name] for ours, name in where.items()}
@@ -79,13 +79,13 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 @dataclass(frozen=True)
 class _Drafter:
-    """A config.json. `kind`: dflash or dspark; `inner`: sizes of its layers; `flash`: keys of its own sections."""
+    """The config.json of a published block drafter."""
 
-    kind: str
-    document: Document
-    inner: Document
-    flash: Document
-    path: Path
+    kind: str  # key of its DrafterFormat: dflash, dflash2 or dspark
+    document: Document  # the whole config.json
+    inner: Document  # top level, overridden by the object with the layers' sizes
+    flash: Document  # merged SECTIONS
+    path: Path  # its directory
 
     @classmethod
     def of(cls, document: Document, path: Path) -> "_Drafter":
@@ -99,7 +99,7 @@ class _Drafter:
         return cls(kind, document, {**document, **inner}, flash, path)
 
     def told(self, *keys: str, default: Any = None) -> Any:
-        """The first of these keys that the drafter's sections, then the whole config, say."""
+        """Value of the first of these keys that SECTIONS or else the top level contain."""
         found = (part[key] for key in keys for part in (self.flash, self.inner) if part.get(key) is not None)
         return next(found, default)
 
@@ -115,7 +115,7 @@ class _Drafter:
         return SPECULATORS in self.document
 
     def spec(self, named: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> HeadSpec:
-        """Of its config, and of tensors where it is their presence that says it."""
+        """HeadSpec of the config and, for optional parts, of the tensors' presence."""
         for key, values in REFUSED.items():
             if (value := self.told(key)) is not None and value not in values:
                 raise ModelError(f"{self.path}: {key} {value!r} of a {self.kind} drafter is not run here")
@@ -157,7 +157,7 @@ class _Drafter:
 
     @property
     def selects(self) -> bool:
-        """Has it DFlash2's selector and convolutions?"""
+        """True for DFlash2, which has a selector and convolutions."""
         return self.kind == DFLASH2
 
     def _convolutions(self, hidden: int) -> dict[str, Any]:
@@ -169,14 +169,14 @@ class _Drafter:
         return sizes
 
     def _anchor(self) -> bool:
-        """Does the row of the last token draft too?"""
+        """BlockSpec.anchor_predicts."""
         told = self.told("sample_from_anchor")
         if told is None and (bonus := self.told("dspark_bonus_anchor")) is not None:
             told = not bonus
         return self.kind == "dspark" if told is None else bool(told)
 
     def _drafts(self, anchor: bool) -> int:
-        """Tokens of a block: its rows, but for the anchor's where that one drafts nothing."""
+        """Number of tokens that one pass drafts: its rows, without the anchor's if that drafts none."""
         rows = self.told(*BLOCK_KEYS, default=BLOCK if self.speculators else None)
         if rows is None:
             raise ModelError(f"{self.path / 'config.json'} has no block_size", "is this a DFlash or DSpark drafter?")
@@ -194,7 +194,7 @@ class _Drafter:
         return mask
 
     def _taps(self) -> tuple[int, ...]:
-        """As heads count them: the stream before layer i is the output of layer i - 1."""
+        """HeadSpec.tap: layers whose inputs are read. Most publishers name layers whose outputs are read (+ 1)."""
         if self.speculators:
             ids, first = self.document.get("aux_hidden_state_layer_ids"), 0
         else:
@@ -205,14 +205,14 @@ class _Drafter:
         return tuple(each + first for each in ids)
 
     def _default_taps(self) -> list[int]:
-        """z-lab's: as many as the drafter has layers, from the second to the third last."""
+        """z-lab's default: as many layers as the drafter has, spread from the second to the third last."""
         layers, trunk = self.number(self.inner, "num_hidden_layers"), self.number(self.document, "num_target_layers")
         if layers == 1:
             return [trunk // 2]
         return [round(1 + i * (trunk - 4) / (layers - 1)) for i in range(layers)]
 
     def _causal(self) -> tuple[bool, bool]:
-        """Of all layers, and of those with a window."""
+        """(BlockSpec.causal, BlockSpec.causal_windows)."""
         told = self.document.get("is_causal")
         told = self.flash.get("causal") if told is None else told
         if told is not None:
@@ -235,7 +235,7 @@ class _Drafter:
         return list(types)
 
     def _windows(self) -> tuple[int, ...]:
-        """Of each layer; empty where none has one."""
+        """BlockSpec.windows: of each layer; empty if no layer has a window."""
         types = self._types()
         sliding = [each == "sliding_attention" for each in types]
         if self.told("use_swa") and not any(sliding):
@@ -247,7 +247,7 @@ class _Drafter:
         return tuple(window if each else 0 for each in sliding)
 
     def _layer(self, named: Mapping[str, Tensor]) -> LayerConfig:
-        """Qwen3's block: norms of each head's q and k, biases of attention all or none."""
+        """The config of a layer: Qwen3's block, with norms of q and k, and attention biases everywhere or nowhere."""
         heads = self.number(self.inner, "num_attention_heads")
         norm = named.get("layers.0.self_attn.q_norm.weight")
         dim = self.number(self.inner, "head_dim", norm.shape[0] if norm else None)
@@ -271,7 +271,7 @@ class _Drafter:
         )
 
     def check_target(self, hidden: int) -> None:
-        """Raises ModelError for a drafter that is narrower or wider than its trunk."""
+        """Raises ModelError if the drafter's hidden size differs from its trunk's."""
         target = self.document.get("target_hidden_size") or hidden
         if target != hidden:
             what = f"its hidden_size is {hidden}, its trunk's {target}: they must be the same here"

@@ -1,9 +1,9 @@
-"""A block drafter in the layouts that others load: DFlash (z-lab's), DSpark (DeepSpec's keys and SpecForge's beside
-them, so that vLLM and SGLang find theirs), and speculators' container for both.
+"""Writes block drafters in published layouts: DFlash (z-lab's), DSpark (with DeepSpec's and SpecForge's keys, so that
+vLLM and SGLang both find theirs), and speculators' container for both.
 
-What one of them has no word for is refused by name. A block whose rows see each other causally is said by `is_causal`,
-which vLLM reads; speculators knows causal blocks in windowed layers only, so layers without one get a window that is as
-long as the context.
+Features that a layout cannot express are refused by name. Causal blocks are declared by `is_causal`, which vLLM reads.
+speculators allows causal blocks only in layers with a window, so layers without one get a window as long as the
+context.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,13 +18,13 @@ from headstart.layers.decoder import tapped_layers
 from headstart.layers.rope import rope_base
 
 POSITIONS = 1 << 17  # max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it
-ANCHORS = 512  # of DeepSpec's training; its class does not open a config without the key
+ANCHORS = 512  # num_anchors of DeepSpec's training; its config class requires the key
 Written = tuple[dict[str, Any], dict[str, Any]]  # config.json, and arrays under published names
-HINT = "headstart runs it as it is (--head DIR); for other engines train one anew: headstart train --kind block"
+HINT = "headstart runs this head (--head DIR); for other engines train a new one: headstart train --kind block"
 
 
 def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
-    """As z-lab publishes it. Raises ModelError for a DSpark head, and for what Qwen3's block cannot be."""
+    """z-lab's layout. Raises ModelError for a DSpark head, and for layers that are no Qwen3 blocks."""
     block = _block(head)
     if block.anchor_predicts or block.markov_rank or block.confidence:
         what = "DFlash has no Markov or confidence head, and its first row drafts nothing"
@@ -39,7 +39,8 @@ def as_dflash(head: HeadCheckpoint, arrays: Arrays) -> Written:
 
 
 def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
-    """As DeepSpec and SpecForge publish it. Raises ModelError as as_dflash, and for one without a Markov head."""
+    """DeepSpec's and SpecForge's layout. Raises ModelError for a head without a Markov head, and for layers that are no
+    Qwen3 blocks."""
     block = _block(head)
     if not (block.anchor_predicts and block.markov_rank):
         raise ModelError("DSpark has a Markov head, and its first row drafts too", "--to vllm-dflash")
@@ -54,7 +55,8 @@ def as_dspark(head: HeadCheckpoint, arrays: Arrays) -> Written:
 
 
 def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
-    """As vllm-project/speculators publishes it. Raises ModelError as as_dflash, and for what it has no word for."""
+    """vllm-project/speculators' layout. Raises ModelError for features that it cannot express, and for layers that are
+    no Qwen3 blocks."""
     block = _block(head)
     kind = "dspark" if block.anchor_predicts or block.markov_rank else "dflash"
     for wrong, what in (
@@ -104,7 +106,7 @@ LAYOUTS: Mapping[str, Callable[[HeadCheckpoint, Arrays], Written]] = {
 
 
 def _block(head: HeadCheckpoint) -> BlockSpec:
-    """Its spec, if its layers are Qwen3's. Raises ModelError, saying what is not."""
+    """The head's BlockSpec. Raises ModelError if the head is no block drafter, or its layers are no Qwen3 blocks."""
     block, (attention, mlp) = head.spec.block, plain_parts(head.spec.layer)
     if block is None:
         raise ModelError(f"the head is of kind {head.spec.kind}, no block drafter", "headstart train --kind block")
@@ -123,7 +125,7 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
 
 
 def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
-    """Sizes of its layers, as transformers' Qwen3 has them."""
+    """Keys of the layers' sizes, as in transformers' Qwen3 config."""
     block, layer = head.spec.block, head.spec.layer
     attention, mlp = plain_parts(layer)
     assert block and layer and attention.rope
@@ -132,7 +134,7 @@ def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
     plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(turned))]
     same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, turned, strict=True))
     if not same or attention.rope.rotary_dim != dim or attention.rope.scale != 1:
-        raise ModelError("the head's rope is scaled, or turns a part of each head: that is not written yet", HINT)
+        raise ModelError("the head's RoPE is scaled or partial, which cannot be written yet", HINT)
     windows = [block.window(i) for i in range(block.num_layers)]
     if len({*windows} - {0}) > 1:
         raise ModelError(f"the head's layers have windows of {windows}: published layouts have one for all", HINT)
@@ -149,7 +151,7 @@ def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _common(head: HeadCheckpoint) -> dict[str, Any]:
-    """What vLLM reads at the top level besides; each only where it is not what everybody assumes."""
+    """Further keys that vLLM reads at the top level; written only if they differ from the common default."""
     block = head.spec.block
     assert block
     more: dict[str, Any] = {} if not block.interleaved else {"is_neox_style": False}
@@ -173,17 +175,17 @@ def _dspark(block: BlockSpec) -> dict[str, Any]:
 
 
 def _causal(block: BlockSpec) -> dict[str, bool]:
-    """Nothing where it is what the layer types say: causal in layers with a window, both ways in others."""
+    """The key `causal`; empty for the default: causal in layers with a window, bidirectional in others."""
     told = [block.is_causal(i) for i in range(block.num_layers)]
     if told == [block.window(i) > 0 for i in range(block.num_layers)]:
         return {}
     if len({*told}) > 1:
-        raise ModelError(f"the head's layers are causal or not, {told}: published layouts have one word for all", HINT)
+        raise ModelError(f"the head's layers differ in causality ({told}): published layouts have one value", HINT)
     return {"causal": told[0]}
 
 
 def _outputs(head: HeadCheckpoint) -> list[int]:
-    """Of the layers it reads, counted by their outputs from 0; -1 is the embedding."""
+    """Ids of the layers whose outputs the head reads, from 0; -1 is the embedding."""
     return [layer - 1 for layer in tapped_layers(head.spec.tap)]
 
 
