@@ -1,7 +1,7 @@
-"""Accounts by API key: limits, budgets of requests and tokens, and their headers.
+"""Accounts by API key: rate limits of requests and tokens, and OpenAI's x-ratelimit headers.
 
-Budgets are token buckets that fill steadily. A request takes one from the buckets of requests, its prompt and output
-from those of tokens. An output is never cut for want of tokens, so the last one may overdraw. Headers are OpenAI's.
+Each limit is a token bucket that refills at a constant rate. A request takes 1 from the request buckets, and its prompt
+and output tokens from the token buckets. A running output is never cut off, so it may overdraw a token bucket.
 Keys are stored and shown as hashes only.
 """
 
@@ -25,8 +25,8 @@ from headstart.system import exclusive_lock
 
 MINUTE, DAY = 60.0, 86400.0
 NAME_DIGITS = 8  # hexadecimal digits of an account's name, from the key's hash
-MAX_SHARE = 1e6
-PLACES_PER_FREE_PLACE = 4  # places of the queue that a key may take for each place that it leaves to others
+MAX_SHARE = 1e6  # of AccountLimits.share; its reciprocal is the minimum
+PLACES_PER_FREE_PLACE = 4  # queue places that one key may hold for each place that stays free
 
 
 class AccountLimits(BaseModel):
@@ -36,9 +36,9 @@ class AccountLimits(BaseModel):
     requests_per_minute: Annotated[float, Field(ge=1)] | None = None
     tokens_per_minute: Annotated[float, Field(ge=1)] | None = None
     tokens_per_day: Annotated[float, Field(ge=1)] | None = None
-    # share of the engine, against other keys that wait
+    # weight in the scheduler, relative to other keys that have waiting requests
     share: float = Field(default=1.0, ge=1 / MAX_SHARE, le=MAX_SHARE)
-    # default priority of the key's requests, and the first that they may have (lower runs earlier)
+    # default priority of the key's requests; they cannot ask for a lower (earlier) one
     priority: int = Field(default=0, ge=-PRIORITY, le=PRIORITY)
 
 
@@ -49,17 +49,17 @@ class _KeyTable(AccountLimits):
     sha256: str | None = None  # of the key, hexadecimal
 
 
-_ENTRY = struct.Struct("<dd")  # the level and its time, by the clock that all processes of a machine share
+_ENTRY = struct.Struct("<dd")  # level, and the time.monotonic() at which it was written (one clock per machine)
 
 
 @dataclass(frozen=True)
 class SharedLevel:
-    """The level of a bucket in a file, which all replicas of a server change under a lock."""
+    """A bucket's level in a file. All replicas of a server change it, under a file lock."""
 
     path: Path
 
     def change(self, full: float, by: Callable[[float, float], float]) -> float:
-        """Set the level to by(level, seconds since); returns the new level. `full`: level of a new file."""
+        """Set the level to by(level, seconds since the last change) and return it. `full`: the level of a new file."""
         with self.path.open("a+b", buffering=0) as file, exclusive_lock(file.fileno()):
             file.seek(0)
             found, now = file.read(_ENTRY.size), time.monotonic()
@@ -71,12 +71,12 @@ class SharedLevel:
 
 
 class TokenBucket:
-    """`capacity` units, which come back over `seconds`. May be overdrawn."""
+    """A rate limit: `capacity` units, refilled over `seconds`. The level may become negative."""
 
     def __init__(self, capacity: float, seconds: float) -> None:
         self.capacity, self.seconds, self._rate = capacity, seconds, capacity / seconds
         self._level, self._then = capacity, time.monotonic()
-        self.shared: SharedLevel | None = None  # where several processes draw on the bucket
+        self.shared: SharedLevel | None = None  # set where several processes use the bucket
 
     @property
     def level(self) -> float:
@@ -95,7 +95,7 @@ class TokenBucket:
         return min(self.capacity, level + passed * self._rate)
 
     def wait_s(self, count: float) -> float:
-        """Seconds until so many units are there."""
+        """Seconds until the bucket has `count` units."""
         return max(0.0, (count - self.level) / self._rate)
 
 
@@ -110,7 +110,7 @@ class Account:
     refused: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    held: int = 0  # places in the queue
+    held: int = 0  # choices that are being prepared, wait or run
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -121,12 +121,13 @@ class Account:
             self.buckets[unit] += [TokenBucket(count, seconds) for count, seconds in capacities if count]
 
     def check(self) -> None:
-        """Raise LimitError if no other request is allowed now."""
+        """Raise LimitError if the key has no request or no token left now."""
         self._check("requests", 1)
         self._check("tokens", 1)
 
     def begin(self, prompt_tokens: int) -> None:
-        """Charge a request. Raises LimitError, or CapacityError for a prompt that is larger than the budget."""
+        """Charge a request and its prompt. Raises CapacityError if the prompt exceeds a token bucket's capacity, and
+        LimitError if a bucket has too little left."""
         for bucket in self.buckets["tokens"]:
             if prompt_tokens > bucket.capacity:
                 what = f"the prompt has {prompt_tokens} tokens, but this API key has {bucket.capacity:g} at most"
@@ -139,7 +140,7 @@ class Account:
         self._take("tokens", prompt_tokens)
 
     def wrote(self, tokens: int) -> None:
-        """Charge the output of a request that has ended."""
+        """Charge the output tokens of a request that has ended."""
         self.generated_tokens += tokens
         self._take("tokens", tokens)
 
@@ -155,7 +156,7 @@ class Account:
             raise LimitError(what, "try again then", seconds, self.headers())
 
     def headers(self) -> dict[str, str]:
-        """x-ratelimit headers for each limited unit, by the bucket with the least left."""
+        """x-ratelimit headers of requests and tokens, each from its bucket with the lowest level."""
         headers: dict[str, str] = {}
         for unit, buckets in self.buckets.items():
             if buckets:
@@ -168,13 +169,14 @@ class Account:
         return headers
 
     def priority(self, wanted: int | None) -> int:
-        """The priority of a request that asks for `wanted`. Without keys any priority is allowed."""
+        """The priority of a request that asks for `wanted` (None: the account's default). A key's requests get no
+        lower number than the account's; without keys any number is allowed."""
         own = self.limits.priority
         return own if wanted is None else wanted if not self.name else max(wanted, own)
 
 
 def duration(seconds: float) -> str:
-    """In the form of OpenAI's API: 6m0s, 1s, 20ms."""
+    """Seconds as OpenAI's headers write them: 6m0s, 1s, 20ms."""
     if seconds < 1:
         return f"{math.ceil(1000 * seconds)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)
@@ -192,7 +194,7 @@ class Accounts:
 
     @classmethod
     def of(cls, keys: Seq[str], file: Path | None) -> "Accounts":
-        """Accounts of keys without limits, and of a file's keys. Raises UsageError."""
+        """Accounts of `keys`, without limits, and of the keys in `file`. Raises UsageError for duplicate keys."""
         found = [_account(hashlib.sha256(key.encode()).digest(), AccountLimits()) for key in keys]
         found += read_file(file) if file is not None else []
         if len({account.name for account in found}) < len(found):
@@ -200,13 +202,13 @@ class Accounts:
         return cls(found)
 
     def share(self, folder: Path) -> None:
-        """Share the budgets with other processes of the same keys, in files of a folder."""
+        """Share the bucket levels with other processes that have the same keys, in files of `folder`."""
         for account in self._keyed:
             for unit, bucket in [(unit, bucket) for unit, each in account.buckets.items() for bucket in each]:
                 bucket.shared = SharedLevel(folder / f"budget-{account.name}-{unit}-{bucket.seconds:.0f}")
 
     def __bool__(self) -> bool:
-        """Is a key needed?"""
+        """Whether requests need an API key."""
         return bool(self._keyed)
 
     def __iter__(self) -> Iterator[Account]:
@@ -219,15 +221,15 @@ class Accounts:
         return self._keyed[matches.index(True)] if any(matches) else None
 
     def named(self, name: str) -> Account:
-        """The account of that name; for other names the account of callers without a key."""
+        """The account of that name; for unknown names the account of callers without a key."""
         return self._by_name.get(name, self._open)
 
     def check_room(self, account: Account, count: int, free: int, seconds: float) -> None:
-        """Raise LimitError if an account may not take `count` of the `free` places: with several keys, some places are
-        left to the others. `seconds`: until the client should try again."""
+        """Raise LimitError if the account may not take `count` of the `free` queue places. With several keys, one key
+        leaves some places to the others. `seconds`: time after which the client should try again."""
         if len(self._keyed) > 1 and account.held and account.held + count > PLACES_PER_FREE_PLACE * (free - count):
             account.refused += 1
-            what = f"this API key has {account.held} texts that run or wait, and places are left to other keys"
+            what = f"this API key has {account.held} texts that run or wait; the free places are kept for other keys"
             raise LimitError(what, "try again when some have ended", seconds)
 
 
@@ -236,8 +238,8 @@ def _account(digest: bytes, limits: AccountLimits) -> Account:
 
 
 def read_file(path: Path) -> list[Account]:
-    """A TOML file with a table for each key: `key` or `sha256` (hexadecimal, of the key), and members of
-    AccountLimits. Raises UsageError, which names the wrong table."""
+    """The accounts of a TOML file with one table for each key. A table has `key` or `sha256` (of the key, hexadecimal),
+    and fields of AccountLimits. Raises UsageError, which names the wrong table."""
     try:
         tables = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:

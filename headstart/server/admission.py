@@ -1,4 +1,4 @@
-"""Admission of requests to one model: places in its queue, budgets of API keys, and the end of the server."""
+"""Admission of requests to one model: queue places, rate limits of API keys, and refusal during shutdown."""
 
 import time
 from collections import deque
@@ -10,7 +10,7 @@ from headstart.engine.async_engine import RequestStream
 from headstart.errors import BusyError, CapacityError
 from headstart.server.accounts import Accounts
 
-NUM_RECENT_ENDS = 32  # ends of choices from which the rate is estimated at which places become free
+NUM_RECENT_ENDS = 32  # latest finished choices; their rate estimates when a place becomes free
 MAX_RETRY_S = 60.0  # maximum of the header Retry-After
 
 
@@ -19,15 +19,16 @@ class Admission:
 
     def __init__(self, accounts: Accounts, max_choices: int) -> None:
         self.accounts, self.max_choices = accounts, max_choices
-        self.draining = False  # nothing new is admitted
-        self.num_shed = 0  # requests refused for want of places
+        self.draining = False  # True: the server shuts down, every new request is refused
+        self.num_shed = 0  # requests refused because the queue was full
         self.num_preparing, self.num_in_flight = 0, 0  # choices
-        self._num_holders = 0
-        self._ends: deque[float] = deque(maxlen=NUM_RECENT_ENDS)  # times of the latest ends
+        self._num_holders = 0  # callers inside `hold`
+        self._ends: deque[float] = deque(maxlen=NUM_RECENT_ENDS)  # time.perf_counter() of finished choices
 
     @contextmanager
     def reserve(self, count: int, owner: str = "") -> Iterator[None]:
-        """Places for choices while their request is prepared. Raises LimitError, and what `begin` raises."""
+        """Reserve places for `count` choices of the account `owner` while their request is prepared. Raises BusyError,
+        CapacityError and LimitError as `begin` does."""
         taken, account = self.num_in_flight + self.num_preparing, self.accounts.named(owner)
         self._check_free(count, taken)
         account.check()
@@ -41,8 +42,9 @@ class Admission:
             account.held -= count
 
     def begin(self, requests: Seq[Request], *, is_resumed: bool = False) -> None:
-        """The requests go to the engine. Raises BusyError when too much waits, LimitError, and CapacityError for more
-        than there is ever room for. Those that another engine had admitted are neither refused nor charged again."""
+        """Count and charge requests that go to the engine. Raises BusyError if the queue is full, CapacityError if the
+        request can never fit, and LimitError from the API key's limits. Resumed requests were admitted by another
+        engine: they are neither refused nor charged again."""
         count, account = sum(request.params.n for request in requests), self.accounts.named(requests[0].owner)
         if not is_resumed:
             self._check_free(count, self.num_in_flight)
@@ -51,7 +53,7 @@ class Admission:
         account.held += count
 
     def end(self, requests: Seq[Request], stream: RequestStream | None) -> None:
-        """The requests have left the engine, or were never opened (None)."""
+        """Free the places of requests and charge their outputs. `stream` is None if the engine never got them."""
         for request in requests:
             self.num_in_flight -= request.params.n
             self._ends.extend([time.perf_counter()] * request.params.n)
@@ -61,7 +63,7 @@ class Admission:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps the model in memory for work that is not always in the engine."""
+        """Keep the model in memory during work that has no request in the engine all the time."""
         self._num_holders += 1
         try:
             yield
@@ -70,12 +72,12 @@ class Admission:
 
     @property
     def is_idle(self) -> bool:
-        """May the model leave the memory?"""
+        """Whether the model may be unloaded."""
         return not (self.num_in_flight or self.num_preparing or self._num_holders)
 
     @property
     def is_full(self) -> bool:
-        """Would the next request be refused?"""
+        """Whether the next request would be refused."""
         return self.num_in_flight + self.num_preparing >= self.max_choices
 
     def _check_free(self, count: int, taken: int) -> None:
@@ -90,7 +92,7 @@ class Admission:
             raise BusyError(what, "try again later", self._seconds_until_free(excess))
 
     def _seconds_until_free(self, count: int) -> float:
-        """Time in which so many choices end, at the rate of the latest ends."""
+        """Seconds until `count` more choices end, at the rate of the latest ones; at most MAX_RETRY_S."""
         if len(self._ends) < 2:
             return 1.0
         seconds_per_end = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

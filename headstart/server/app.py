@@ -37,16 +37,16 @@ from headstart.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ServerOptions):
-    """How and where models are served: the options, and what the command adds to them."""
+    """Options of a server: ServerOptions, and the fields that only the command `serve` sets."""
 
-    keep_alive: KeepAlive | None = None  # of several models: time in memory without requests
-    memory: int | None = None  # of several models: bytes that all may take
-    join: str | None = None  # URL of a router elsewhere
-    replica: ReplicaId | None = None  # which of several replicas behind one router this server is
+    keep_alive: KeepAlive | None = None  # with several models: time in memory without requests
+    memory: int | None = None  # with several models: maximum bytes of all together
+    join: str | None = None  # URL of the router that this server registers at
+    replica: ReplicaId | None = None  # this server's identity among the replicas behind one router
 
 
 def single_model_manager(llm: LLM, config: ServerConfig) -> ModelManager:
-    """A manager of one loaded model, which stays."""
+    """A manager of one loaded model, which is never unloaded."""
     names = tuple(config.served_model_name or default_names(llm.model.name))
     accounts = Accounts.of(config.api_key or (), config.api_key_file)
     if config.replica is not None:
@@ -71,8 +71,8 @@ def multi_model_manager(specs: Seq[ModelSpec], config: ServerConfig) -> ModelMan
 def _make_served(
     config: ServerConfig, accounts: Accounts, llm: LLM, names: tuple[str, ...], log_prefix: str = ""
 ) -> ServedModel:
-    """The model behind its engine thread, which does not run yet. Raises UsageError for an unknown format, for a record
-    folder of another model, and where texts that are not the model's would be recorded."""
+    """A served model whose engine thread is not started. Raises UsageError for an unknown output format, for a record
+    folder of another model, and for --record with --synthetic-acceptance."""
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = OutputFormats(
         config.tool_call_parser or format_in(template, "tool_formats"),
@@ -86,7 +86,7 @@ def _make_served(
     recorder = None
     if config.record is not None:
         if llm.engine.synthetic is not None:
-            raise UsageError("--synthetic-acceptance makes texts that --record must not keep", "leave out one of them")
+            raise UsageError("--record cannot keep the texts of --synthetic-acceptance", "leave out one of them")
         claim_folder(config.record, RecordedModel.of(llm.model))
         recorder = TextRecorder(RecordFiles(config.record, config.record_limit * 2**20))
     admission = Admission(accounts, llm.config.max_num_seqs + config.max_queue)
@@ -97,7 +97,7 @@ def _make_served(
 
 
 def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
-    """The application over models; engine threads run while it does."""
+    """The ASGI application with all middleware. Its lifespan starts and stops the engine threads."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -131,7 +131,7 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
 
 
 class _App(FastAPI):
-    """FastAPI without status 422 in OpenAPI, which is 400 here. Built at the first request of the document."""
+    """FastAPI whose OpenAPI document omits status 422: this server answers 400 instead."""
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

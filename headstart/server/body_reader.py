@@ -33,16 +33,16 @@ Model = TypeVar("Model", bound=BaseModel)
 CLOSE = {"Connection": "close"}
 BROWSER_HEADERS = ("origin", "sec-fetch-site", "referer")
 """A cross-origin request of a web page has at least one of these headers."""
-_MARK = re.compile(rb'[",:\[{]')
+_MARK = re.compile(rb'[",:\[{]')  # JSON punctuation that _check_size counts, and the quote that begins a string
 _OBJECT_ERRORS = ("model_type", "model_attributes_type", "dict_type")
-"""Pydantic's errors whose messages name dictionaries or our classes."""
+"""Pydantic's error types whose messages name Python types; clients get "Input should be an object" instead."""
 _STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
-"""A part of a string; other threads run between two parts."""
+"""Up to 2048 characters of a string. Matching in parts lets other threads run in between."""
 _COUNTED = (
     ((b",",), limits.VALUES, "values"),
     ((b":",), limits.MEMBERS, "members of objects"),
     ((b"[", b"{"), limits.CONTAINERS, "lists and objects"),
-)
+)  # marks, maximum number of them, and the words for the error
 
 
 class ClientGone(Exception):
@@ -59,24 +59,24 @@ class ByteBudget:
 
 @dataclass
 class IncomingBody:
-    """A body while it is received and prepared."""
+    """A request body's arrival time and its charge to the byte budgets, while it is received and prepared."""
 
     reader: "BodyReader"
     arrived: float  # by the event loop's clock
     size: int = 0  # bytes that count against the budgets
 
     def hold(self, count: int) -> None:
-        """Count more bytes. Raises BusyError where a budget is exceeded."""
+        """Charge `count` more bytes to the budgets. Raises BusyError if a budget is exceeded."""
         self._charge(self.size + count)
         if any(budget.used > budget.limit for budget in self.reader.budgets):
             raise BusyError("too many bytes of other requests are being read", "try again later")
 
     def release(self) -> None:
-        """Give the bytes back: the request is prepared, or has failed. May be called again."""
+        """Return all bytes to the budgets, once the request is prepared or has failed. May be called again."""
         self._charge(0)
 
     def _charge(self, size: int) -> None:
-        """The first bytes count against the budget of small bodies, the rest against that of large ones."""
+        """Bytes up to LARGE_BODY count against the small budget, the rest against the large budget."""
         small, large = self.reader.budgets
         small.used += min(size, limits.LARGE_BODY) - min(self.size, limits.LARGE_BODY)
         large.used += max(size - limits.LARGE_BODY, 0) - max(self.size - limits.LARGE_BODY, 0)
@@ -84,12 +84,12 @@ class IncomingBody:
 
 
 def trim_function() -> Callable[[int], int] | None:
-    """glibc's function that returns memory which threads have freed to the system."""
+    """glibc's malloc_trim, which returns freed memory to the system; None elsewhere."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 class WorkerPools:
-    """Pools of worker threads by size of work, so that large requests wait for large requests only."""
+    """Limits of worker threads by kind of work, so that large requests delay only large requests."""
 
     def __init__(self) -> None:
         self._limiters = {
@@ -101,7 +101,7 @@ class WorkerPools:
         self._trim, self._trimmed = trim_function(), 0.0
 
     def trim(self) -> None:
-        """Return freed memory after a large request, at most every TRIM_SECONDS."""
+        """Return freed memory to the system one second from now, at most every TRIM_SECONDS."""
         loop = asyncio.get_running_loop()
         if self._trim is not None and loop.time() - self._trimmed > limits.TRIM_SECONDS:
             self._trimmed = loop.time() + 1
@@ -123,7 +123,7 @@ class BodyReader:
 
     @contextmanager
     def incoming(self) -> Iterator[IncomingBody]:
-        """One body; its bytes are given back at the end at the latest."""
+        """A context for one body; on exit its bytes return to the budgets."""
         found = IncomingBody(self, asyncio.get_running_loop().time())
         try:
             yield found
@@ -131,7 +131,7 @@ class BodyReader:
             found.release()
 
     async def body(self, request: Request, incoming: IncomingBody) -> bytes:
-        """The whole body. Raises HTTPException (413, 408), BusyError, ClientGone."""
+        """Receive the whole body. Raises HTTPException (413 too large, 408 too slow), BusyError and ClientGone."""
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and len(declared) < 20 and int(declared) > limits.BODY_BYTES:
             raise _too_large()
@@ -160,10 +160,10 @@ def _too_large() -> HTTPException:
 
 
 class CheckedRoute(APIRoute):
-    """Reads bodies with BodyReader and calls the endpoint. FastAPI describes the endpoint in OpenAPI."""
+    """A route that reads and validates its body with BodyReader instead of FastAPI's own parsing."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler that reads and validates a body before it calls the endpoint."""
+        """The handler of this route; FastAPI's own for endpoints without a body."""
         if not self.dependant.body_params:
             return super().get_route_handler()
         model: type[BaseModel] = self.dependant.body_params[0].field_info.annotation  # type: ignore[assignment]
@@ -196,10 +196,11 @@ def pool_of(incoming: IncomingBody) -> str:
 
 
 def _check_type(request: Request) -> None:
-    """A web page may send any other type than JSON to any server without a preflight. Ollama's clients often send none,
-    or curl's: there it is enough that no browser sends the request."""
+    """Raise HTTPException 415 for a compressed body or one that is not declared as JSON. Browsers send other types to
+    any server without a CORS preflight. Ollama's clients often declare no type or curl's default, so its paths accept
+    any type if the request has no browser header."""
     if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        what = f"the body is {limits.shortened(packed)}, which is not read here: send it plain"
+        what = f"Content-Encoding {limits.shortened(packed)} is not supported: send the body uncompressed"
         raise HTTPException(415, what, CLOSE)
     if request.url.path.startswith("/api/") and not any(name in request.headers for name in BROWSER_HEADERS):
         return
@@ -209,16 +210,16 @@ def _check_type(request: Request) -> None:
 
 
 def parse_body(data: bytes, model: type[Model]) -> Model:
-    """The body as its model. Raises BodyError with the first fault."""
+    """Parse JSON bytes and validate them. Raises BodyError, which names the most specific fault."""
     return validate(read_json(data), model)
 
 
 def validate(document: Any, model: type[Model]) -> Model:
-    """The JSON document as a model. Raises BodyError with the first fault."""
+    """The JSON document as a model. Raises BodyError, which names the most specific fault."""
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        # unions have an error for every member: the deepest is the most specific, and one that is not about the type
+        # unions have an error for every member: prefer the deepest, and among those one that is not about the type
         found = [(_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
         deepest, worst = max(found, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type")))
         place = limits.shortened(".".join(deepest), 200)
@@ -228,7 +229,7 @@ def validate(document: Any, model: type[Model]) -> Model:
 
 
 def _place(error: ErrorDetails, document: Any) -> list[str]:
-    """The path in the document. Pydantic's path also names members of unions."""
+    """The path of an error in the document, without the union members that Pydantic's own path contains."""
     place, location = [], error["loc"]
     for number, part in enumerate(location, 1):
         inside = isinstance(document, dict) and part in document
@@ -255,11 +256,12 @@ def read_json(data: bytes) -> Any:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_size(data: bytes) -> None:
-    """Counts values and containers without parsing. Strings are skipped only where there are many marks."""
+    """Raise BodyError for too many values or containers, without parsing. A first count includes marks inside strings;
+    only bodies that exceed a limit by it are scanned again with strings skipped."""
     if all(sum(map(data.count, marks)) <= most for marks, most, _ in _COUNTED):
         return
     counts, place, num_found = Counter[bytes](), 0, 0
@@ -298,7 +300,7 @@ def check_values(document: Any, what: str = "the body") -> None:
             elif kind is str and not value.isascii():
                 _check_text(value, what)
             elif kind is float and not math.isfinite(value):
-                raise BodyError(f"{what} holds a number that is too large")
+                raise BodyError(f"{what} holds a number that is too large for a 64-bit float")
         level, depth = below, depth + 1
 
 
@@ -306,11 +308,12 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BodyError(f"{what} holds half of a surrogate pair, which is no text") from None
+        raise BodyError(f"{what} holds half of a surrogate pair, which is not valid Unicode text") from None
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call; a text that is no JSON object, as if it broke off, stands under `INVALID_JSON`."""
+    """The arguments of a tool call. Text that is not a JSON object (for example cut off) is returned under the key
+    `INVALID_JSON`."""
     try:
         document = json.loads(text.strip() or "{}")
         check_values(document)

@@ -22,11 +22,11 @@ ERROR_TYPES = {
 
 
 class BodyError(UsageError):
-    """A member of a body is wrong, or the body itself."""
+    """A field of a request body is wrong, or the whole body is."""
 
     def __init__(self, message: str, param: str | None = None, hint: str = "") -> None:
         super().__init__(message, hint)
-        self.param = param  # path of the member
+        self.param = param  # path of the field, such as messages.0.role; None: the whole body
 
 
 def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
@@ -56,13 +56,13 @@ _SHAPES: tuple[tuple[str, Shape], ...] = (("/v1/messages", _anthropic), ("/api/"
 
 
 def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
-    """HTTP status and JSON."""
+    """HTTP status and JSON body of an error, in the shape of the API at `path`."""
     status = status_of(error).http
     return status, error_body(str(error), status, error.param if isinstance(error, BodyError) else None, path)
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Handle every exception of an endpoint."""
+    """Turn every exception of an endpoint into an error response."""
     app.add_exception_handler(HeadstartError, _handle_user_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _handle_http_error)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, _handle_bug)
@@ -75,7 +75,7 @@ async def _handle_user_error(request: Request, error: HeadstartError) -> JSONRes
 
 
 def retry_headers(error: BusyError | LimitError) -> dict[str, str]:
-    """The time after which to try again, in whole seconds, and the limits of the API key."""
+    """Retry-After in whole seconds, and the x-ratelimit headers of a LimitError."""
     more = error.headers if isinstance(error, LimitError) else {}
     return {"Retry-After": str(max(1, math.ceil(error.seconds))), **more}
 
@@ -86,7 +86,7 @@ async def _handle_http_error(request: Request, error: HTTPException) -> JSONResp
 
 
 def _http_message(request: Request, error: HTTPException) -> str:
-    """The framework's own message is only the name of the status."""
+    """The message of a framework error. For 404 and 405 the framework only gives the status name: name the path."""
     path = limits.shortened(request.url.path)
     if error.detail == HTTPStatus.NOT_FOUND.phrase:
         return f"there is nothing at {path} (hint: /docs lists what there is)"

@@ -1,4 +1,4 @@
-"""`Generation`: the choices of one HTTP request of any API, while the engine writes them."""
+"""`Generation`: the choices of one HTTP request of any API, while the engine generates them."""
 
 import time
 from collections.abc import AsyncIterator, Sequence as Seq
@@ -19,12 +19,12 @@ from headstart.text.parsers import Event, Parser, ToolCall, merge_events
 from headstart.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-SCORE_DIGITS = 4
+SCORE_DIGITS = 4  # decimals of a drafter's scores in reported passes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseOptions:
-    """What a request wants in its response. The rest of the body can be freed once the request is prepared."""
+    """The fields that a request asks for in its response. Rendering needs nothing else of the body."""
 
     echo: bool = False  # the prompt before the text
     logprobs: bool = False  # of generated tokens
@@ -61,14 +61,16 @@ class ResponseOptions:
 
 
 class PassReporter:
-    """Reports the passes of one choice. The joined texts of the tokens are the text before stop strings and parsers."""
+    """Reports each model pass of one choice: drafted, accepted and rejected tokens (`speculation.events`).
+
+    The joined token texts are the output before stop strings and parsers are applied."""
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int], continues: bool) -> None:
         self._tokenizer, self._stop_ids = tokenizer, stop_ids
         self._detokenizer = Detokenizer(tokenizer, skip_special=False, continues=continues)
 
     def report(self, delta: Delta, token_ids: Seq[int]) -> list[Json]:
-        """The pass that gave these tokens, which may be fewer than the delta has; empty without tokens."""
+        """A list with the JSON of one pass; empty without tokens. `token_ids`: the delta's tokens that were kept."""
         if not token_ids:
             return []
         draft, num_accepted = delta.draft or Draft(), delta.num_accepted
@@ -93,7 +95,7 @@ class GeneratedChoice:
     prompt: str  # text to echo
     choice: Choice
     parser: Parser | None
-    first: "GeneratedChoice | None" = None  # of the same prompt: it has the prompt's logprobs; None: this one
+    first: "GeneratedChoice | None" = None  # first choice of the prompt, which has its logprobs; None: this one
     passes: PassReporter | None = None
     events: list[Event] = field(default_factory=list)  # of the parser
     completion: Completion | None = None  # once the text has ended
@@ -101,7 +103,7 @@ class GeneratedChoice:
     has_begun: bool = False
     num_logprobs: int = 0  # already sent
     text_offset: int = 0  # characters of the tokens whose logprobs were sent
-    call_ids: list[str] = field(default_factory=list)  # of tool calls
+    call_ids: list[str] = field(default_factory=list)  # ids of the tool calls sent
 
     @property
     def finish_reason(self) -> str | None:
@@ -113,11 +115,11 @@ class GeneratedChoice:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Logprobs of the prompt so far; its first choice has them."""
+        """Logprobs of the prompt's tokens so far. Only the prompt's first choice stores them."""
         return (self.first or self).choice.prompt_logprobs
 
     def take_logprobs(self) -> list[TokenLogprob]:
-        """Logprobs since the last call."""
+        """Logprobs of the tokens since the last call."""
         new = self.choice.logprobs[self.num_logprobs :]
         self.num_logprobs = len(self.choice.logprobs)
         return new
@@ -125,13 +127,13 @@ class GeneratedChoice:
 
 @dataclass
 class ChoiceStep:
-    """What one delta, or several, add to a choice."""
+    """The text, events and tokens that one or several deltas add to a choice."""
 
     choice: GeneratedChoice
     text: str
     events: list[Event]
     token_ids: list[int]
-    finish_reason: str | None  # with the last step
+    finish_reason: str | None  # only in the last step
     passes: list[Json] = field(default_factory=list)
 
     def extend(self, later: "ChoiceStep") -> None:
@@ -196,7 +198,7 @@ class Generation:
                 each.choice.sequence = self._stream.sequence(index, number)
 
     async def steps(self) -> AsyncIterator[ChoiceStep]:
-        """Steps as the engine makes them. Raises HeadstartError. At the end nothing is left in the engine."""
+        """Yield steps as the engine generates them, and close the generation at the end. Raises HeadstartError."""
         stream, metrics, journal, num_known = self._stream, self._served.metrics, self._journal, 0
         assert stream is not None, "begin() comes first"
         try:
@@ -226,7 +228,7 @@ class Generation:
             self.close()
 
     def close(self) -> None:
-        """Leave nothing in the engine; choices that have not ended are counted as aborted."""
+        """Remove the requests from the engine. Choices that have not ended are counted as aborted."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -236,7 +238,7 @@ class Generation:
                 self._served.metrics.finished("abort", time.perf_counter() - self._begun)
 
     def _record(self) -> None:
-        """Keep the texts, all of which have ended well, where the server records."""
+        """Offer the finished texts to the recorder, if the server has one and the request allows it."""
         if (recorder := self._served.metrics.recorder) and self.options.is_recordable:
             for each in self.choices:
                 recorder.offer(each.choice.request, each.choice.tokens)
@@ -253,12 +255,12 @@ class Generation:
             metrics.first_token.observe(arrivals[-1] - self._begun)
 
     def token_counts(self) -> Json:
-        """OpenAI's counts so far."""
+        """OpenAI's token counts so far, of all choices together."""
         num_prompt, num_output = self.num_prompt, sum(len(each.choice.tokens) for each in self.choices)
         return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
     def usage(self) -> Json:
-        """OpenAI's usage of all choices once they have ended, with the seed and the statistics of drafting."""
+        """OpenAI's `usage` of all finished choices, plus the seed and the drafting statistics."""
         firsts = [group[0].completion for group in self._groups if group[0].completion]
         stats = DraftStats()
         for each in self.choices:

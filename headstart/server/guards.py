@@ -19,15 +19,15 @@ from headstart.server.replicas.metrics import OWN_HEADER
 
 log = logging.getLogger("headstart.access")
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
-"""Paths that need no API key: health checks have none, and a router passes none on."""
+"""Paths that need no API key: health checks send none, and the router forwards none."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"  # key in an ASGI scope: name of the account of the request's API key
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestLog:
-    """Sets the request id (the client's, or a new one), writes the access log, and answers requests that the end of the
-    server cancels. HEAD is answered as GET; the HTTP layer leaves out the body."""
+    """Sets the request id (the client's or a new one) and writes the access log. Requests that the server's shutdown
+    cancels get status 503. HEAD runs as GET; the HTTP layer leaves out the body."""
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:
         self.app, self.access_log = app, access_log
@@ -56,7 +56,7 @@ class RequestLog:
             body = errors.error_body("the server has shut down", 503, path=scope["path"])
             await JSONResponse(body, 503)(scope, receive, send_with_id)
         finally:
-            if self.access_log:  # without queries, addresses and prompts
+            if self.access_log:  # private data is not logged: query strings, addresses, prompts
                 seconds = time.perf_counter() - begun
                 log.info("%s %s %s %d %.3f s", name, method, _printable(scope["path"]), status, seconds)
 
@@ -66,7 +66,7 @@ def _printable(path: str) -> str:
 
 
 class NormalizedPaths:
-    """//v1/models/ is /v1/models, since base URLs end with a slash or not."""
+    """Removes empty path parts (//v1/models/ becomes /v1/models), since clients' base URLs may end with a slash."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -78,8 +78,8 @@ class NormalizedPaths:
 
 
 class ApiKeyGuard:
-    """401 without an API key, as a bearer token or, as Anthropic's clients send it, in `x-api-key`. Other replicas of
-    `replica`'s group read /metrics with the group's token."""
+    """Answers 401 to requests without a valid API key. The key is a bearer token, or in `x-api-key` as Anthropic's
+    clients send it. Other replicas of the group may read /metrics with the group's token."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts, replica: ReplicaId | None = None) -> None:
         self.app, self.accounts = app, accounts

@@ -1,8 +1,8 @@
-"""`Journal`: what another engine needs in order to go on with a response to the byte.
+"""`Journal`: the record from which another engine continues a response, byte for byte.
 
-A response is a function of its body, of the deltas of its texts in order, and of its origin: a random number that ids
-and an unset seed are drawn from, and a time. The record holds the deltas, a JSON line each. An engine that gets it
-renders them again, and goes on.
+A response depends only on the request body, the ordered deltas of its texts, and its origin. The origin is a random
+number (ids and an unset seed are drawn from it) and the creation time. The record holds one JSON line for each delta.
+An engine that receives the record renders these deltas again and then continues.
 """
 
 import json
@@ -17,37 +17,38 @@ from starlette.types import Scope
 
 from headstart.core import Delta, Draft, TokenLogprob
 
-JOURNAL = "headstart.journal"  # key in an ASGI scope
-SEED_BITS = 53  # as of seeds that `LLM` draws
-MAX_UNWRITTEN = 4  # deltas that are written with the next piece of the response at the latest
+JOURNAL = "headstart.journal"  # key of the Journal in an ASGI scope
+SEED_BITS = 53  # size of a drawn seed, the same as in `LLM`
+MAX_UNWRITTEN = 4  # deltas that may wait for the next piece of the response; more are written at once
 
 
 def new_origin() -> str:
-    """The origin of a new response."""
+    """The origin of a new response: 32 random hexadecimal digits, a dash, and the Unix time."""
     return f"{secrets.token_hex(16)}-{int(time.time())}"
 
 
 class Journal:
-    """The record of one HTTP request. Without `write` nothing is kept."""
+    """The record of one HTTP request. Without `write` no deltas are recorded."""
 
     def __init__(
         self, origin: str, record: bytes = b"", write: Callable[[], Awaitable[None]] | None = None,
         *, is_resumed: bool = False,
     ) -> None:  # fmt: skip
-        """record: of the engines before; is_resumed: there were some. write: sends what `take` returns."""
+        """record: lines that earlier engines wrote; is_resumed: an earlier engine began this response.
+        write: sends the lines that `take` returns."""
         self._random, self.created = random.Random(origin), int(origin.rpartition("-")[2])
-        self.seed = self._random.getrandbits(SEED_BITS)  # where the request has none
+        self.seed = self._random.getrandbits(SEED_BITS)  # for requests without a seed
         self.history, self.is_resumed = [_read(line) for line in record.splitlines()], is_resumed
         self._write, self._unwritten = write, list[bytes]()
 
     @classmethod
     def of(cls, scope: Scope) -> "Journal":
-        """The journal of an HTTP request; a new one for requests that no relay has sent."""
+        """The journal in an HTTP request's scope; a new one if no relay put one there."""
         found: Journal | None = scope.get(JOURNAL)
         return found or cls(new_origin())
 
     def new_id(self) -> str:
-        """32 hexadecimal digits."""
+        """A new id for a response or a part of it: 32 hexadecimal digits."""
         return f"{self._random.getrandbits(128):032x}"
 
     async def note(self, index: int, delta: Delta, *, with_scores: bool) -> None:
@@ -58,7 +59,7 @@ class Journal:
                 await self._write()
 
     def take(self) -> bytes:
-        """The lines since the last call."""
+        """The recorded lines since the last call."""
         lines, self._unwritten = b"".join(self._unwritten), []
         return lines
 

@@ -1,4 +1,4 @@
-"""The server's metrics: Prometheus counters under vLLM's names, and a log line every ten seconds."""
+"""The server's metrics: Prometheus metrics under vLLM's names, and a log line of the load every ten seconds."""
 
 import logging
 import time
@@ -21,8 +21,8 @@ from headstart.server.records import TextRecorder
 log = logging.getLogger("headstart.server")
 
 PREFILL_HELP = {
-    "prompts": "Prompts that the prefill server computed.", "tokens": "Their tokens that were not known here.",
-    "fetched": "Blocks that came over HTTP.", "failed": "Prompts that it did not compute.",
+    "prompts": "Prompts that the prefill server computed.", "tokens": "Tokens of these prompts not in the local cache.",
+    "fetched": "KV blocks fetched over HTTP.", "failed": "Prompts that the prefill server failed to compute.",
 }  # fmt: skip
 LOG_EVERY_S = 10.0  # time between log lines while there is work
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -41,7 +41,7 @@ class ServerMetrics(Collector):
     recorder: TextRecorder | None = None
     log_prefix: str = ""  # of log lines, where several models run
     prefill: PrefillCounts | None = None  # prompts that another server computed
-    requests: dict[str, int] = field(default_factory=dict)  # finish reason -> choices
+    requests: dict[str, int] = field(default_factory=dict)  # finish reason -> number of choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -60,7 +60,7 @@ class ServerMetrics(Collector):
         return made.labels(self.model)
 
     def finished(self, reason: str, seconds: float) -> None:
-        """One choice has ended, or was aborted."""
+        """Count a choice that has ended or was aborted, `seconds` after its request began."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
         self.whole.observe(seconds)
 
@@ -80,7 +80,7 @@ class ServerMetrics(Collector):
         )  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:
-        """Totals that the engine counts anyway, read at each request of /metrics."""
+        """Prometheus calls this at each request of /metrics; the values are the engine's own counters."""
         counter = partial(_family, CounterMetricFamily, self.model)
         gauge = partial(_family, GaugeMetricFamily, self.model)
         engine, stats, scheduler = self.engine, self.engine.stats, self.engine.scheduler
@@ -89,7 +89,7 @@ class ServerMetrics(Collector):
         yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted tokens.", stats.accepted)
         name, accepted = "vllm:spec_decode_num_accepted_tokens_per_pos", dict(enumerate(list(stats.per_position)))
         yield counter(name, "Accepted tokens by position in the draft.", accepted, "position")
-        text = "Accepted tokens by drafter: a head, the text itself (ngram), other outputs (shared)."
+        text = "Accepted tokens by drafter: a head's method, ngram (from the text itself), shared (from other outputs)."
         yield counter("headstart:accepted_tokens", text, dict(stats.sources), "source")
         yield gauge("vllm:spec_decode_draft_acceptance_rate", "Accepted / drafted.", stats.acceptance_rate)
         yield gauge("vllm:num_requests_running", "Sequences in the batch.", len(scheduler.running))
@@ -111,21 +111,21 @@ class ServerMetrics(Collector):
             yield gauge("headstart:synthetic_acceptance", text, rates, "position")
         for name, seconds in engine.seconds.items():
             yield counter(f"headstart:{name}_seconds", f"Time in {name}.", seconds)
-        yield counter("headstart:passes_saved", "Tokens that no pass was spent on.", stats.emitted - stats.passes)
-        if self.price_per_hour is not None:  # idle time costs, too
+        yield counter("headstart:passes_saved", "Output tokens minus model passes.", stats.emitted - stats.passes)
+        if self.price_per_hour is not None:  # counts idle time too
             dollars = (time.monotonic() - self.started) / 3600 * self.price_per_hour
             yield counter("headstart:cost_dollars", "Price of the machine since the start.", dollars)
         if self.recorder is not None:
             yield counter("headstart:records_kept", "Texts recorded.", self.recorder.kept)
             yield counter("headstart:records_lost", "Texts not recorded.", self.recorder.lost, "reason")
-        yield counter("headstart:requests_shed", "Requests refused since too much waits.", self.admission.num_shed)
+        yield counter("headstart:requests_shed", "Requests refused at a full queue.", self.admission.num_shed)
         if not self.log_prefix:
             yield from account_metrics(self.admission.accounts, self.model)
         yield gauge("headstart:depth", "Tokens drafted per sequence, lately.", engine.drafting.mean_depth)
         if engine.drafting.num_vocab is not None:
             text = "Tokens whose logits the head computes in full for each draft."
             yield gauge("headstart:draft_vocab", text, engine.drafting.num_vocab)
-        text = "1: drafting is paused, since the head's drafts are not accepted."
+        text = "1: drafting is paused because too few drafts of the head are accepted."
         yield gauge("headstart:spec_disabled", text, int(engine.head_health.is_paused))
 
     def _collect_spill(self, spill: KVSpill, counter: Callable[..., Metric]) -> Iterator[Metric]:
@@ -133,11 +133,11 @@ class ServerMetrics(Collector):
         counts, hits = spill.store.counts, spill.hits
         in_pool = max(self.engine.scheduler.prefix_hits - hits.total(), 0)
         tiers = {"pool": in_pool, "ram": hits["ram"], "disk": hits["disk"]}
-        yield counter("headstart:kv_hit_tokens", "Prompt tokens found, by where they were.", tiers, "tier")
+        yield counter("headstart:kv_hit_tokens", "Prompt tokens found, by storage tier.", tiers, "tier")
         yield counter("headstart:kv_spilled_blocks", "Blocks written.", counts.saved)
         yield counter("headstart:kv_spilled_bytes", "Bytes of blocks written.", counts.saved_bytes)
         for name, found in (("blocks", counts.loaded), ("bytes", counts.loaded_bytes)):
-            text = f"{name.title()} read back, by where they were."
+            text = f"{name.title()} read back, by storage tier."
             yield counter(f"headstart:kv_loaded_{name}", text, {"ram": found["ram"], "disk": found["disk"]}, "tier")
         yield counter("headstart:kv_broken_blocks", "Files dropped for a wrong digest.", counts.dropped)
         yield counter("headstart:kv_evicted_blocks", "Files removed, the oldest first.", counts.evicted)
@@ -145,7 +145,7 @@ class ServerMetrics(Collector):
 
 
 def exposition(models: Seq[ServerMetrics], more: Seq[Metric] = ()) -> bytes:
-    """The text of /metrics for several models: each metric once, with the values of all models. Called by routes.py."""
+    """The text of /metrics: each metric once, with the values of all `models`, then the metrics `more`."""
     if len(models) == 1 and not more:
         return generate_latest(models[0].registry)
     merged = _MergedMetrics()
@@ -158,7 +158,7 @@ def exposition(models: Seq[ServerMetrics], more: Seq[Metric] = ()) -> bytes:
 
 
 class _MergedMetrics(dict[str, Metric], Collector):
-    """Metrics by name."""
+    """Metrics by name, as a collector that Prometheus can render."""
 
     def collect(self) -> Iterator[Metric]:
         yield from self.values()
@@ -181,7 +181,7 @@ def _family(
     kind: type[CounterMetricFamily | GaugeMetricFamily], model: str, name: str, text: str,
     value: float | Mapping[Any, float], label: str = "",
 ) -> Metric:  # fmt: skip
-    """One value, or one for each value of `label`."""
+    """A Prometheus metric with one value, or with one for each key of the mapping `value` under `label`."""
     family = kind(name, text, labels=("model_name", label) if label else ("model_name",))
     for key, number in value.items() if isinstance(value, Mapping) else [("", value)]:
         family.add_metric([model, str(key)] if label else [model], number)

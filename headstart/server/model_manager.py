@@ -1,8 +1,8 @@
 """`ModelManager` loads a server's models when requests name them and unloads idle ones; `ServedModel` is one in memory.
 
-A model is loaded beside those that run; its requests wait for it, and fail with the reason where it cannot be loaded. A
-model is unloaded when its keep-alive is over, or, the longest idle first, when another model needs the memory; never
-while it has requests.
+Other models keep running while one is loaded. Requests wait for their model; if it cannot be loaded they fail with the
+reason. A model is unloaded when its keep-alive is over, or when another model needs memory (the longest idle first). A
+model with requests is never unloaded.
 """
 
 import asyncio
@@ -45,12 +45,12 @@ from headstart.server.prepare import OutputFormats
 from headstart.version import __version__
 
 log = logging.getLogger("headstart.server")
-LATEST_TAG = ":latest"
-SWEEP_INTERVAL_S = 0.5
-MIN_KEEP_ALIVE_S = 1.0  # a model that was just loaded has requests that waited for it
-CACHE_DIVISOR = 4  # a model's caches take this part of the memory that its weights leave
-_OF_PARTS = re.compile(r"-00001-of-\d{5}$")
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
+SWEEP_INTERVAL_S = 0.5  # time between two looks for models whose keep-alive is over
+MIN_KEEP_ALIVE_S = 1.0  # so that requests that waited for a load reach the model before it is unloaded
+CACHE_DIVISOR = 4  # a model's caches take 1 / CACHE_DIVISOR of the memory that its weights leave
+_OF_PARTS = re.compile(r"-00001-of-\d{5}$")  # end of the stem of a split GGUF's first file
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # end of the names of its other files
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class ServedModel:
     """A model in memory behind its engine thread, with its admission, metrics and output formats."""
 
     llm: LLM
-    names: tuple[str, ...]  # by which requests call the model; responses carry the first
+    names: tuple[str, ...]  # names of the model in requests; responses carry the first
     formats: OutputFormats
     engine: AsyncEngine
     admission: Admission
@@ -72,14 +72,14 @@ class ServedModel:
             self.metrics.recorder.start()
 
     def stop(self) -> None:
-        """End the engine thread; requests that still run get nothing more. May be called again."""
+        """End the engine thread; streams of running requests get no further tokens. May be called again."""
         self.engine.stop()
         if self.metrics.recorder:
             self.metrics.recorder.stop()
 
     async def open(self, requests: Seq[Request], journal: Journal | None = None) -> RequestStream:
-        """Hand requests to the engine, which goes on after the journal's history. Raises what `Admission.begin` and
-        `Engine.submit` raise."""
+        """Hand requests to the engine, which continues after the deltas of the journal's history. Raises what
+        `Admission.begin` and `Engine.submit` raise."""
         history, is_resumed = (journal.history, journal.is_resumed) if journal else ((), False)
         self.admission.begin(requests, is_resumed=is_resumed)
         try:
@@ -92,8 +92,8 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all that responses depend on beside requests. Servers of one fingerprint may go on with each
-        other's responses."""
+        """16 hexadecimal digits of a hash over model, options and version: all that responses depend on besides the
+        request. A server may continue responses of servers with the same fingerprint."""
         model, config, template = self.llm.model, self.llm.config, self.llm.chat_template
         stamps, sources = hub.file_stamps(model.checkpoint.files), template and sorted(template.sources.items())
         options = [config.dtype, config.rounding, config.rule, config.kv_cache_dtype, config.quantization, config.seed]
@@ -110,12 +110,12 @@ class ServedModel:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def expire(self) -> None:
-        """End running requests when the time for the shutdown is over."""
+        """End running requests with BusyError, when the shutdown timeout is over."""
         what = "the server has shut down before the text was complete"
         self.engine.end_all(BusyError(what, "send the request to another one"))
 
     def change_head(self, path: str | None) -> None:
-        """Change the head before the next step (see LLM.change_head); logs the result."""
+        """Change the head before the engine's next step (see LLM.change_head). Logs the result or the error."""
         self.engine.call(partial(self._change_head, path))
 
     def _change_head(self, path: str | None) -> None:
@@ -129,7 +129,7 @@ class ServedModel:
 
     @property
     def fault(self) -> str:
-        """Why the engine does not work; empty while it does."""
+        """The reason why the engine does not work; empty while it works."""
         if not self.engine.is_alive:
             return "the engine's thread has ended; see the server's log"
         if self.engine.num_failed_steps > 1:
@@ -142,23 +142,23 @@ class ModelSpec:
     """A model that requests may name."""
 
     names: tuple[str, ...]
-    path: str | None  # as LLM takes it
+    path: str | None  # path or name, as LLM takes it; None: hub.DEFAULT_MODEL
     config: EngineConfig
-    # completes the config when the model is loaded, with what tuning and adapting have found
+    # called when the model is loaded: adds the stored results of tune and adapt to the config
     prepare: Callable[[str | None, EngineConfig], EngineConfig] = lambda path, config: config
 
 
 @dataclass(eq=False)
 class ModelSlot:
-    """A model spec and its state."""
+    """A ModelSpec and the state of its model."""
 
     spec: ModelSpec
     keep_alive: KeepAlive
     served: ServedModel | None = None  # None: not in memory
-    size_bytes: int = 0  # of weights and caches, known once the model has been loaded
-    last_used: float = 0.0  # time of the last request or work, by the event loop's clock
+    size_bytes: int = 0  # weights and caches; 0 until the model has been loaded once
+    last_used: float = 0.0  # time at which the model last had a request, by the event loop's clock
     num_loads: int = 0
-    checkpoint: Checkpoint | None = None  # headers, once they have been read
+    checkpoint: Checkpoint | None = None  # its headers; None until they are read
     loading: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -172,7 +172,7 @@ class ModelSlot:
 
     @property
     def expires(self) -> float | None:
-        """Seconds until the model leaves the memory; None: it stays, or is not in memory."""
+        """Seconds until the model is unloaded if no request comes; None: it stays in memory, or is not in memory."""
         if self.served is None or self.keep_alive.seconds is None:
             return None
         now = asyncio.get_running_loop().time()
@@ -180,7 +180,8 @@ class ModelSlot:
 
 
 def models_in(folder: Path) -> dict[str, Path]:
-    """Model directories and .gguf files of a folder, by name; heads and further parts of files are none."""
+    """Model name -> path, for the model directories and .gguf files of a folder. Heads are left out, and a GGUF file
+    split into parts is listed once, by its first part."""
     found = {}
     for path in sorted(folder.iterdir()):
         whole = _LATER_PART.search(path.name) is None and not _is_surely_head(path)
@@ -190,20 +191,20 @@ def models_in(folder: Path) -> dict[str, Path]:
 
 
 def default_names(name: str) -> tuple[str, ...]:
-    """Names of a model in requests: its name, and before it the stem of a local file."""
+    """Default names of a model in requests: `name`, preceded by the file's stem if `name` is a local file."""
     path = Path(name).expanduser()
     return (_OF_PARTS.sub("", path.stem), name) if path.is_file() else (name,)
 
 
 def _is_surely_head(path: Path) -> bool:
-    """Is a folder a head? A damaged folder counts as a model: requests for it get the reason."""
+    """Whether a folder is a head. A damaged folder counts as a model, so that requests for it get the reason."""
     with suppress(HeadstartError, OSError):
         return path.is_dir() and is_head(path)
     return False
 
 
 def read_headers(slot: ModelSlot) -> Checkpoint | None:
-    """A model's headers, read once; None where they are not on this machine, or cannot be read. Reads files."""
+    """The headers of a model's checkpoint, read once. None if the files are not on this machine or unreadable."""
     try:
         if slot.checkpoint is None and (path := _on_this_machine(slot.spec.path)) is not None:
             slot.checkpoint = open_checkpoint(path)
@@ -213,7 +214,7 @@ def read_headers(slot: ModelSlot) -> Checkpoint | None:
 
 
 def read_sizes(slot: ModelSlot) -> DecoderConfig | None:
-    """The sizes of a model in memory, or by its headers; None where these are missing or damaged. Reads files."""
+    """The configuration of a loaded model, else read from its files; None if these are missing or damaged."""
     if slot.served is not None:
         return slot.served.llm.model.config
     if (checkpoint := read_headers(slot)) is None:
@@ -225,7 +226,7 @@ def read_sizes(slot: ModelSlot) -> DecoderConfig | None:
 
 
 def context_length(slot: ModelSlot) -> int:
-    """Maximum tokens of prompt plus output; 0 if unknown. Reads files."""
+    """Maximum tokens of prompt plus output; 0 if unknown. Reads files if the model is not loaded."""
     if slot.served is not None:
         return slot.served.llm.engine.max_length
     config = read_sizes(slot)
@@ -233,7 +234,7 @@ def context_length(slot: ModelSlot) -> int:
 
 
 def _on_this_machine(name: str | None) -> Path | None:
-    """The path of a model whose files are on this machine; else None. Downloads nothing."""
+    """The path of a model's files on this machine, or None. Downloads nothing."""
     if name is None or name in hub.BUILTIN:
         return hub.cached_trunk(name or hub.DEFAULT_MODEL)
     return hub.resolve(name) if hub.is_builtin(name) or Path(name).expanduser().exists() else None
@@ -245,9 +246,9 @@ MakeServed = Callable[[LLM, tuple[str, ...]], ServedModel]
 class ModelManager:
     """All models of a server. Used on the event loop, except for `_read`.
 
-    make_served: puts a loaded model behind an engine thread.
+    make_served: makes a ServedModel of a loaded LLM and its names.
     memory: maximum bytes of weights and caches of all models; None: the memory that is free now.
-    is_fixed: the one model stays in memory.
+    is_fixed: there is one model, which is never unloaded.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class ModelManager:
         return list(self._by_name)
 
     def find(self, name: str | None) -> ModelSlot:
-        """None: the first. Raises ModelError for an unknown name. Ollama's clients append a tag."""
+        """The slot of a model's name, with or without LATEST_TAG; None: the first. Raises ModelError if unknown."""
         if name is None:
             return self.slots[0]
         found = self._by_name.get(name) or self._by_name.get(name.removesuffix(LATEST_TAG))
@@ -285,18 +286,18 @@ class ModelManager:
         return found
 
     def add_loaded(self, llm: LLM) -> ServedModel:
-        """Take the first model from the caller, before the server runs."""
+        """Use the caller's LLM as the first model. Call before `start`."""
         slot = self.slots[0]
         slot.served = self._make_served(llm, slot.spec.names)
         self._note_loaded(slot, llm)
         return slot.served
 
     def load_first(self) -> None:
-        """Load the first model, before the server runs. Raises what loading raises."""
+        """Load the first model. Call before `start`. Raises HeadstartError as `load_model` does."""
         self.add_loaded(self._read(self.slots[0]))
 
     def start(self) -> None:
-        """Bind to the running event loop. Grammars get their vocabulary while the first requests run."""
+        """Start the loaded models on the running event loop. Grammar vocabularies are built in background threads."""
         for each in self.loaded:
             each.start()
             threading.Thread(target=each.llm.grammars.prepare, name="grammar", daemon=True).start()
@@ -307,7 +308,7 @@ class ModelManager:
             self._sweeper = asyncio.create_task(self._sweep())
 
     def stop(self) -> None:
-        """End all threads; requests that still run get nothing more."""
+        """End all engine threads; streams of running requests get no further tokens."""
         if self._sweeper:
             self._sweeper.cancel()
         for each in self.loaded:
@@ -320,12 +321,12 @@ class ModelManager:
             each.admission.draining = True
 
     def expire(self) -> None:
-        """End requests that still run when the time for the shutdown is over."""
+        """End running requests with BusyError, when the shutdown timeout is over."""
         for each in self.loaded:
             each.expire()
 
     def get_loaded(self, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel | None:
-        """The model of that name if it is in memory; counts as a use. Raises what `find` raises."""
+        """The model of that name, or None if it is not in memory. Restarts its keep-alive. Raises as `find` does."""
         slot = self.find(name)
         if not self.is_fixed:
             slot.last_used = asyncio.get_running_loop().time()
@@ -344,7 +345,8 @@ class ModelManager:
         return found
 
     async def release(self, name: str) -> bool:
-        """Unload a model: now where it is idle (True), else when its requests have ended. A fixed model stays."""
+        """Unload a model: at once if it is idle, else when its requests have ended. Returns whether the model is out of
+        memory now. A fixed model stays (False)."""
         slot = self.find(name)
         if self.is_fixed:
             return False
@@ -371,9 +373,9 @@ class ModelManager:
             slot.loading = None
 
     def metrics(self) -> list[Metric]:
-        """Metrics of loading; none where the model is fixed."""
+        """Metrics of loading and unloading, and of API keys; none if the model is fixed."""
         loaded = GaugeMetricFamily("headstart:model_loaded", "1: in memory.", labels=("model_name",))
-        loads = CounterMetricFamily("headstart:model_loads", "Times it was loaded.", labels=("model_name",))
+        loads = CounterMetricFamily("headstart:model_loads", "Loads of the model.", labels=("model_name",))
         size = GaugeMetricFamily("headstart:model_bytes", "Weights and caches in memory.", labels=("model_name",))
         for slot in () if self.is_fixed else self.slots:
             loaded.add_metric([slot.name], int(slot.served is not None))
@@ -382,7 +384,7 @@ class ModelManager:
         return [] if self.is_fixed else [loaded, loads, size, *account_metrics(self.accounts, "")]
 
     def _try_to_read(self, slot: ModelSlot) -> LLM:
-        """Raises GenerationError for a model that cannot be loaded."""
+        """Load a model. Raises GenerationError, with the reason, if it cannot be loaded."""
         try:
             return self._read(slot)
         except (HeadstartError, OSError, MemoryError) as error:
@@ -407,7 +409,7 @@ class ModelManager:
         return sum(slot.size_bytes for slot in self.slots if slot.served is not None)
 
     async def _make_room(self, wanted: ModelSlot, size: int) -> None:
-        """Unload the longest idle models until `size` bytes are free. Raises BusyError where that is not enough."""
+        """Unload the longest idle models until `size` bytes are free. Raises BusyError if that cannot free enough."""
         if size > self.memory:
             needs, has = f"{size / 1e9:.2f} GB", f"{self.memory / 1e9:.2f} GB"
             raise BusyError(f"the model {wanted.name} needs {needs}, but all models may take {has}", "--memory sets it")
@@ -420,7 +422,7 @@ class ModelManager:
             await self._unload(min(idle, key=lambda each: each.last_used))
 
     async def _unload(self, slot: ModelSlot) -> bool:
-        """End the thread of an idle model and free its memory. True: the model is not in memory."""
+        """Unload a model if it is idle. Returns whether the model is out of memory now."""
         served = slot.served
         if served is None or not served.admission.is_idle:
             return served is None
@@ -456,19 +458,19 @@ def _num_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _weight_bytes(slot: ModelSlot) -> int:
-    """Bytes of the weights by the checkpoint's headers; 0 where these are not on this machine."""
+    """Bytes of the weights by the checkpoint's headers; 0 if these are not on this machine."""
     checkpoint = read_headers(slot)
     return _num_bytes(checkpoint) if checkpoint else 0
 
 
 def _free_memory() -> None:
-    """Networks and their runners refer to each other, and glibc keeps what threads have freed."""
+    """Free an unloaded model: collect reference cycles, and return glibc's freed memory to the system."""
     gc.collect()
     if trim := trim_function():
         trim(0)
 
 
 def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Reads the exception of a failed load: asyncio logs exceptions that are never read."""
+    """Read the exception of a failed load, since asyncio logs exceptions that nobody reads."""
     if not task.cancelled():
         task.exception()

@@ -15,12 +15,12 @@ from headstart.server import limits
 CHAT_TEMPLATE_HELP = "Chat template: chatml, gemma, llama3, vicuna, or a Jinja file."
 DEFAULT_KEEP_ALIVE_S = 300.0
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
-RARE = {"panel": "Server, more", "is_rare": True}
+_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")  # one part of a time such as 1h30m
+RARE = {"panel": "Server, more", "is_rare": True}  # options that only --help-all shows
 
 
 def option(help: str, *, default: Any = None, **more: Any) -> Any:
-    """A field of ServerOptions. `more`: fields of cli.parser.Option."""
+    """A dataclass field for a command line option. `more`: further fields of cli.parser.Option."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -71,7 +71,7 @@ class KeepAlive:
 
     @classmethod
     def of(cls, given: float | str) -> "KeepAlive":
-        """Seconds, or a text such as 5m or 1h30m, as Ollama writes it; below zero: None. Raises UsageError."""
+        """Parse seconds or Ollama's notation (5m, 1h30m). Negative: unloads never. Raises UsageError."""
         text = str(given).strip()
         parts = _PART.findall(text.removeprefix("-"))
         if parts and "".join(number + unit for number, unit in parts) == text.removeprefix("-"):

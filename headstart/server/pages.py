@@ -1,6 +1,6 @@
 """Pages for browsers: the static files of `/` and `/dashboard`, and `/docs` made from OpenAPI.
 
-The static files hold no secrets and need no API key; the requests that they make do."""
+The static files contain no secrets and need no API key. The requests that their scripts send need one."""
 
 import base64
 import gzip
@@ -21,32 +21,33 @@ from headstart.hub import DEFAULT_MODEL
 from headstart.params import parameters
 
 TEXTS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "txt": "text/plain"}
-KINDS = {"svg": "image/svg+xml"} | {ending: f"{kind}; charset=utf-8" for ending, kind in TEXTS.items()}
-PLACES = {"/": "index.html", "/dashboard": "dashboard.html"}
-PARAMETERS = "parameters.js"
+KINDS = {"svg": "image/svg+xml"} | {ending: f"{kind}; charset=utf-8" for ending, kind in TEXTS.items()}  # Content-Type
+PLACES = {"/": "index.html", "/dashboard": "dashboard.html"}  # URL path -> file
+PARAMETERS = "parameters.js"  # generated script, see _controls
 SAFE_INTEGER = 2**53  # JavaScript's numbers are exact up to here
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-"""Allows nothing from other hosts and nothing inline; no string becomes markup or code."""
+"""Content-Security-Policy: nothing from other hosts, no inline scripts or styles, no markup or code from strings."""
 INLINED = (
     ("script-src", "script", re.compile(r'<script src="web/(theme\.js)"></script>')),
     ("style-src", "style", re.compile(r'<link rel="stylesheet" href="web/(style\.css)">')),
 )
-"""Files that a page needs before it paints: they are put into the page, whose policy names their hashes."""
+"""Files that a page needs before its first paint: CSP directive, tag, and the reference that the file replaces. The
+page's policy allows them by their hashes."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # revalidated at each use by the tag
+    "Cache-Control": "no-cache",  # browsers revalidate each use with the ETag
     "Vary": "Accept-Encoding",
 }
 
 
 class Pages:
-    """Answers GET for the files of `headstart/server/web`; all else goes to the application."""
+    """Answers GET for the files of `headstart/server/web`; passes all other requests to the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -61,13 +62,13 @@ class Pages:
         answer: ASGIApp = self.app
         if page is not None:
             answer = page.response(Headers(scope=scope))
-        elif path.endswith("/") and other in PLACES:  # its links are relative
+        elif path.endswith("/") and other in PLACES:  # the page's relative links would break under a trailing slash
             answer = RedirectResponse(f"../{other.lstrip('/')}")
         await answer(scope, receive, send)
 
 
 class _Page:
-    """One file in memory. `files`: name -> text of the files that may be put into a page."""
+    """One file in memory, plain and gzipped. `files`: name -> text of the files that may be inlined into it."""
 
     def __init__(self, name: str, data: bytes, files: Mapping[str, str]) -> None:
         self._policy = POLICY
@@ -87,7 +88,7 @@ class _Page:
 
 
 def _inline(page: str, files: Mapping[str, str]) -> tuple[bytes, str]:
-    """A page with its inlined files, and its policy."""
+    """The page with its files inlined, and its Content-Security-Policy."""
     policy = POLICY
     for directive, tag, written in INLINED:
         if found := written.search(page):
@@ -99,7 +100,7 @@ def _inline(page: str, files: Mapping[str, str]) -> tuple[bytes, str]:
 
 
 def _found() -> list[tuple[str, str, bytes]]:
-    """Path, name and bytes of every file."""
+    """URL path, name and bytes of every static file."""
     root = files("headstart.server") / "web"
     served = [(path, name, (root / name).read_bytes()) for path, name in PLACES.items()]
     served += [(f"/web/{name}", name, each.read_bytes()) for name, each in _below(root, "")]
@@ -107,7 +108,7 @@ def _found() -> list[tuple[str, str, bytes]]:
 
 
 def _controls() -> bytes:
-    """A script with the sampling parameters that the settings panel shows."""
+    """JavaScript that exports the sampling parameters of the settings panel and the demo model's name."""
     shown = []
     for row in parameters().values():
         if (control := row.control) is None:
@@ -143,13 +144,13 @@ DOCS_STYLE = (
 
 
 def docs_page(schema: Mapping[str, Any]) -> str:
-    """HTML of an OpenAPI document: endpoints and request fields, without anything from elsewhere."""
+    """An OpenAPI document as HTML: endpoints and request fields. The page loads no other files."""
     info = schema["info"]
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(info['title'])}</title>",
         f"<style>{DOCS_STYLE}</style>",
         f"<h1>{escape(info['title'])} {escape(info['version'])}</h1><p>{escape(info['description'])} ",
-        "The same for programs: <a href=openapi.json>openapi.json</a>.</p>",
+        "Machine-readable: <a href=openapi.json>openapi.json</a>.</p>",
     ]
     parts += [f"<h2><code>{escape(name)}</code></h2>\n{text}" for name, text in operations(schema)]
     return "\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Request pipeline of all APIs: body -> prepared request -> engine -> renderer; the response is JSON or a stream."""
+"""Request pipeline of all APIs: body -> prepared request -> engine -> renderer. The response is JSON or a stream."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ CLIENT_GONE = 499  # nginx's status for a closed connection; clients never see i
 
 
 def error_responses(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The errors of an endpoint, for OpenAPI."""
+    """The error statuses of an endpoint for OpenAPI. `shape`: model of the error body."""
     return {
         code: {"description": text, "model": shape}
         for code, text in {
@@ -44,14 +44,14 @@ def error_responses(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
             415: "The body is not JSON.",
             429: "The API key has no requests or tokens left for now.",
             500: "The engine failed.",
-            503: "Too much waits, or the server is shutting down.",
+            503: "The queue is full, or the server is shutting down.",
             504: "The request took longer than --request-timeout.",
         }.items()
     }
 
 
 class Error(ResponseModel):
-    """What was wrong. `code`: the HTTP status."""
+    """OpenAI's error object. `code`: the HTTP status."""
 
     message: str
     type: str
@@ -60,7 +60,7 @@ class Error(ResponseModel):
 
 
 class ErrorBody(ResponseModel):
-    """OpenAI's shape of every error."""
+    """OpenAI's error response."""
 
     error: Error
 
@@ -70,17 +70,17 @@ ERRORS = error_responses(ErrorBody)
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the endpoints of one server share."""
+    """State shared by all endpoints of one server."""
 
     models: ModelManager
     started: int  # Unix time
-    request_timeout: float | None  # seconds
-    replica: ReplicaId | None = None  # of several behind one router
+    request_timeout: float | None  # seconds; None: no limit
+    replica: ReplicaId | None = None  # set if this server is one of several replicas behind a router
     body_reader: BodyReader = field(default_factory=BodyReader)
 
     @asynccontextmanager
     async def deadline(self, incoming: IncomingBody) -> AsyncIterator[None]:
-        """Ends work for a request --request-timeout after its arrival. Raises TimeLimitError."""
+        """Cancel the enclosed work `request_timeout` after the request's arrival. Raises TimeLimitError."""
         seconds = self.request_timeout
         try:
             async with asyncio.timeout_at(None if seconds is None else incoming.arrived + seconds):
@@ -109,7 +109,8 @@ def account_of(request: Request) -> Account:
 async def respond_translated(
     request: Request, translate: Callable[[], Common], make_renderer: MakeRenderer, keep_alive: KeepAlive | None = None
 ) -> Response:
-    """The response to a body of another API. `translate` makes a chat or completion request of it, in a thread."""
+    """The response to a body of another API. `translate` runs in a worker thread and returns the body as a chat or
+    completion request. Raises HeadstartError."""
     state, incoming = state_of(request), body_of(request)
     async with state.deadline(incoming):
         body = await state.body_reader.pools.run(pool_of(incoming), translate)
@@ -163,7 +164,7 @@ async def respond(
 
 
 class _StreamResponse(Response):
-    """Sends the pieces of a renderer. At the end nothing of the generation is left in the engine."""
+    """Sends the pieces of a renderer, then closes its generation."""
 
     def __init__(
         self, state: ServerState, incoming: IncomingBody, renderer: ResponseRenderer, headers: dict[str, str]
@@ -179,7 +180,7 @@ class _StreamResponse(Response):
             self._renderer.generation.close()
 
     async def _send_all(self, send: Send) -> None:
-        """After the first byte an error becomes an event of the stream. Waits for slow readers."""
+        """Send status 200 and all pieces. Since the status is sent first, an error becomes an event of the stream."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def send_piece(text: str, *, more: bool = True) -> None:
@@ -202,7 +203,7 @@ class _StreamResponse(Response):
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`; None where the client hung up first, which cancels it."""
+    """The result of `work`. If the client disconnects first, cancels `work` and returns None."""
     task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -220,7 +221,8 @@ async def _disconnected(request: Request) -> None:
 async def respond_from_thread(
     request: Request, name: str | None, work: Callable[[ServedModel], bytes], headers: dict[str, str]
 ) -> Response:
-    """The JSON that `work` makes with a model in a thread, within the request's time."""
+    """A response with the JSON bytes that `work` returns. `work` runs in a worker thread, within the request timeout.
+    `name`: the model's name."""
     state, incoming = state_of(request), body_of(request)
     if (served := await find_model(request, name)) is None:
         return Response(status_code=CLIENT_GONE)
@@ -230,8 +232,8 @@ async def respond_from_thread(
 
 
 async def find_model(request: Request, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel | None:
-    """The model of that name (None: the first), loaded if it is not in memory; None where the client has gone. Raises
-    ModelError for an unknown name, and what loading raises."""
+    """The model of that name (None: the first), loaded if it is not in memory; None if the client has disconnected.
+    Raises ModelError for an unknown name, and GenerationError or BusyError if the model cannot be loaded."""
     state = state_of(request)
     if (found := state.models.get_loaded(name, keep_alive)) is not None:
         return found

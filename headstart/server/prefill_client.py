@@ -1,7 +1,7 @@
-"""`serve --role decode`: prompts are computed by a prefill server (prefill_server.py) and continued here.
+"""`serve --role decode`: a prefill server (prefill_server.py) computes prompts, and this server generates the outputs.
 
-KV blocks come through the directory of --kv-spill where both servers share it, else over HTTP. They hold the bits that
-this server would compute, so a prefill server that is gone, busy or of another kind costs time and nothing else.
+KV blocks come through the directory of --kv-spill if both servers share it, else over HTTP. Their bits equal those that
+this server would compute. If the prefill server is gone, busy or does not match, this server computes the prompts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headstart.server")
 PREFILL_PATH, BLOCKS_PATH = "/kv/prefill", "/kv/blocks"
-MIN_TOKENS = 128  # prompts with fewer unknown tokens are computed here: a request takes longer
-MAX_WAITING = 64  # prompts that wait for the prefill server at the same time
+MIN_TOKENS = 128  # prompts with fewer uncached tokens are computed here, since a request would take longer
+MAX_WAITING = 64  # maximum prompts that wait for the prefill server at the same time
 CONNECT_TIMEOUT_S, RESPONSE_TIMEOUT_S = 2.0, 300.0
-RETRY_AFTER_S = 5.0  # time without requests to a server that failed
+RETRY_AFTER_S = 5.0  # pause after a failure of the prefill server
 
 
 class PrefillBody(BaseModel):
-    """A prompt; `cache_salt` as in a completion."""
+    """Request: a prompt as token ids; `cache_salt` as in a completion."""
 
     prompt: list[int] = Field(min_length=1)
     cache_salt: str = ""
@@ -44,28 +44,28 @@ class PrefillBody(BaseModel):
 
 
 class PrefillResult(BaseModel):
-    """Which blocks of a prompt are stored."""
+    """Response: the stored KV blocks of a prompt."""
 
-    trunk: str = Field(description="Name of the trunk's blocks; the decode server's must be the same.")
-    files: dict[str, list[int]] = Field(description="Name of a part -> numbers of its stored blocks.")
+    trunk: str = Field(description="Name under which the trunk's blocks are stored; must equal the decode server's.")
+    files: dict[str, list[int]] = Field(description="Name of a network's blocks -> indices of its stored blocks.")
 
 
 class _WrongResponseError(Exception):
-    """The response is not that of a matching prefill server."""
+    """The response did not come from a matching prefill server."""
 
 
 @dataclass
 class PrefillCounts:
     """Counts of the prefill server's work for this server."""
 
-    prompts: int = 0  # prompts it computed
-    tokens: int = 0  # their tokens that were not known here
-    fetched: int = 0  # blocks that came over HTTP
-    failed: int = 0  # prompts that it did not compute
+    prompts: int = 0  # prompts that the prefill server computed
+    tokens: int = 0  # tokens of these prompts that were not in the local cache
+    fetched: int = 0  # blocks fetched over HTTP
+    failed: int = 0  # prompts that the prefill server failed to compute
 
 
 def prefill_url(url: str) -> str:
-    """The URL with its scheme. Raises UsageError for an invalid URL."""
+    """The URL of --prefill with a scheme (default http). Raises UsageError for an invalid URL."""
     with suppress(ValueError):
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.hostname and parts.scheme in ("http", "https") and (parts.port is None or parts.port):
@@ -86,12 +86,12 @@ class PrefillClient:
         self._timeout = httpx.Timeout(RESPONSE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self._memory, self._spill = memory, memory.spill
         self._threads = ThreadPoolExecutor(MAX_WAITING, "headstart-prefill")
-        self._guard = threading.Lock()  # of the next two fields and of counts
+        self._guard = threading.Lock()  # guards the next two fields and `counts`
         self._retry_at, self._is_failing = 0.0, False
 
     async def prefetch(self, requests: Seq[Request]) -> None:
-        """Let the prefill server compute the unknown parts of the prompts. Afterwards their blocks are in the store, or
-        the prefill server has failed."""
+        """Let the prefill server compute the uncached parts of the prompts. Returns when their blocks are in the local
+        store, or the prefill server has failed."""
         loop = asyncio.get_running_loop()
         wanted = {(each.prompt_ids, each.cache_salt): each for each in requests if self._is_wanted(each)}
         await asyncio.gather(*(loop.run_in_executor(self._threads, self._prefetch, each) for each in wanted.values()))
@@ -126,19 +126,19 @@ class PrefillClient:
             log.info("the prefill server %s answers again", self.url)
 
     def _compute(self, client: httpx.Client, request: Request) -> dict[str, list[int]]:
-        """Let the server compute the prompt; returns the numbers of its stored blocks by part."""
+        """Let the prefill server compute the prompt. Returns PrefillResult.files."""
         response = client.post(PREFILL_PATH, json={"prompt": request.prompt_ids, "cache_salt": request.cache_salt})
         _check(response)
         try:
             result = PrefillResult.model_validate_json(response.content)
         except ValidationError:
-            raise _WrongResponseError("the response is not that of a prefill server") from None
+            raise _WrongResponseError("the response did not come from a prefill server") from None
         if result.trunk != self._spill.trunk_name:
-            raise _WrongResponseError("its blocks are of another model, head, version, processor or type of keys")
+            raise _WrongResponseError("its blocks have another model, head, version, processor or KV cache dtype")
         return result.files
 
     def _fetch(self, client: httpx.Client, keys: Seq[bytes], files: dict[str, list[int]]) -> int:
-        """Fetch the blocks that are not in this store; returns their number."""
+        """Fetch the blocks that the local store lacks, by the indices of `files`. Returns the number fetched."""
         store, count = self._spill.store, 0
         for name in self._spill.names.values():
             for place in files.get(name, ()):
@@ -148,7 +148,7 @@ class PrefillClient:
                 if response.status_code == 404:
                     return count
                 _check(response)
-                # the end of a prefix is of no use without its beginning, which is evicted last
+                # later blocks of a prefix get older times: eviction removes them first, as they need the earlier ones
                 if not store.put_file(name, keys[place], response.content, time.time_ns() - place * 1000):
                     return count
                 count += 1

@@ -1,6 +1,6 @@
-"""`serve --role prefill`: computes prompts for decode servers and hands over their KV blocks as files.
+"""`serve --role prefill`: computes prompts for decode servers and stores their KV blocks as files.
 
-A decode server that shares the directory of --kv-spill finds the files there; others fetch them over HTTP.
+A decode server that shares the directory of --kv-spill reads the files there; others fetch them over HTTP.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from headstart.server.prefill_client import BLOCKS_PATH, PREFILL_PATH, PrefillBo
 from headstart.server.prepare import with_owner
 
 router = APIRouter(route_class=CheckedRoute)
-FLUSH_TIMEOUT_S = 60.0  # time in which the last blocks of a prompt are written
+FLUSH_TIMEOUT_S = 60.0  # maximum wait until a prompt's last blocks are written
 
 
 @router.post(PREFILL_PATH, responses=ERRORS, response_model=PrefillResult)
 async def prefill(body: PrefillBody, request: Request) -> Response:
-    """Compute a prompt; tells which blocks of it are stored."""
+    """Compute a prompt. Returns the indices of its stored blocks."""
     if (served := await find_model(request, body.model)) is None:
         return Response(status_code=CLIENT_GONE)
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -58,14 +58,14 @@ def _stored_blocks(llm: LLM, prompt: EngineRequest) -> dict[str, Any]:
 
 @router.get(f"{BLOCKS_PATH}/{{part}}/{{key}}", responses={404: ERRORS[404]})
 async def block(part: str, key: str, request: Request) -> Response:
-    """One stored block, as its file has it."""
+    """The file of one stored block."""
     if (served := await find_model(request, None)) is None:
         return Response(status_code=CLIENT_GONE)
     spill = served.llm.engine.memory.spill
     assert spill is not None, "--role prefill needs --kv-spill"
     if part not in spill.names.values() or len(key) != 32 or not all(digit in "0123456789abcdef" for digit in key):
-        raise UsageError("there are no such blocks", "ask as --role decode does")
+        raise UsageError("the path names no stored block", "use the names that /kv/prefill returned")
     data = await run_sync(spill.store.read_file, part, bytes.fromhex(key))
     if data is None:
-        raise ModelError("this block is not stored (any more)", "compute it")
+        raise ModelError("this block is not stored, or no longer", "send the prompt to /kv/prefill again")
     return Response(data, media_type="application/octet-stream")

@@ -1,6 +1,6 @@
-"""Request bodies to engine requests: prompt ids, sampling parameters, constraint, and the parser of the output.
+"""Turns request bodies into engine requests: prompt ids, sampling parameters, constraint, and the output's parser.
 
-Templates, tokenizing and grammars may take a while, so all of this runs in worker threads.
+Chat templates, tokenizing and grammars may take long, so these functions run in worker threads.
 """
 
 import json
@@ -30,21 +30,21 @@ from headstart.text.grammar_spec import GrammarSpec, ToolCalls
 from headstart.text.parsers import Parser, is_opened, make_parser
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Variables of a template that chat_template_kwargs cannot set."""
+"""Template variables that chat_template_kwargs must not set."""
 DEVELOPER = "developer"  # OpenAI's newer word for the system role; few templates know it
 THOUGHTS = ("reasoning_content", "reasoning")
-"""Names of the reasoning of earlier turns: clients send either, templates read the first."""
+"""Fields for the reasoning of earlier turns. Clients send either one; chat templates read the first."""
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
 HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
-FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces, for every model
+FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces (tool_choice), whatever the model's own format
 
 
 @dataclass(frozen=True)
 class OutputFormats:
-    """How a model writes tool calls and reasoning, and how its messages are read."""
+    """Formats of a model's tool calls and reasoning, and the treatment of special tokens in messages."""
 
-    tools: str | None = None  # None: no format of its own
-    reasoning: str | None = None
+    tools: str | None = None  # name of a parser in text/parsers; None: FORCED_FORMAT
+    reasoning: str | None = None  # name of a parser in text/reasoning; None: the model writes no reasoning
     parse_special: bool = False  # names of special tokens in messages become those tokens
 
 
@@ -57,31 +57,31 @@ class PreparedRequest:
     make_parser: Callable[[], Parser] | None = None  # of one choice
     keeps_special: bool = False  # special tokens stay in the text
     keeps_stop: bool = False  # stop strings stay in the text
-    continues: bool = False  # the output goes on in the middle of a text
+    continues: bool = False  # the output continues a text: its first token keeps a leading space
 
 
 def with_owner(request: Request, account: Account, priority: int | None = None) -> Request:
-    """The request with its account's name and share, and its priority. Outputs serve as drafts within an account."""
+    """The request with its account's name and scheduler share, and with the priority that the account allows."""
     share, first = account.limits.share, account.priority(priority)
     return replace(request, owner=account.name, share=share, priority=first)
 
 
 def num_choices(body: Common) -> int:
-    """Number of outputs of a body."""
+    """Number of outputs that a body asks for: prompts times `n`."""
     prompts = len(list_of_texts(body.prompt, "prompt")) if isinstance(body, CompletionRequest) else 1
     return prompts * max(body.n or 1, 1)
 
 
 def is_constrained(body: Common) -> bool:
-    """May preparing the body compile a grammar?"""
+    """Whether preparing the body may compile a grammar."""
     named = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_choice,
              body.guided_grammar, body.tools if isinstance(body, ChatRequest) else None)  # fmt: skip
     return any(each is not None for each in named)
 
 
 def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common, seed: int) -> PreparedRequest:
-    """The engine requests of a body, for pipeline.respond. `seed`: where neither the body nor the server sets one.
-    Raises UsageError, CapacityError or ModelError."""
+    """The engine requests of a body. `seed` is used if neither the body nor the server sets one. Raises UsageError,
+    CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
         prepared = _prepare_chat(llm, formats, account, body)
     else:
@@ -136,7 +136,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     requests = [_request(llm, account, ids, params, body, constraint)]
     _check_prompt_logprobs(requests)
-    own = formats.tools or FORCED_FORMAT  # templates without tools get a prompt for this format
+    own = formats.tools or FORCED_FORMAT  # the system prompt for templates without tools asks for FORCED_FORMAT
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     parser = None
@@ -150,7 +150,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
 
 
 def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]]:
-    """Token ids of a body's prompts. Raises UsageError, CapacityError or ModelError."""
+    """Token ids of each prompt of a body. Raises UsageError, CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
         return [_truncated(llm, body, encode_chat(llm, formats, body)[0], _limit(body) or 1)]
     assert isinstance(body, CompletionRequest)
@@ -158,20 +158,20 @@ def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]
 
 
 def _limit(body: Common) -> int | None:
-    """The longest output; None: as long as the context allows."""
+    """Maximum output tokens of a body; None: as many as the context allows."""
     if isinstance(body, ChatRequest):
         return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
 
 
 def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, and those that are left after `truncate_prompt_tokens`."""
+    """Token ids of a prompt, before and after `truncate_prompt_tokens` is applied."""
     ids = encode_text(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     return ids, _truncated(llm, body, ids, _limit(body) or 1)
 
 
 def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
-    """Token ids of a raw text. Raises CapacityError at once where the text is longer than any that fits."""
+    """Token ids of a raw text. Raises CapacityError, before tokenizing, if the text cannot fit the context."""
     if not llm.tokenizer.may_fit(text, llm.engine.max_length):
         what = f"the prompt has {len(text)} characters, but the context holds {llm.engine.max_length} tokens"
         raise CapacityError(what, "shorten the prompt")
@@ -179,8 +179,8 @@ def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
 
 
 def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest) -> tuple[list[int], str]:
-    """Prompt ids of messages under the chat template, and their text. Raises UsageError, in the template's words where
-    the template refuses the messages, and CapacityError."""
+    """Token ids and text of the prompt that the chat template makes of the messages. Raises UsageError (with the
+    template's own message if the template refuses the messages) and CapacityError."""
     variables = dict(body.chat_template_kwargs or {})
     if reserved := variables.keys() & RESERVED:
         raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
@@ -218,14 +218,14 @@ def _tools(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
 
 
 def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
-    """System prompt for templates without tools; a short form of the text that Hermes models are trained on."""
+    """System prompt that describes the tools, for templates that do not: a short form of Hermes' training text."""
     listed = "\n".join(json.dumps(tool) for tool in tools)
     call = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     return f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as templates read it: one text, and arguments of calls as objects."""
+    """A message in the form that templates read: `content` as one string, call arguments as objects."""
     document = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         if other := next((part.type for part in message.content if part.type != "text"), None):
@@ -265,12 +265,12 @@ def _check_prompt_logprobs(requests: Seq[Request]) -> None:
         if (num_top := request.params.prompt_logprobs) is not None:
             count += len(request.prompt_ids) * (num_top + 1) * request.params.n
     if count > limits.PROMPT_LOGPROBS:
-        what = f"{count} logprobs of prompt tokens are asked for, but an answer holds {limits.PROMPT_LOGPROBS}"
+        what = f"{count} logprobs of prompt tokens are asked for, but a response holds {limits.PROMPT_LOGPROBS}"
         raise CapacityError(what, "ask for fewer alternatives, or send fewer prompts at once")
 
 
 def constraint_of(body: Common) -> GrammarSpec | None:
-    """The constraint of a body. Raises UsageError for several constraints."""
+    """The grammar constraint of a body, or None. Raises UsageError if several constraints are given."""
     specs: list[GrammarSpec] = []
     if (wanted := body.response_format) is not None and wanted.type != "text":
         if (schema := wanted.schema_given) is None and wanted.type == "json_schema":
@@ -294,7 +294,7 @@ def constraint_of(body: Common) -> GrammarSpec | None:
 
 
 def _forced_tools(body: ChatRequest) -> ToolCalls | None:
-    """The tool calls that tool_choice demands."""
+    """The tool calls that `tool_choice` enforces; None if calls are optional. Raises UsageError without tools."""
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
         return None
@@ -305,7 +305,8 @@ def _forced_tools(body: ChatRequest) -> ToolCalls | None:
 
 
 def list_of_texts(given: str | list[Any], name: str) -> list[str | list[int]]:
-    """The texts (or token ids) of a body's member `name`, which holds one or several. Raises UsageError for none."""
+    """The texts, or lists of token ids, of a body's field `name`, whose value `given` holds one or several. Raises
+    UsageError for an empty list."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
     if not given:
@@ -316,7 +317,8 @@ def list_of_texts(given: str | list[Any], name: str) -> list[str | list[int]]:
 def _params(
     llm: LLM, body: Common, limit: int | None, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Raises UsageError for values out of range. Null fields have the model's recommendation or the API's default."""
+    """Sampling parameters of a body. Fields that are null get the model's recommended value, else the API's default.
+    Raises UsageError for values out of range."""
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     given: dict[str, Any] = {name: getattr(body, name) for name in parameters() if name != "logprobs"} | {
         "logit_bias": _logit_bias(body.logit_bias),

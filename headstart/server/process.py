@@ -1,4 +1,4 @@
-"""What every server process needs before its models: the log, and the sockets that it listens on."""
+"""Set-up of every server process before models are loaded: the log, and the listening sockets."""
 
 import errno
 import json
@@ -12,7 +12,8 @@ from headstart.errors import UsageError
 
 
 def set_up_logs(log_format: str, access_log: bool = False, process: str = "") -> None:
-    """Log to stderr, as text or as a JSON object per line, never prompts. `process`: name of one of several."""
+    """Log to stderr, as text or with one JSON object per line. `process`: this process's name in log lines, if the
+    server has several processes."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s %(levelname)s {f'{process}: ' if process else ''}%(message)s")
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else text)
@@ -40,8 +41,8 @@ class _JsonFormatter(logging.Formatter):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets bound to all addresses of the host (localhost has two) before a model is loaded in vain; they do not
-    accept connections yet. Raises UsageError."""
+    """Sockets bound to all addresses of the host (localhost has two). They do not accept connections yet: binding early
+    reports a wrong address or a taken port before a model is loaded. Raises UsageError."""
     sockets = list[socket.socket]()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -53,7 +54,7 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
                 sockets.append(_bind(socket.socket(family, kind, protocol), (address[0], port, *address[2:])))
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
-                    continue  # a machine without IPv6 may still have an IPv6 name
+                    continue  # a host name may have an IPv6 address on a machine without IPv6
                 hint = "is the port taken? --port 0 takes a free one"
                 raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", hint) from error
             port = sockets[0].getsockname()[1]

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits of header size and time, and with streams for HTTP/1.0 clients."""
+"""uvicorn's HTTP protocol with limits of header size and time, and with streamed responses for HTTP/1.0 clients."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from headstart.server.errors import error_body
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. uvicorn has no settings for these limits."""
+    """One connection. Enforces limits that uvicorn has no settings for."""
 
     _num_header_bytes = 0
     _in_headers = True
-    _refusal = (400, "this is no valid HTTP/1.1: the request line, or a header, cannot be read")
+    _refusal = (400, "invalid HTTP/1.1: the request line or a header cannot be parsed")  # status and message
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
 
@@ -34,7 +34,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self.parser is None or self.transport.is_closing():
             return
         super().data_received(data)
-        if self._in_headers:  # a header that never ends reaches no callback
+        if self._in_headers:  # the parser calls on_header only for complete headers: count unfinished ones here
             self._num_header_bytes += len(data)
             if self._num_header_bytes > 2 * limits.HEADER_BYTES and not self.transport.is_closing():
                 self._refusal = (431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
@@ -76,10 +76,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Clients that ask for another protocol (curl --http2) are answered in HTTP/1.1, without a warning."""
+        """No warning: clients that ask for another protocol (curl --http2) get their response in HTTP/1.1."""
 
     def send_400_response(self, msg: str) -> None:
-        """In OpenAI's shape. uvicorn calls this for requests that its parser rejects."""
+        """Send `_refusal` in OpenAI's shape and close. uvicorn calls this for requests that its parser rejects."""
         if self.transport.is_closing():
             return
         status, text = self._refusal
@@ -97,7 +97,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers are larger than {limits.HEADER_BYTES} bytes")
 
     def _refuse(self, status: int, text: str) -> None:
-        """The parser stops at the exception, and its caller sends the refusal."""
+        """Refuse the request: the exception stops the parser, whose caller then calls send_400_response."""
         self._refusal = (status, text)
         raise ValueError(text)
 
@@ -114,7 +114,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class UnchunkedCycle(RequestResponseCycle):
-    """A response to HTTP/1.0. Without a length it ends with the connection."""
+    """A response to an HTTP/1.0 client. A response without content-length ends when the connection closes."""
 
     _has_length = True
 

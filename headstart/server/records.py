@@ -1,7 +1,7 @@
 """Folders of records: token ids of prompts and outputs, for `headstart adapt`.
 
 `manifest.json` names the model; each line of `records-*.jsonl` is a text: {"prompt_ids", "response_ids",
-"temperature"}. The folder is its owner's alone (0700, files 0600). A line that a crash has cut short is no record.
+"temperature"}. Only the owner has access (folder 0700, files 0600). Damaged lines, as after a crash, are skipped.
 """
 
 import json
@@ -27,15 +27,15 @@ log = logging.getLogger("headstart.server")
 MANIFEST = "manifest.json"
 VERSION = 1
 FILES = "records-*.jsonl"
-PARTS = 16  # files of a full folder: the oldest goes when there is no room for another
+PARTS = 16  # files of a full folder; the oldest is deleted to make space for a new one
 MAX_QUEUED = 1024  # texts that may wait to be written
-STOP_SECONDS = 5.0  # time for writing them at the end of the server
-LOG_DISK_EVERY_S = 600.0  # time between two log lines about a disk that is full
+STOP_SECONDS = 5.0  # maximum time for writing waiting texts when the server stops
+LOG_DISK_EVERY_S = 600.0  # minimum time between two log lines about failed writes
 
 
 @dataclass(frozen=True)
 class RecordedModel:
-    """The model whose texts a folder records. `name` may change later."""
+    """The model whose texts a folder records. `name` is only shown: another name of the same model is accepted."""
 
     name: str
     vocab_size: int
@@ -51,7 +51,7 @@ class RecordedModel:
         return cls(model.name, config.vocab_size, config.hidden_size, config.num_layers, fingerprint)
 
     def check(self, folder: Path) -> None:
-        """Raise UsageError if a folder has records of another model, or none."""
+        """Raise UsageError if a folder has records of another model or no manifest."""
         theirs = read_manifest(folder)
         for name in ("vocab_size", "hidden_size", "num_layers", "fingerprint"):
             ours, other = getattr(self, name), getattr(theirs, name)
@@ -77,7 +77,7 @@ class TextRecord:
 
     @classmethod
     def of(cls, line: bytes, vocab_size: int) -> Self:
-        """The record of a line. Raises ValueError for a line that is no record of this vocabulary."""
+        """Parse a line of JSON. Raises ValueError for an invalid record or token ids outside the vocabulary."""
         document = json.loads(line)
         if not isinstance(document, dict):
             raise ValueError("not an object")
@@ -97,7 +97,7 @@ def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def read_manifest(folder: Path) -> RecordedModel:
-    """The model of a folder of records. Raises UsageError for any other folder."""
+    """The manifest of a folder of records. Raises UsageError if it is missing, damaged or of another version."""
     path, hint = folder / MANIFEST, "give the folder of headstart serve --record"
     if not folder.is_dir():
         raise UsageError(f"{folder} is {'a file' if folder.exists() else 'not there'}", hint)
@@ -111,8 +111,8 @@ def read_manifest(folder: Path) -> RecordedModel:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "is it yours?") from None
     except (ValueError, KeyError, TypeError) as error:
-        hint += "; one that is damaged: move it away and record anew"
-        raise UsageError(f"{path} is damaged, or no manifest of records: {error}", hint) from None
+        hint += "; if it is damaged, move the folder away and record again"
+        raise UsageError(f"{path} is damaged, or not a manifest of records: {error}", hint) from None
 
 
 _TYPES: dict[str, Any] = {"name": str, "vocab_size": int, "hidden_size": int, "num_layers": int, "fingerprint": str}
@@ -127,7 +127,7 @@ class LoadedRecords:
 
 
 def read_records(folder: Path, vocab_size: int) -> LoadedRecords:
-    """All records of a folder. Raises UsageError for a folder without records, or without access."""
+    """All records of a folder. Raises UsageError if it has none or cannot be read."""
     found = LoadedRecords()
     try:
         for path in sorted(folder.glob(FILES)):
@@ -146,8 +146,8 @@ def read_records(folder: Path, vocab_size: int) -> LoadedRecords:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create a folder for records, or take an existing one, with access for its owner only. Raises UsageError for a
-    folder with other files, CapacityError if it cannot be written."""
+    """Create a folder for records, or reuse one, with access for its owner only. Raises UsageError if it has other
+    files, CapacityError if it cannot be written."""
     with _written(folder):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--record: {folder} is a file", "give a folder of its own")
@@ -161,7 +161,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def claim_folder(folder: Path, model: RecordedModel) -> None:
-    """Prepare a folder and write its manifest. Raises UsageError for records of another model."""
+    """Prepare a folder and write its manifest. Raises UsageError if it has records of another model."""
     prepare_folder(folder)
     if (folder / MANIFEST).exists():
         model.check(folder)
@@ -180,8 +180,8 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 class RecordFiles:
-    """Appends whole lines within `max_bytes`: the oldest file is removed when a new one needs room. Several servers of
-    one model may write to one folder, each to files of its own."""
+    """Appends whole lines to files of a folder, which hold at most `max_bytes` together: the oldest file is deleted to
+    make space for a new one. Several servers of one model may share a folder; each writes its own files."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self._max_bytes, self._part = folder, max_bytes, max(max_bytes // PARTS, 1)
@@ -193,7 +193,7 @@ class RecordFiles:
             self._next(len(line))
         try:
             written = os.write(self._handle, line)
-            while written < len(line):  # the next write says why
+            while written < len(line):  # os.write wrote less: the next call goes on or raises the reason
                 written += os.write(self._handle, line[written:])
         except OSError:
             os.ftruncate(self._handle, self._size)
@@ -206,7 +206,7 @@ class RecordFiles:
         self._handle = -1
 
     def _is_gone(self) -> bool:
-        """Was the file deleted or moved? Its records would be lost."""
+        """Whether the open file was deleted or moved, so that records written to it would be lost."""
         with suppress(OSError):
             return not os.path.samestat(self._path.stat(), os.fstat(self._handle))
         return True
@@ -231,12 +231,12 @@ class RecordFiles:
 
 
 class TextRecorder:
-    """Writes texts that have ended to record files, in a thread of its own. A full queue or disk costs records and a
-    line of the log, never time of a request."""
+    """Writes finished texts to record files, in its own thread. If the queue or the disk is full, records are dropped
+    and counted; requests never wait."""
 
     def __init__(self, files: RecordFiles, size: int = MAX_QUEUED) -> None:
         self.kept = 0  # texts that were written
-        self.lost = {"queue": 0, "disk": 0}  # texts that were not, since the queue or the disk was full
+        self.lost = {"queue": 0, "disk": 0}  # texts dropped because the queue was full or a write failed
         self._files, self.folder = files, files.folder
         self._queue: Queue[TextRecord | None] = Queue(size)
         self._logged_at = -math.inf
@@ -252,7 +252,7 @@ class TextRecorder:
             self._thread.join(STOP_SECONDS)
 
     def offer(self, request: Request, tokens: Seq[int]) -> None:
-        """Queue a text that has ended well."""
+        """Queue a finished text; drops it if the queue is full."""
         if not tokens:
             return
         try:

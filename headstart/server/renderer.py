@@ -1,4 +1,4 @@
-"""`ResponseRenderer`: renders a generation as the response of one API; and JSON that is written in small pieces."""
+"""`ResponseRenderer`, which renders a generation as the response of one API, and `dump_json` for large documents."""
 
 import json
 from abc import ABC, abstractmethod
@@ -10,27 +10,29 @@ from headstart.server.generation import ChoiceStep, Generation, Json
 
 Result = TypeVar("Result")
 
-MAX_ELEMENTS = 64  # elements of a list that are written at once; other threads run in between
+MAX_ELEMENTS = 64  # list elements per call of json.dumps, which holds the GIL
 
 
 class ResponseRenderer(ABC):
-    """Runs a generation once, as one document (`whole`) or as a stream (`stream`). A subclass for each API formats."""
+    """Runs a generation once and renders it as one document (`whole`) or a stream (`stream`). Each API has a subclass.
+
+    A piece is a string that the stream sends: one server-sent event or line."""
 
     media_type = "text/event-stream"  # of a stream
-    end = ""  # last piece of a stream, also after an error
+    end = ""  # last piece of every stream, also after an error
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
 
     async def whole(self) -> bytes:
-        """The JSON document."""
+        """Run the generation; the response as one JSON document. Raises HeadstartError."""
         async for _ in self.generation.steps():
             pass
         options = self.generation.options
         return await self._run(options.logprobs or options.prompt_logprobs, lambda: dump_json(self.document()).encode())
 
     async def stream(self) -> AsyncIterator[str]:
-        """The pieces of the stream, without `end`."""
+        """Run the generation; the pieces of the stream, without `end`. Raises HeadstartError."""
         for piece in self.start():
             yield piece
         async for step in self.generation.steps():
@@ -40,11 +42,11 @@ class ResponseRenderer(ABC):
             yield piece
 
     async def _run(self, is_large: bool, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function, in another thread where it takes long."""
+        """Call a function; in a worker thread if `is_large`."""
         return await self.generation.pools.run("answer", function, *arguments) if is_large else function(*arguments)
 
     def is_large(self, step: ChoiceStep) -> bool:
-        """Does rendering this step take long?"""
+        """Whether rendering this step takes long, so that it needs a worker thread."""
         return False
 
     @abstractmethod
@@ -65,25 +67,25 @@ class ResponseRenderer(ABC):
 
     @abstractmethod
     def error_event(self, error: HeadstartError) -> str:
-        """The piece for an error after the first piece."""
+        """The piece that reports an error after the stream has begun."""
 
 
 MakeRenderer = Callable[[Generation], ResponseRenderer]
 
 
 class RawJson(str):
-    """JSON text that stands for its value."""
+    """Finished JSON text, which `dump_json` copies as it is."""
 
     __slots__ = ()
 
 
 def dump_json(value: Any) -> str:
-    """The text of a JSON document."""
+    """A document as compact JSON text. Other threads get to run while a large document is written."""
     return "".join(_pieces(value))
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """Small pieces, since json.dumps lets no other thread run while it writes one."""
+    """The JSON text in small pieces: json.dumps holds the GIL while it writes a piece."""
     if isinstance(value, RawJson):
         yield value
     elif isinstance(value, dict) and any(isinstance(each, dict | list | RawJson) for each in value.values()):

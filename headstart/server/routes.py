@@ -1,4 +1,4 @@
-"""Endpoints beside generation: models, tokenizing, prompts as token ids, health and metrics."""
+"""Endpoints that generate no text: models, tokenizing, prompts as token ids, health and metrics."""
 
 import uuid
 from datetime import UTC, datetime
@@ -24,11 +24,11 @@ from headstart.server.replicas import metrics as replica_metrics
 from headstart.version import __version__
 
 router = APIRouter(route_class=CheckedRoute)
-RETRY = {"Retry-After": "1"}
+RETRY = {"Retry-After": "1"}  # seconds
 
 
 class ModelEntry(schema.ResponseModel):
-    """One name of the model that is served."""
+    """One name of a served model."""
 
     id: str
     object: Literal["model"]
@@ -39,14 +39,14 @@ class ModelEntry(schema.ResponseModel):
 
 
 class ModelList(schema.ResponseModel):
-    """Of /v1/models."""
+    """Response of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelEntry]
 
 
 class Tokenized(schema.ResponseModel):
-    """Of /tokenize."""
+    """Response of /tokenize."""
 
     count: int
     max_model_len: int
@@ -55,21 +55,21 @@ class Tokenized(schema.ResponseModel):
 
 
 class Detokenized(schema.ResponseModel):
-    """Of /detokenize."""
+    """Response of /detokenize."""
 
     prompt: str
 
 
 @router.get("/v1/models", response_model=ModelList)
 async def models(request: Request) -> dict[str, Any]:
-    """The models of this server, for clients of OpenAI's API and of Anthropic's."""
+    """The models of this server, with the fields of OpenAI's and of Anthropic's API."""
     state = state_of(request)
     data = [each for slot in state.models.slots for each in await _list_entries(state.models, slot, state.started)]
     return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
 async def _list_entries(models: ModelManager, slot: ModelSlot, started: int) -> list[dict[str, Any]]:
-    """A model under each of its names; `loaded` tells whether it is in memory, on servers of several models."""
+    """One list entry for each name of a model. On servers of several models, `loaded` is whether it is in memory."""
     info = slot.served.llm.info if slot.served else {}
     context = info["context"] if info else await run_sync(context_length, slot)
     document = {
@@ -84,7 +84,7 @@ async def _list_entries(models: ModelManager, slot: ModelSlot, started: int) -> 
 
 @router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=ModelEntry)
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """One model."""
+    """The entry of one model in /v1/models."""
     state = state_of(request)
     entries = await _list_entries(state.models, state.models.find(name), state.started)
     return next((each for each in entries if each["id"] == name), entries[0])
@@ -128,8 +128,8 @@ def _detokenize(served: ServedModel, tokens: list[int]) -> bytes:
 
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
 async def health(request: Request) -> Response:
-    """200 while requests are answered; `drafting` is "paused" while a head's drafts are not accepted; `broken_heads`
-    names models whose MTP head is not whole, and the remedy; `fingerprint`: of a replica."""
+    """200 while the server answers requests. `drafting`: "paused" while too few drafts are accepted. `broken_heads`:
+    models whose MTP head is incomplete -> the remedy. `fingerprint`: only of replicas, see ServedModel."""
     state = state_of(request)
     models = state.models
     if why := _fault(models):
@@ -144,13 +144,13 @@ async def health(request: Request) -> Response:
 @router.get("/ping")
 @router.post("/ping")
 async def ping(request: Request) -> Response:
-    """As /health, under a name that some platforms use."""
+    """The same as /health, under a name that some platforms use."""
     return await health(request)
 
 
 @router.get("/ready", responses={503: {"description": "The next request would be refused."}})
 async def ready(request: Request) -> Response:
-    """200 while there is room for another request."""
+    """200 while the queue has a place for another request."""
     models = state_of(request).models
     is_full = bool(models.loaded) and all(each.admission.is_full for each in models.loaded)
     why = _fault(models) or ("too many requests run or wait" if is_full else "")
@@ -158,7 +158,7 @@ async def ready(request: Request) -> Response:
 
 
 def _fault(models: ModelManager) -> str:
-    """Why no request is answered; empty where one of the loaded models works, or none is loaded."""
+    """The reason why the server answers no requests; empty if a loaded model works or none is loaded."""
     if models.draining:
         return "the server is shutting down"
     faults = [each.fault for each in models.loaded]
@@ -173,13 +173,13 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """For Prometheus, under vLLM's names; a replica behind a router answers for all of them."""
+    """Metrics for Prometheus, under vLLM's names. A replica behind a router adds up the metrics of all replicas."""
     return Response(await _exposition(request), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/replicas")
 async def replicas(request: Request) -> dict[str, Any]:
-    """The replicas behind the router of this server; none without a router."""
+    """State of the replicas behind this server's router; an empty list without a router."""
     replica = state_of(request).replica
     found = []
     if replica is not None:
@@ -188,7 +188,7 @@ async def replicas(request: Request) -> dict[str, Any]:
 
 
 async def _exposition(request: Request, *, own: bool = False) -> bytes:
-    """The text of /metrics. `own`: of this process alone."""
+    """The text of /metrics, of all replicas. `own`, or a request from another replica: of this process only."""
     state = state_of(request)
     text = exposition([each.metrics for each in state.models.loaded], state.models.metrics())
     if own or state.replica is None or request.headers.get(replica_metrics.OWN_HEADER) == state.replica.token:
@@ -197,7 +197,7 @@ async def _exposition(request: Request, *, own: bool = False) -> bytes:
 
 
 class Rendered(BaseModel):
-    """One prompt as token ids, under vLLM's names. Routers use it to send requests where their prefix is cached."""
+    """One prompt as token ids, under vLLM's names. Routers use it to find the server that has the prefix cached."""
 
     request_id: str
     model: str
@@ -206,19 +206,19 @@ class Rendered(BaseModel):
 
 @router.post("/v1/chat/completions/render", responses=ERRORS, response_model=Rendered)
 async def chat(body: schema.ChatRequest, request: Request) -> Response:
-    """The prompt that a chat completion of this body would have."""
+    """The token ids of the prompt that a chat completion with this body would use."""
     return await _render(body, request)
 
 
 @router.post("/v1/completions/render", responses=ERRORS, response_model=list[Rendered])
 async def completion(body: schema.CompletionRequest, request: Request) -> Response:
-    """The prompts that a completion of this body would have."""
+    """The token ids of the prompts that a completion with this body would use."""
     return await _render(body, request, several=True)
 
 
 @router.post("/v1/responses/render", responses=ERRORS, response_model=Rendered)
 async def response(body: ResponsesRequest, request: Request) -> Response:
-    """The prompt that a response to this body would have."""
+    """The token ids of the prompt that a response (/v1/responses) with this body would use."""
     state, incoming = state_of(request), body_of(request)
     async with state.deadline(incoming):
         translated = await state.body_reader.pools.run(pool_of(incoming), chat_of, body)

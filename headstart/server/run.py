@@ -23,18 +23,18 @@ from headstart.system import HANGUP, add_signal_handler, has_terminal
 
 log = logging.getLogger("headstart.server")
 SWITCH_INTERVAL_S = 0.001
-"""Longest time for which a thread keeps others from running: /health is answered while requests are prepared."""
-LAST_RESPONSES_S = 5  # time after --shutdown-timeout for telling clients about the end
+"""Python's thread switch interval, shorter than its default so that /health answers while requests are prepared."""
+LAST_RESPONSES_S = 5  # time after --shutdown-timeout for sending errors to clients whose requests were ended
 
 
 def serve(
     models: ModelManager, config: ServerConfig, sockets: list[socket.socket],
     find_head: Callable[[], str | None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Serve until SIGINT or SIGTERM. SIGHUP reads the head of a fixed model again.
+    """Serve until SIGINT or SIGTERM. On SIGHUP a server of one fixed model loads its head again.
 
-    sockets: from `process.listening`. find_head: path of the current head. Raises UsageError where another process
-    listens on the sockets' addresses by now."""
+    sockets: from `process.listening`. find_head: returns the path of the head to load on SIGHUP. Raises UsageError if
+    another process now listens on the sockets' addresses."""
     process = "" if config.replica is None else f"replica {config.replica.number}"
     set_up_logs(config.log_format, config.access_log, process)
     app = app_over(models, config)
@@ -78,7 +78,7 @@ async def _run(
             membership = RouterMembership(config.join, config.host, port, tls=tls)
             membership.start()
         _handle_signals(server, models, config.shutdown_timeout, find_head, membership)
-        if config.replica is None:  # else the router's address counts
+        if config.replica is None:  # for replicas the supervisor logs the router's address
             host = f"[{config.host}]" if ":" in config.host else config.host
             scheme = "https" if server.config.is_ssl else "http"
             log.info("running on %s://%s:%d (Ctrl-C to stop)", scheme, host, sockets[0].getsockname()[1])
@@ -86,7 +86,7 @@ async def _run(
 
 
 def _log_models(models: ModelManager) -> None:
-    """Holds no references, since models may be unloaded."""
+    """Log the loaded models. Holds no reference to a model afterwards, so that it can be unloaded."""
     for info in [served.llm.info for served in models.loaded]:
         log.info("%(model)s on %(backend)s: drafter %(drafter)s, depth %(depth)s, context %(context)d", info)
         if info["model"] == DEFAULT_MODEL:
@@ -117,7 +117,7 @@ def _handle_signals(
         log.info("shutting down: %d s for what runs", timeout)
         if membership is None:
             end()
-        else:  # requests that the router has sent are still taken
+        else:  # requests that the router has already sent are still accepted
             leaving.append(loop.create_task(membership.leave()))
             leaving[-1].add_done_callback(lambda _: end())
 

@@ -1,6 +1,6 @@
-"""Request bodies of OpenAI's APIs with vLLM's extra fields, and what becomes of other fields.
+"""Request bodies of OpenAI's APIs with vLLM's extra fields. Other fields are ignored and reported, or refused.
 
-Every list, text and name has a maximum length (limits.py), and a list is refused at its first wrong element.
+Every list, text and name has a maximum length (limits.py). Validation of a list stops at its first wrong element.
 """
 
 import logging
@@ -39,7 +39,7 @@ Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
 
 
 class ResponseModel(BaseModel):
-    """Base of responses in OpenAPI: fields that are named here are always there; others may be."""
+    """Base of responses in OpenAPI: declared fields are always present, and there may be others."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -49,16 +49,16 @@ SENTINELS: Mapping[str, Any] = {
     "reasoning_effort": "", "effort": "", "tool_choice": "", "response_format": {}, "format": {}, "guided_regex": "",
     "guided_grammar": "", "guided_json": "", "guided_choice": [], "regex": "", "grammar": "", "choice": [], "json": "",
 }  # fmt: skip
-"""Optional fields -> the value by which clients ask for the default, beside null."""
+"""Optional field -> the value that, like null, means the default."""
 
 
 class Body(BaseModel):
-    """Values of another type than the field's are refused, not converted. null and SENTINELS mean the default."""
+    """Base of request bodies and of objects in them. Values of a wrong type are refused, not converted. null and
+    SENTINELS mean the default."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
-    harmless: ClassVar[frozenset[str]] = frozenset()  # members beside the fields that need no effect
-    refused: ClassVar[Mapping[str, str]] = {}
-    """Members that change the text and have no effect here -> what to do instead."""
+    harmless: ClassVar[frozenset[str]] = frozenset()  # undeclared members that are ignored without a report
+    refused: ClassVar[Mapping[str, str]] = {}  # undeclared members that are refused -> what to do instead
 
     @model_validator(mode="before")
     @classmethod
@@ -73,8 +73,7 @@ class Body(BaseModel):
         return {name: value for name, value in given.items() if name not in neutral}
 
     def unknown_members(self, place: str = "") -> Iterator[str]:
-        """Paths of the members of nested objects that have no effect, without indices of lists. Raises BodyError for
-        members that must not be ignored."""
+        """Paths of the ignored members of nested objects, without list indices. Raises BodyError for refused ones."""
         for name in type(self).model_fields:
             value = getattr(self, name)
             for each in value if isinstance(value, list) else (value,):
@@ -84,7 +83,7 @@ class Body(BaseModel):
                     yield from each.unknown_members(path)
 
     def unknown_here(self, place: str) -> Iterator[str]:
-        """Paths of the members of this object alone that have no effect."""
+        """Paths of the ignored members of this object, without nested ones. Raises BodyError for refused ones."""
         for name, value in (self.model_extra or {}).items():
             if name in self.refused and value not in (None, False):
                 raise BodyError(f"{place}{name} is not supported", place + name, self.refused[name])
@@ -97,7 +96,7 @@ def _is_sentinel(name: str, value: Any) -> bool:
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """Whether a stream reports usage: in a last chunk, or in every chunk."""
 
     harmless = frozenset({"include_obfuscation"})
     include_usage: StrictBool = False
@@ -105,17 +104,17 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """headstart's own: how this request drafts. `depth` only with mode auto, `events` only with stream."""
+    """headstart's own field: how this request drafts. `depth` needs mode auto, `events` needs a stream."""
 
     mode: Literal["auto", "off"] = "auto"
     depth: StrictInt | None = None
     events: StrictBool = Field(
-        default=False, description="Chunks tell of each pass: who drafted which token, how sure, what was rejected."
+        default=False, description="Chunks report each pass: drafted tokens, drafter, scores and rejected tokens."
     )
 
 
 class StructuredOutputs(Body):
-    """vLLM's way to constrain the text; one of them."""
+    """vLLM's constraints of the text. At most one may be given."""
 
     refused = {"structural_tag": "use grammar"}
     json_: Any = Field(default=None, alias="json")
@@ -126,14 +125,14 @@ class StructuredOutputs(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON schema that the text must fit; it is always enforced, whatever `strict` says."""
+    """A JSON schema for the text. It is always enforced; `strict` has no effect."""
 
     harmless = frozenset({"name", "description", "strict"})
     schema_: Any = Field(default=None, alias="schema")
 
 
 class ResponseFormat(Body):
-    """OpenAI's way to constrain the text. `schema`: llama.cpp's and Together's place of the schema."""
+    """OpenAI's constraint of the text. `schema` is where llama.cpp and Together put the schema."""
 
     harmless = frozenset({"name", "description", "strict"})
     type: Literal["text", "json_object", "json_schema"]
@@ -142,19 +141,19 @@ class ResponseFormat(Body):
 
     @property
     def schema_given(self) -> Any:
-        """The schema at either place; None without one."""
+        """The schema of `json_schema`, else of `schema`; None without one."""
         inner = self.json_schema.schema_ if self.json_schema is not None else None
         return self.schema_ if inner is None else inner
 
     @model_validator(mode="after")
     def _fits_type(self) -> Self:
         if self.type == "text" and self.schema_given is not None:
-            raise ValueError("it has a schema, but its type is text: the type is json_schema")
+            raise ValueError("it has a schema, but its type is text: set type to json_schema")
         return self
 
 
 def _bias_of(value: Any) -> Any:
-    """Checked here, since pydantic would complain about every member."""
+    """Check logit_bias here, since Pydantic would report an error for every member."""
     if not isinstance(value, dict):
         raise ValueError("it must be an object: token id -> number")
     if len(value) > limits.LOGIT_BIAS:
@@ -172,11 +171,11 @@ LIST_TYPES: Mapping[str, Any] = {
     "allowed_token_ids": Annotated[Many[StrictInt], Field(max_length=limits.VALUES)],
     "logit_bias": Annotated[dict[str, Number], BeforeValidator(_bias_of), Field(max_length=limits.LOGIT_BIAS)],
 }
-"""Types of the sampling parameters that hold several values, with the most that a request may send."""
+"""Types, with maximum lengths, of the sampling parameters that are lists or objects."""
 
 
 def bounds(name: str) -> Any:
-    """The range of a sampling parameter, for OpenAPI only: SamplingParams checks it."""
+    """A Field with the range of a sampling parameter, for OpenAPI only: SamplingParams checks the range."""
     row = parameters()[name]
     limits_of = {"minimum": row.low if row.http_low is None else row.http_low, "maximum": row.high}
     shown: dict[str, Any] = {word: limit for word, limit in limits_of.items() if not math.isinf(limit)}
@@ -184,7 +183,7 @@ def bounds(name: str) -> Any:
 
 
 def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
-    """`base` with a field for each sampling parameter of `names` (parameter -> name of the field)."""
+    """A subclass of `base` with a field for each sampling parameter of `names` (parameter -> name of the field)."""
     members: dict[str, Any] = {}
     for name, member in names.items():
         row = parameters()[name]
@@ -199,13 +198,13 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
 
 
 class Common(with_sampling(Body, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
-    """What both kinds of requests take. `logprobs` has a type of its own in each."""
+    """Fields of both chat and completion requests. `logprobs` is declared in each, with different types."""
 
-    _left_out: list[str] = PrivateAttr(default_factory=list)  # members of a translated body without effect
+    _left_out: list[str] = PrivateAttr(default_factory=list)  # ignored members of the body that was translated to this
     model: StrictStr | None = Field(default=None, description="One of the names of /v1/models.")
     include_stop_str_in_output: StrictBool = False
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = Field(
-        default=None, description="Only the last so many tokens of the prompt are read; -1: as many as fit."
+        default=None, description="Keep only this many tokens, the last ones, of the prompt; -1: as many as fit."
     )
     skip_special_tokens: StrictBool = True
     return_tokens_as_token_ids: StrictBool | None = False
@@ -220,17 +219,18 @@ class Common(with_sampling(Body, {name: name for name in parameters() if name !=
     guided_choice: Annotated[Many[StrictStr], Field(max_length=limits.CHOICES)] | None = None
     guided_grammar: StrictStr | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)] | None = Field(
-        default=None, description="Prefixes are found in the cache by requests of the same salt only."
+        default=None, description="The prefix cache is shared only between requests with the same salt."
     )
     priority: Annotated[StrictInt, Field(ge=-limits.PRIORITY, le=limits.PRIORITY)] | None = Field(
-        default=None, description="Lower runs earlier. With an API key: not earlier than the key may."
+        default=None, description="Lower runs earlier. API keys have a lowest priority that they may ask for."
     )
     user: StrictStr | None = None
-    store: StrictBool | None = Field(default=None, description="false: a server that records (--record) leaves it out.")
+    store: StrictBool | None = Field(default=None, description="false: a server with --record does not record it.")
 
 
 def kind_of_prompt(value: Any) -> str | None:
-    """The member of Texts for a prompt, by its first element: a union would report errors of every member."""
+    """The tag of the member of Texts that a prompt's first element selects; without tags Pydantic would report the
+    errors of every member. None: no member."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -249,7 +249,7 @@ Texts = Annotated[
         custom_error_type="texts",
         custom_error_message="it must be a text, a list of texts, token ids, or a list of lists of token ids",
     ),
-    Field(description="A text, several, token ids, or several lists of them."),
+    Field(description="A text, a list of texts, token ids, or a list of lists of token ids."),
 ]
 
 
@@ -265,7 +265,7 @@ class CompletionRequest(Common):
 
 
 class ContentPart(Body):
-    """A part of a message; text is all that these models read."""
+    """A part of a message. Only parts of type text are supported."""
 
     harmless = frozenset({"annotations"})
     type: Name
@@ -273,7 +273,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One turn of a conversation. Chat templates read other members, too."""
+    """One turn of a conversation. Undeclared members are passed to the chat template."""
 
     harmless = frozenset({
         "name", "tool_call_id", "tool_name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations",
@@ -313,7 +313,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool of a request. Only functions are told to the model; tools that a server would run are left out."""
+    """A tool of a request. Only functions are shown to the model; tools that the server would run are ignored."""
 
     type: Name = "function"
     function: Function | None = None
@@ -325,7 +325,7 @@ class Tool(Body):
         return self
 
     def unknown_here(self, place: str) -> Iterator[str]:
-        """A tool that is left out is named by its type."""
+        """Ignored members; an ignored tool is named by its type."""
         if self.type != "function":
             return iter((place + self.type,))
         return super().unknown_here(place)
@@ -343,12 +343,12 @@ class ChatRequest(Common):
     parallel_tool_calls: StrictBool | None = True
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = Field(
-        default=False, description="Go on in the last message (with add_generation_prompt false)."
+        default=False, description="Continue the last message (with add_generation_prompt false)."
     )
     add_special_tokens: StrictBool = False
     echo: StrictBool | None = False
     documents: Annotated[Many[dict[str, Any]], Field(max_length=limits.MESSAGES)] | None = None
-    reasoning_effort: Name | None = Field(default=None, description="For templates that read it.")
+    reasoning_effort: Name | None = Field(default=None, description="Passed to the chat template; not all read it.")
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: StrictBool = True
 
@@ -378,7 +378,7 @@ HARMLESS = frozenset({
     "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "user",
     "prediction", "cache_prompt", "request_id", "keep_alive", "rid", "id_slot", "separate_reasoning",
 })  # fmt: skip
-"""Fields that change no text: bookkeeping, or hints for speed."""
+"""Fields that are ignored without a report, since they do not change the text: bookkeeping, or hints for speed."""
 _NUMBERS = ", ".join(row.name for row in parameters().values() if row.kind == "number")
 _OTHER_SAMPLER = f"this server has {_NUMBERS} and top_k"
 REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
@@ -412,14 +412,14 @@ REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "this server reads text only": {"mm_processor_kwargs": ({},)},
     "this server has one model": {"lora_path": ()},
 }  # fmt: skip
-"""Fields of other servers that would change the text: hint -> field -> values that mean nothing, as null does."""
+"""Fields of other servers that would change the text: hint -> field -> values that, like null, change nothing."""
 REFUSED = {name: (nothing, hint) for hint, names in REFUSED_BY_HINT.items() for name, nothing in names.items()}
 _logged: set[str] = set()
 
 
 def ignored_fields_header(body: Body) -> dict[str, str]:
-    """The response header that names the fields of a body that are ignored; empty without such fields. Raises BodyError
-    for fields that must not be ignored."""
+    """The response header X-Ignored-Fields, which names the ignored fields of a body; {} if there are none. Raises
+    BodyError for refused fields."""
     unknown = list(dict.fromkeys([*getattr(body, "_left_out", ()), *body.unknown_members()]))
     for name, value in (body.model_extra or {}).items():
         if name in HARMLESS or value is None:
@@ -433,6 +433,6 @@ def ignored_fields_header(body: Body) -> dict[str, str]:
     for name in unknown[:20]:
         if name not in _logged and len(_logged) < 1000:
             _logged.add(name)
-            log.warning("a request has a field without effect here, which is ignored: %r", limits.shortened(name))
+            log.warning("a request has a field that this server ignores: %r", limits.shortened(name))
     shown = [name for name in unknown if name.isascii() and name.isprintable() and len(name) <= limits.QUOTED]
     return {"X-Ignored-Fields": ", ".join(shown[:20]) or str(len(unknown))} if unknown else {}

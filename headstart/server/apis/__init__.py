@@ -1,2 +1,2 @@
-"""APIs beside OpenAI's completions. Each is a translation: its body to the one of /v1/chat/completions, and what comes
-back to its own objects. Nothing here prepares, runs or limits a request by itself."""
+"""One module for each HTTP API. APIs other than OpenAI's completions translate their bodies to chat or completion
+requests, and render the generation in their own format. pipeline.py prepares, runs and limits all requests."""

@@ -17,8 +17,8 @@ Model = TypeVar("Model", bound=Common)
 
 
 def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
-    """The chat (or raw completion) request for a body. `given`: its members in the words of that request; members that
-    the body's API does not have (`seed`, `guided_json`, ...) are taken as they are. Raises BodyError."""
+    """The chat or completion request of class `model` for a body of another API. `given`: the body's members under the
+    names of that request. Members that the body's API does not declare (`seed`, ...) are copied. Raises BodyError."""
     set_members = {name: value for name, value in given.items() if value is not None}
     made = validate({**(body.model_extra or {}), "stream_options": None, **set_members}, model)
     made._left_out = list(body.unknown_members())
@@ -26,7 +26,8 @@ def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
 
 
 def refuse(body: Body, unsupported: Mapping[str, tuple[tuple[Any, ...], str]], ignored: frozenset[str]) -> None:
-    """Remove ignored members of a body. Raises BodyError for an unsupported one (name -> neutral values, hint)."""
+    """Remove `ignored` and `unsupported` members of a body. `unsupported`: name -> values that change nothing, and a
+    hint. Raises BodyError for an unsupported member with any other value."""
     extra = body.model_extra or {}
     for name, (nothing, hint) in unsupported.items():
         if extra.get(name) is not None and extra[name] not in nothing:
@@ -47,7 +48,7 @@ class ResponseBlock:
 
     @property
     def arguments(self) -> Any:
-        """The arguments of a call, an object."""
+        """The arguments of a call as an object."""
         return call_arguments(self.text)
 
 
@@ -62,7 +63,7 @@ class BlockChange:
 
 
 class BlockBuilder:
-    """Builds blocks while a response grows. White space alone between two blocks is left out."""
+    """Builds blocks while a response grows. Text between two blocks that is only white space is dropped."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.blocks: list[ResponseBlock] = []
@@ -71,7 +72,7 @@ class BlockBuilder:
         self._held: tuple[BlockKind, str] = ("text", "")  # white space that may be the beginning of a block
 
     def push(self, step: ChoiceStep) -> Iterator[BlockChange]:
-        """Changes of the blocks by one step."""
+        """Add a step; yields the resulting changes of blocks."""
         plain: list[Event] = [Content(step.text)] if step.text else []
         for event in plain if step.choice.parser is None else step.events:
             if isinstance(event, ToolCall):
@@ -83,7 +84,7 @@ class BlockBuilder:
                 yield from self._add_text("reasoning" if isinstance(event, Reasoning) else "text", event.text)
 
     def finish(self) -> Iterator[BlockChange]:
-        """A response of white space alone is one block of it."""
+        """Close the last block. A response that is only white space becomes one block."""
         kind, text = self._held
         if text and not self.blocks:
             yield from self._begin(kind)
@@ -119,7 +120,7 @@ class BlockBuilder:
 
 
 class BlockRenderer(ResponseRenderer):
-    """Base of the renderers of one choice in blocks."""
+    """Base of the renderers that present their one choice as blocks."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
@@ -163,11 +164,11 @@ class BlockRenderer(ResponseRenderer):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of the reasoning, counted by encoding its text."""
+        """Number of reasoning tokens, counted by encoding the reasoning text again."""
         text = self._builder.text_of("reasoning")
         return len(self.generation.tokenizer.encode(text, parse_special=False)) if text else 0
 
     @property
     def is_truncated(self) -> bool:
-        """Did the text end at a limit of its length?"""
+        """Whether the text ended at its maximum length."""
         return self.choice.finish_reason == "length"

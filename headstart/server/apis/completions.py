@@ -1,4 +1,4 @@
-"""OpenAI's completions and chat completions: responses, whole or as chunks of a stream."""
+"""OpenAI's completions and chat completions: endpoints, and responses as a whole or as chunks of a stream."""
 
 import json
 from abc import abstractmethod
@@ -24,7 +24,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Usage(ResponseModel):
-    """Tokens, the seed that repeats the text, and what drafting did."""
+    """Token counts, the seed that reproduces the text, and the drafting statistics."""
 
     prompt_tokens: int = Field(ge=0)
     completion_tokens: int = Field(ge=0)
@@ -34,7 +34,7 @@ class Usage(ResponseModel):
 
 
 class DraftedToken(ResponseModel):
-    """A token of a pass. `score`: how sure its drafter was, 0 to 1, in its own measure; null where it cannot say."""
+    """A drafted token of a pass. `score`: the drafter's confidence from 0 to 1, on its own scale; null if unknown."""
 
     id: int
     text: str
@@ -42,15 +42,15 @@ class DraftedToken(ResponseModel):
 
 
 class PassToken(DraftedToken):
-    """A token of the text; one that was not drafted has no score. Joined, their texts are the choice's before stop
-    strings and parsers."""
+    """An output token of a pass; its `score` is null if it was not drafted. The joined texts are the choice's text
+    before stop strings and parsers are applied."""
 
     accepted: bool
 
 
 class PassReport(ResponseModel):
-    """What one pass of the model gave, in chunks only. `drafter`: who made its draft, null without one; `drafted` and
-    `accepted` are what `usage.speculation` adds up: the text may end before an accepted token."""
+    """One pass of the model, in chunks only. `drafter` is null without a draft. `drafted` and `accepted` add up to the
+    counts of `usage.speculation`; `tokens` may have fewer accepted tokens, if the text ends before them."""
 
     drafter: str | None
     drafted: int = Field(ge=0)
@@ -60,7 +60,7 @@ class PassReport(ResponseModel):
 
 
 class TextChoice(ResponseModel):
-    """One text."""
+    """One output of a completion."""
 
     index: int = Field(ge=0)
     text: str
@@ -70,7 +70,7 @@ class TextChoice(ResponseModel):
 
 
 class TextCompletion(ResponseModel):
-    """Of /v1/completions; a stream's chunks have the same choices in pieces."""
+    """Response of /v1/completions. A stream's chunks have the same shape, with a piece of the text each."""
 
     id: str
     object: Literal["text_completion"]
@@ -81,7 +81,7 @@ class TextCompletion(ResponseModel):
 
 
 class ChatMessage(ResponseModel):
-    """The assistant's turn."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -91,7 +91,7 @@ class ChatMessage(ResponseModel):
 
 
 class ChatChoice(ResponseModel):
-    """One turn."""
+    """One output of a chat completion."""
 
     index: int = Field(ge=0)
     message: ChatMessage
@@ -101,7 +101,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletion(ResponseModel):
-    """Of /v1/chat/completions; a stream's chunks have a delta in place of the message."""
+    """Response of /v1/chat/completions. A stream's chunks have `delta` in place of `message`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -111,11 +111,11 @@ class ChatCompletion(ResponseModel):
     usage: Usage
 
 
-MANY_LOGPROBS = 2000  # logprobs of a prompt, above which a chunk is built in another thread
+MANY_LOGPROBS = 2000  # a chunk with more prompt logprobs is built in a worker thread
 
 
 class OpenAIRenderer(ResponseRenderer):
-    """What both kinds share: server-sent events without names, the objects around choices, logprobs and token ids."""
+    """Shared by both APIs: server-sent events without names, the objects around choices, logprobs and token ids."""
 
     end = "data: [DONE]\n\n"
     id_prefix: str
@@ -137,8 +137,8 @@ class OpenAIRenderer(ResponseRenderer):
         return carries_prompt and len(step.choice.prompt_logprobs) > MANY_LOGPROBS
 
     def render(self, step: ChoiceStep) -> list[str]:
-        """The split into chunks does not depend on how the prompt was computed: no chunk of a choice leaves before the
-        prompt's logprobs are known, if they are in the response."""
+        """The chunks for a step. If the response has prompt logprobs, a choice's chunks wait until these are complete,
+        so that the split into chunks does not depend on how the prompt was computed."""
         ready, choice = [step], step.choice
         if self._options.needs_prompt_logprobs and not choice.has_begun:
             self._held.setdefault(choice.index, ChoiceStep(choice, "", [], [], None)).extend(step)
@@ -169,7 +169,7 @@ class OpenAIRenderer(ResponseRenderer):
 
     @abstractmethod
     def _choice_chunks(self, step: ChoiceStep) -> list[Json]:
-        """Choices of a stream's chunks."""
+        """The choice object of each chunk for this step."""
 
     def _extras(self, step: ChoiceStep, *, is_first: bool) -> Json:
         document = self._ids(step.choice, step.token_ids, is_first=is_first)
@@ -186,7 +186,8 @@ class OpenAIRenderer(ResponseRenderer):
         return document
 
     def _logprobs_of_prompt(self, first: GeneratedChoice) -> RawJson:
-        """vLLM's shape: token id -> its logprob and text, the token itself first. Built once for all choices."""
+        """The `prompt_logprobs` list in vLLM's shape: per token an object of token id -> logprob and text, the prompt's
+        own token first. Built once for all choices of a prompt."""
         if first.index not in self._prompt_logprobs:
             text = self._tokenizer.token_text
             pieces = ["null"]
@@ -226,11 +227,11 @@ class CompletionRenderer(OpenAIRenderer):
         return [_choice(choice, {"text": text}, shown, step.finish_reason) | extras]
 
     def _echoed_logprobs(self, choice: GeneratedChoice) -> list[TokenLogprob | None]:
-        """Logprobs of the prompt's tokens; the first token has none."""
+        """Logprobs of the echoed prompt's tokens (None for the first token); empty without echo or logprobs."""
         return [None, *choice.prompt_logprobs] if self._options.echo and self._options.logprobs else []
 
     def _logprobs(self, choice: GeneratedChoice, entries: Seq[TokenLogprob | None]) -> Json:
-        """None stands for the prompt's first token. Offsets go on from chunk to chunk."""
+        """The `logprobs` object. None stands for the prompt's first token. Text offsets continue over all chunks."""
         tokens, values, tops, offsets = list[str](), list[float | None](), list[Json | None](), list[int]()
         for entry in entries:
             token = entry.token if entry else choice.choice.request.prompt_ids[0]
@@ -242,8 +243,8 @@ class CompletionRenderer(OpenAIRenderer):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top_logprobs(self, entry: TokenLogprob) -> Json:
-        """The most likely tokens, and the token itself."""
-        top = {self._token_name(token): value for token, value in reversed(entry.top)}  # of equal texts the likeliest
+        """Logprobs by token text: the most likely tokens, and the token itself."""
+        top = {self._token_name(token): value for token, value in reversed(entry.top)}  # equal texts: the likeliest
         return {**dict(reversed(top.items())), self._token_name(entry.token): entry.logprob}
 
 
@@ -290,7 +291,7 @@ class ChatRenderer(OpenAIRenderer):
         logprobs = choice.take_logprobs() if self._options.logprobs else []
         extras = self._extras(step, is_first=is_first)
         has_more = step.finish_reason or logprobs or any(extras.values())
-        if has_more and (not deltas or "role" in deltas[-1]):  # the rest goes with text, not with the role
+        if has_more and (not deltas or "role" in deltas[-1]):  # the role's chunk carries nothing else
             deltas.append({})
         choices = [_choice(choice, {"delta": delta}, None, None) for delta in deltas]
         if choices:
@@ -331,13 +332,13 @@ def _choice(choice: GeneratedChoice, content: Json, logprobs: Json | None, finis
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names that clients read: DeepSeek's, and the newer one of vLLM and OpenRouter."""
+    """Reasoning under both names that clients read: DeepSeek's, and the newer one of vLLM and OpenRouter."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 @router.post("/v1/completions", responses=ERRORS, response_model=TextCompletion)
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    """Continue a text, or several."""
+    """Continue one or several texts."""
     return await respond(request, body, CompletionRenderer)
 
 

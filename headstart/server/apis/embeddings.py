@@ -1,7 +1,8 @@
 """Embeddings of texts: OpenAI's /v1/embeddings, Ollama's /api/embed and /api/embeddings.
 
 An embedding is the mean of the trunk's hidden states after the final norm over all tokens of a text, normalized to
-length 1. The trunk was trained to continue texts, not to compare them: good for clusters and rough search.
+length 1. The trunk was trained to continue texts, not to compare them, so embeddings only suit clustering and rough
+search.
 """
 
 import base64
@@ -35,7 +36,7 @@ from headstart.server.schema import Body, ResponseModel, Texts, ignored_fields_h
 
 router = APIRouter(route_class=CheckedRoute)
 POOLING = "mean"
-MAX_IN_ENGINE = 16  # texts of one request in the engine at a time, so that a large request leaves places for others
+MAX_IN_ENGINE = 16  # texts of one request in the engine at a time, so that other requests find queue places
 Text = str | list[int]
 Vectors = NDArray[np.float32]
 
@@ -46,12 +47,12 @@ class EmbeddingRequest(Body):
     model: StrictStr | None = None
     input: Texts
     encoding_format: Literal["float", "base64"] | None = "float"
-    dimensions: StrictInt | None = Field(default=None, description="No other than the model's.")
+    dimensions: StrictInt | None = Field(default=None, description="Must be the model's hidden size if given.")
     user: StrictStr | None = None
 
 
 class Embedding(ResponseModel):
-    """Embedding of one text: numbers, or the base64 of their float32 bytes."""
+    """Embedding of one text: a list of numbers, or base64 of little-endian float32 bytes."""
 
     object: Literal["embedding"]
     index: int = Field(ge=0)
@@ -99,7 +100,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 @router.post("/api/embed", responses=OLLAMA_ERRORS, response_model=OllamaEmbeddings)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
-    """The same in Ollama's shape; texts that are too long are cut, unless `truncate` is false."""
+    """Embeddings in Ollama's shape. Texts that are too long are truncated, unless `truncate` is false."""
     begun = time.perf_counter()
     served, cut = await pipeline.find_model(request, body.model, keep_alive_of(body)), body.truncate is not False
     if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=cut)) is None:
@@ -114,7 +115,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 
 @router.post("/api/embeddings", responses=OLLAMA_ERRORS)
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
-    """Of one text; Ollama's older endpoint."""
+    """The embedding of one text; Ollama's older endpoint."""
     served = await pipeline.find_model(request, body.model, keep_alive_of(body))
     if served is None or (found := await _embed(request, served, body.prompt, None, cut=True)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
@@ -124,7 +125,8 @@ async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
 async def _embed(
     request: Request, served: ServedModel, given: str | list[Any], dimensions: int | None, *, cut: bool
 ) -> tuple[list[Vectors], int] | None:
-    """Vectors of texts, and the number of tokens; None where the client has gone. `cut`: texts may be too long."""
+    """Vectors of the texts and the number of their tokens; None if the client has disconnected. `cut`: truncate texts
+    that are too long. Raises UsageError and CapacityError."""
     size = served.llm.model.config.hidden_size
     if dimensions not in (None, size):
         raise UsageError(f"dimensions is {dimensions}, but embeddings of this model have {size}", "leave it out")
@@ -145,7 +147,7 @@ async def _embed(
 
 
 def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account) -> list[EngineRequest]:
-    """One for each text. Such a request ends with its prompt."""
+    """An engine request for each text. It ends after its prompt, without output tokens."""
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     requests = []
     for text in texts:

@@ -25,11 +25,11 @@ router = APIRouter(route_class=CheckedRoute)
 IGNORED = frozenset({
     "cache_control", "context_management", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id",
 })  # fmt: skip
-"""Members without effect on the text: caching, place and speed of a request, clearing of long conversations."""
+"""Ignored members, without effect on the text: caching, place and speed of a request, clearing of conversations."""
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "leave it out"), "mcp_servers": (([],), "leave it out"),
 }  # fmt: skip
-"""Unsupported members -> neutral values, and what to do instead."""
+"""Unsupported member -> values that change nothing, and what to do instead."""
 
 
 class MessageBlock(schema.Body):
@@ -57,7 +57,7 @@ class Turn(schema.Body):
 
 
 class MessagesTool(schema.Body):
-    """A tool of the client; those that Anthropic runs itself are left out."""
+    """A tool of the client. Tools that Anthropic's own servers run are ignored."""
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
     type: schema.Name | None = None
@@ -74,7 +74,7 @@ class ToolChoice(schema.Body):
 
 
 class Thinking(schema.Body):
-    """Whether the model thinks, where its template has a switch. `budget_tokens` has no effect."""
+    """Whether the model thinks, if its chat template has a switch. `budget_tokens` has no effect."""
 
     type: schema.Name
 
@@ -87,7 +87,7 @@ class OutputFormat(schema.Body):
 
 
 class OutputConfig(schema.Body):
-    """What the text must be, and an effort for templates that read one."""
+    """A constraint of the text, and an effort that is passed to the chat template."""
 
     format: OutputFormat | None = None
     effort: schema.Name | None = None
@@ -114,7 +114,7 @@ class MessagesRequest(schema.with_sampling(CountRequest, names_in("anthropic")))
 
 
 def chat_of(body: CountRequest) -> schema.ChatRequest:
-    """The chat request for a body. Raises BodyError for what this server does not have."""
+    """The chat request for a body. Raises BodyError for unsupported members."""
     refuse(body, REFUSED, IGNORED)
     messages = list(_messages(body))
     prefilled = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
@@ -167,7 +167,7 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
 
 
 def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
-    """The results of tools become messages of their own."""
+    """The chat messages of a user's turn: one for each tool result, then one for the text."""
     text, has_text = "", False
     for number, part in enumerate(parts):
         if part.type == "tool_result":
@@ -188,7 +188,7 @@ def _text(content: str | list[MessageBlock], place: str) -> str:
 def _text_of(part: MessageBlock, place: str) -> str:
     if part.type != "text":
         shown = limits.shortened(part.type)
-        raise BodyError(f"{place}: a block of type {shown!r} stands where only text is read", place, "send its text")
+        raise BodyError(f"{place}: a block of type {shown!r} is not supported here", place, "send its text")
     return part.text or ""
 
 
@@ -215,21 +215,21 @@ PATH = "/v1/messages"
 
 
 class MessagesFault(schema.ResponseModel):
-    """Message and kind of an error."""
+    """Type and message of an error."""
 
     type: str
     message: str
 
 
 class MessagesError(schema.ResponseModel):
-    """Anthropic's shape of every error."""
+    """Anthropic's error response."""
 
     type: Literal["error"]
     error: MessagesFault
 
 
 class MessageUsage(schema.ResponseModel):
-    """Token counts. `input_tokens` leaves out the prompt's cached tokens."""
+    """Token counts. `input_tokens` excludes the prompt's cached tokens."""
 
     input_tokens: int = Field(ge=0)
     cache_read_input_tokens: int = Field(ge=0)
@@ -277,7 +277,7 @@ def _counted(served: ServedModel, body: CountRequest) -> bytes:
 
 
 class MessagesRenderer(BlockRenderer):
-    """A message, or the events that build it."""
+    """Renders an Anthropic message, or the stream events that build it."""
 
     def block_document(self) -> Json:
         return {**self._head([_content(block) for block in self.blocks]), **self._stop(), "usage": self._usage()}
@@ -327,7 +327,7 @@ class MessagesRenderer(BlockRenderer):
         return {"stop_reason": reasons[self.choice.finish_reason or "stop"], "stop_sequence": stop}
 
     def _usage(self) -> Json:
-        """Anthropic's input_tokens leave out cached tokens."""
+        """Anthropic's usage, where input_tokens excludes cached tokens."""
         usage = self.generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

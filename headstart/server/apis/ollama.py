@@ -35,13 +35,13 @@ router = APIRouter(route_class=CheckedRoute)
 Number = StrictInt | StrictFloat
 Texts = StrictStr | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS)]
 RENAMED = {option: name for name, option in names_in("ollama").items()}
-"""Options -> sampling parameters of another name; other options have the same name, or none."""
+"""Option -> sampling parameter, where their names differ."""
 IGNORED_OPTIONS = frozenset({
     "numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
     "use_mlock", "embedding_only", "num_thread", "num_keep", "repeat_last_n", "mirostat_tau", "mirostat_eta",
     "penalize_newline",
 })  # fmt: skip
-"""Options without effect: how a model is loaded, and samplers that are off."""
+"""Ignored options: how a model is loaded, and settings of samplers that are off."""
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), "/v1/chat/completions has logprobs"),
     "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
@@ -50,12 +50,12 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "images": (([],), "this model reads text only"),
     "context": (([],), "send the conversation to /api/chat"),
 }
-"""Unsupported members -> neutral values, and what to do instead."""
-ENDLESS = 2**31 - 1  # num_predict of raw prompts without one: up to the end of the text or of the context
+"""Unsupported member -> values that change nothing, and what to do instead."""
+ENDLESS = 2**31 - 1  # default num_predict of raw prompts: up to the end of the text or of the context
 
 
 class OllamaFunction(Body):
-    """A call's function; its arguments are an object."""
+    """The function of a tool call. Unlike OpenAI's, its arguments are an object."""
 
     harmless = frozenset({"index", "description"})
     name: StrictStr
@@ -63,7 +63,7 @@ class OllamaFunction(Body):
 
 
 class OllamaCall(Body):
-    """A call that the model has made."""
+    """A tool call of an earlier turn."""
 
     harmless = frozenset({"id", "type"})
     function: OllamaFunction
@@ -86,12 +86,12 @@ class OllamaModelRequest(Body):
 
     model: StrictStr
     keep_alive: Number | StrictStr | None = Field(
-        default=None, description="How long the model stays in memory without requests, on servers of several models."
+        default=None, description="On servers of several models: how long the model stays in memory without requests."
     )
 
 
 class OllamaRequest(OllamaModelRequest):
-    """Members of chats and generations."""
+    """Members of /api/chat and /api/generate."""
 
     stream: StrictBool | None = True
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -157,14 +157,14 @@ def keep_alive_of(body: OllamaModelRequest) -> KeepAlive | None:
 
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:
-    """The chat request for a body. Raises BodyError for what this server does not have."""
+    """The chat request for a body. Raises BodyError for unsupported members."""
     messages = list(_messages(body.messages or ()))
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     return as_body(body, {**_shared_members(body), "messages": messages, "tools": tools or None}, ChatRequest)
 
 
 def prompt_of(body: GenerateRequest) -> ChatRequest | CompletionRequest:
-    """The request for a body. Raises BodyError for what this server does not have."""
+    """The completion request for a raw prompt, else the chat request. Raises BodyError for unsupported members."""
     shared = _shared_members(body)
     if body.raw:
         if body.system:
@@ -189,9 +189,9 @@ def _shared_members(body: OllamaRequest) -> Json:
 
 
 def _options(given: Mapping[str, Any]) -> Json:
-    """Options by the names of chat completions, where unknown ones are refused or reported."""
+    """Options under the names of chat completions. The chat request refuses or reports unknown ones."""
     options = {RENAMED.get(name, name): value for name, value in given.items() if name not in IGNORED_OPTIONS}
-    for name, least in (("max_tokens", 1), ("seed", 0)):  # below: no limit, any seed
+    for name, least in (("max_tokens", 1), ("seed", 0)):  # lower values mean no limit, and a random seed
         if type(value := options.get(name)) is int and value < least:
             del options[name]
     return options
@@ -214,12 +214,12 @@ def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
         }
 
 
-OLLAMA_VERSION = "0.12.0"  # version of Ollama whose API this is; clients check it before they use newer features
-NEVER = "2318-01-01T00:00:00+00:00"  # expiry date of a model that stays; clients want a date
+OLLAMA_VERSION = "0.12.0"  # version of the supported API; clients check it before they use newer features
+NEVER = "2318-01-01T00:00:00+00:00"  # expiry date of a model that is never unloaded; clients need a date
 
 
 class OllamaError(ResponseModel):
-    """Ollama's shape of every error."""
+    """Ollama's error response."""
 
     error: str
 
@@ -237,13 +237,13 @@ class OllamaAnswer(ResponseModel):
 
 
 class OllamaChat(OllamaAnswer):
-    """Response of /api/chat; a stream has it in pieces, a line each."""
+    """Response of /api/chat. A stream has one such line for each piece."""
 
     message: dict[str, Any]
 
 
 class OllamaGeneration(OllamaAnswer):
-    """Response of /api/generate; a stream has it in pieces, a line each."""
+    """Response of /api/generate. A stream has one such line for each piece."""
 
     response: str
 
@@ -292,7 +292,7 @@ async def tags(request: Request) -> Json:
 
 @router.get("/api/ps", response_model=OllamaModels)
 async def ps(request: Request) -> Json:
-    """The models in memory, and when they leave it."""
+    """The models in memory, and the times when they are unloaded."""
     found: list[Json] = []
     for slot in state_of(request).models.slots:
         if slot.served is not None:
@@ -315,7 +315,7 @@ async def show(body: ShowRequest, request: Request) -> Response:
 
 @router.post("/api/pull", responses=ERRORS)
 async def pull(body: PullRequest, request: Request) -> Response:
-    """Download a model of this server, if it is not here yet. Models of other names are refused."""
+    """Download a model of this server if its files are missing. Models that this server does not have are refused."""
     slot = state_of(request).models.find(body.model)
     await run_sync(_download, slot)
     done = [{"status": "pulling manifest"}, {"status": "success"}]
@@ -325,7 +325,7 @@ async def pull(body: PullRequest, request: Request) -> Response:
 
 
 def _download(slot: ModelSlot) -> None:
-    """Raises UsageError if the download fails."""
+    """Download a model's files unless it is in memory. Raises UsageError if the download fails."""
     if slot.served is None:
         hub.resolve(slot.spec.path)
 
@@ -337,7 +337,7 @@ async def version() -> dict[str, str]:
 
 
 class OllamaChatRenderer(BlockRenderer):
-    """Lines of JSON, or one document."""
+    """Renders a chat response as one document, or as a stream of JSON lines."""
 
     media_type = "application/x-ndjson"
 
@@ -345,7 +345,7 @@ class OllamaChatRenderer(BlockRenderer):
         return self._document(self._message(self.blocks), self._end())
 
     def render_change(self, change: BlockChange) -> Iterator[str]:
-        """Text is sent as it grows, a call when it is complete."""
+        """Lines for a change: text is sent as it grows, a call when it is complete."""
         block, is_call = change.block, change.block.kind == "call"
         if change.what == "more" and not is_call:
             yield self._line([ResponseBlock(block.kind, block.index, text=change.text)], {"done": False})
@@ -384,7 +384,7 @@ class OllamaChatRenderer(BlockRenderer):
 
 
 class OllamaGenerateRenderer(OllamaChatRenderer):
-    """The text under `response`."""
+    """Renders the response of /api/generate, which has the text as `response`."""
 
     def _message(self, blocks: list[ResponseBlock]) -> Json:
         texts = _texts(blocks)
@@ -439,7 +439,8 @@ def _description(slot: ModelSlot, name: str) -> Json:
 
 
 def _details(checkpoint: Checkpoint | None) -> Json:
-    """`digest`: of names, types and shapes of all tensors, not of a file. Empty for a model that is not here."""
+    """Size, date and format of a model; empty values if its files are not on this machine. `digest` is a hash over
+    names, types and shapes of all tensors, not over a file."""
     tensors = list(checkpoint.tensors.values()) if checkpoint else []
     family = str(checkpoint.config.get("model_type", "")) if checkpoint else ""
     table = "\n".join(sorted(f"{each.name} {each.dtype} {each.shape}" for each in tensors))

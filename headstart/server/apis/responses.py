@@ -32,13 +32,13 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moderation": ((), "leave it out"),
     "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
 }
-"""Unsupported members -> neutral values, and what to do instead."""
+"""Unsupported member -> values that change nothing, and what to do instead."""
 IGNORED = frozenset({
     "access_programs", "background_options", "image", "max_tool_calls", "metadata", "prompt_cache_options", "include",
     "stream_options", "store",
 })  # fmt: skip
-"""Members without effect on the text; `include` asks for parts of tools that OpenAI runs, and for reasoning."""
-LOGPROBS = "message.output_text.logprobs"
+"""Ignored members, without effect on the text. `include` asks for output of OpenAI's own tools and for reasoning."""
+LOGPROBS = "message.output_text.logprobs"  # value of `include` that is refused
 
 
 class InputPart(Body):
@@ -80,7 +80,7 @@ class FunctionChoice(Body):
 
 
 class TextFormat(Body):
-    """What the text must be."""
+    """A constraint of the text."""
 
     harmless = frozenset({"description", "strict"})
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -89,14 +89,14 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """What the text must be. `verbosity`: as in chat completions."""
+    """A constraint of the text. `verbosity`: as in chat completions."""
 
     format: TextFormat | None = None
     verbosity: Name | None = None
 
 
 class ReasoningConfig(Body):
-    """For chat templates that read an effort; `none` switches thinking off."""
+    """An effort that is passed to the chat template; `none` switches thinking off."""
 
     effort: Name | None = None
 
@@ -114,12 +114,12 @@ class ResponsesRequest(with_sampling(Body, names_in("responses"))):  # type: ign
     parallel_tool_calls: StrictBool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    store: StrictBool | None = Field(default=None, description="Nothing is kept; see store of /v1/chat/completions.")
+    store: StrictBool | None = Field(default=None, description="As in /v1/chat/completions. No response is stored.")
     include: Annotated[Many[Name], Field(max_length=limits.NAME)] | None = None
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
-    """The chat request for a body. Raises BodyError for what this server does not have."""
+    """The chat request for a body. Raises BodyError for unsupported members."""
     refuse(body, REFUSED, IGNORED)
     if LOGPROBS in (body.include or ()):
         raise BodyError(f"include: {LOGPROBS} is not supported", "include", REFUSED["top_logprobs"][1])
@@ -154,7 +154,8 @@ def echo_of(body: ResponsesRequest) -> Json:
 
 
 def _messages(body: ResponsesRequest) -> Iterator[Json]:
-    """Joins reasoning, text and calls of one assistant's turn, which are separate items in this API."""
+    """The chat messages of a body. Reasoning, text and calls of one assistant turn, which are separate items in this
+    API, are joined in one message."""
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):
@@ -186,7 +187,8 @@ def _of_assistant(item: InputItem, place: str) -> Json | None:
 
 
 def _begins_a_turn(turn: Json, more: Json) -> bool:
-    """In a turn reasoning comes first; text comes once, and before calls."""
+    """Whether the part `more` begins a new assistant turn. Within a turn, reasoning comes first, then one text, then
+    calls."""
     has_text = bool(turn["content"]) or "tool_calls" in turn
     return has_text and ("reasoning_content" in more or "content" in more)
 
@@ -213,7 +215,7 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
     for part in content:
         if part.text is None:
             shown = limits.shortened(part.type)
-            raise BodyError(f"{place}: a part of type {shown!r} stands where only text is read", place, "send its text")
+            raise BodyError(f"{place}: a part of type {shown!r} is not supported here", place, "send its text")
     return "".join(part.text or "" for part in content)
 
 
@@ -241,11 +243,11 @@ def _format(wanted: TextFormat | None) -> Json | None:
     return {"type": wanted.type, "schema": wanted.schema_}
 
 
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}  # of item ids, by kind of block
 
 
 class ResponseUsage(ResponseModel):
-    """Token counts, the seed, and what drafting did."""
+    """Token counts, the seed that reproduces the text, and the drafting statistics."""
 
     input_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
@@ -255,7 +257,7 @@ class ResponseUsage(ResponseModel):
 
 
 class ResponseAnswer(ResponseModel):
-    """Response of /v1/responses; a stream has it in `response` of its last event."""
+    """Response of /v1/responses. A stream's last event has it as `response`."""
 
     id: str
     object: Literal["response"]
@@ -275,12 +277,12 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
 @router.get("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
 @router.delete("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
 async def response(name: str) -> Response:
-    """No response is stored."""
-    raise UsageError("responses cannot be asked for again", NOT_STORED)
+    """Refuse the request: no response is stored."""
+    raise UsageError("stored responses are not supported", NOT_STORED)
 
 
 class ResponsesRenderer(BlockRenderer):
-    """A response, or the events that build it."""
+    """Renders a response object, or the stream events that build it."""
 
     def __init__(self, echo: Json, generation: Generation) -> None:
         super().__init__(generation)
@@ -312,7 +314,7 @@ class ResponsesRenderer(BlockRenderer):
         return f"event: {kind}\ndata: {dump_json(document)}\n\n"
 
     def block_document(self) -> Json:
-        """Only the last item of a truncated response is incomplete."""
+        """The response object. If it was truncated, its last item has status incomplete."""
         status = "incomplete" if self.is_truncated else "completed"
         output = [_item(block, status if block is self.blocks[-1] else "completed") for block in self.blocks]
         document = self._response(status, output)
@@ -359,7 +361,8 @@ def _part(block: ResponseBlock, text: str) -> Json:
 
 
 def _events(change: BlockChange, status: str) -> Iterator[tuple[str, Json]]:
-    """Events for an item and its one part, which begin, grow and are complete; a call has no part."""
+    """Names and members of the events for a change of an item. Items other than calls have one part, with events of its
+    own. `status`: of a complete item."""
     block = change.block
     item = _item(block, status)
     if change.what == "open":
