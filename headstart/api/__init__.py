@@ -1,4 +1,4 @@
-"""headstart in process: `LLM.generate`, `LLM.chat`, `LLM.stream`, and `AsyncLLM` with the same for asyncio."""
+"""The Python API: `LLM.generate`, `LLM.chat`, `LLM.stream`, and `AsyncLLM` with the same methods for asyncio."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ __all__ = ["LLM", "AsyncLLM", "Choice", "Completion", "Prompt", "Session", "Text
 
 
 def __getattr__(name: str) -> Any:
-    """With asyncio, 20 ms that commands do without."""
+    """Import AsyncLLM at its first use: importing asyncio takes 20 ms, which most commands do not need."""
     if name != "AsyncLLM":
         raise AttributeError(f"module 'headstart.api' has no attribute {name!r}")
     from headstart.api.asynchronous import AsyncLLM

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an LLM for asyncio."""
+"""`AsyncLLM`: `LLM` for asyncio."""
 
 import asyncio
 import os
@@ -21,8 +21,8 @@ from headstart.text.detokenizer import TextOutput
 
 
 class AsyncLLM:
-    """An LLM whose texts are awaited: they run in one batch, in the engine's thread. Arguments and errors are those of
-    `LLM`. A task that is cancelled, or leaves a stream, ends its text.
+    """An LLM with coroutines. All requests run in one batch, in the engine's thread. Arguments and errors are those of
+    `LLM`. Cancelling a task, or leaving a stream early, aborts the request.
 
         async with AsyncLLM() as llm:
             async for piece in llm.stream("Why is the sky blue?"):
@@ -48,7 +48,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Close the LLM (see `LLM.close`) and end its engine thread."""
-        await asyncio.to_thread(self.llm.close)  # texts that still run get their error, so before the thread ends
+        await asyncio.to_thread(self.llm.close)  # first, so that running requests get their error from the thread
         await asyncio.to_thread(self._stop)
 
     async def generate(
@@ -60,7 +60,7 @@ class AsyncLLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Completion:
-        """The completion of one prompt; for several, `asyncio.gather` them."""
+        """The completion of one prompt (see `LLM.generate`). For several prompts use `asyncio.gather`."""
         request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         async with aclosing(self._run(request, continues=raw)) as pieces:
             return gather([piece.completion async for piece in pieces if piece.completion is not None])
@@ -73,7 +73,7 @@ class AsyncLLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Completion:
-        """The answer to one conversation."""
+        """The answer to one conversation (see `LLM.chat`)."""
         return await self.generate(messages, params, depth=depth, constraint=constraint)
 
     async def stream(
@@ -85,7 +85,7 @@ class AsyncLLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> AsyncIterator[TextDelta]:
-        """The text of one prompt as it grows (n = 1)."""
+        """Yield the output of one prompt piece by piece. Raises UsageError for n other than 1."""
         request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         if request.params.n != 1:
             raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
@@ -94,12 +94,12 @@ class AsyncLLM:
                 yield piece
 
     async def _request(self, prompt: Prompt, params: SamplingParams | None, **more: Any) -> Request:
-        """In a thread: chat templates, tokenizing and grammars may take a while."""
+        """`LLM.request` in a thread, since chat templates, tokenizing and grammars may take long."""
         params = params or self.llm.default_params
         return await asyncio.to_thread(partial(self.llm.request, prompt, params, **more))
 
     async def _run(self, request: Request, *, continues: bool) -> AsyncGenerator[TextDelta]:
-        """Pieces of all choices; each choice's last piece has its completion."""
+        """Yield the pieces of all choices. The last piece of each choice has its completion."""
         llm, started = self.llm, time.perf_counter()
         outputs = [TextOutput(llm.tokenizer, request, continues) for _ in range(request.params.n)]
         choices = [Choice(request, output, started, llm.method, llm.load_s) for output in outputs]

@@ -1,4 +1,4 @@
-"""`LLM`: a model with its engine, in process."""
+"""`LLM`: a model with its engine in this process."""
 
 import gc
 import os
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Prompt = str | Seq[int] | Seq[Message]  # a user message (or raw text), token ids, or chat messages
 Constraint = GrammarSpec | Mapping[str, Any] | type
-"""A grammar, a JSON schema, or a pydantic model that the text must fit. Objects of a pydantic model have no other keys
-than its fields, unless its config has extra="allow"."""
+"""A GrammarSpec, a JSON schema, or a Pydantic model class that the text must fit. Objects of a Pydantic model get no
+keys besides its fields, unless its config has extra="allow"."""
 
-JSON_SAFE_BITS = 53  # seeds we draw survive a JSON reader that keeps numbers as doubles
+JSON_SAFE_BITS = 53  # size of drawn seeds: JSON readers that store numbers as doubles keep them exact
 
 
 def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> EngineConfig:
-    """`config` (None: defaults) with other values for some fields. Raises UsageError for an unknown name."""
+    """`config` (None: defaults) with the fields in `options` replaced. Raises UsageError for an unknown field."""
     for name in options:
         if name not in config_fields():
-            hint = did_you_mean(name, config_fields()) or "EngineConfig has them all"
+            hint = did_you_mean(name, config_fields()) or "EngineConfig lists all options"
             raise UsageError(f"LLM has no option {name!r}", hint)
     return replace(config or EngineConfig(), **options)
 
 
 def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
-    """The GrammarSpec of a constraint. Raises UsageError for any other type."""
+    """The GrammarSpec of a constraint. Raises UsageError for a value of another type than Constraint."""
     if constraint is None or isinstance(constraint, GrammarSpec):
         return constraint
     if isinstance(constraint, Mapping):
@@ -61,7 +61,7 @@ def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
 
 
 def _without_extra_keys(schema: Any) -> Any:
-    """A pydantic model's schema in which objects have no other keys than their fields, unless it says otherwise."""
+    """A Pydantic model's schema with `additionalProperties` false where an object schema does not set it."""
     if not isinstance(schema, Mapping):
         return schema
     found = with_subschemas(schema, _without_extra_keys)
@@ -82,7 +82,7 @@ class LLM:
     Threads may share an LLM: their requests run in one batch, and each text is the same as alone.
     model: path, Hub name or alias; None: the default model. LLMs may share a loaded `Model`; their passes take turns.
     progress: called with (done, total, description) while weights are read.
-    room: maximum bytes of the caches; one sequence always fits.
+    room: maximum bytes of the KV caches; they always hold at least one sequence.
     options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`.
     """
 
@@ -108,7 +108,7 @@ class LLM:
         self.tokenizer = self.model.tokenizer
         self.load_s = time.perf_counter() - started
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
-        self.turn_end: tuple[str, ...] = ()  # stop texts of the answers of a chat template
+        self.turn_end: tuple[str, ...] = ()  # stop string that ends an answer, from `use_chat_template`
         self.recommended = _recommended(self.model)
         self._ids = count()
 
@@ -120,12 +120,12 @@ class LLM:
 
     @property
     def chat_sampling(self) -> dict[str, Any]:
-        """Sampling parameters that chats without their own take: what the model recommends."""
+        """Default sampling parameters of chats: the model's recommendations."""
         return {**chat_sampling(self.model.name), **self.recommended}
 
     @property
     def default_params(self) -> SamplingParams:
-        """Sampling parameters of requests without any: greedy, or those that generation_config.json recommends."""
+        """Sampling parameters of requests without any: those of generation_config.json, else greedy."""
         return SamplingParams(**self.recommended)
 
     @property
@@ -134,15 +134,15 @@ class LLM:
         return "shared" not in self.__dict__
 
     def close(self) -> None:
-        """Free caches and weights (weights when no other LLM shares the `Model`). Running texts of other threads end
-        with GenerationError; later calls raise UsageError."""
+        """Free the caches, and the weights if no other LLM shares the `Model`. Requests that other threads still run
+        end with GenerationError. Later calls raise UsageError."""
         if self.closed:
             return
         self.shared.stop()
         if spill := self.engine.memory.spill:
             spill.close()
         del self.shared, self.engine, self.model
-        gc.collect()  # networks and runners refer to each other
+        gc.collect()  # networks and runners are in reference cycles
 
     def _check_open(self) -> None:
         if self.closed:
@@ -152,8 +152,8 @@ class LLM:
         raise UsageError("an LLM cannot be copied, pickled or sent to another process", "make one there")
 
     def change_head(self, path: str | None) -> None:
-        """Draft with the head at `path` (None: the model's own) from the next step on; texts stay the same. Must be
-        called in the engine's thread. Raises UsageError or ModelError and then keeps the old head."""
+        """Draft with the head at `path` (None: the model's own) from the next step on. Outputs do not change. Must be
+        called in the engine's thread. Raises UsageError or ModelError, and then keeps the old head."""
         self._check_open()
         config = replace(self.config, head=path)
         model = with_head(self.model, config)
@@ -162,7 +162,7 @@ class LLM:
 
     @property
     def method(self) -> str:
-        """The drafter's name, or none."""
+        """The drafter's name; "none" without a drafter."""
         self._check_open()
         return self.engine.drafting.drafter.method if self.engine.drafting.drafter else "none"
 
@@ -171,7 +171,8 @@ class LLM:
         return self.chat_template is not None
 
     def use_chat_template(self, template: ChatTemplate) -> None:
-        """Replace the model's chat template. The text that ends an answer becomes an end token or a stop text."""
+        """Replace the model's chat template. Its `turn_end` becomes an end-of-text id if it is a special token, else a
+        stop string."""
         bos, end = self.tokenizer.bos_id, template.turn_end
         begins = bos in self.tokenizer.encode("", add_special=True)
         tokens = {} if bos is None or (end and not begins) else {"bos_token": self.tokenizer.token_text(bos)}
@@ -185,7 +186,7 @@ class LLM:
 
     @property
     def info(self) -> dict[str, Any]:
-        """Names and sizes for logs and /v1/models."""
+        """Names and sizes of model, drafter and context, for logs and /v1/models."""
         self._check_open()
         head = self.model.head
         return {
@@ -200,7 +201,8 @@ class LLM:
         }
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt. Text is a user message of the chat template unless `raw` or there is no template."""
+        """Token ids of a prompt. A text becomes a user message in the chat template, unless `raw` is true or there is
+        no template. Raises UsageError for anything but text, token ids or messages."""
         if isinstance(prompt, str):
             if raw or self.chat_template is None:
                 return self.tokenizer.encode(prompt, add_special=True)
@@ -222,7 +224,7 @@ class LLM:
 
     @cached_property
     def grammars(self) -> "GrammarCompiler":
-        """The compiler of constraints. Its library is loaded when it is first used."""
+        """The compiler of constraints. Its first use loads llguidance."""
         from headstart.text.grammar import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.model.config.vocab_size)
@@ -236,13 +238,13 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """The engine's request for a prompt; draws an unset seed. A constraint decides where the text ends: ignore_eos
-        has no effect, and min_tokens gives way. Raises UsageError for wrong values."""
+        """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
+        the text may end: ignore_eos has no effect, and min_tokens yields to it. Raises UsageError for wrong values."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
         if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
-            raise UsageError(f"depth {depth!r} is no number", "leave it out for that of the LLM, which may be auto")
+            raise UsageError(f"depth {depth!r} is no number", "leave it out for the depth of the LLM")
         spec = as_grammar(constraint)
         if isinstance(prompt, str) and not prompt:
             raise UsageError("the prompt is empty", "give at least one character")
@@ -256,7 +258,7 @@ class LLM:
         allowed = params.allowed_token_ids
         rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
         if params.min_tokens and spec is None and rest <= 0:
-            raise UsageError("no token is left to choose until min_tokens are out: each of them ends the text")
+            raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(self.encode(prompt, raw=raw)),
@@ -271,7 +273,8 @@ class LLM:
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
-        """Token ids before the last of each word, as written and after a space -> banned last ids."""
+        """Banned words as token ids: all ids of a word but the last -> the last ids that are then banned. Each word is
+        banned as written and with a space before it."""
         banned: dict[tuple[int, ...], frozenset[int]] = {}
         for text in (spelled for word in words for spelled in (word, f" {word.lstrip()}")):
             *before, last = self.tokenizer.encode(text, parse_special=False)
@@ -291,9 +294,9 @@ class LLM:
     ) -> list[Completion]:
         """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
-        constraint: grammar of each text. on_finish(index, completion): called as each prompt ends. abort: when set,
-        running prompts end, and only finished completions are returned. Raises UsageError for a wrong prompt before any
-        prompt runs, GenerationError when a text breaks off.
+        constraint: applies to each text. on_finish(index, completion): called when a prompt's choices are complete.
+        abort: once set, running prompts end, and only finished completions are returned. Raises UsageError for a wrong
+        prompt before any prompt runs, GenerationError if a text breaks off.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -327,7 +330,8 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> list[Completion]:
-        """Answers to a conversation, or to several: as `generate`, for `[{"role": "user", "content": "Hi"}]`."""
+        """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Other
+        arguments, the result and errors are those of `generate`."""
         if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
             raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
         several = not isinstance(messages[0], Mapping)
@@ -343,7 +347,8 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Iterator[TextDelta]:
-        """The text of one prompt as it grows (n = 1). Closing the iterator aborts the request. Raises as `generate`."""
+        """Yield the output of one prompt piece by piece (n must be 1). Closing the iterator aborts the request. Raises
+        as `generate`."""
         params = params or self.default_params
         request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         if params.n != 1:
@@ -352,21 +357,21 @@ class LLM:
             yield delta
 
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
-        """Completions of one prompt with drafting (True) and without (False), for demo, tune and bench. The order
-        alternates with `number`, so that disturbances of the machine affect both alike."""
+        """Completions of one prompt with drafting (key True) and without (False), for demo, tune and bench. An even
+        `number` runs without drafting first, an odd one last, so that disturbances of the machine affect both alike."""
         completions = {}
         for drafting in (False, True) if number % 2 == 0 else (True, False):
-            self.engine.drafting.clear()  # the other's answer
+            self.engine.drafting.clear()  # the first run's output must not serve the second as a draft
             completions[drafting] = self.generate([prompt], params, depth=None if drafting else 0)[0]
         return completions
 
     def session(self, *, continues: bool = False) -> Session:
-        """A session, which takes requests one by one. `continues`: texts continue raw prompts."""
+        """A Session, which takes requests one by one. `continues`: outputs continue raw prompts, see TextOutput."""
         self._check_open()
         return Session(self.shared, self.tokenizer, self.load_s, continues=continues)
 
     def _run(self, requests: Seq[Request], *, continues: bool) -> Iterator[tuple[Request, TextDelta]]:
-        """Submit all, step until all have ended."""
+        """Submit all requests and yield their pieces until all have ended."""
         started = time.perf_counter()
         with self.session(continues=continues) as session:
             for request in requests:

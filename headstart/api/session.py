@@ -1,4 +1,4 @@
-"""`Session`: requests that are submitted to an LLM's engine at any time; `Choice`: one output while it grows."""
+"""`Session`: submits requests to an LLM's engine at any time. `Choice`: one output while it grows."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Choice:
     request: Request
     output: TextOutput
     started: float  # when the request was sent or due, by time.perf_counter()
-    method: str  # of drafting
+    method: str  # drafting method
     load_s: float = 0.0  # seconds that the model took to load
-    sequence: Sequence | None = None  # once the engine has it
+    sequence: Sequence | None = None  # the engine's state; None until the engine has the request
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)  # times at which tokens came
+    arrivals: list[float] = field(default_factory=list)  # time.perf_counter() of each delta with tokens
     finish_reason: FinishReason | None = None
     error: str = ""
 
     def push(self, delta: Delta, now: float) -> TextDelta:
-        """Add the tokens of a delta; the result's finish_reason says whether the text is complete."""
+        """Add a delta's tokens. Returns the new piece of text; it has a finish_reason if the text is complete."""
         piece = self.output.push(delta)
         tokens = list(delta.tokens[: piece.num_tokens])
         self.arrivals += [now] if tokens else []
@@ -45,8 +45,8 @@ class Choice:
         return TextDelta(piece.text, tokens, piece.finish_reason)
 
     def completion(self) -> Completion:
-        """The result of a text that has ended. Raises GenerationError where the text broke off."""
-        assert self.sequence is not None and self.finish_reason is not None, "it still runs"
+        """The result of a text that has ended. Raises GenerationError if the text broke off."""
+        assert self.sequence is not None and self.finish_reason is not None, "the choice still runs"
         if self.finish_reason == "error":
             kind = GenerationError if self.error == NOT_FINITE else DeadEndError
             count = f"{len(self.tokens)} token{'' if len(self.tokens) == 1 else 's'}"
@@ -78,15 +78,15 @@ class Choice:
 
 
 class Session:
-    """Submits requests at any time, and steps while choices are running. The end of its context ends its requests.
-    Sessions of several threads may share an engine; a session is for one thread at a time."""
+    """Submits requests at any time, and steps the engine while choices are running. Leaving its context aborts its
+    requests. Several threads may each have a session of one engine, but must not share a session."""
 
     def __init__(
         self, shared: SharedEngine, tokenizer: Tokenizer, load_s: float = 0.0, *, continues: bool = False
     ) -> None:
         self._shared, self._tokenizer, self._load_s, self._continues = shared, tokenizer, load_s, continues
         self._inbox = Inbox()
-        self.running: dict[tuple[str, int], Choice] = {}  # by request id and index
+        self.running: dict[tuple[str, int], Choice] = {}  # by request id and index of the choice
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +95,8 @@ class Session:
         self._shared.close(self._inbox)
 
     def submit(self, request: Request, since: float | None = None) -> None:
-        """`since`: when the request was due, if not now. Raises what `Engine.submit` raises."""
+        """Hand a request to the engine. `since`: the time.perf_counter() at which it was due; None: now. Raises what
+        `Engine.submit` raises."""
         started = time.perf_counter() if since is None else since
         method = self._shared.engine.drafting.method
         for sequence in self._shared.submit(request, self._inbox):
@@ -104,14 +105,14 @@ class Session:
             self.running[request.request_id, sequence.choice] = choice
 
     def step(self) -> Iterator[tuple[Choice, TextDelta]]:
-        """New pieces of text; the engine makes a step where none are there. Choices that end leave `running`. Raises
-        GenerationError where a failed step of another session ended them."""
+        """Yield new pieces of text, after an engine step if none are there. Finished choices leave `running`. Raises
+        GenerationError if a failed step of another session has ended this session's requests."""
         self._shared.wait(self._inbox)
         while self._inbox.deltas:
             now, delta = self._inbox.deltas.popleft()
             key = (delta.request_id, delta.choice)
             choice = self.running.get(key)
-            if choice is None:  # a stop string has ended it meanwhile
+            if choice is None:  # a stop string has already ended this choice
                 continue
             piece = choice.push(delta, now)
             if piece.finish_reason is not None:
@@ -122,7 +123,7 @@ class Session:
 
 @dataclass
 class Completion:
-    """One finished choice. On the first, `choices` holds all n of its request."""
+    """One finished choice of a request. The request's first choice also holds the others."""
 
     index: int
     text: str
@@ -133,14 +134,14 @@ class Completion:
     usage: dict[str, int]
     method: str
     speculation: DraftStats
-    timing: dict[str, float]  # seconds to load, to the first token, from first to last; tokens/s of the latter
+    timing: dict[str, float]  # load_s, ttft_s, decode_s (first to last token), decode_tokens_per_s
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    others: list[Completion] = field(default_factory=list, repr=False)  # after the first
+    others: list[Completion] = field(default_factory=list, repr=False)  # the request's other choices, if this is first
 
     @property
     def is_truncated(self) -> bool:
-        """Whether max_tokens or the context ended the text. Under a constraint such a text is incomplete."""
+        """Whether max_tokens or the context length ended the text. A constrained text is then incomplete."""
         return self.finish_reason == "length"
 
     @property
@@ -156,7 +157,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of streamed text; `completion` comes with the last one."""
+    """A piece of streamed text. The last piece has finish_reason and completion."""
 
     text: str
     token_ids: list[int]
@@ -165,7 +166,7 @@ class TextDelta:
 
 
 def gather(choices: Seq[Completion]) -> Completion:
-    """The first choice, holding all of them in order of their index."""
+    """The choice with the lowest index, with the others of its request attached in order of their index."""
     first, *others = sorted(choices, key=lambda each: each.index)
     first.others = others
     for each in others:

@@ -1,4 +1,4 @@
-"""A `tokenizers.Tokenizer` from the metadata of a GGUF file."""
+"""Builds a `tokenizers.Tokenizer` from the metadata of a GGUF file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
         raise ModelError(f"{where}: tokenizer.ggml.tokens is missing or empty", "convert the model again")
     if kind == "gpt2" and not pre_tokenizer_of(metadata, where).pieces:
         tokenizer = _byte_level(metadata, tokens, where)
-    elif kind in ("gpt2", "gemma4"):  # the file has merges; its scores mean nothing
+    elif kind in ("gpt2", "gemma4"):  # the file has merges; scores are unused
         unknown = special_token(metadata, "unknown", tokens)
         pairs = _read_merges(metadata, where)
         spec = _sentencepiece.NormalizerSpec(_space_prefix(metadata, kind == "gemma4"))
@@ -67,12 +67,12 @@ def _read_merges(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ModelError(f"{where}: tokenizer.ggml.merges is missing", "convert the model again")
-    # spaces inside a part are written as another character, so the first space divides the parts
+    # spaces inside a part are written as another character, so the first space separates the two parts
     return [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
 
 
 def pre_tokenizer_of(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
-    """The pre-tokenizer that the file names. Raises ModelError for an unknown one: a guess could give wrong ids."""
+    """The pre-tokenizer that the file names. Raises ModelError for an unknown name: a guess could give wrong ids."""
     name = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
@@ -110,14 +110,14 @@ def _token_types(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _ids_of_types(metadata: Mapping[str, Any], *wanted: int) -> list[int]:
-    """Ids of the tokens of these types."""
+    """Ids of all tokens whose type is one of `wanted`."""
     types, size = metadata.get("tokenizer.ggml.token_type"), len(metadata["tokenizer.ggml.tokens"])
     found: list[int] = np.flatnonzero(np.isin(types[:size], wanted)).tolist() if isinstance(types, np.ndarray) else []
     return found
 
 
 def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Add control and user-defined tokens, and bos and eos where the file asks for them."""
+    """Add control and user-defined tokens, and a post-processor for bos and eos if the file asks for them."""
     special = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.CONTROL, _sentencepiece.UNKNOWN) if tokens[i]]
     plain = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.USER_DEFINED) if tokens[i]]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -143,13 +143,13 @@ END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
     "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "[EOT]", "[e~[",
 )  # fmt: skip
-"""Control tokens that end an answer. Files name one or two of them; llama.cpp recognizes the others by text."""
+"""Control tokens that end an answer. Files name only one or two; others are recognized by text, as in llama.cpp."""
 _END_KEYS = ("eos", "eot", "eom")
 
 
 def end_ids_of(metadata: Mapping[str, Any]) -> set[int]:
-    """Ids that end a text: those named by the file, and END_TOKENS. Where `<|return|>` or `<|flush|>` ends an answer
-    (gpt-oss, Solar), `<|end|>` only ends a part of a message."""
+    """Ids that end a text: those that the file names, and END_TOKENS. If `<|return|>` or `<|flush|>` is among them
+    (gpt-oss, Solar), `<|end|>` is left out: it only ends a part of a message."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
     found = {end for end in named if isinstance(end, int)}
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -160,6 +160,6 @@ def end_ids_of(metadata: Mapping[str, Any]) -> set[int]:
 
 
 def special_token(metadata: Mapping[str, Any], name: str, tokens: list[str]) -> str | None:
-    """The text of the token `tokenizer.ggml.{name}_token_id`."""
+    """The text of the token whose id is `tokenizer.ggml.{name}_token_id`; None without such an id."""
     number = metadata.get(f"tokenizer.ggml.{name}_token_id")
     return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None

@@ -1,6 +1,6 @@
-"""The process of `grammar_sandbox.CompileSandbox`: holds a vocabulary and forks for each constraint.
+"""The child process of `grammar_sandbox.CompileSandbox`: holds a vocabulary and forks for each constraint.
 
-The fork has limits of time, memory and stack. Its reply fits one write to the pipe.
+Each fork has limits of time, memory and stack. Its reply is small enough for one atomic write to the pipe.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.grammar_state import GrammarState
 
 PATHS, STEPS = 4, 12
-"""Number and length of random texts that are tried: a constraint that fails on all of them is refused."""
+"""Number and length (tokens) of random texts that are tried. A constraint that fails on all of them is refused."""
 MAX_MESSAGE = 2000  # characters of a message: a write of up to 4096 bytes to a pipe is atomic
 
 
 def main() -> None:
     """Answer requests until the pipe is closed."""
     requests, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # nothing else may write to the pipe
+    os.dup2(2, 1)  # stdout now goes to stderr, so that only `replies` writes to the pipe
     system.lower_priority(5)
     compiler = GrammarCompiler(*requests.recv())
     compiler.prepare()
@@ -64,7 +64,7 @@ def _compile(compiler: GrammarCompiler, kind: Any, key: str) -> dict[str, Any]:
 
 
 def _walk(start: GrammarState) -> str:
-    """The reason why no random text from `start` can be continued; empty if one can."""
+    """Try PATHS random texts from `start`. Returns an empty string if one has no error, else one of their errors."""
     draw, reasons = random.Random(0), set[str]()
     for _ in range(PATHS):
         state = start.copy()
@@ -80,7 +80,7 @@ def _walk(start: GrammarState) -> str:
 
 
 def _in_use() -> int:
-    """Bytes that the C library has allocated; 0 if it does not report them."""
+    """Bytes that malloc has allocated in this process; 0 without glibc's mallinfo2."""
     try:
         counts = ctypes.CDLL(None).mallinfo2
     except AttributeError:

@@ -28,12 +28,12 @@ from headstart.text.token_bytes import SPACE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens, as in sentencepiece's and llama.cpp's files."""
-_NEVER_SCORE = -10_000.0  # score of tokens that no text becomes
-UNIGRAM, BPE = 1, 2
+_NEVER_SCORE = -10_000.0  # score of tokens that text must not be split into
+UNIGRAM, BPE = 1, 2  # trainer_spec.model_type
 MERGES = "tokenizers"  # folder of the user cache with merges of large vocabularies, which take a second to compute
-_CACHED_SIZE = 10_000  # tokens of a vocabulary whose merges are worth a file
+_CACHED_SIZE = 10_000  # merges of vocabularies with at least so many tokens are cached
 _BASE, _INVERSE = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)
-"""Base of the hashes of tokens, and its inverse modulo 2^64."""
+"""Base of the polynomial hashes of tokens, and its inverse modulo 2^64."""
 _HINT = "download the tokenizer again"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
@@ -42,20 +42,20 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffe
 class NormalizerSpec:
     """Changes of a text before it is tokenized."""
 
-    space_prefix: Literal["always", "first", "never"] = "always"  # first: not after special tokens
-    charsmap: bytes = b""  # sentencepiece's compiled table of characters
+    space_prefix: Literal["always", "first", "never"] = "always"  # first: only at the start, not after special tokens
+    charsmap: bytes = b""  # sentencepiece's compiled table of character replacements
     squeeze_spaces: bool = False  # drop spaces at both ends, and all but one between words
 
 
 def token_ids(tokens: Sequence[str]) -> dict[str, int]:
-    """Ids by token; of equal tokens the first id."""
+    """Token -> id; equal tokens get the id of the first."""
     return dict(zip(reversed(tokens), range(len(tokens) - 1, -1, -1), strict=True))
 
 
 def build_bpe(
     tokens: Sequence[str], pairs: list[tuple[str, str]], unknown: str | None, spec: NormalizerSpec, where: str
 ) -> tokenizers.Tokenizer:
-    """A BPE tokenizer with these merges in order. Raises ModelError for a pair that is not in the vocabulary."""
+    """A BPE tokenizer with the merges `pairs`, the best first. Raises ModelError for a pair outside the vocabulary."""
     options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
     return _add_normalizer(tokenizers.Tokenizer(bpe_model(token_ids(tokens), pairs, where, **options)), spec, where)
 
@@ -63,7 +63,8 @@ def build_bpe(
 def build_unigram(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], unknown: int, spec: NormalizerSpec, where: str
 ) -> tokenizers.Tokenizer:
-    """A unigram tokenizer. Text never becomes a control token or a byte. Raises ModelError for broken tables."""
+    """A unigram tokenizer. Control and byte tokens get a score that keeps text from being split into them. Raises
+    ModelError for broken tables."""
     text_types = (NORMAL, USER_DEFINED)
     known = (score if kind in text_types else _NEVER_SCORE for score, kind in zip(scores, types, strict=True))
     rows = list(zip(tokens, known, strict=True))
@@ -77,9 +78,8 @@ def build_unigram(
 def merges_by_score(
     tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Merges of a sentencepiece BPE model: pairs, the best score first. No merge makes a control token or a byte.
-
-    Those of a large vocabulary are kept in the user cache. Raises what `find_merges` raises."""
+    """Merges of a sentencepiece BPE model: (left, right) pairs, the best score first. No merge makes a control or byte
+    token. Merges of large vocabularies are stored in the user cache. Raises what `find_merges` raises."""
     path = None
     if len(tokens) >= _CACHED_SIZE:
         numbers = np.asarray(scores, np.float64).tobytes() + np.asarray(types, np.int64).tobytes()
@@ -98,7 +98,7 @@ def merges_by_score(
 
 
 def _read_merges(path: Path) -> NDArray[np.int32] | None:
-    """The merges in a file; None if there is none or it is damaged."""
+    """int32 [merges, 2] as of `find_merges`, from a cache file; None if the file is missing or damaged."""
     with suppress(OSError):
         data = path.read_bytes()
         if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little"):
@@ -107,7 +107,7 @@ def _read_merges(path: Path) -> NDArray[np.int32] | None:
 
 
 class _HashTable:
-    """Places of uint64 keys, by open addressing with linear probing. A search in sorted keys takes five times as long
+    """Finds the index of uint64 keys, with open addressing and linear probing. Binary search takes five times as long
     for a vocabulary's millions of parts."""
 
     def __init__(self, keys: NDArray[np.uint64]) -> None:
@@ -117,7 +117,7 @@ class _HashTable:
         todo, slots = np.arange(len(keys)), self._first_slots(keys)
         while len(todo):
             is_free = self._table[slots] < 0
-            self._table[slots[is_free]] = todo[is_free]  # of several keys for one slot, one gets it
+            self._table[slots[is_free]] = todo[is_free]  # if several keys want one slot, one of them gets it
             left = self._table[slots] != todo
             todo, slots = todo[left], self._next(slots[left])
 
@@ -126,7 +126,7 @@ class _HashTable:
         return bool((self.find(self._keys) == np.arange(len(self._keys))).all())
 
     def find(self, wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The place of each wanted key, -1 for an unknown one."""
+        """The index of each wanted key, -1 for unknown keys."""
         found = np.full(len(wanted), -1, np.int64)
         todo, slots = np.arange(len(wanted) if len(self._keys) else 0), self._first_slots(wanted)
         while len(todo):
@@ -148,11 +148,11 @@ class _HashTable:
 def find_merges(
     tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
 ) -> NDArray[np.int32]:
-    """int32 [merges, 2], the best first: the id of the merged token, and the characters of its left part. Half of the
-    pairs are no merges, since no text reaches them.
+    """int32 [merges, 2], the best first: the id of the merged token, and the number of characters of its left part.
+    Pairs that no text can reach, about half of all, are left out (`_reached`).
 
-    Raises ModelError if two tokens have the same hash: parts are found by polynomial hashes modulo 2^64, since a large
-    vocabulary has more than a million places to cut."""
+    A large vocabulary has more than a million places to cut, so parts are found by polynomial hashes modulo 2^64.
+    Raises ModelError if two tokens have the same hash."""
     vocabulary = token_ids(tokens)
     ids = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
     letters = np.frombuffer("".join(vocabulary).encode("utf-32-le"), np.uint32).astype(np.uint64)
@@ -187,7 +187,7 @@ def find_merges(
     wholes, cuts, lefts, rights = (each[best] for each in (wholes, cuts, lefts, rights))
     places = np.arange(len(letters))
     used = _reached(find(places, places + 1), begins, ends, wholes, lefts, rights)
-    used |= np.isin(ids[lefts], reserved) | np.isin(ids[rights], reserved)  # bytes of unknown characters, too
+    used |= np.isin(ids[lefts], reserved) | np.isin(ids[rights], reserved)  # bytes of unknown characters may merge too
     return np.stack([ids[wholes], cuts - begins[wholes]], axis=1)[used].astype(np.int32)
 
 
@@ -195,10 +195,10 @@ def _reached(
     letters: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64], wholes: NDArray[np.int64],
     lefts: NDArray[np.int64], rights: NDArray[np.int64],
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Which merges (the best first) happen while the tokens' own texts are merged, all tokens at once. A text reaches
-    both parts of a token only as the token's own text does, so no other merge ever happens.
+    """bool [merges]: which merges (the best first) happen when each token's own text is tokenized. In other texts the
+    two parts of a token come about in the same way, so no other merge ever happens.
 
-    letters: the token of each character of all tokens, -1 for none. begins, ends: of each token in it."""
+    letters: the characters of all tokens as token ids, -1 for none. begins, ends: range of each token in `letters`."""
     size, none = len(begins), len(wholes)
     pairs = _HashTable((lefts * size + rights).astype(np.uint64))
 
@@ -215,7 +215,7 @@ def _reached(
         lengths = np.diff(np.append(first, len(owners)))
         best = np.minimum.reduceat(merges, first)
         at = np.flatnonzero((merges == np.repeat(best, lengths)) & (merges < none))
-        at = at[np.append(True, owners[at][1:] != owners[at][:-1])] if len(at) else at  # the leftmost of each token
+        at = at[np.append(True, owners[at][1:] != owners[at][:-1])] if len(at) else at  # the leftmost in each token
         used[merges[at]] = True
         letters[at] = wholes[merges[at]]
         stays = np.repeat(best < none, lengths)
@@ -266,7 +266,7 @@ def _add_normalizer(tokenizer: tokenizers.Tokenizer, spec: NormalizerSpec, where
 
 @dataclass
 class SentencePieceModel:
-    """The fields of a file, with the defaults of its format."""
+    """The fields of a tokenizer.model file, with the format's defaults."""
 
     tokens: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -284,7 +284,7 @@ class SentencePieceModel:
 
 
 def read(file: Path) -> SentencePieceModel:
-    """Read a file. Raises ModelError for a broken file or an unknown type of model."""
+    """Read a tokenizer.model file. Raises ModelError for a broken file or an unsupported type of model."""
     model = SentencePieceModel()
     try:
         for number, value in _fields(file.read_bytes()):
@@ -303,7 +303,7 @@ def read(file: Path) -> SentencePieceModel:
     if not model.tokens:
         raise ModelError(f"{file} has no pieces", _HINT)
     if model.model_type not in (UNIGRAM, BPE):
-        what = f"{file}: sentencepiece models of type {model.model_type} (words, characters) are not read"
+        what = f"{file}: sentencepiece models of type {model.model_type} (words, characters) are not supported"
         raise ModelError(what, "save the tokenizer once with transformers")
     return model
 
@@ -316,7 +316,7 @@ def _add_piece(value: Any, model: SentencePieceModel) -> None:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and raw values of a message's fields: integers or bytes."""
+    """Number and raw value (an integer or bytes) of each field of a protocol buffer message."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -348,8 +348,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def build(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
-    """The tokenizer of a file, its bos and its eos. `config`: tokenizer_config.json; with `legacy` false a space is
-    added at the start of a text only, as in transformers, else after special tokens too."""
+    """The tokenizer of a tokenizer.model file, its bos and its eos. `config`: tokenizer_config.json. Its `legacy` false
+    adds a space only at the start of a text, true also after special tokens, as in transformers."""
     model = read(file)
     prefix = model.space_prefix and config.get("add_prefix_space") is not False
     scheme: Any = "never" if not prefix else "first" if config.get("legacy") is False else "always"

@@ -1,6 +1,6 @@
 """Tokenizers with ranked byte strings instead of merges: Mistral's `tekken.json` and tiktoken files.
 
-Neighbours whose joined bytes are a token are merged, the lowest rank first; a word that is a token stays whole
+Adjacent tokens whose joined bytes are a token are merged, the lowest rank first. A word that is a token stays whole
 (tiktoken's `byte_pair_encode`). Format of tekken.json: mistral-common's `tokens/tokenizers/tekken.py`.
 """
 
@@ -26,14 +26,15 @@ _TEKKEN_SPECIAL = (
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
     "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
-"""The first special tokens of files without a list of them (versions v3 and v7)."""
+"""The first special tokens of tekken files that list none (versions v3 and v7)."""
 TIKTOKEN_RULES = {"tokenization_kimi.TikTokenTokenizer": ("kimi-k2", 256)}
-"""Class in `auto_map` -> its pre-tokenizer, and the number of special ids after the ranks."""
-_CHARACTERS = {byte: char for char, byte in byte_alphabet().items()}
+"""Class in `auto_map` -> name of its pre-tokenizer, and the number of special ids after the ranks."""
+_CHARACTERS = {byte: char for char, byte in byte_alphabet().items()}  # byte -> its printable character
 
 
 def from_tekken(file: Path) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
-    """The tokenizer of a tekken.json, its bos and its eos. Ids are those of special tokens, then the ranks."""
+    """The tokenizer of a tekken.json, its bos and its eos. The first ids are special tokens; rank r follows as id
+    num_special + r. Raises ModelError for a broken file."""
     try:
         document = json.loads(file.read_bytes())
         config = document["config"]
@@ -58,8 +59,8 @@ def _tekken_special(rows: Any, count: int) -> dict[int, str]:
 
 
 def from_tiktoken(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
-    """The tokenizer of a tiktoken file (`base64 rank` lines). No file has its pattern: `config` (tokenizer_config.json)
-    must name a class of TIKTOKEN_RULES, else ModelError is raised."""
+    """The tokenizer of a tiktoken file (`base64 rank` lines), without bos and eos. The split pattern is not in the
+    file, so `config` (tokenizer_config.json) must name a class of TIKTOKEN_RULES, else ModelError is raised."""
     entry = config.get("auto_map")
     named = entry.get("AutoTokenizer") if isinstance(entry, dict) else None
     name = named[0] if isinstance(named, list) and named else named
@@ -86,7 +87,7 @@ def from_tiktoken(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tok
 def _build(
     ranked: Sequence[bytes], special: Mapping[int, str], first: int, rule: PreTokenizer, where: str
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of byte strings by rank. `first`: the id of rank 0."""
+    """A byte-level BPE tokenizer of `ranked` byte strings. `special`: id -> text. `first`: the id of rank 0."""
     rank = {data: number for number, data in enumerate(ranked)}
     if len(rank) != len(ranked) or any(bytes([byte]) not in rank for byte in range(256)):
         raise ModelError(f"{where}: a token occurs twice, or a byte has no token", _HINT)

@@ -44,7 +44,7 @@ TEMPLATES: Mapping[str, tuple[str, str]] = {
         "\nUSER:",
     ),
 }
-"""Chat templates by name, as llama.cpp names them -> source, and the text that ends an answer."""
+"""llama.cpp's names of chat templates -> Jinja source, and the text that ends an answer."""
 
 
 Result = TypeVar("Result")
@@ -52,15 +52,15 @@ _FAILURES = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     SyntaxError, MemoryError, AssertionError,
 )  # fmt: skip
-"""Errors of templates, which are programs that come with the model."""
+"""Errors that a template may raise: it is a program that comes with the model."""
 
 
 class _TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception(...)` in a template, with the template's own message."""
+    """Raised by `raise_exception(...)` in a template, with the template's own message."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's part for training; here its body is rendered."""
+    """Renders the body of `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -70,14 +70,14 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Renders messages as one text. `tokens`: texts of bos_token, eos_token, ..."""
+    """Renders messages as one text. `tokens`: bos_token, eos_token, ... -> their texts."""
 
     def __init__(
         self, source: str | Mapping[str, str], tokens: Mapping[str, str] | None = None,
         where: str = "the chat template", turn_end: str = "",
     ) -> None:  # fmt: skip
-        """`source`: a template, or several by name (`default`, `tool_use`). `turn_end`: text that ends an answer;
-        empty: the model's tokens do. Raises ModelError if one does not compile."""
+        """`source`: a template, or several by name (`default`, `tool_use`). `turn_end`: the text that ends an answer;
+        empty: the model's own end tokens do. Raises ModelError if a template does not compile."""
         self.tokens = dict(tokens or {})
         self.turn_end = turn_end
         self._where = where
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> ChatTemplate | None:
-        """From GGUF metadata; None when it has no template."""
+        """The template of GGUF metadata; None without one."""
         source = metadata.get("tokenizer.chat_template")
         if not isinstance(source, str):
             return None
@@ -118,7 +118,8 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: Path) -> ChatTemplate | None:
-        """From chat_template.jinja (and additional_chat_templates/), chat_template.json or tokenizer_config.json."""
+        """The template of chat_template.jinja (with additional_chat_templates/), chat_template.json or
+        tokenizer_config.json; None without one."""
         config = read_config(path / "tokenizer_config.json")
         named = _named(config.get("chat_template") or read_config(path / "chat_template.json").get("chat_template"))
         file = path / "chat_template.jinja"
@@ -174,7 +175,7 @@ def _tojson(
 
 
 def _named(value: object) -> dict[str, str]:
-    """A template string, or a list of {name, template}."""
+    """Name -> template, from a template string or a list of {name, template}."""
     if isinstance(value, str):
         return {"default": value}
     if isinstance(value, list):

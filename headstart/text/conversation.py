@@ -1,7 +1,7 @@
-"""Messages to prompt ids. Names of special tokens inside messages stay plain text.
+"""Turns messages into prompt ids. Names of special tokens inside messages stay plain text.
 
-A mark is put into such names before the template is rendered; parts of the result with a mark are encoded without it,
-as plain text. Messages without such names are rendered and encoded directly.
+Before rendering, a mark (an unused character) is inserted into such names. Parts of the rendered text that contain the
+mark are encoded as plain text, without the mark. Messages without such names are rendered and encoded directly.
 """
 
 import re
@@ -14,7 +14,7 @@ from headstart.errors import CapacityError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 
-_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # code points for marks, which no text should contain
+_NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))  # marks: Unicode reserves these code points for internal use
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class Conversation:
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
     parse_special: bool = False  # names of special tokens in messages become those tokens
-    continues: bool = False  # the prompt ends inside the last message
-    max_tokens: int | None = None  # of the prompt; a rendered text that is surely longer is refused at once
+    continues: bool = False  # the prompt ends with the last message's content, which the output continues
+    max_tokens: int | None = None  # a rendered text that surely has more tokens is refused before it is encoded
 
     def encode(
         self, template: ChatTemplate, tokenizer: Tokenizer, *, add_special: bool = False
     ) -> tuple[list[int], str]:
-        """Prompt ids and their text. Raises CapacityError for a long prompt, and as `ChatTemplate.render`."""
+        """Token ids and text of the prompt. Raises CapacityError for a prompt above max_tokens, UsageError if the
+        messages cannot be continued or marked, and as `ChatTemplate.render`."""
         names = tokenizer.special_names
         parts = [self.messages, self.tools, self.variables.get("documents")]
         texts = [] if self.parse_special else _texts(parts)
@@ -44,7 +45,7 @@ class Conversation:
         pattern = re.compile("|".join(map(re.escape, names)))
         messages, tools, documents = (_insert_marks(each, pattern, names, mark) for each in parts)
         text = self._render(template, tokenizer, messages, tools, {**self.variables, "documents": documents})
-        text = text.replace(f"\\u{ord(mark):04x}", mark)  # as tojson may write it
+        text = text.replace(f"\\u{ord(mark):04x}", mark)  # undo tojson's escape of the mark
         return _encode_parts(text, pattern, mark, tokenizer, add_special), text.replace(mark, "")
 
     def _render(
@@ -70,7 +71,7 @@ class Conversation:
 
 
 def plain_text(messages: Seq[Mapping[str, Any]]) -> str:
-    """Prompt of a model without chat template: the conversation as one text, each user's text on a new line."""
+    """Prompt of a model without chat template: all contents joined, with user messages on new lines."""
     text = ""
     for each in messages:
         is_new_line = each["role"] != "assistant" and text and not text.endswith("\n")
@@ -93,7 +94,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _is_risky(text: str, names: tuple[str, ...]) -> bool:
-    """Does a text contain the name of a special token, or end with a prefix of one?"""
+    """Whether a text contains the name of a special token, or ends with a prefix of one."""
     return any(name in text for name in names) or _ends_with_prefix(text, names)
 
 
@@ -130,7 +131,8 @@ def _unused_mark(texts: Seq[str], *, last: bool = False) -> str:
 
 
 def _encode_parts(text: str, pattern: re.Pattern[str], mark: str, tokenizer: Tokenizer, add_special: bool) -> list[int]:
-    """Tokenizers split at special tokens first, so the parts between them can be encoded separately."""
+    """Token ids of a rendered text with marks. Parts between special tokens are encoded separately; that gives the same
+    ids, since tokenizers split at special tokens first."""
     ids, plain, has_begun = list[int](), "", False
 
     def flush() -> None:

@@ -1,6 +1,6 @@
-"""Streamed tokens to text: complete characters only, cut exactly before a stop string.
+"""Turns streamed tokens into text: complete characters only, cut exactly before a stop string.
 
-Text is made token by token, so it does not depend on how many tokens a pass commits.
+Tokens are processed one by one, so the text does not depend on how many tokens a pass commits.
 """
 
 import codecs
@@ -15,7 +15,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Turns ids into text as they come; the parts and the flush, joined, equal `Tokenizer.decode` of all ids.
+    """Turns ids into text one by one. The results of `push` and `flush`, joined, equal `Tokenizer.decode` of all ids.
 
     `continues`: the ids continue a prompt, so a space at their start is kept.
     """
@@ -27,7 +27,7 @@ class Detokenizer:
         self._to_strip = 0 if continues else tokenizer.rule.strip_start
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; an incomplete character is held back."""
+        """The text that this token completes. Bytes of an incomplete character are held back."""
         if token_id in self._skip:
             return ""
         data = self._tokenizer.token_bytes(token_id)
@@ -40,7 +40,7 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The rest of the text: U+FFFD for an incomplete character."""
+        """The rest of the text, with U+FFFD for an incomplete character."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -49,12 +49,12 @@ class Detokenizer:
 class StopChecker:
     """Cuts a growing text before the first stop string.
 
-    The stop string that is complete first counts (of two that end together the longer one), so the cut does not depend
-    on how the text is split. Only text that may begin a stop string is held back.
+    The first stop string to be complete ends the text; if two end at the same place, the longer one does. The cut thus
+    does not depend on how the text is split. Only text that may begin a stop string is held back.
     """
 
     def __init__(self, stop: Iterable[str], *, keeps_stop: bool = False) -> None:
-        """`keeps_stop`: cut after the stop string."""
+        """`keeps_stop`: cut after the stop string instead of before it."""
         self._stop = tuple(sorted(text for text in stop if text))
         self._keeps_stop = keeps_stop
         self._max_length = max(map(len, self._stop), default=0)
@@ -63,10 +63,9 @@ class StopChecker:
         self.found: str | None = None  # the stop string that was found
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """Text that can be shown now, and whether a stop string was found; after that no text is returned.
+        """The text that can be shown now, and whether a stop string was found. After that, all text is dropped.
 
-        A stop string that ends while `may_stop` is False is ignored; one that only begins there may still stop the
-        text."""
+        A stop string that ends in a push with `may_stop` False is ignored. One that only begins there still counts."""
         if self._stopped:
             return "", True
         if not self._stop:
@@ -107,11 +106,11 @@ class StopChecker:
 
 @dataclass
 class TextUpdate:
-    """Text of one delta."""
+    """The text that one delta adds."""
 
     text: str = ""
-    num_tokens: int = 0  # of the delta, up to a stop string
-    finish_reason: FinishReason | None = None  # "stop": abort the choice if the engine still runs it
+    num_tokens: int = 0  # tokens of the delta up to the end of a stop string
+    finish_reason: FinishReason | None = None  # "stop": the caller must abort the choice if the engine still runs it
 
 
 @dataclass
@@ -120,8 +119,8 @@ class TextOutput:
 
     tokenizer: Tokenizer
     request: Request
-    continues: bool = False  # continues a raw prompt, so a space at its start is kept
-    skip_special: bool = True  # False: for parsers of tool calls, which need special tokens
+    continues: bool = False  # the text continues a raw prompt, so a space at its start is kept
+    skip_special: bool = True  # leave out special tokens; parsers of tool calls need them (False)
     keeps_stop: bool = False  # the text includes its stop string or token
     num_tokens: int = 0
     _detokenizer: Detokenizer = field(init=False)
@@ -133,11 +132,11 @@ class TextOutput:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string that has ended the text; None without one."""
         return self._stops.found
 
     def push(self, delta: Delta) -> TextUpdate:
-        """Text of a delta's tokens; of the last delta also the text that was held back."""
+        """Add a delta's tokens; returns the new text. The last delta also releases the text that was held back."""
         update = TextUpdate()
         for token in delta.tokens:
             update.num_tokens += 1
@@ -153,9 +152,9 @@ class TextOutput:
         return update
 
     def _push_token(self, token: int, update: TextUpdate) -> bool:
-        """Add the text of a token; True if it completes a stop string."""
+        """Add the text of a token. True if it completes a stop string."""
         if token in self.request.stop_ids and not self.keeps_stop:
-            return False  # a stop token is no part of the text
+            return False  # the text excludes stop tokens
         may_stop = self.num_tokens > self.request.params.min_tokens
         emitted, stopped = self._stops.push(self._detokenizer.push(token), may_stop=may_stop)
         update.text += emitted

@@ -1,7 +1,7 @@
 """Constraints of generated text: which tokens may come next, by grammar, JSON schema, regex, choice or tools.
 
-`GrammarCompiler` is made once per model; `GrammarCompiler.compile` returns the start state of a `GrammarSpec`, and each
-sequence advances a copy of it. A constraint that may be expensive is compiled in another process first.
+There is one `GrammarCompiler` per model. `GrammarCompiler.compile` returns a start state of a `GrammarSpec`, which one
+sequence advances. A constraint that may be expensive is first compiled in another process, as a test.
 """
 
 import threading
@@ -29,14 +29,14 @@ __all__ = ["GrammarCompiler", "GrammarSpec", "GrammarState", "Mask", "ToolCalls"
 
 RECOMPILE_SECONDS = 0.2  # a grammar that takes longer to compile is not compiled again during generation
 LIGHT_FIXED, LIGHT_FACTOR = 2**17, 128
-"""Estimated bytes of a light grammar: a constant, and a factor of its text's bytes (at most 110 was measured)."""
+"""Estimated bytes of a light grammar: LIGHT_FIXED + LIGHT_FACTOR * length of its text (at most 110 was measured)."""
 
 
 class GrammarCompiler:
-    """Compiles grammars over one vocabulary, in any thread. `prepare` or the first `compile` builds the vocabulary.
+    """Compiles grammars over one vocabulary. Thread-safe. `prepare` or the first `compile` builds the vocabulary.
 
-    vocab_size: number of logits; ids without text are never allowed. limits: of compilation (GrammarSpec checks those
-    of its value).
+    vocab_size: number of logits; ids without text are never allowed. limits: of compilation and cache. (The limits of
+    a constraint's value are checked by GrammarSpec.)
     """
 
     def __init__(self, tokenizer: "Tokenizer | TokenTable", vocab_size: int, limits: GrammarLimits = LIMITS) -> None:
@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._quick, self._slow = (CompileSandbox(table, vocab_size, each) for each in (quick, limits))
 
     def prepare(self) -> None:
-        """Build the vocabulary, which takes a second if it is large, and blocks all other threads."""
+        """Build llguidance's vocabulary. A large one takes a second, during which the GIL is held."""
         with self._preparing:
             assert self._library is not None
 
@@ -79,14 +79,16 @@ class GrammarCompiler:
         return state.copy()
 
     def restart(self, spec: GrammarSpec, failed: SharedLexer) -> GrammarState | None:
-        """A start state of `spec` with another lexer than `failed`; None if compiling takes too long."""
+        """A start state of `spec` with another lexer than `failed`, for a text during generation. None if compiling
+        would take longer than RECOMPILE_SECONDS."""
         cached = self._cache.find(spec)
         if cached is not None and cached.lexer is not failed:
             return cached
         return self._compile_here(spec, failed.compiled_bytes) if failed.compile_seconds < RECOMPILE_SECONDS else None
 
     def start(self, spec: GrammarSpec, num_bytes: int = 0) -> GrammarState:
-        """Compile in this thread. num_bytes: estimated memory of the state."""
+        """Compile `spec` in this thread, without the sandbox. num_bytes: estimated memory of the state. Raises
+        UsageError for an invalid constraint or one that no text can satisfy."""
         self.prepare()
         limits = LLParserLimits(max_lexer_states=self.limits.lexer_states)
         matcher = LLMatcher(self._library, llguidance_source(spec, self._special), log_level=0, limits=limits)
@@ -95,7 +97,7 @@ class GrammarCompiler:
             raise UsageError(f"the {spec.kind} constraint is not valid: {reason}")
         masks = self.end_ids, self._with_text, self._ends, self._special_bits
         state = GrammarState(matcher, SharedLexer(num_bytes), *masks, partial(_restart, ref(self), spec.kind, spec.key))
-        state.mask()  # detects a grammar without any text
+        state.mask()  # sets state.error if no text satisfies the grammar
         if state.error:
             raise UsageError(f"the {spec.kind} constraint cannot be used: {state.error}")
         return state
@@ -131,7 +133,7 @@ class GrammarCompiler:
 
 
 class _CompiledCache:
-    """The most recently used compiled grammars within a number of bytes."""
+    """The most recently used compiled grammars, of at most `max_bytes` together. Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -139,7 +141,7 @@ class _CompiledCache:
         self._states: OrderedDict[tuple[str, str], GrammarState] = OrderedDict()
 
     def find(self, spec: GrammarSpec) -> GrammarState | None:
-        """The state of a spec; None also if its lexer has failed or grown too large."""
+        """The cached state of a spec, or None. A state whose lexer has failed or grown too large is dropped."""
         key = spec.kind, spec.key
         with self._lock:
             state = self._states.pop(key, None)
@@ -160,6 +162,6 @@ class _CompiledCache:
 
 
 def _restart(compiler: ref[GrammarCompiler], kind: Kind, key: str, failed: SharedLexer) -> GrammarState | None:
-    """`GrammarCompiler.restart` for states, which must not keep their compiler alive."""
+    """`GrammarCompiler.restart` through a weak reference, so that states do not keep their compiler alive."""
     alive = compiler()
     return alive.restart(GrammarSpec.of_key(kind, key), failed) if alive is not None else None

@@ -1,5 +1,5 @@
-"""Limits of constraints: of their values, of their compilation (grammar_sandbox.py), and of light constraints, which
-are compiled without a sandbox."""
+"""Limits of constraints: of their values and of their compilation (grammar_sandbox.py). `is_light` finds constraints
+that are surely cheap and are compiled without the sandbox."""
 
 import re
 from collections.abc import Mapping, Sequence as Seq
@@ -11,27 +11,27 @@ from headstart.errors import UsageError
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """Limits far above constraints written by hand."""
+    """Limits of one constraint, far above those written by hand."""
 
-    value_bytes: int = 2 * 2**20  # of a schema, of all choices, of the tools
-    text_bytes: int = 256 * 2**10  # of a Lark or GBNF grammar; GBNF is rewritten in Python
+    value_bytes: int = 2 * 2**20  # a schema, all choices together, or the tools
+    text_bytes: int = 256 * 2**10  # a regex, Lark or GBNF grammar (slow Python code rewrites GBNF)
     choices: int = 100_000
-    choice_bytes: int = 16 * 2**10
+    choice_bytes: int = 16 * 2**10  # one choice
     nodes: int = 100_000  # values within a schema
-    definitions: int = 3_000  # in $defs
-    rules: int = 5_000
-    depth: int = 120  # of JSON; the library reads 128
-    # of the sandbox, and so of the compilation in this process that follows, which is the same work
-    seconds: float = 3.0  # of processor time
-    quick_seconds: float = 0.5  # of a first attempt, so that quick ones do not wait for others
+    definitions: int = 3_000  # entries of $defs
+    rules: int = 5_000  # rules of a grammar
+    depth: int = 120  # nesting of JSON; llguidance's own limit is 128
+    # compilation in the sandbox; the compilation in this process that follows does the same work
+    seconds: float = 3.0  # processor time
+    quick_seconds: float = 0.5  # processor time of a first attempt, so that cheap constraints do not wait for slow ones
     wall_seconds: int = 60
-    address_space: int = 384 * 2**20  # beyond that of the process at its start
-    stack: int = 32 * 2**20  # for compiling; twice that in this process
-    walk_stack: int = 512 * 2**10  # for masks; threads of this process have 8 MB
-    waiting: int = 20  # per sandbox; fewer than the threads that a server has for constraints
-    compiled_bytes: int = 64 * 2**20
-    cached_bytes: int = 128 * 2**20  # of all cached constraints
-    lexer_states: int = 50_000  # of one constraint during generation; the library's default is five times that
+    address_space: int = 384 * 2**20  # bytes beyond those of the sandbox process at its start
+    stack: int = 32 * 2**20  # bytes for compiling in the sandbox; this process uses twice that
+    walk_stack: int = 512 * 2**10  # bytes for computing masks in the sandbox; threads of this process have 8 MB
+    waiting: int = 20  # callers that may wait per sandbox; fewer than server.limits.GRAMMAR_THREADS
+    compiled_bytes: int = 64 * 2**20  # memory of one compiled constraint
+    cached_bytes: int = 128 * 2**20  # memory of all cached constraints
+    lexer_states: int = 50_000  # of one constraint during generation, a fifth of llguidance's default
 
 
 LIMITS = GrammarLimits()
@@ -40,8 +40,9 @@ LIGHT_NODES = 1_000
 LIGHT_TEXT = 512
 LIGHT_COUNT = 1_000
 LIGHT_NUMBER = 2**53
-"""Schemas, choices and texts within these limits, with no other keywords than those below, compile in milliseconds.
-`pytest tests/text/test_grammar_limits.py` measures it."""
+"""Limits of light constraints: bytes of JSON, subschemas, characters of a regex or grammar, minLength and the like, and
+bounds. Within them, and with only the keywords below, compiling takes milliseconds (tests/text/test_grammar_limits.py).
+"""
 
 _NAMES_OF_SCHEMAS = frozenset({"properties", "$defs", "definitions"})
 _SCHEMAS = frozenset({"items", "additionalProperties"})
@@ -53,11 +54,11 @@ _PLAIN = frozenset(
 )
 _RULE = re.compile(r"^\s*[?!]?[\w-]+(\.-?\d+)?\s*(\[[^\]\n]*\]\s*)?(::=|:)", re.MULTILINE)
 _LARGE_REPEAT = re.compile(r"\{\s*\d*\s*,?\s*\d{3,}|\{[^}]*\}[^{}]*\{|~")
-"""A repetition by a hundred or more, or two counted repetitions, which may be nested."""
+"""A repetition by a hundred or more, or two counted repetitions (they may be nested)."""
 
 
 def check(kind: str, value: Any) -> None:
-    """Raise UsageError for a value beyond LIMITS. Takes little time for any value."""
+    """Raise UsageError for a constraint's value beyond LIMITS. Stops at the first excess, so it is always quick."""
     if kind in ("regex", "grammar") and isinstance(value, str):
         _check_count(len(value), LIMITS.text_bytes, kind, "characters")
         if kind == "grammar":
@@ -103,7 +104,7 @@ def _check_count(count: int, limit: int, kind: str, what: str) -> None:
 
 
 def is_light(kind: str, value: Any, size: int) -> bool:
-    """Does a constraint compile in milliseconds? `value`: as JSON; `size`: its length as text."""
+    """Whether a constraint surely compiles in milliseconds. `value`: GrammarSpec.plain; `size`: length of its key."""
     match kind:
         case "json_object":
             return True

@@ -1,8 +1,8 @@
-"""Compiles a constraint in a separate process first, which may run out of stack, memory or time.
+"""Compiles a constraint in a separate process first, which may run out of stack, memory or time without harm.
 
-The library cannot move a compiled grammar between processes, so the process (`_sandbox_process.py`) only reports
-whether the limits suffice; then the constraint is compiled again here, with twice the stack. The process is started
-with the first constraint, holds the vocabulary, forks for each constraint, and ends when its pipe is closed.
+llguidance cannot move a compiled grammar between processes. The child process (`_sandbox_process.py`) only reports
+whether the limits suffice; then the constraint is compiled again in this process, with twice the stack. The child is
+started with the first constraint, holds the vocabulary, forks for each constraint, and ends when its pipe is closed.
 """
 
 import json
@@ -26,11 +26,11 @@ from headstart.text.grammar_vocabulary import TokenTable
 T = TypeVar("T")
 
 _COMMAND = "from headstart.text._sandbox_process import main; main()"
-_stack_size = threading.Lock()
+_stack_size = threading.Lock()  # guards threading.stack_size, a setting of the whole process
 
 
 class TooSlowError(UsageError):
-    """Compiling exceeds the time limit."""
+    """Compiling a constraint exceeded the time limit."""
 
 
 class CompileSandbox:
@@ -44,7 +44,7 @@ class CompileSandbox:
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
-        """Wait until no other constraint is compiled. Raises BusyError if too many wait already."""
+        """Wait for exclusive use of the sandbox. Raises BusyError if too many callers wait already."""
         with self._count:
             if self._num_waiting > self._limits.waiting:
                 raise BusyError(f"{self._limits.waiting} constraints wait to be compiled", "try again later")
@@ -57,22 +57,22 @@ class CompileSandbox:
                 self._num_waiting -= 1
 
     def run(self, spec: GrammarSpec) -> int:
-        """Memory of the compiled constraint in bytes. Raises UsageError for an invalid or too expensive one,
-        TooSlowError if it exceeds the time limit."""
+        """Compile a constraint in the sandbox; returns the bytes that it takes compiled. Raises UsageError if it is
+        invalid or too expensive, TooSlowError above the time limit, CapacityError if the process does not start."""
         if not system.CAN_FORK:
             what = f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation"
             raise UsageError(what, "make it simpler")
-        for _ in range(2):  # an ended process is started again
+        for _ in range(2):  # if the process has ended, start it again once
             if self._process is None or self._process.owner != os.getpid():
                 self._process = _Process((self._table(), self._vocab_size, self._limits))
             with suppress(EOFError, OSError):
                 return _read_reply(spec, self._process.request([spec.kind, spec.key]), self._limits)
             self._process = None
-        raise CapacityError("the process that compiles constraints ends at once", "look at this machine's limits")
+        raise CapacityError("the process that compiles constraints ends at once", "check this machine's limits")
 
 
 class _Process:
-    """A process and the pipes to it; it ends when the pipes are closed."""
+    """The child process and the pipes to it. It ends when the pipes are closed."""
 
     def __init__(self, compiler: tuple[TokenTable, int, GrammarLimits]) -> None:
         self.owner = os.getpid()  # a fork of this process must not share the pipes
@@ -85,7 +85,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # messages of stack overflows
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must not end the child
             )
         except OSError as error:
             raise CapacityError(f"the process that compiles constraints cannot be started: {error}") from error

@@ -1,10 +1,10 @@
-r"""`GrammarSpec`: the constraint of a text, and its source for llguidance.
+r"""`GrammarSpec`: the constraint of a text. `llguidance_source` translates it into a grammar for llguidance.
 
 Kinds and their values:
   json_object  any JSON object; the value is ignored
   json_schema  a JSON schema: a mapping, a bool or JSON text
   regex        a regular expression that the whole text matches (Rust's regex crate, no look-around; \d is 0-9)
-  choice       a list of texts, of which the text is one
+  choice       a list of texts, one of which the text must be
   grammar      a Lark grammar (rule `start`), or a GBNF/EBNF grammar (rule `root`)
   tools        `ToolCalls`
 """
@@ -21,15 +21,15 @@ from headstart.text.grammar_limits import check
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools"]
 
 CALL_PREFIX, CALL_SUFFIX = "<tool_call>\n", "\n</tool_call>"
-"""Around a call, as Hermes models write it. Names of special tokens in these texts mean the tokens."""
-NEWLINE = "\n"
+"""Texts around a forced call, in Hermes' format. Names of special tokens in them become these tokens."""
+NEWLINE = "\n"  # between two forced calls
 JSON_SPACE = r"[ \t\r\n]{0,32}"
-"""White space between the tokens of a JSON text. Bounded, as small models may write line breaks without end."""
+"""White space between the tokens of a JSON text. Bounded, since small models may write line breaks without end."""
 
 _FORMATS = frozenset({
     "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown",
 })  # fmt: skip
-"""Formats that are enforced; any other `format` is an annotation."""
+"""Values of `format` that are enforced; other values are ignored, as annotations."""
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMAS = frozenset({
     "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties",
@@ -46,7 +46,7 @@ _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """The text must call a tool, as `CALL_PREFIX {"name": ..., "arguments": {...}} CALL_SUFFIX`."""
+    """A constraint that the text is a tool call: `CALL_PREFIX {"name": ..., "arguments": {...}} CALL_SUFFIX`."""
 
     tools: Seq[Mapping[str, Any]]  # as in OpenAI requests
     name: str | None = None  # the only tool that may be called
@@ -55,13 +55,14 @@ class ToolCalls:
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A kind and its value (see the module), hashed by content; the order of properties counts, since JSON is written
-    in it. Raises UsageError for an unknown kind, a value that is no JSON, and one beyond `grammar_limits.LIMITS`."""
+    """A kind of constraint and its value (see the module). Specs are compared by their JSON text, in which the order of
+    properties counts, since generated JSON follows it. Raises UsageError for an unknown kind, a value that is not JSON,
+    and a value beyond `grammar_limits.LIMITS`."""
 
     kind: Kind
     value: Any = field(default=None, compare=False)
-    plain: Any = field(init=False, repr=False, compare=False)  # the value as JSON
-    key: str = field(init=False, repr=False)  # the text of `plain`
+    plain: Any = field(init=False, repr=False, compare=False)  # the value as a JSON document
+    key: str = field(init=False, repr=False)  # `plain` as JSON text
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -100,15 +101,15 @@ def _text_of(kind: Kind, value: Any) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.start + 1]
-        raise UsageError(f"the {kind} constraint holds {half!a}, half of a pair that no text can hold") from None
+        raise UsageError(f"the {kind} constraint holds {half!a}, half of a surrogate pair") from None
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the value of the {kind} constraint is not JSON: {error}") from error
     return text
 
 
 def llguidance_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """The grammar of `spec` for llguidance. special: names and ids of special tokens. Raises UsageError for errors that
-    are found without compiling."""
+    """The grammar of `spec` in llguidance's Lark syntax. special: text -> id of special tokens. Raises UsageError for
+    errors that are found without compiling."""
     if spec.kind == "tools":
         return _tools(spec.value, special)
     return _SOURCES[spec.kind](spec.plain)
@@ -184,7 +185,7 @@ def _parameters(function: Mapping[str, Any]) -> Any:
 
 
 def _inline_schema(schema: Any, where: str) -> str:
-    """`schema` as a symbol of a Lark rule."""
+    """`schema` as llguidance's %json symbol for a Lark rule. `where`: name of the schema for errors."""
     if schema is True:
         schema = {}
     elif schema is False:
@@ -209,8 +210,8 @@ def with_subschemas(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 
 def _without_annotations(schema: Any) -> Any:
-    """A schema without the annotations that llguidance refuses, and with OpenAPI's `nullable` as null. zod writes a
-    pattern with look-around beside a format that is enforced: the format stays."""
+    """A schema without the annotations that llguidance refuses, and with OpenAPI's `nullable` as a union with null. A
+    pattern with look-around beside an enforced format, as zod writes it, is dropped: the format suffices."""
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, Any] = {}
@@ -231,7 +232,7 @@ def _without_annotations(schema: Any) -> Any:
 
 
 def _frame_text(text: str, special: Mapping[str, int]) -> str:
-    """`text` as symbols of a Lark rule; names of special tokens become these tokens."""
+    """`text` as symbols of a Lark rule, in which names of special tokens become these tokens."""
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     parts = re.split(f"({names})", text)
     return " ".join(f"<[{special[part]}]>" if part in special else _literal(part) for part in parts if part)
@@ -256,13 +257,14 @@ def _text(value: Any, what: str) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message of llguidance in one line, without quoted source and state."""
+    """An error message of llguidance as one line, without quoted source lines and parser state."""
     lines = [line.strip() for line in message.partition("<state>")[0].splitlines() if not _QUOTED.match(line)]
     return " ".join(filter(None, lines))
 
 
 def error_cause(kind: Kind, message: str) -> str:
-    """The cause in a message of llguidance; with its position only if the user wrote that source."""
+    """The cause in an error message of llguidance. The position is kept only for kind grammar, whose source is the
+    user's own."""
     text = one_line(message)
     return text if kind == "grammar" else _POSITION.sub("", text)
 

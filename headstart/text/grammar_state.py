@@ -1,7 +1,7 @@
 """The state of one text in a grammar: masks of allowed tokens, advance and rollback.
 
-Masks are as in SamplingRows.allowed: bit v % 32 of word v // 32 is token v. If the grammar allows a single text, a mask
-allows only the token that the tokenizer itself would use for it.
+Masks are uint32 words as in SamplingRows.allowed: bit v % 32 of word v // 32 is token v. Where the grammar forces the
+text, a mask allows only the token that the tokenizer itself would use for it.
 """
 
 import time
@@ -16,10 +16,10 @@ from headstart.core import Mask
 from headstart.text.grammar_spec import one_line
 
 FORCED_LIMIT = 16
-CACHED_MASKS = 32  # number of latest masks that are kept; at least as many as a look-ahead needs
-LEXER_ERROR = "lexer error"
+CACHED_MASKS = 32  # masks of the latest tokens that are kept; at least as many as a draft has tokens
+LEXER_ERROR = "lexer error"  # start of llguidance's message when the shared lexer has failed
 RESTARTS, RESTART_SECONDS = 3, 1.0
-"""How often a text is read again with a new lexer after its lexer has failed, and for how long at most."""
+"""How often a text is read again with a new lexer after its lexer has failed, and the maximum seconds of each time."""
 DEAD_END = "it demands an end-of-text token where the text cannot end, or ids that the model does not have"
 LEXER_GROWTH = 100 * 2**20
 """Bytes that a lexer may grow by in a second of computing masks (at most 70 MB were measured)."""
@@ -27,43 +27,45 @@ LEXER_GROWTH = 100 * 2**20
 
 @dataclass
 class SharedLexer:
-    """The library's lexer, shared by all states of one compiled grammar; it grows while masks are computed."""
+    """Statistics of llguidance's lexer, which all states of one compiled grammar share. It grows with each mask."""
 
-    compiled_bytes: int
-    seconds: float = 0.0  # of computing masks
+    compiled_bytes: int  # memory after compiling
+    seconds: float = 0.0  # time spent on computing masks
     compile_seconds: float = 0.0
-    has_failed: bool = False  # reached a limit of the library, for all states that share it
+    has_failed: bool = False  # it has reached a limit of llguidance, for all states that share it
 
     @property
     def num_bytes(self) -> int:
-        """Estimated upper bound of its memory."""
+        """Estimated upper bound of the lexer's memory."""
         return self.compiled_bytes + int(self.seconds * LEXER_GROWTH)
 
 
 class GrammarState:
-    """The state of one sequence in a grammar (a core.Constraint), for one thread at a time."""
+    """The state of one sequence in a grammar (a core.Constraint). Not thread-safe."""
 
     def __init__(
         self, matcher: Any, lexer: SharedLexer, end_ids: frozenset[int], with_text: Mask, ends: Mask, special: Mask,
         restart: "Callable[[SharedLexer], GrammarState | None]" = lambda _: None,
     ) -> None:  # fmt: skip
-        """restart: a start state of this grammar with another lexer than the given one; None if that takes too long."""
+        """restart: returns a start state of this grammar with another lexer than the given one, or None if compiling
+        takes too long."""
         self.lexer = lexer
         self._restart, self._restarts_left = restart, RESTARTS
-        self._start = matcher  # stays at the start
+        self._start = matcher  # never advanced
         self._matcher = matcher.deep_copy()
         self._end_ids = end_ids
-        self._with_text = with_text  # tokens with text, but no end-of-text ids
-        self._ends = ends
-        self._special = special
-        self._dead: int | None = None  # the number of tokens after which a mask was empty
-        self._tokens: list[int] = []  # consumed by the matcher
-        self._num_ends = 0  # end-of-text ids after them, which the matcher does not see
-        self._masks: dict[int, Mask] = {}  # by the number of tokens before
+        self._with_text = with_text  # tokens with text, without end-of-text ids
+        self._ends = ends  # end-of-text ids
+        self._special = special  # special tokens with text
+        self._dead: int | None = None  # number of tokens after which the mask was empty
+        self._tokens: list[int] = []  # tokens that the matcher has consumed
+        self._num_ends = 0  # end-of-text ids after `_tokens`; the matcher does not get them
+        self._masks: dict[int, Mask] = {}  # number of tokens before -> mask
 
     def mask(self) -> Mask:
-        """[ceil(vocab_size / 32)] allowed next tokens: end-of-text ids exactly where the text may end (`accepting`),
-        and alone once it is `done`. Empty after an `error`, and where a `done` text has no such id."""
+        """uint32 [ceil(vocab_size / 32)]: the allowed next tokens. End-of-text ids are allowed exactly where the text
+        may end (`accepting`), and are the only ones once it is `done`. All zero after an `error`, or if a `done` text's
+        vocabulary has no end-of-text id."""
         if not self._num_ends and not self._matcher.is_stopped():
             cached = self._masks.get(len(self._tokens))
             if cached is not None and not self._matcher.is_error():
@@ -90,14 +92,15 @@ class GrammarState:
         return bits
 
     def _refused(self, special: Mask) -> Mask:
-        """Special tokens that masks allow, but steps refuse: complements match their inner spelling."""
+        """The special tokens of a mask that the matcher refuses to consume. Complements such as `[^a]` let them into
+        the mask, since they match llguidance's inner spelling of special tokens."""
         for token in np.flatnonzero(np.unpackbits(special.view(np.uint8), bitorder="little")).tolist():
             if self._matcher.validate_tokens([token]) == 1:
                 special[token // 32] &= ~np.uint32(1 << token % 32)
         return special
 
     def _restart_lexer(self) -> bool:
-        """Continue with a new lexer, if it was the shared lexer that failed."""
+        """After an error of the shared lexer, read the text again with a new lexer. Returns whether that worked."""
         if self._matcher.get_error().startswith(LEXER_ERROR):
             self.lexer.has_failed = True
         if not self.lexer.has_failed or not self._restarts_left:
@@ -115,11 +118,11 @@ class GrammarState:
         return True
 
     def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
-        """[k + 1, words] masks after the context and after each of k drafted tokens, or the last `count` of them. The
-        state does not change.
+        """uint32 [k + 1, words]: the masks before each of k drafted tokens and after the last one, or the last `count`
+        of them. The state does not change.
 
-        Rows after a token that the grammar refuses allow all tokens: the refused token is not allowed in its own row,
-        so nothing after it can be emitted."""
+        Rows after a token that the grammar refuses allow all tokens. Verification rejects the refused token by its own
+        row, so no later token can be emitted."""
         num_rows = len(draft) + 1 if count is None else count
         rows = np.full((num_rows, len(self._with_text)), 0xFFFFFFFF, np.uint32)
         for taken, row in enumerate(range(num_rows - len(draft) - 1, num_rows)):
@@ -131,7 +134,7 @@ class GrammarState:
         return rows
 
     def fitting(self, draft: Seq[int]) -> int:
-        """The number of drafted tokens that the grammar accepts, up to the end of the text."""
+        """The number of leading drafted tokens that the grammar accepts before the text ends. Keeps the state."""
         taken = 0
         while taken < len(draft) and not self.done and self.advance(draft[taken]):
             taken += 1
@@ -139,16 +142,16 @@ class GrammarState:
         return taken
 
     def advance(self, token: int) -> bool:
-        """Take `token`. False if the grammar refuses it; the state is then as it was, or it has an `error`.
+        """Consume `token`. Returns False if the grammar refuses it; the state is then unchanged or has an `error`.
 
-        Every token of `mask` is taken. So is a token that spells a forced text in another way than the tokenizer."""
+        Every token in `mask` is accepted, and so is a token that spells a forced text unlike the tokenizer would."""
         if self._taken(token):
             return True
         known = self._masks.get(len(self._tokens))
         if self._num_ends or known is None or not 0 <= token < 32 * len(known) or not _has(known, token):
             return False
         del self._masks[len(self._tokens)]
-        self.mask()  # the lexer has failed since: finds the error, or another lexer
+        self.mask()  # the lexer has failed since the mask was computed: sets the error, or restarts the lexer
         return not self._matcher.is_error() and self._taken(token)
 
     def _taken(self, token: int) -> bool:
@@ -166,7 +169,7 @@ class GrammarState:
         return True
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens, and a later `error`. Raises ValueError if there are fewer."""
+        """Undo the last `count` tokens, and an `error` after them. Raises ValueError if there are fewer tokens."""
         if not 0 <= count <= len(self):
             raise ValueError(f"cannot undo {count} of {len(self)} tokens")
         ends = min(count, self._num_ends)
@@ -208,18 +211,18 @@ class GrammarState:
 
     @property
     def done(self) -> bool:
-        """Can only end-of-text follow? The text is complete, or there is an `error`."""
+        """Whether only end-of-text can follow: the text is complete, or there is an `error`."""
         return bool(self._num_ends or self._matcher.is_stopped() or self._dead == len(self._tokens))
 
     @property
     def accepting(self) -> bool:
-        """May the text end here?"""
+        """Whether the text may end here."""
         return bool(self._num_ends or self._matcher.is_accepting())
 
     @property
     def error(self) -> str:
-        """Why the text cannot be completed, else empty: no tokens spell the required text, or the grammar exceeds the
-        library's limits. Such a state is `done` and not `accepting`."""
+        """The reason why the text cannot be completed (no tokens spell the required text, or the grammar exceeds
+        llguidance's limits); empty without an error. A state with an error is `done` and not `accepting`."""
         if not self._matcher.is_error():
             return DEAD_END if self._dead == len(self._tokens) else ""
         message = one_line(self._matcher.get_error())
@@ -233,7 +236,7 @@ def _has(mask: Mask, token: int) -> bool:
 
 
 def _single_token(mask: Mask) -> int | None:
-    """The id of the only bit that is set, or None."""
+    """The token of the only bit that is set; None if no bit or several are set."""
     (words,) = np.nonzero(mask)
     if len(words) != 1:
         return None

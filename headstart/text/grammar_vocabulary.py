@@ -1,4 +1,4 @@
-"""A vocabulary for llguidance: the bytes of each id, and text to ids."""
+"""A vocabulary for llguidance: the bytes of each id, and a function that encodes text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headstart.text.tokenizer import Tokenizer
 
-_ANCHOR = "\n"  # a token of its own in sentencepiece vocabularies; the text after it is no start of a text
-FORCED_WINDOW = 2048  # bytes of a forced text that are encoded: the library only uses the first token
+_ANCHOR = "\n"  # text to encode before a forced text, so that sentencepiece adds no space at its start
+FORCED_WINDOW = 2048  # maximum bytes of a forced text that are encoded: llguidance only uses the first token
 
 
 @dataclass(frozen=True)
 class TokenTable:
-    """A tokenizer's vocabulary, for the sandbox process. It cannot encode: forced texts get the longest tokens."""
+    """A tokenizer's vocabulary for the sandbox process. It cannot encode, so forced texts get the longest tokens."""
 
-    tokens: list[bytes]
+    tokens: list[bytes]  # by id
     special_ids: frozenset[int]
     eos_ids: frozenset[int]
     bos_id: int | None
@@ -43,12 +43,13 @@ class TokenTable:
 
 
 class LibraryVocabulary:
-    """The interface that llguidance expects: tokens, and a call that encodes a text. vocab_size: number of logits."""
+    """The tokenizer interface that llguidance expects: tokens, and a call that encodes text. vocab_size: number of
+    logits."""
 
     def __init__(self, tokenizer: Tokenizer | TokenTable, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
         self._size = vocab_size
-        # the last token, without text, is the end-of-text id of a tokenizer without one
+        # an additional last token without text is the end-of-text id if the tokenizer has none
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
         ends = frozenset(end_ids)
         self.special_token_ids = sorted(token for token in tokenizer.special_ids | ends if token < vocab_size)
@@ -60,7 +61,7 @@ class LibraryVocabulary:
         self._longest = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of `text` as the tokenizer encodes it in a longer text; of a long text only those of its beginning."""
+        """Ids of `text` as the tokenizer encodes it inside a longer text; only the beginning of a long `text`."""
         data = _beginning(text.encode() if isinstance(text, str) else text)
         readable = data.decode("utf-8", "replace")
         for anchor in ("", _ANCHOR):
@@ -71,7 +72,7 @@ class LibraryVocabulary:
         return self._longest_first(data)
 
     def _after(self, anchor: bytes, ids: list[int]) -> list[int]:
-        """`ids` without those of `anchor`; all of them if no id ends with it."""
+        """`ids` without the leading ones that spell `anchor`; all ids if no id ends with `anchor`."""
         seen = b""
         for count, token in enumerate(ids):
             if anchor and seen.endswith(anchor):

@@ -1,7 +1,7 @@
 """Pre-tokenizers (patterns that split text before BPE) by their names in GGUF files (`tokenizer.ggml.pre`).
 
-The patterns are those of the models' own tokenizer.json files. llama.cpp approximates some of them, as its regular
-expressions have no character classes beyond ASCII.
+The patterns are copied from the models' own tokenizer.json files. llama.cpp approximates some of them, since its
+regular expressions have no character classes beyond ASCII.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,8 @@ def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", lines: str =
 
 
 def _cased(digits: str, *, contractions: str = "", ends: str = r"[\r\n/]*", excluded: str = "") -> str:
-    """Words end before a capital that follows a small letter. `excluded`: characters that are in no word."""
+    """A pattern whose words end before an upper-case letter that follows a lower-case one. `excluded`: a class of
+    characters that words do not contain."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{excluded}]"
     return (
@@ -70,11 +71,11 @@ _CHAMELEON = (
 class PreTokenizer:
     """How a text is split before BPE."""
 
-    patterns: tuple[str, ...]  # applied in order, each to the parts so far; matches and the text between are parts
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False  # unless the file says otherwise
-    pieces: bool = False  # sentencepiece's spaces (U+2581) instead of GPT-2's bytes
+    patterns: tuple[str, ...]  # each splits the parts of the one before into its matches and the text between them
+    nfc: bool = False  # normalize the text to NFC first
+    ignore_merges: bool = False  # a part that is a token stays whole
+    add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
+    pieces: bool = False  # the vocabulary has sentencepiece's spaces (U+2581) instead of GPT-2's bytes
 
 
 _DIGITS_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
@@ -141,4 +142,4 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), PreTokenizer((_LINES_APART,), add_bos=True, pieces=True)),
     "sarvam-moe": PreTokenizer((_LINES_APART,), pieces=True),
 }
-"""`tokenizer.ggml.pre` -> pre-tokenizer: all of llama.cpp b11434 but `whitespace` and `mmbert` (embedding models)."""
+"""`tokenizer.ggml.pre` -> pre-tokenizer: all of llama.cpp b11434 except `whitespace` and `mmbert` (embeddings)."""

@@ -1,7 +1,7 @@
 """The bytes that one token adds to a text, independent of its neighbours.
 
-Two kinds of vocabulary: *byte-level* (each character of a token stands for one byte, GPT-2's table) and *sentencepiece*
-(U+2581 for a space, `<0xAB>` for a byte, and often a space to strip at the start of a text).
+There are two kinds of vocabulary. *byte-level*: each character of a token stands for one byte (GPT-2's table).
+*sentencepiece*: U+2581 is a space, `<0xAB>` is a byte, and often a space is stripped at the start of a text.
 """
 
 import re
@@ -16,7 +16,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each of the 256 bytes."""
+    """GPT-2's table: printable character -> byte, for all 256 bytes."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -30,14 +30,14 @@ class TokenBytesRule:
     """How token texts become bytes."""
 
     kind: Literal["byte_level", "sentencepiece"]
-    byte_fallback: bool = True  # is `<0xAB>` a byte?
+    byte_fallback: bool = True  # `<0xAB>` is a byte, not text
     strip_start: int = 0  # spaces that are dropped at the start of a text
 
     def to_bytes(self, text: str) -> bytes:
         """The bytes of one token's text."""
         if self.kind == "byte_level":
             values = [_ALPHABET.get(char, -1) for char in text]
-            # a character outside the table: an added token, which is plain text
+            # a token with a character outside the table is an added token, whose text is plain
             return text.encode("utf-8", "replace") if -1 in values else bytes(values)
         if self.byte_fallback and text.startswith("<0x") and (match := _BYTE.fullmatch(text)):
             return bytes([int(match.group(1), 16)])

@@ -1,7 +1,7 @@
 """`Tokenizer`: text to token ids and back, from a model directory or from a GGUF file's metadata.
 
-Decoding is defined per token (token_bytes.py): the bytes of all tokens joined, read as UTF-8 with U+FFFD for invalid
-bytes. So streamed text never changes later.
+Decoding is defined per token (token_bytes.py): the bytes of all tokens are joined and read as UTF-8, with U+FFFD for
+invalid bytes. Later tokens therefore never change text that was already streamed.
 """
 
 import json
@@ -18,22 +18,23 @@ from headstart.placeholder import check_placeholder
 from headstart.text import _gguf_tokenizer
 from headstart.text.token_bytes import parse_decoder
 
-FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
-MAX_ID = 2**32 - 1  # largest id that the library takes
-LONG_TEXT = 4096  # longer texts (characters) are encoded while other threads run
+FILES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")  # in order of preference
+MAX_ID = 2**32 - 1  # largest id that the library accepts
+LONG_TEXT = 4096  # characters from which on a text is encoded without the GIL
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`."""
+    """A `tokenizers.Tokenizer` with its special ids and the bytes of each token."""
 
     def __init__(
         self, inner: tokenizers.Tokenizer, *, eos_ids: Iterable[int] = (), bos_id: int | None = None,
         where: str = "the tokenizer",
     ) -> None:  # fmt: skip
-        """Raises ModelError for an unknown decoder. `where`: the file, for messages."""
+        """`where`: the file's name for error messages. Raises ModelError for an unknown decoder."""
         self._inner = inner
         self._inner.no_truncation()
         self._inner.no_padding()
+        # how token texts become bytes
         self.rule = parse_decoder(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, where)
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
@@ -42,7 +43,8 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
-        """From the first of FILES and the configs beside it. Raises ModelError for a missing or broken file."""
+        """Load the first of FILES in a directory, with the directory's configs. Raises ModelError for a missing or
+        broken file."""
         inner, tokens, file = _build(path, read_config(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
         ends = _declared_ends(read_config(path / "generation_config.json"), read_config(path / "config.json"))
@@ -52,19 +54,19 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> "Tokenizer":
-        """From GGUF metadata. Raises ModelError for an unknown type of tokenizer."""
+        """Build the tokenizer of GGUF metadata. Raises ModelError for an unknown type of tokenizer."""
         inner = _gguf_tokenizer.build(metadata, where)
         bos = metadata.get("tokenizer.ggml.bos_token_id")
         return cls(inner, eos_ids=_gguf_tokenizer.end_ids_of(metadata), bos_id=bos, where=where)
 
     def encode(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`. `add_special` adds special tokens around a raw text (often bos). `parse_special`: names
-        of special tokens become those tokens, as in a chat template's output; else plain text."""
+        """Token ids of `text`. `add_special`: add the special tokens around a raw text (often bos). `parse_special`:
+        names of special tokens become these tokens, as in a chat template's output; False: they are plain text."""
         inner = self._inner if parse_special else self._literal
         try:
             text.encode()
         except UnicodeEncodeError:
-            # half of a surrogate pair, which the library refuses
+            # the library refuses half of a surrogate pair
             text = text.encode("utf-8", "replace").decode()
         if len(text) < LONG_TEXT:
             return list(inner.encode(text, add_special_tokens=add_special).ids)
@@ -72,7 +74,7 @@ class Tokenizer:
         return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of `ids`; ids without a token have none."""
+        """The text of `ids`. Ids without a token add nothing."""
         kept = [token for token in ids if not (skip_special and token in self.special_ids)]
         return self.strip_start(b"".join(map(self.token_bytes, kept))).decode("utf-8", "replace")
 
@@ -93,23 +95,23 @@ class Tokenizer:
         return str(self._inner.to_str(pretty=True))
 
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens by their names."""
+        """Token text -> id, for all tokens."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
+        """The id of a token by its text in the vocabulary; None if it is unknown."""
         token_id: int | None = self._inner.token_to_id(token)
         return token_id
 
     def strip_start(self, data: bytes) -> bytes:
-        """`data`, the start of a text, without the space that the tokenizer adds there."""
+        """`data`, the first bytes of a text, without the spaces that the tokenizer added there."""
         for _ in range(self.rule.strip_start):
             data = data.removeprefix(b" ")
         return data
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id plus one; ids below may have no token."""
+        """The largest id plus one. Some lower ids may have no token."""
         size: int = self._inner.get_vocab_size(with_added_tokens=True)
         if all(map(self._inner.id_to_token, range(size))):
             return size
@@ -123,17 +125,18 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token; bounds the number of tokens of a text from below."""
+        """Bytes of the longest token. A text of n bytes has at least n / max_token_bytes tokens."""
         return max(map(len, map(self.token_bytes, range(self.vocab_size))), default=1) or 1
 
     def may_fit(self, text: str, max_tokens: int) -> bool:
-        """Whether `text` may have at most `max_tokens` tokens, without encoding it. Short texts do not wait for
-        `max_token_bytes`, which takes a second for a large vocabulary."""
+        """False if `text` surely has more than `max_tokens` tokens, without encoding it. Short texts skip
+        `max_token_bytes`, whose first use takes a second for a large vocabulary."""
         return len(text) <= max_tokens or len(text) <= max_tokens * self.max_token_bytes
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """Encodes names of special tokens as plain text. Shares the vocabulary, which takes seconds to copy."""
+        """A tokenizer that encodes names of special tokens as plain text. It shares the vocabulary, whose copy would
+        take seconds."""
         inner, literal = self._inner, tokenizers.Tokenizer(self._inner.model)
         for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
             if (value := getattr(inner, part)) is not None:
@@ -175,7 +178,7 @@ def _build(path: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer,
 
 
 def _build_other(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, str | None, str | None]:
-    """The tokenizer of a file other than tokenizer.json, its bos and its eos."""
+    """The tokenizer of a file other than tokenizer.json, its bos token and its eos token."""
     if file.name == "tokenizer.model":
         from headstart.text import _sentencepiece
 
@@ -186,7 +189,7 @@ def _build_other(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Toke
 
 
 def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], file: Path) -> None:
-    """Add the tokens of tokenizer_config.json. Raises ModelError if the library would give one another id."""
+    """Add the tokens of tokenizer_config.json. Raises ModelError if the library assigns a token another id."""
     given = config.get("added_tokens_decoder")
     rows = sorted((int(number), row) for number, row in given.items()) if isinstance(given, dict) else []
     for number, row in rows:
@@ -199,7 +202,7 @@ def _add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], file: Pa
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of bos_token, eos_token, ... in a tokenizer_config.json, which holds strings or AddedToken objects."""
+    """bos_token, eos_token, ... -> their texts, from tokenizer_config.json's strings or AddedToken objects."""
     texts: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,7 +1,6 @@
 """Streaming parsers of generated text: reasoning, content, tool calls.
 
-One file is one tool format: it defines `PARSER`, which is made from the request's tools. Formats of reasoning are in
-`headstart.text.reasoning`.
+Each file with a `PARSER` class is one format of tool calls. Formats of reasoning are in `headstart.text.reasoning`.
 """
 
 from typing import Literal
@@ -26,7 +25,7 @@ __all__ = [
 
 
 def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"]) -> str | None:
-    """The format whose `marks` all occur in a chat template, of several the one with most marks, or None."""
+    """Name of the format whose `marks` all occur in a chat template; of several formats the one with most marks."""
     constant = registry.KINDS[kind].constant
     marks = {name: getattr(registry.find(kind, name), constant).marks for name in registry.available(kind)}
     matches = {name: len(each) for name, each in marks.items() if each and all(mark in template for mark in each)}
@@ -34,7 +33,7 @@ def format_in(template: str, kind: Literal["tool_formats", "reasoning_formats"])
 
 
 def is_opened(reasoning: str, prompt: str) -> bool:
-    """Does a prompt end with the opening tag of a reasoning format?"""
+    """Whether a prompt ends with the opening tag of a reasoning format."""
     opening: str = registry.find("reasoning_formats", reasoning).REASONING.opening
     return prompt.rstrip().endswith(opening)
 

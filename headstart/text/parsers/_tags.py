@@ -1,4 +1,4 @@
-"""Calls whose arguments stand one by one between tags, and the conversion of these arguments to JSON."""
+"""Base classes for calls that have a pair of tags for each argument, and the conversion of arguments to JSON."""
 
 import ast
 import json
@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 from headstart.text.parsers.stream import EndOfText, Mismatch, Steps, escape_json
 from headstart.text.parsers.tools import MarkedToolParser
 
-ANY = "any"
+ANY = "any"  # type of an argument that may be any JSON value
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 class TaggedArgumentsParser(MarkedToolParser):
-    """Builds the JSON object of the arguments. Strings are streamed; other values are converted when complete."""
+    """Builds the JSON object of a call's arguments. Strings are streamed; other values are converted when complete."""
 
-    default_types: frozenset[str]  # types of an argument without a schema
+    default_types: frozenset[str]  # JSON Schema types (or ANY) of an argument without a schema
 
     def _read_member(self, function: str, key: str, ends: tuple[str, ...]) -> Steps[None]:
-        """Reads a value and one of `ends` after it."""
+        """Read the value of argument `key` of `function`, and the one of `ends` that follows it."""
         yield from self._read_typed_member(argument_types(self.tools, function, key) or self.default_types, key, ends)
 
     def _read_typed_member(self, types: frozenset[str], key: str, ends: tuple[str, ...]) -> Steps[None]:
@@ -57,7 +57,7 @@ class TaggedArgumentsParser(MarkedToolParser):
 class InvokeParser(TaggedArgumentsParser):
     """`<BLOCK><invoke name="f"><parameter name="k">v</parameter></invoke></BLOCK>`, with newlines between tags."""
 
-    bar: ClassVar[str] = ""  # before the name of every tag
+    bar: ClassVar[str] = ""  # text before the name of every tag
     blocks: ClassVar[tuple[str, ...]]  # names of the outer tag
 
     def __init_subclass__(cls) -> None:
@@ -84,13 +84,13 @@ class InvokeParser(TaggedArgumentsParser):
             yield from self._ending(f"</{self.bar}{block}>")
 
     def _value(self, function: str, key: str, end: str) -> Steps[None]:
-        """From after the quote of the parameter's name to after its end tag."""
+        """Read a parameter. Begins after the closing quote of its name, ends after its end tag."""
         yield from self._expect(">")
         yield from self._read_member(function, key, (end,))
 
 
 def argument_types(tools: Sequence[Mapping[str, Any]], function: str, argument: str) -> frozenset[str]:
-    """JSON Schema types of one argument; empty without a schema."""
+    """JSON Schema types of one argument of a function, by the request's tools; empty without a schema."""
     for tool in tools:
         definition = tool.get("function", {})
         if definition.get("name") == function:
@@ -123,7 +123,7 @@ def _resolve(reference: Any, root: Any) -> Any:
 
 
 def convert_to_json(text: str, types: frozenset[str]) -> str:
-    """`text` as JSON of the first of `types` that it is valid for, else as a string."""
+    """`text` as JSON: a constant, number, array or object if one of `types` allows it, else a string."""
     value = text.strip()
     word = _WORDS.get(value.lower())
     if word is not None and ("null" if word == "null" else "boolean") in types:
@@ -137,7 +137,7 @@ def convert_to_json(text: str, types: frozenset[str]) -> str:
 
 
 def _number(value: str, types: frozenset[str]) -> str | None:
-    """A number as written if that is valid JSON; `5.0` for an integer is 5."""
+    """`value` as a JSON number, or None: as written if that is valid, `5.0` for an integer as 5."""
     if not types & {"integer", "number"}:
         return None
     if _NUMBER.fullmatch(value) and ("number" in types or value.lstrip("-").isdigit()):
@@ -152,7 +152,8 @@ def _number(value: str, types: frozenset[str]) -> str | None:
 
 
 def _structure(value: str, types: frozenset[str]) -> str | None:
-    """An array or object, written in JSON or in Python (chat templates that print values teach models to)."""
+    """`value` as a JSON array or object, or None. Python literals are converted: models copy them from chat templates
+    that print Python values."""
     wanted = tuple(kind for kind, name in ((list, "array"), (dict, "object")) if name in types)
     if not wanted or not value.startswith(("[", "{")):
         return None

@@ -9,7 +9,7 @@ CALLS_BEGIN = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 OPENS = (CALLS_BEGIN + CALL_BEGIN, CALLS_BEGIN + "\n" + CALL_BEGIN, CALL_BEGIN)
-"""DeepSeek's markers; their bars are U+FF5C, their blanks U+2581."""
+"""Opening markers of a call. Bars in DeepSeek's markers are U+FF5C, spaces are U+2581."""
 _FENCE = "```"
 
 

@@ -6,7 +6,7 @@ from headstart.text.parsers.tools import MarkedToolParser
 
 
 class DeepSeekV31Parser(MarkedToolParser):
-    """Call begin, name, separator, arguments, call end; all calls between the begin and end of calls."""
+    """Calls begin, then each call (call begin, name, separator, arguments, call end), then calls end."""
 
     opens = OPENS
     marks = (CALL_BEGIN,)

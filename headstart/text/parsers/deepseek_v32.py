@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and V4 (DSML): functions and parameters in tags, which say whether a value is a string or JSON."""
+"""DeepSeek-V3.2 and V4 (DSML): functions and parameters in tags, which declare their values as strings or JSON."""
 
 from headstart.text.parsers._tags import ANY, InvokeParser
 from headstart.text.parsers.stream import Steps
@@ -7,8 +7,9 @@ _BAR = "\uff5cDSML\uff5c"
 
 
 class DeepSeekV32Parser(InvokeParser):
-    """`<BAR invoke name="f"><BAR parameter name="k" string="true">v</BAR parameter></BAR invoke>`, without the blanks
-    and with BAR between full-width bars; all calls in a block: `function_calls` in V3.2, `tool_calls` in V4."""
+    """`<BAR invoke name="f"><BAR parameter name="k" string="true">v</BAR parameter></BAR invoke>` without the spaces
+    after BAR, which is DSML between full-width bars. All calls are in one `function_calls` (V3.2) or `tool_calls` (V4)
+    block."""
 
     bar = _BAR
     blocks = ("function_calls", "tool_calls")

@@ -1,4 +1,4 @@
-"""Gemma 4: a name and an object whose keys are bare and whose strings stand between special tokens."""
+"""Gemma 4: a name and an object with unquoted keys, whose strings have special tokens in place of quotes."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class Gemma4Parser(MarkedToolParser):
         yield from self._ending(_END)
 
     def _object(self, sink: Sink, depth: int) -> Steps[None]:
-        """From after the opening brace."""
+        """Read an object after its opening brace, and emit it as JSON."""
         sink("{")
         yield from self._closed("}", sink, self._members(sink, depth))
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and later: a name, then keys and values in tags; values that are no strings by their schema are JSON."""
+"""GLM-4.5 and later: a name, then keys and values in tags. Values are JSON unless the tool's schema says string."""
 
 from headstart.text.parsers._tags import ANY, TaggedArgumentsParser
 from headstart.text.parsers.stream import Steps

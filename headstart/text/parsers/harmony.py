@@ -1,4 +1,4 @@
-"""Harmony (gpt-oss): messages on channels. Reasoning is on `analysis`, calls have a recipient, the rest is content."""
+"""Harmony (gpt-oss): messages on channels. `analysis` is reasoning, messages to functions are calls, others content."""
 
 import re
 
@@ -15,8 +15,8 @@ _OTHER_RECIPIENT = re.compile(r"(?:^|\s)to=(?!assistant\b)")
 
 class HarmonyParser(MarkedToolParser):
     """`<|channel|>analysis<|message|>...<|end|>`, `<|start|>assistant<|channel|>commentary to=functions.f
-    <|constrain|>json<|message|>{...}<|call|>`, `<|start|>assistant<|channel|>final<|message|>...<|return|>`; the
-    recipient may also precede the channel. A message to another recipient is content, exactly as written."""
+    <|constrain|>json<|message|>{...}<|call|>`, `<|start|>assistant<|channel|>final<|message|>...<|return|>`. The
+    recipient may also precede the channel. A message to a recipient that is no function is content, as written."""
 
     opens = (START, CHANNEL)
     marks = ("<|channel|>analysis<|message|>", START)
@@ -38,7 +38,7 @@ class HarmonyParser(MarkedToolParser):
         yield from self._message(CHANNEL if opened == CHANNEL else "")
 
     def _message(self, begun: str) -> Steps[None]:
-        """From after the opening marker to after the end marker. `begun`: the header so far."""
+        """Read a message. Begins after its opening marker, ends after its end marker. `begun`: the header so far."""
         header, stop = yield from self._read_until(MESSAGE, _BEGIN, *ENDS)
         header = begun + header
         if stop != MESSAGE:

@@ -7,8 +7,8 @@ _END = "</tool_call>"
 
 
 class HermesParser(ObjectCallParser, MarkedToolParser):
-    """`<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`; the last brace and the end tag are optional.
-    There may be several objects, or a list of them."""
+    """`<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`. The last brace and the end tag are optional.
+    The tags may hold several objects or a list of them."""
 
     opens = ("<tool_call>",)
     marks = opens
@@ -27,7 +27,7 @@ class HermesParser(ObjectCallParser, MarkedToolParser):
                 self._position = len(self._text)
                 return
             except Mismatch as reason:
-                self._is_announced = True  # the first call was
+                self._is_announced = True  # the first call was emitted, so its text must not become content
                 raise reason
         yield from self._next("]")
         yield from self._drop_strays()

@@ -1,14 +1,14 @@
-"""The whole answer is a call in JSON, as Llama 3 writes it: an object, several with `;` between, or an array."""
+"""Llama 3: the whole answer is calls in JSON: one object, several with `;` between them, or an array."""
 
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import ObjectCallParser
 
 
 class JsonParser(ObjectCallParser):
-    """An answer that begins otherwise is content, as is the text after the calls.
+    """An answer that does not begin with a call is content, and so is text after the calls.
 
-    Without markers any JSON answer looks like a call, so a call needs arguments, no other members than those of calls,
-    and the name of one of the request's tools if there are tools.
+    Without markers any JSON answer could look like a call. A call therefore needs arguments, must have no members
+    except those of `members`, and must name one of the request's tools if there are any.
     """
 
     members = frozenset({"name", "arguments", "parameters", "type", "id"})
@@ -28,7 +28,7 @@ class JsonParser(ObjectCallParser):
             yield from self._ending("")
 
     def _calls(self, start: int) -> Steps[bool]:
-        """Reads all calls; False if the last one was malformed."""
+        """Read all calls, from position `start`. Returns False if the last one was malformed."""
         while True:
             self._begin_call()
             self._position = start

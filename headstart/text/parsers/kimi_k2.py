@@ -1,4 +1,4 @@
-"""Kimi-K2: an id that holds the name, and JSON arguments, between special tokens."""
+"""Kimi-K2: an id that contains the function's name, and JSON arguments, between special tokens."""
 
 import re
 
@@ -11,7 +11,7 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 class KimiK2Parser(MarkedToolParser):
-    """Call begin, `functions.name:0`, argument begin, arguments, call end; all calls in a section."""
+    """A section of calls, each: call begin, `functions.name:0`, argument begin, arguments, call end."""
 
     opens = (_CALLS + _CALL, _CALLS + "\n" + _CALL, _CALL)
     marks = (_CALLS, _CALL)

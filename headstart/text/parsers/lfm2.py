@@ -12,7 +12,7 @@ class Lfm2Parser(PythonCallParser, MarkedToolParser):
 
     opens = ("<|tool_call_start|>",)
     ends = (_END,)
-    marks = ("List of tools: ", "<|im_start|>")  # some templates do not write calls
+    marks = ("List of tools: ", "<|im_start|>")  # not the call markers: some templates lack them
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_space()

@@ -1,4 +1,4 @@
-"""MiniMax-M2: functions and parameters in tags; values that are no strings by their schema are JSON."""
+"""MiniMax-M2: functions and parameters in tags. Values are JSON unless the tool's schema says string."""
 
 from headstart.text.parsers._tags import ANY, InvokeParser
 

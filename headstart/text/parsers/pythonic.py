@@ -17,13 +17,13 @@ MAX_NESTING = 64
 
 
 class PythonCallParser(ToolParser):
-    """Reads calls with strings, numbers, lists, tuples and dictionaries, and constants of Python or JSON."""
+    """Reads calls whose arguments are strings, numbers, lists, tuples, dictionaries, or constants of Python or JSON."""
 
     strays = (")",)
-    _tools_only = False  # only calls of the request's tools count: without markers any list could be a call
+    _tools_only = False  # True: only calls of the request's tools count, since without markers any list could be a call
 
     def _call_list(self) -> Steps[bool]:
-        """Reads calls separated by commas, from after `[`. False if a malformed call was left as text."""
+        """Read calls separated by commas, after `[`. Returns False if a later call was malformed."""
         first = True
         while True:
             try:
@@ -146,7 +146,7 @@ class PythonCallParser(ToolParser):
 
 
 class PythonicParser(PythonCallParser):
-    """An answer that is no list of calls of the request's tools is content, as is the text after the list."""
+    """The answer is a list of calls of the request's tools. Other answers, and text after the list, are content."""
 
     marks = ("[func_name1(params_name1=",)
     _tools_only = True

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: function and parameters in tags; values are strings unless the tool's schema says otherwise."""
+"""Qwen3-Coder: function and parameters in tags. Values are strings unless the tool's schema says otherwise."""
 
 from headstart.text.parsers._tags import TaggedArgumentsParser
 from headstart.text.parsers.stream import Mismatch, Steps
@@ -12,7 +12,7 @@ class Qwen3CoderParser(TaggedArgumentsParser):
     """`<tool_call><function=name><parameter=k>v</parameter></function></tool_call>`, with newlines between tags.
 
     One newline on each side of a value is part of the format. `<tool_call>` is optional if the function is one of the
-    request's tools, as is the end of one of the two outer tags.
+    request's tools. One of the two outer end tags is optional.
     """
 
     opens = (_OPEN, _FUNCTION)

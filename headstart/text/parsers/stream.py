@@ -1,6 +1,6 @@
-"""Base of streaming parsers, the events they emit, and the reading of JSON values.
+"""Base class of streaming parsers, the events that they emit, and a parser of JSON values.
 
-A parser is a generator; `yield` waits for more text. So a grammar is written top-down as if the text were complete, and
+A parser is a generator in which `yield` waits for more text. Its code reads top-down as if the text were complete, and
 its events do not depend on how the text was split.
 """
 
@@ -21,8 +21,8 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "Fal
 _SCALAR = re.compile(r"[-+.\w]*")
 _CLOSER = {"{": "}", "[": "]"}
 _T = TypeVar("_T")
-Steps: TypeAlias = Generator[None, None, _T]  # a part of a parser; its value is that of `yield from`
-Sink: TypeAlias = Callable[[str], None]  # takes text as it is read
+Steps: TypeAlias = Generator[None, None, _T]  # a part of a parser, called with `yield from`; returns _T
+Sink: TypeAlias = Callable[[str], None]  # is called with text as it is read
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Arguments:
-    """A part of a call's arguments, which are one JSON text."""
+    """A piece of a call's arguments. All pieces joined are one JSON text."""
 
-    index: int
+    index: int  # of the call
     text: str
 
 
@@ -59,7 +59,7 @@ Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """The events without empty ones, adjacent texts of one kind (and one call) merged."""
+    """The events without empty ones, and with adjacent texts of one kind (and one call) joined."""
     merged: list[Event] = []
     for event in events:
         if isinstance(event, ToolCall):
@@ -82,21 +82,22 @@ class EndOfText(Mismatch):
 
 
 class Parser(ABC):
-    """Turns streamed text into events: a text with a reading position, and the steps that grammars consist of.
+    """Turns streamed text into events. Holds a text with a reading position, and steps that subclasses combine.
 
-    A step leaves `_position` after what it has read, and raises `Mismatch` if the text does not match."""
+    A step leaves `_position` after the text that it has read, and raises `Mismatch` if the text does not match."""
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
         self._is_closed = False
-        self._may_drop_text = False  # no step remembers a position, so read text can be dropped
+        self._may_drop_text = False  # True: no step holds an earlier position, so `push` may drop read text
         self._events: list[Event] = []
         self._generator = self._parse()
         next(self._generator)
 
     def push(self, text: str) -> list[Event]:
-        """Events that are certain now. Text that may begin a marker, and a call without a name yet, are held back."""
+        """Add text; returns the events that are certain now. Text that may begin a marker, and calls whose name is not
+        complete, are held back."""
         assert not self._is_closed, "push after finish"
         if text:
             if self._may_drop_text:
@@ -106,7 +107,7 @@ class Parser(ABC):
         return self._pop_events()
 
     def finish(self) -> list[Event]:
-        """Events of the text that was held back. No push may follow."""
+        """End the text; returns the events of the text that was held back. No push may follow."""
         if not self._is_closed:
             self._is_closed = True
             for _ in self._generator:
@@ -120,7 +121,7 @@ class Parser(ABC):
 
     @abstractmethod
     def _grammar(self) -> Steps[None]:
-        """Reads the text; unread text is content."""
+        """Read the text and emit events. Text that it leaves unread becomes content."""
 
     def _pop_events(self) -> list[Event]:
         events, self._events = merge_events(self._events), []
@@ -166,7 +167,7 @@ class Parser(ABC):
             yield
 
     def _accept(self, *literals: str) -> Steps[str]:
-        """Read and return the longest of these literals; empty if none matches."""
+        """Read and return the longest of `literals` that comes next; an empty string if none does."""
         while True:
             rest = self._text[self._position : self._position + max(map(len, literals))]
             if self._is_closed or not any(len(rest) < len(x) and x.startswith(rest) for x in literals):
@@ -185,8 +186,8 @@ class Parser(ABC):
         return literal
 
     def _stream_until(self, stops: Sequence[str], sink: Sink) -> Steps[str]:
-        """Pass the text before the first of `stops` to `sink` as it comes; read and return that stop. Raises EndOfText
-        after all text was passed on."""
+        """Pass the text before the first of `stops` to `sink` as it comes; read and return that stop. Without a stop,
+        passes all text on and raises EndOfText."""
         while True:
             places = [(at, -len(x), x) for x in stops if (at := self._text.find(x, self._position)) >= 0]
             end, _, stop = min(places, default=(len(self._text), 0, ""))
@@ -200,7 +201,7 @@ class Parser(ABC):
             yield from self._wait_for_text()
 
     def _read_run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Pass characters to `sink` as long as `pattern`, which repeats them, matches."""
+        """Pass characters to `sink` as long as they match `pattern`, such as `\\w*`. It must match an empty text."""
         while True:
             match = pattern.match(self._text, self._position)
             assert match is not None
@@ -225,7 +226,8 @@ class Parser(ABC):
         return 0
 
     def _ending(self, literal: str) -> Steps[None]:
-        """Read white space and `literal`, or its prefix at the end of the text; if neither matches, read nothing."""
+        """Read white space and an optional `literal`; at the end of the text a prefix of it also counts. If neither
+        matches, read nothing."""
         start = self._position
         yield from self._skip_space()
         taken = yield from self._accept(literal)
@@ -238,22 +240,22 @@ class Parser(ABC):
 
 
 class PlainParser(Parser):
-    """The parser of a text without any format: all text is content."""
+    """A parser for plain answers: all text is content."""
 
     def _grammar(self) -> Steps[None]:
         yield from ()
 
 
 def escape_json(text: str) -> str:
-    """`text` as the inside of a JSON string."""
+    """`text` escaped for a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class JsonValueParser(Parser):
-    """Steps that read one JSON value and pass it on.
+    """Steps that read one JSON value and pass its text to a sink.
 
-    Valid values are passed on as written; control characters inside strings and the faults that `_container` names are
-    mended.
+    Valid values are passed on unchanged. Control characters inside strings, and the faults that `_container` names, are
+    repaired.
     """
 
     def _json_value(self, sink: Sink) -> Steps[None]:
@@ -266,13 +268,13 @@ class JsonValueParser(Parser):
             yield from self._scalar(sink)
 
     def _json_text(self) -> Steps[str]:
-        """A complete value as JSON text."""
+        """Read a complete JSON value; returns its text."""
         parts: list[str] = []
         yield from self._json_value(parts.append)
         return "".join(parts)
 
     def _json_string(self) -> Steps[str]:
-        """The value of a complete string."""
+        """Read a complete JSON string; returns its value."""
         if (yield from self._peek()) != '"':
             raise Mismatch
         text = yield from self._json_text()
@@ -282,8 +284,8 @@ class JsonValueParser(Parser):
             raise Mismatch from None
 
     def _container(self, sink: Sink) -> Steps[None]:
-        """`sink` gets valid JSON even where the text ends in a Mismatch. Constants and quotes of Python, bare words
-        and commas before a closing bracket become JSON."""
+        """Read an object or array. Python's constants and quotes, bare words, and commas before a closing bracket are
+        repaired. Before a Mismatch is raised, `sink` gets the text that completes the JSON value."""
         closers: list[str] = []
         expected = "item"  # or "colon", "value", "next": a comma or closing bracket
         try:
@@ -309,7 +311,7 @@ class JsonValueParser(Parser):
             raise
 
     def _comma(self, sink: Sink, opening: str) -> Steps[None]:
-        """A comma and white space, which are dropped where no word, text or bracket of `opening` follows."""
+        """Read a comma and white space; pass them on only if a word, a string or a bracket of `opening` follows."""
         yield from self._expect(",")
         gap: list[str] = []
         yield from self._read_run(_SPACE, gap.append)
@@ -318,7 +320,7 @@ class JsonValueParser(Parser):
             sink("," + "".join(gap))
 
     def _item(self, sink: Sink, closers: list[str], expected: str) -> Steps[str]:
-        """Reads a key, a value, or the opening bracket of one; returns what is expected after it."""
+        """Read a key, a scalar value, or an opening bracket; returns what is expected next, as in `_container`."""
         mark = yield from self._peek()
         is_key = expected == "item" and closers[-1:] == ["}"]
         if mark in _CLOSER and not is_key:
@@ -345,7 +347,7 @@ class JsonValueParser(Parser):
                 sink(escape_json(mark))
 
     def _escape_sequence(self, sink: Sink) -> Steps[None]:
-        """From after the backslash; one that begins no escape of JSON stands for itself."""
+        """Read an escape sequence after its backslash. A backslash that begins no JSON escape becomes a literal one."""
         kind = yield from self._peek()
         self._position += 1
         digits = ""
@@ -358,7 +360,8 @@ class JsonValueParser(Parser):
             sink(kind if kind == "'" else escape_json("\\" + kind) + digits)
 
     def _scalar(self, sink: Sink, *, is_key: bool = False) -> Steps[None]:
-        """A word as JSON: as written where that is JSON, else as Python's constant, else as a string."""
+        """Read a word and pass it on as JSON: unchanged if it is JSON, translated if it is a Python constant, else as a
+        string."""
         parts: list[str] = []
         yield from self._peek()
         yield from self._read_run(_SCALAR, parts.append)

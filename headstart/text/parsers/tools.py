@@ -1,11 +1,11 @@
 """Base classes of tool formats, with one treatment of calls that are cut off or malformed.
 
 - Until its name is announced, a call that does not match its format is content, exactly as written.
-- After that, arguments that end with the text stay an incomplete JSON text.
-- After that, the arguments are one JSON object: malformed ones are completed, and dropped up to the call's end marker;
-  what is no object is converted (`argument_objects`).
-- Text after complete arguments that is no end marker is content, but closing brackets and end markers are dropped.
-One newline before a call's opening marker is part of the format and no content.
+- After that, arguments that are cut off by the end of the text stay an incomplete JSON text.
+- Otherwise the arguments of an announced call become one JSON object. Malformed JSON is completed, and its rest dropped
+  up to the call's end marker. A value that is not an object is converted (`argument_objects`).
+- Text after complete arguments is content, except for closing brackets and end markers, which are dropped.
+One newline before a call's opening marker belongs to the format, not to the content.
 """
 
 import json
@@ -23,8 +23,9 @@ _NAME = re.compile(r"[\w.:/$@-]*")
 
 
 def argument_objects(text: str) -> list[str]:
-    """Arguments in JSON as JSON objects, one for each call: null and "" are {}, a text is read again as JSON, a list
-    holds the arguments of several calls. Anything else stands under `INVALID_JSON`."""
+    """JSON texts of argument objects, one for each call, from a call's argument text. null and "" become {}; a JSON
+    string is parsed again as JSON; a list holds the arguments of several calls. Anything else is put under the key
+    `INVALID_JSON`."""
     try:
         value = _load(text) if text.strip() else None
         for _ in range(2):  # models escape objects once or twice
@@ -45,11 +46,11 @@ def _load(text: str) -> Any:
 
 
 class ToolParser(JsonValueParser):
-    """Emits the calls of one answer."""
+    """Base of tool formats: emits the calls of one answer. `tools`: the request's tools."""
 
     opens: tuple[str, ...] = ()  # opening markers of a call
-    ends: tuple[str, ...] = ()  # markers at the end of a call, or of all
-    strays: tuple[str, ...] = ("}",)  # closing brackets that models write too often
+    ends: tuple[str, ...] = ()  # markers at the end of a call, or of all calls
+    strays: tuple[str, ...] = ("}",)  # surplus closing brackets after a call, which are dropped
 
     marks: tuple[str, ...] = ()
     """Texts that all occur in the chat templates of models with this format; empty: templates do not identify it."""
@@ -86,7 +87,8 @@ class ToolParser(JsonValueParser):
             self._arguments("{}")
 
     def _abort_call(self, reason: Mismatch, opened: str = "") -> None:
-        """The call does not match its format: go back to the text that was neither emitted nor read."""
+        """Handle a call that does not match its format. Not announced: `opened` becomes content, and the call's text is
+        read again as content. Cut off: drop the rest. Malformed: complete the arguments."""
         self._may_drop_text = False
         if not self._is_announced:
             self._content(opened)
@@ -98,7 +100,8 @@ class ToolParser(JsonValueParser):
             self._position = 0
 
     def _stream_arguments(self, *ends: str) -> Steps[None]:
-        """Emit the arguments: JSON objects, each of one call. `ends`: where malformed arguments end."""
+        """Read and emit a call's arguments. With `ends`, further objects are further calls of the same function.
+        `ends`: markers up to which malformed arguments are dropped."""
         yield from self._skip_space()
         stops = (*ends, *self.opens)
         while True:
@@ -121,7 +124,8 @@ class ToolParser(JsonValueParser):
             self._announce(self._called)
 
     def _malformed_arguments(self, stops: Sequence[str]) -> Steps[None]:
-        """Read up to one of `stops`; what stands there instead of arguments is emitted."""
+        """Skip malformed arguments up to one of `stops`. If no arguments were emitted yet, emit the skipped text as
+        converted arguments."""
         rest: list[str] = []
         try:
             end = yield from self._stream_until(stops, rest.append)
@@ -132,14 +136,15 @@ class ToolParser(JsonValueParser):
             self._emit_arguments("".join(rest) or "null")
 
     def _emit_arguments(self, text: str) -> None:
-        """Emit complete arguments in JSON, if there are any; those of more calls as calls of the same function."""
+        """Emit complete arguments, unless `text` is empty. A list of them becomes several calls of the function."""
         for number, each in enumerate(argument_objects(text) if text else ()):
             if number:
                 self._announce(self._called)
             self._arguments(each)
 
     def _closed(self, closer: str, sink: Sink, inner: Steps[None]) -> Steps[None]:
-        """The inside of an object or array, which is closed even where it does not match its format."""
+        """Run `inner`, which reads the inside of an object or array, then emit `closer`, also after a Mismatch (but not
+        at the end of the text)."""
         try:
             yield from inner
         except EndOfText:
@@ -150,7 +155,7 @@ class ToolParser(JsonValueParser):
         sink(closer)
 
     def _next(self, *literals: str) -> Steps[str]:
-        """Read white space and the literal; empty, and nothing is read, if none of them follows."""
+        """Read white space and one of `literals`; returns it. If none follows, reads nothing and returns ""."""
         start = self._position
         yield from self._skip_space()
         found = yield from self._accept(*literals)
@@ -163,7 +168,7 @@ class ToolParser(JsonValueParser):
             self._drop_read_text()
 
     def _name(self) -> Steps[str]:
-        """Read a function's name and the white space around it."""
+        """Read a function's name with the white space around it; returns the name."""
         yield from self._skip_space()
         parts: list[str] = []
         yield from self._read_run(_NAME, parts.append)
@@ -178,7 +183,7 @@ class MarkedToolParser(ToolParser):
 
     @abstractmethod
     def _call(self, opened: str) -> Steps[None]:
-        """Reads one call, from after its opening marker `opened` to after its end marker."""
+        """Read one call. Begins after its opening marker `opened`, ends after its end marker."""
 
     def _grammar(self) -> Steps[None]:
         while True:
@@ -191,7 +196,7 @@ class MarkedToolParser(ToolParser):
             self._may_drop_text = False
             self._begin_call()
             if opened.lstrip("\n") in self.ends:
-                continue  # left over from a malformed call
+                continue  # an end marker that a malformed call has left
             try:
                 yield from self._call(opened.lstrip("\n"))
                 yield from self._drop_strays()
@@ -202,7 +207,7 @@ class MarkedToolParser(ToolParser):
                     yield from self._drop_leftover()
 
     def _drop_leftover(self) -> Steps[None]:
-        """Drop the text up to the end marker of a malformed call; without one, it is content."""
+        """Drop the text up to the end marker of a malformed call. Without an end marker the text is content."""
         parts: list[str] = []
         try:
             stop = yield from self._stream_until((*self.ends, *self.opens), parts.append)
@@ -217,14 +222,15 @@ class MarkedToolParser(ToolParser):
 class ObjectCallParser(ToolParser):
     """Calls written as `{"name": ..., "arguments": {...}}`, with members in any order; other members are skipped.
 
-    Arguments before the name are emitted after it. A call without arguments has `{}`.
+    Arguments before the name are emitted after it. A call without arguments gets `{}`.
     """
 
-    members: frozenset[str] | None = None  # members that a call may have; None: any
-    may_lack_arguments = True  # a name alone is a call, announced before its arguments are read
+    members: frozenset[str] | None = None  # the only members that a call may have; None: any
+    may_lack_arguments = True  # a call is announced at its name; False: only when its arguments begin
 
     def _read_object_call(self, *ends: str) -> Steps[None]:
-        """`ends`: where malformed arguments end; the closing brace may be missing there."""
+        """Read one such object and emit its call. `ends`: markers up to which malformed arguments are dropped. The
+        closing brace is optional after arguments."""
         yield from self._expect("{")
         name, early = "", ""
         while True:
@@ -256,7 +262,7 @@ class ObjectCallParser(ToolParser):
         yield from self._drop_strays()
 
     def _another_object(self) -> Steps[bool]:
-        """Does another object follow, perhaps after a separator? Reads up to its brace."""
+        """Whether another object follows, perhaps after a separator. Reads up to its opening brace."""
         start = self._position
         yield from self._next(",", ";")
         found = yield from self._next("{")

@@ -1,10 +1,10 @@
-"""Formats of the reasoning before an answer, one file each: REASONING wraps the answer's parser."""
+"""Formats of the reasoning before an answer, one file each. REASONING is a parser that wraps the answer's parser."""
 
 from headstart.text.parsers.stream import Event, Parser
 
 
 class ReasoningParser(Parser):
-    """Base of reasoning formats: passes content on to the parser of the answer, if there is one."""
+    """Base of reasoning formats. Content goes to the answer's parser, if there is one."""
 
     opening: str  # text at the end of a prompt after which the reasoning begins
     _answer: Parser | None

@@ -1,4 +1,4 @@
-"""Gemma 4: reasoning on a channel before the answer."""
+"""Gemma 4: reasoning between channel tags before the answer."""
 
 from headstart.text.reasoning.think import ThinkParser
 

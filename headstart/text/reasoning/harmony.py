@@ -1,4 +1,4 @@
-"""Harmony: reasoning is a message, which the parser of its calls finds."""
+"""Harmony: reasoning is a message on its own channel, which the parser of tool calls already recognizes."""
 
 from headstart.text.parsers.harmony import START, HarmonyParser
 from headstart.text.parsers.stream import Parser
@@ -6,7 +6,7 @@ from headstart.text.reasoning import ReasoningParser
 
 
 class HarmonyReasoning(ReasoningParser, HarmonyParser):
-    """Passes content on to the answer's parser, unless that is Harmony's own."""
+    """Passes content to the answer's parser. If that is Harmony's parser, this class replaces it."""
 
     opening = START
 

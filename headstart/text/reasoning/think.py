@@ -5,10 +5,10 @@ from headstart.text.reasoning import ReasoningParser
 
 
 class ThinkParser(ReasoningParser):
-    """`opened`: the prompt ends with the opening tag; a repeated one is skipped.
+    """`opened`: the prompt ends with the opening tag; if the model repeats it, the second one is skipped.
 
-    An opening tag after the start is text. Reasoning without a closing tag extends to the end of the text. One newline
-    inside each tag and up to two after the closing tag are part of the format.
+    An opening tag later in the answer is text. Reasoning without a closing tag extends to the end of the text. One
+    newline inside each tag and up to two after the closing tag are part of the format.
     """
 
     opening, closing = "<think>", "</think>"
