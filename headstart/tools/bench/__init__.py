@@ -1,1 +1,1 @@
-"""`headstart bench`: an engine in this process or a server over HTTP measured, and what drafting saves."""
+"""`headstart bench`: measures an engine in this process or a server over HTTP, and what drafting saves."""

@@ -1,10 +1,10 @@
 """The JSON document of `headstart bench`: BenchCell, BenchRow, SpeedCheck, BenchDocument.
 
-The same for engines of this process and for servers. Times are in milliseconds, rates in tokens per second. What was
-not measured is null, never 0. A *cell* is one run of one workload under one load in one mode. Cells of the same
-workload, load and `repeat` ran right after each other: they are a pair. A *row* sums up the cells that differ in
-`repeat` only. Modes: "off" (no drafter), "1", "3", ... (a fixed depth), "auto" (the engine decides), "server" (a server
-that cannot be told).
+Engines in this process and servers use the same format. Times are in milliseconds, rates in tokens per second. A value
+that was not measured is null, never 0. A *cell* is one run of one workload under one load in one mode. Cells with the
+same workload, load and `repeat` form a pair: they ran one after the other. A *row* combines the cells that differ only
+in `repeat`. Modes: "off" (no drafter), "1", "3", ... (fixed depth), "auto" (the engine chooses the depth), "server"
+(the server's own setting, which requests cannot change).
 """
 
 import json
@@ -27,7 +27,7 @@ LEVELS = (0.0, *(i / 20 for i in range(1, 20)), 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Distribution:
-    """How `count` times in ms are spread."""
+    """Distribution of `count` times, in milliseconds."""
 
     count: int
     mean: float
@@ -38,7 +38,7 @@ class Distribution:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Self | None:
-        """None of no values."""
+        """Returns the distribution of times in seconds; None if there are none."""
         values = np.fromiter(seconds, np.float64) * 1e3
         if not len(values):
             return None
@@ -48,11 +48,11 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Times of answers and tokens in ms; null where there was nothing to time."""
+    """Latencies of one cell or row, in ms; null without samples."""
 
     ttft: Distribution | None  # request sent (or due, with Poisson arrivals) to first token
     tpot: Distribution | None  # per answer: (last - first token) / (tokens - 1)
-    itl: Distribution | None  # between deliveries; one delivery holds all tokens that a pass accepted
+    itl: Distribution | None  # inter-token latency: between deliveries; one delivery has all tokens of a pass
     e2e: Distribution | None  # request sent to last token
 
 
@@ -61,11 +61,11 @@ class DraftCounts:
     """Counts of drafting, in vLLM's terms."""
 
     drafts: int
-    drafted: int
-    accepted: int
+    drafted: int  # draft tokens
+    accepted: int  # draft tokens
     per_position: tuple[int, ...]  # [i]: drafts whose token i was accepted
-    drafted_at: tuple[int, ...] | None = None  # [i]: drafts that had a token i; null where a server does not tell
-    passes_saved: int = 0  # output tokens that no pass of the model was spent on
+    drafted_at: tuple[int, ...] | None = None  # [i]: drafts that had a token i; null if a server does not report it
+    passes_saved: int = 0  # output tokens minus passes of the model
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -73,22 +73,22 @@ class DraftCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted / drafts; 1 is no help."""
+        """1 + accepted / drafts; 1 without drafts."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def drafts_at(self) -> tuple[int, ...]:
-        """Drafts that reached each position; all drafts where a server does not tell how long they were."""
+        """Number of drafts with a token at each position; all drafts if the server does not report `drafted_at`."""
         return self.drafted_at or (self.drafts,) * len(self.per_position)
 
     @property
     def acceptance_at(self) -> list[float]:
-        """By position: the share of the drafts reaching it that were right up to there."""
+        """[i]: share of the drafts with a token i whose tokens up to i were all accepted."""
         return [hits / count for hits, count in zip(self.per_position, self.drafts_at, strict=False) if count]
 
     @classmethod
     def total(cls, parts: Iterable[Self | None]) -> Self | None:
-        """Their sum; None when one of them is unknown, or there is none."""
+        """Returns the sum of the counts; None if one of them is None, or there are none."""
         counts = list(parts)
         known = [part for part in counts if part is not None]
         if not counts or len(known) < len(counts):
@@ -106,7 +106,7 @@ def _sum(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 class LoadGroup(NamedTuple):
-    """What the cells of a row have in common, but for the mode."""
+    """Workload and load of a cell or row: the fields of LoadSetting as a dictionary key."""
 
     workload: str
     concurrency: int | None
@@ -128,8 +128,8 @@ class LoadGroup(NamedTuple):
 class LoadSetting:
     workload: str
     concurrency: int | None  # requests at a time; null with Poisson arrivals
-    rate: float | None  # of Poisson arrivals, per second
-    chunked_prefill: bool | None  # null where the server decides
+    rate: float | None  # Poisson arrivals per second; null with a fixed concurrency
+    chunked_prefill: bool | None  # null for servers, which decide themselves
 
     @property
     def group(self) -> LoadGroup:
@@ -140,13 +140,13 @@ class LoadSetting:
 class BenchCell(LoadSetting):
     mode: str
     repeat: int
-    complete: bool  # false: it broke off, and counts in no row
+    complete: bool  # false: the run was interrupted; no row contains this cell
     requests: int
     failed: int
-    errors: tuple[str, ...]  # distinct ones of failed requests
+    errors: tuple[str, ...]  # distinct error texts of failed requests
     seconds: float
     prompt_tokens: int
-    cached_tokens: int | None  # prompt tokens that the prefix cache held; null where the server does not tell
+    cached_tokens: int | None  # prompt tokens found in the prefix cache; null if the server does not report it
     output_tokens: int
     latency: Latency
     speculation: DraftCounts | None
@@ -162,7 +162,7 @@ class BenchCell(LoadSetting):
 
     @property
     def speed(self) -> float:
-        """What a speed-up is a ratio of: output tokens/s; with Poisson arrivals, which set that, 1 / mean TPOT."""
+        """Speed for speed-up ratios: output tokens/s. With Poisson arrivals, which fix that rate, 1 / mean TPOT."""
         if self.rate is None:
             return self.output_tokens_per_s
         return 1e3 / self.latency.tpot.mean if self.latency.tpot and self.latency.tpot.mean else 0.0
@@ -173,7 +173,7 @@ class Interval:
     """A ratio of speeds with its bootstrap interval (summary.speedup)."""
 
     point: float
-    low: float | None  # null for fewer pairs than an interval needs
+    low: float | None  # ends of the 95 % interval; null with too few pairs
     high: float | None
     pairs: int
 
@@ -183,7 +183,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow(LoadSetting):
-    """The complete cells of one workload, load and mode: latencies of all answers together, medians of rates."""
+    """Summary of the complete cells of one workload, load and mode: pooled latencies, median rates, summed counts."""
 
     mode: str
     cells: int
@@ -205,7 +205,7 @@ class BenchRow(LoadSetting):
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedCheck(LoadSetting):
-    """An answer to a question about one workload and load."""
+    """Result of one check of mode "auto", for one workload and load."""
 
     name: Literal["never slower", "near the best depth"]
     ok: bool | None  # null when there are too few pairs to tell
@@ -221,7 +221,7 @@ class BenchDocument:
     source: Mapping[str, Any]  # what was measured: model, backend, server
     machine: Mapping[str, Any]  # where the bench ran
     settings: Mapping[str, Any]  # the options
-    complete: bool  # false: it broke off, for the reason in `error`
+    complete: bool  # false: the bench was interrupted, for the reason in `error`
     error: str
     notes: tuple[str, ...] = ()
     rows: tuple[BenchRow, ...] = ()
@@ -233,7 +233,7 @@ class BenchDocument:
 
     @classmethod
     def read(cls, path: Path) -> "BenchDocument":
-        """Raises UsageError for a file that is no such document."""
+        """Reads a JSON file. Raises UsageError for a file that cannot be read or is not a bench document."""
         from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
 
         try:
@@ -242,7 +242,7 @@ class BenchDocument:
             raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
         except ValidationError as error:
             first = error.errors()[0]
-            wrong = f"no bench document: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            wrong = f"not a bench document: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         except ValueError as error:
             wrong = f"not JSON: {error}"
         else:

@@ -1,4 +1,4 @@
-"""The BenchTarget over an OpenAI-compatible server."""
+"""HttpTarget: a BenchTarget for an OpenAI-compatible server."""
 
 import asyncio
 import json
@@ -20,17 +20,17 @@ from headstart.tools.bench.workloads import Task
 from headstart.tools.engine_metrics import EngineCounters
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
-OWN = "headstart"  # owner of the models of headstart's own servers, which take the request field `speculation`
-CHARACTERS_PER_TOKEN = 4  # about, of English; for servers that do not count tokens
-FULL_COUNTERS = ("headstart", "vllm")  # engines whose counters fill a whole DraftCounts
+OWN = "headstart"  # `owned_by` of headstart's models; only these servers accept the request field `speculation`
+CHARACTERS_PER_TOKEN = 4  # rough value for English; used for servers without /tokenize
+FULL_COUNTERS = ("headstart", "vllm")  # engines whose metrics have all counts of a DraftCounts
 
 
 class HttpTarget:
-    """A server, and for mode "off" perhaps a second one without a drafter. Raises UsageError for a server that does
-    not answer.
+    """A server, and optionally a second server without a drafter for mode "off". Raises UsageError for a server that
+    does not answer.
 
-    Prompts are sent once before each run, for one token: the prefix cache is then equally warm in all modes. A server
-    of headstart gets a salt for each run too, so that earlier answers are no drafts."""
+    Before each run every prompt is sent once, for one token, so that the prefix cache is equally warm in all modes. A
+    headstart server also gets a cache salt for each run, so that lookup does not draft from earlier answers."""
 
     chunked_prefill: bool | None = None
 
@@ -68,7 +68,7 @@ class HttpTarget:
             raise UsageError(what, "is it running?") from None
 
     def check(self, tasks: Seq[Task]) -> None:
-        """Only the server knows."""
+        """Does nothing: only the server knows which tasks fit."""
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
         self._salt = secrets.token_hex(8)
@@ -91,14 +91,15 @@ class HttpTarget:
         return True
 
     def _server_of(self, mode: str) -> tuple[client.Server, dict[str, Any]]:
-        """Returns the server of a mode, and the request fields that ask for it. Raises UsageError."""
+        """Returns the server for a mode, and the request fields that select the mode. Raises UsageError for a mode that
+        the server cannot run."""
         if mode == OFF and self._off is not None:
             return self._off, {}
         if mode == SERVER:  # as the server was started
             return self._server, {}
         if not self._is_own:
             hint = "leave --modes out; --off-url names a second server that does not draft"
-            raise UsageError(f"--modes has {mode!r}, but {self._server} is not headstart's: it cannot be told", hint)
+            raise UsageError(f"--modes has {mode!r}, but {self._server} is not headstart's: its mode is fixed", hint)
         if mode in (OFF, AUTO):
             return self._server, {"speculation": {"mode": mode}}
         if not mode.isdigit() or int(mode) < 1:
@@ -107,7 +108,7 @@ class HttpTarget:
 
 
 class _HttpRun:
-    """The tasks of a run. Nothing more is sent after the connection has broken."""
+    """Sends the tasks of one run. Sends nothing more after a connection broke."""
 
     def __init__(self, server: client.Server, extra: Mapping[str, Any], notify: Notify) -> None:
         self._server, self._extra, self._notify = server, extra, notify
@@ -161,7 +162,7 @@ class _HttpRun:
 
 
 def body_of(task: Task, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """Returns a streamed chat completion, with fields that not every server knows only where they are needed."""
+    """Returns the body of a streamed chat completion. Fields that some servers refuse are included only if needed."""
     body: dict[str, Any] = {
         "messages": messages, "max_tokens": task.max_tokens, "temperature": task.temperature, "seed": task.seed,
         "stream": True, "stream_options": {"include_usage": True},
@@ -175,7 +176,8 @@ def body_of(task: Task, messages: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def sample_of(answer: client.Response, late: float = 0.0, *, error: str = "") -> AnswerSample:
-    """`late`: seconds between due and sent. A server without usage is taken to send one token per piece of text."""
+    """Converts a response to a sample. `late`: seconds between due and sent. Without usage in the response, each piece
+    of text counts as one token."""
     times = [when for when, _ in answer.pieces] or [answer.seconds]
     details = answer.usage.get("prompt_tokens_details") or {}
     return AnswerSample(
@@ -186,13 +188,13 @@ def sample_of(answer: client.Response, late: float = 0.0, *, error: str = "") ->
 
 
 async def _metrics(server: client.Server) -> EngineCounters | None:
-    """Returns None for a server without metrics of speculation."""
+    """Returns the drafting counters; None if the server's metrics do not have all of them."""
     counted = await client.read_counters(server)
     return counted if counted and counted.engine in FULL_COUNTERS and counted.drafts is not None else None
 
 
 def _difference(before: EngineCounters | None, after: EngineCounters | None) -> DraftCounts | None:
-    """Returns what was drafted in between, by all users of the server."""
+    """Returns the drafts between two readings, including those of other users of the server."""
     if before is None or after is None:
         return None
     spent = after.since(before)

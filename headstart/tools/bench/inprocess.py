@@ -1,4 +1,4 @@
-"""The BenchTarget over engines of this process."""
+"""InProcessTarget: a BenchTarget for engines in this process."""
 
 import time
 from collections import deque
@@ -20,8 +20,9 @@ from headstart.tools.bench.workloads import Task
 
 
 class InProcessTarget:
-    """Two engines over one loaded model, with as many KV blocks each: one without a drafter for mode "off", one by
-    `config` for the others. `config.max_num_seqs` bounds how many requests run at a time. Raises what `LLM` raises."""
+    """Two engines that share one loaded model and have equally many KV blocks: one without a drafter for mode "off",
+    one with `config` for all other modes. At most `config.max_num_seqs` requests run at a time. Raises what `LLM`
+    raises."""
 
     is_local = True
 
@@ -52,7 +53,7 @@ class InProcessTarget:
     @property
     def about(self) -> Mapping[str, Any]:
         _, name = select_drafter(self.model, self._config)
-        lookup = {"lookup": True} if name == "mixed" else {}  # it bears its head's name
+        lookup = {"lookup": True} if name == "mixed" else {}  # `info` names only the head of a mixed drafter
         return {"runner": "in process", **self._drafting.info, **lookup, "kv_blocks": self.kv_blocks}
 
     def count_tokens(self, text: str) -> int:
@@ -63,7 +64,7 @@ class InProcessTarget:
             _Conversation(self._drafting, task, None)
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        """Empties the prefix cache and the texts that lookup drafts from."""
+        """Empties the prefix cache and the history that lookup drafts from."""
         llm, _ = self._mode(mode)
         llm.engine.memory.pool.clear()
         llm.engine.drafting.clear()
@@ -79,7 +80,8 @@ class InProcessTarget:
         return RunOutcome(samples=work.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
 
     def _mode(self, mode: str) -> tuple[LLM, int | None]:
-        """Returns the engine of a mode, and the depth to ask for. Raises UsageError."""
+        """Returns the engine for a mode and the depth of its requests (None: auto). Raises UsageError for a mode that
+        the engine cannot run."""
         if mode == OFF:
             self._plain = self._plain or LLM(self.model, replace(self._config, drafter="none"))
             return self._plain, None
@@ -110,7 +112,8 @@ class _Conversation:
         self.next = self._request()
 
     def _request(self) -> Request | None:
-        """Raises CapacityError when the context does not hold prompt and answer."""
+        """Returns the request of the next turn; None after the last. Raises CapacityError if prompt and answer do not
+        fit the context."""
         if not self._left:
             return None
         self._messages.append({"role": "user", "content": self._left.pop(0)})
@@ -182,7 +185,7 @@ class _InProcessRun:
             return
         try:
             conversation.answered(choice.text)
-        except CapacityError as error:  # the conversation has become too long
+        except CapacityError as error:  # the next turn does not fit the context
             self.samples.append(AnswerSample(error=error.message))
             return
         if conversation.next is not None:

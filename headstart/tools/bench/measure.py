@@ -1,4 +1,4 @@
-"""One run of a workload, under one load, in one mode, against any BenchTarget; and the energy that it takes."""
+"""Measurement of one cell: a run of a workload under one load in one mode, and the energy it uses."""
 
 import random
 import shutil
@@ -23,22 +23,22 @@ Notify = Callable[[], None]
 
 
 def check_mode(mode: str) -> None:
-    """Raises UsageError unless it is off, auto or a depth."""
+    """Raises UsageError unless `mode` is off, auto or a depth."""
     if mode not in (OFF, AUTO) and not mode.isdecimal():
         raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLoad:
-    """How tasks come: `concurrency` clients, each beginning the next task as soon as its last has ended; or, where
-    that is None, one after another at random (Poisson) times, `rate` per second."""
+    """Arrival of tasks: either `concurrency` clients, each of which starts its next task when the last one ended, or
+    Poisson arrivals at `rate` tasks per second. One of the two is None."""
 
     concurrency: int | None = None
     rate: float | None = None
     seed: int = 0
 
     def arrivals(self, count: int) -> Iterator[float]:
-        """Yields seconds from the start at which tasks are due."""
+        """Yields `count` due times in seconds from the start, ascending; all 0 with a fixed concurrency."""
         rng, now = random.Random(self.seed), 0.0
         for _ in range(count):
             yield now
@@ -51,7 +51,7 @@ class RequestLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSample:
-    """One answer. Times count in seconds from when the request was sent or due."""
+    """Measurements of one answer. Times are in seconds since the request was sent, or due with Poisson arrivals."""
 
     prompt_tokens: int = 0
     cached_tokens: int | None = None
@@ -59,7 +59,7 @@ class AnswerSample:
     ttft_s: float = 0.0
     seconds: float = 0.0  # to the last token
     gaps_s: tuple[float, ...] = ()  # between deliveries
-    error: str = ""  # why there is no answer, or only a part
+    error: str = ""  # why the answer is missing or incomplete
 
     @property
     def tpot_s(self) -> float | None:
@@ -70,46 +70,46 @@ class AnswerSample:
 class RunOutcome:
     samples: list[AnswerSample]
     seconds: float
-    speculation: DraftCounts | None
-    lost: str = ""  # why the connection broke; then nothing more was sent
+    speculation: DraftCounts | None  # None: unknown
+    lost: str = ""  # why the connection broke, which ended the run; empty: it did not
 
 
 class BenchTarget(Protocol):
-    """What is measured: engines of this process, or a server."""
+    """The engine or server that a bench measures."""
 
-    chunked_prefill: bool | None
-    is_local: bool  # it runs on this machine
+    chunked_prefill: bool | None  # None: the server decides
+    is_local: bool  # runs on this machine, whose energy can be read
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Model, backend, server: what a report says was measured."""
+        """Model, backend and server, for the report."""
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes to measure when the user names none."""
 
     def is_alive(self) -> bool:
-        """After failures: does it make sense to go on?"""
+        """Returns whether the target still answers; asked after failed requests."""
 
     def count_tokens(self, text: str) -> int: ...
 
     def check(self, tasks: Seq[Task]) -> None:
-        """Raises CapacityError or UsageError for impossible tasks, where that can be told beforehand."""
+        """Raises CapacityError or UsageError for tasks that cannot run, if the target can know that in advance."""
 
     def settle(self, tasks: Seq[Task], mode: str) -> None:
-        """Makes the caches at the start of a run the same for every mode. Raises UsageError for an unknown mode."""
+        """Brings caches into the same state for every mode, before a run. Raises UsageError for an unknown mode."""
 
     def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Notify) -> RunOutcome:
-        """Runs all tasks; `notify` is called after each answer. Failed answers are samples with an error."""
+        """Runs all tasks and calls `notify` after each answer. A failed answer is a sample with an error."""
 
 
 def num_requests_for(concurrency: int | None) -> int:
-    """Returns the tasks of a run when the user names no number: every client has two."""
+    """Returns the default number of tasks in a run: two for each client, at least MIN_REQUESTS."""
     return max(MIN_REQUESTS, 2 * (concurrency or 0))
 
 
 def warm_up(target: BenchTarget, workload: Workload, mode: str) -> None:
-    """A short run that is not counted: first calls pay for allocations."""
+    """Runs two short tasks without measuring them, since first calls allocate memory."""
     tasks = workload.limited(4).tasks(2)
     target.settle(tasks, mode)
     target.run(tasks, mode, RequestLoad(concurrency=2), lambda: None)
@@ -119,8 +119,8 @@ def measure(
     target: BenchTarget, workload: Workload, mode: str, load: RequestLoad, *, num_requests: int | None = None,
     repeat: int = 0, meter: "EnergyMeter | None" = None, notify: Notify = lambda: None,
 ) -> BenchCell:  # fmt: skip
-    """One run. Tasks, their seeds and their arrivals depend on `load.seed` only, so that all modes and repeats get the
-    same ones. Raises UsageError for an unknown mode, CapacityError for tasks that do not fit the model's context."""
+    """Measures one cell. Tasks, their seeds and arrivals depend only on `load.seed`, so that they are the same in all
+    modes and repeats. Raises UsageError for an unknown mode, CapacityError for tasks that do not fit the context."""
     tasks = workload.tasks(num_requests or num_requests_for(load.concurrency), load.seed)
     target.settle(tasks, mode)
     with meter or nullcontext():
@@ -141,7 +141,7 @@ def measure(
 
 
 def _latency(samples: Seq[AnswerSample]) -> Latency:
-    """An answer without a token has no time to its first one."""
+    """Returns the latencies of all answers with at least one token."""
     spoken = [sample for sample in samples if sample.output_tokens]
     return Latency(
         ttft=Distribution.of(sample.ttft_s for sample in spoken),
@@ -152,12 +152,12 @@ def _latency(samples: Seq[AnswerSample]) -> Latency:
 
 
 POWERCAP = Path("/sys/class/powercap")
-GPU_MS = 100  # time between two readings of a GPU's power
+GPU_MS = 100  # interval between readings of a GPU's power
 
 
 class EnergyMeter:
-    """`with meter: ...`, then `joules` of the machine: processor packages by Linux's powercap counters, NVIDIA GPUs by
-    nvidia-smi; None where nothing can be read. Nothing else should run."""
+    """Measures the energy of the whole machine within a `with` block; `joules` is set at its end. Reads processor
+    packages from Linux's powercap counters and NVIDIA GPUs with nvidia-smi; None if neither can be read."""
 
     def __init__(self, powercap: Path = POWERCAP, gpu_program: str = "nvidia-smi") -> None:
         zones = (zone for zone in sorted(powercap.glob("intel-rapl:[0-9]*")) if zone.name.count(":") == 1)  # packages
@@ -189,13 +189,13 @@ def _joules_since(zone: Path, before: int | None) -> float | None:
     after = _counter(zone / "energy_uj")
     if after is None or before is None:
         return None
-    if after < before:  # the counter has begun anew
+    if after < before:  # the counter wrapped around
         after += _counter(zone / "max_energy_range_uj") or 0
     return (after - before) / 1e6
 
 
 class _GpuPower:
-    """Power of all GPUs, read every GPU_MS and summed over time."""
+    """Energy of all GPUs: their power is read every GPU_MS and integrated over time."""
 
     def __init__(self, program: str) -> None:
         query = ["--query-gpu=index,power.draw", "--format=csv,noheader,nounits", f"--loop-ms={GPU_MS}"]
@@ -204,7 +204,7 @@ class _GpuPower:
         self._started = time.perf_counter()
 
     def stop(self) -> float | None:
-        """Returns joules since the start; None when no GPU has told its power."""
+        """Returns joules since the start; None if no GPU reports its power."""
         seconds = time.perf_counter() - self._started
         self._process.terminate()
         self._process.wait()
@@ -213,7 +213,7 @@ class _GpuPower:
             output.seek(0)
             for line in output:
                 index, _, watts = line.partition(",")
-                with suppress(ValueError):  # "[N/A]": this GPU does not tell
+                with suppress(ValueError):  # "[N/A]": this GPU does not report its power
                     readings.setdefault(index, []).append(float(watts))
         means = [sum(watts) / len(watts) for watts in readings.values() if watts]
         return seconds * sum(means) if means else None

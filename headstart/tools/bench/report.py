@@ -1,4 +1,4 @@
-"""A bench document as one HTML file that loads nothing and prints: report.html, filled with tables and plots."""
+"""Renders a bench document as one self-contained HTML file: report.html, filled with tables and plots."""
 
 import json
 import math
@@ -23,7 +23,7 @@ DARK = {
     "#4b5563": "#9ca3af", "#c2410c": "#fb923c", "#6d28d9": "#a78bfa", "#0072b2": "#56b4e9", "#00855f": "#34d399",
     "#b4488c": "#f472b6", "#a16207": "#facc15", "#0e7490": "#22d3ee",
 }  # fmt: skip
-"""Colour of a plot -> its colour on a dark page."""
+"""Colour of a plot on a light page -> on a dark page."""
 MAX_LATENCY_WORKLOADS = 4  # with more workloads, latencies are drawn for the first load only
 LATENCY_TITLES = {"ttft": "Time to first token", "tpot": "Time per token", "itl": "Gaps"}
 PERCENT = "{:.0%}".format
@@ -48,13 +48,13 @@ def render(document: BenchDocument) -> str:
 
 
 def styles_of(modes: Iterable[str]) -> dict[str, svg.Style]:
-    """Returns a style for each mode, in display order; reports with the same modes look alike."""
+    """Returns the plot style of each mode, in display order; the same modes always get the same styles."""
     fixed = iter(svg.PALETTE * 4)
     return {mode: STYLES.get(mode) or next(fixed) for mode in sorted(modes, key=mode_order)}
 
 
 class _ReportPlots:
-    """The plots of all rows. A panel has the rows that differ in load and mode only."""
+    """Draws the plots of all rows. A panel contains the rows that differ only in load and mode."""
 
     def __init__(self, rows: Seq[BenchRow], styles: dict[str, svg.Style]) -> None:
         self.rows, self.styles = rows, styles
@@ -117,7 +117,7 @@ class _ReportPlots:
         return [Markup(each) for each in drawn if each]
 
     def _latency(self) -> list[Markup]:
-        """Returns the plots of the first and the last load of each workload."""
+        """Returns latency plots for the first and the last load of each workload."""
         plots: dict[str, list[svg.Plot]] = {name: [] for name in LATENCY_TITLES}
         for panel, rows in self.panels.items():
             loads = list(dict.fromkeys(row.group for row in rows))
@@ -135,7 +135,7 @@ class _ReportPlots:
         return [Markup(each) for group in zip(*drawn, strict=True) for each in group if each]
 
     def _acceptance(self) -> list[Markup]:
-        """Returns the plots of the first load: what is drafted depends on the load with mode auto only."""
+        """Returns acceptance plots for the first load only: just mode "auto" drafts differently at other loads."""
 
         def points(row: BenchRow) -> list[svg.Point]:
             shares = enumerate(_shares(row), 1)
@@ -159,7 +159,7 @@ def _draw(plots: Iterable[svg.Plot]) -> list[Markup]:
     return [Markup(each) for each in map(svg.draw_lines, svg.with_same_axes(list(plots))) if each]
 
 
-def _cumulative(name: str) -> Callable[[BenchRow], list[svg.Point]]:
+def _cumulative(name: str) -> Callable[[BenchRow], list[svg.Point]]:  # cumulative distribution of a latency
     def points(row: BenchRow) -> list[svg.Point]:
         times: Distribution | None = getattr(row.latency, name)
         levels = zip(times.quantiles, LEVELS, strict=True) if times else ()
@@ -169,7 +169,7 @@ def _cumulative(name: str) -> Callable[[BenchRow], list[svg.Point]]:
 
 
 def _first_loads(rows: Seq[BenchRow]) -> dict[str, list[BenchRow]]:
-    """Returns for each panel the rows of the first load at which each mode drafted."""
+    """Returns {panel: rows}, with the row of each mode for the first load at which that mode drafted."""
     found: dict[str, dict[str, BenchRow]] = {}
     for row in rows:
         if row.acceptance_at:
@@ -178,13 +178,13 @@ def _first_loads(rows: Seq[BenchRow]) -> dict[str, list[BenchRow]]:
 
 
 def _shares(row: BenchRow) -> list[tuple[float, int]]:
-    """Returns for each position the share of drafts accepted up to it, and the number of those drafts."""
+    """Returns for each draft position (share of drafts accepted up to there, number of drafts that reached it)."""
     counts = row.speculation.drafts_at if row.speculation else ()
     return list(zip(row.acceptance_at, (count for count in counts if count), strict=False))
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Returns the ends of the 95 % interval of a share (Wilson 1927)."""
+    """Returns the 95 % confidence interval of a share among `count` trials (Wilson 1927)."""
     z = 1.96
     middle, margin = share + z * z / (2 * count), z * math.sqrt((share * (1 - share) + z * z / (4 * count)) / count)
     return max(0.0, (middle - margin) / (1 + z * z / count)), min(1.0, (middle + margin) / (1 + z * z / count))

@@ -19,33 +19,33 @@ from headstart.tools.bench.summary import checks, rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
 
 INTERRUPTED = "interrupted"
-WARM_CACHE = 0.1  # share of cached prompt tokens above which times to first token say little about prefill
+WARM_CACHE = 0.1  # share of cached prompt tokens above which TTFT no longer measures prefill
 COLD = "start it with --no-enable-prefix-caching to measure prefill"
-MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger numbers are slips, and would fill the memory
-MARKS = (b"headstart-bench", b"<title>headstart bench:")  # in the first bytes of a document and of a report
+MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger values are typing errors
+MARKS = (b"headstart-bench", b"<title>headstart bench:")  # identify a document and a report of ours
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
-    url: str | None = None  # None: in this process
-    off_url: str | None = None
+    url: str | None = None  # server to measure; None: an engine in this process
+    off_url: str | None = None  # second server, for mode "off"
     api_key: str | None = field(default=None, repr=False)
     preset: str | None = None
     scale: float = 1.0
     workloads: tuple[str, ...] = ()
-    prompts: Path | None = None  # texts that synthetic prompts are made of
-    concurrency: tuple[int, ...] = ()  # empty: 1, 4 and 16
-    rates: tuple[float, ...] = ()
+    prompts: Path | None = None  # JSONL file with source texts for synthetic prompts
+    concurrency: tuple[int, ...] = ()  # requests at a time; empty: the preset's, else 1, 4 and 16
+    rates: tuple[float, ...] = ()  # Poisson arrivals per second, instead of `concurrency`
     requests: int | None = None  # None: measure.num_requests_for
     input_tokens: int | None = None
     output_tokens: int | None = None
     temperatures: tuple[float, ...] = ()
-    modes: tuple[str, ...] = ()  # empty: off and auto, or what a server does
-    pairs: int = 3
-    chunked_prefill: tuple[bool, ...] = (True,)  # each of these, in process only
-    price_per_hour: float | None = None
+    modes: tuple[str, ...] = ()  # empty: off and auto, or the server's own setting
+    pairs: int = 3  # repeats of each workload, load and mode
+    chunked_prefill: tuple[bool, ...] = (True,)  # values to measure, in process only
+    price_per_hour: float | None = None  # of the machine
     out: Path | None = None
     report: Path | None = None
     force: bool = False
@@ -95,7 +95,7 @@ class BenchOptions:
             raise UsageError(f"--requests is {self.requests}, so {together} never run at a time", hint)
 
     def _check_replaced(self, path: Path) -> None:
-        """Raises UsageError for a file that is not to be replaced, or was not written by a bench."""
+        """Raises UsageError for an existing file without --force, or one that a bench did not write."""
         if not self.force:
             raise UsageError(f"{path} exists", "give another name, or --force to replace it")
         try:
@@ -120,8 +120,8 @@ class BenchOptions:
 
 
 def run(options: BenchOptions, progress: Progress = no_progress) -> tuple[Report, BenchDocument]:
-    """Measures everything; writes the document after each workload and load, and at any end. `ok`: the run is complete
-    and no request failed. Raises UsageError and ModelError before anything is measured."""
+    """Measures all cells. Writes the document after each workload and load, and at the end, even after an error. `ok`:
+    the run is complete and no request failed. Raises UsageError or ModelError before measuring."""
     document = BenchRun(options, progress).run()
     lines = table_lines(document)
     lines += [f"document  {options.out}"] if options.out else []
@@ -160,13 +160,13 @@ class BenchRun:
         return document
 
     def _measure(self) -> str:
-        """Measures all cells; returns why it ended early, or nothing."""
+        """Measures all cells. Returns the reason if it ended early, else ""."""
         plan = list(self._plan())
         counts = [sum(len(task.turns) for task in self._tasks(workload, load)) for _, workload, load, _, _ in plan]
         total, done = sum(counts), 0
         for (target, workload, load, repeat, mode), count in zip(plan, counts, strict=True):
             if self._cells and repeat == 0 and mode == self._modes[0]:
-                self._save("not finished yet")  # whatever may end the program
+                self._save("not finished yet")  # the file is current even if the program is killed
             numbers, text = count_up(done), f"{workload.name}, {load}, {mode}"
 
             def notify(numbers: Iterator[int] = numbers, text: str = text) -> None:
@@ -184,7 +184,8 @@ class BenchRun:
         return ""
 
     def _plan(self) -> Iterator[tuple[measure.BenchTarget, Workload, measure.RequestLoad, int, str]]:
-        """Every other repeat has its modes the other way round, so that drift of the machine cancels out."""
+        """Yields (target, workload, load, repeat, mode) of all cells. Every other repeat reverses the order of modes,
+        so that drift of the machine cancels out."""
         for target in self._targets:
             for workload in self._workloads:
                 for load in self.options.loads:
@@ -196,7 +197,7 @@ class BenchRun:
         return workload.tasks(self.options.num_requests or measure.num_requests_for(load.concurrency), load.seed)
 
     def _warm_up(self) -> None:
-        """Runs every mode once, so that unknown modes and tasks that do not fit are found before the measuring."""
+        """Runs every mode once, so that unknown modes and tasks that do not fit fail before measuring."""
         for target in self._targets:
             for workload in self._workloads:
                 target.check(max((self._tasks(workload, load) for load in self.options.loads), key=len))
@@ -205,7 +206,7 @@ class BenchRun:
                 measure.warm_up(target, self._workloads[0], mode)
 
     def _save(self, error: str) -> BenchDocument:
-        """Writes everything so far; with an error the document is incomplete."""
+        """Builds the document of all cells so far and writes it to --out; with an error it counts as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
         source = dict(self._targets[0].about)
         document = BenchDocument(
@@ -254,7 +255,7 @@ def _workloads(options: BenchOptions, count_tokens: Callable[[str], int], texts:
 
 
 def _fatal_error(target: measure.BenchTarget, cell: BenchCell) -> str:
-    """Returns why it makes no sense to go on after a cell: the server is gone, or takes none of the requests."""
+    """Returns the reason to stop after a cell: the server died, or all requests failed; else ""."""
     if cell.failed and not cell.complete and not target.is_alive():
         return f"the server died: {cell.errors[0]}"
     if cell.requests and cell.failed == cell.requests:
@@ -265,13 +266,13 @@ def _fatal_error(target: measure.BenchTarget, cell: BenchCell) -> str:
 def _notes(
     options: BenchOptions, source: Mapping[str, Any], rows: list[BenchRow], cells: list[BenchCell]
 ) -> Iterator[str]:
-    """What a reader has to know to read the numbers rightly."""
+    """Yields notes that readers need to interpret the numbers."""
     if rates := source.get("synthetic_acceptance"):
         yield synthetic_note(rates)
     if options.price_per_hour is None:
-        yield "no cost: --price-per-hour says what the machine costs"
+        yield "no cost: give the machine's price with --price-per-hour"
     if cells and all(cell.joules is None for cell in cells):
-        yield "no energy: this machine does not tell what it takes"
+        yield "no energy: this machine has no readable energy counter"
     cached = max((row.cached_share or 0.0 for row in rows), default=0.0)
     if options.url is not None and cached > WARM_CACHE:
         yield f"up to {cached:.0%} of the prompt tokens came from the server's prefix cache: {COLD}"
@@ -289,7 +290,7 @@ def _machine() -> Mapping[str, Any]:
 
 
 def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Workload]) -> dict[str, Any]:
-    """Without the API key, and without what the source tells."""
+    """Returns the options for the document, without the API key and without options that `source` contains."""
     named = ("pairs", "requests", "input_tokens", "output_tokens", "temperatures", "preset", "scale", "price_per_hour")
     engine = {name: getattr(options.config, name) for name, item in config_fields().items()}
     return {

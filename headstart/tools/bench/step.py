@@ -1,4 +1,4 @@
-"""`headstart bench step`: what one pass costs by its rows, what a draft costs, and where the time goes."""
+"""`headstart bench step`: time of a pass by number of rows, time of a draft, and a profile of both."""
 
 import platform
 import time
@@ -27,26 +27,26 @@ from headstart.tools.prompts import builtin_prompts
 from headstart.version import __version__
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 128, 512)
-MAX_LOGIT_ROWS = 8  # passes of more rows give logits for the last only, as a span of a prompt does
-PASSES_BUDGET_S = 10.0  # time for all passes together, as far as MIN_REPEATS allow
+MAX_LOGIT_ROWS = 8  # passes of more rows compute logits only for the last row, as prefill does
+PASSES_BUDGET_S = 10.0  # time for all passes; MIN_REPEATS may exceed it
 DRAFT_REPEATS = 30
 PROFILED_ROWS = (1, 4)
-PROFILE_REPEATS, PROFILE_SECONDS = 10, 1.0  # passes that are profiled, and the time after which none begins
-GENERATED, GENERATION_SECONDS = 32, 4.0  # tokens of a profiled generation, and the time after which no step begins
+PROFILE_REPEATS, PROFILE_SECONDS = 10, 1.0  # limits of profiling passes: number of passes, and time to start them
+GENERATED, GENERATION_SECONDS = 32, 4.0  # limits of a profiled generation: tokens, and time to start steps
 IN_PLACE_DEPTHS = (0, 1, 3, 5, 7)
-IN_PLACE_STEPS, IN_PLACE_SECONDS = 120, 8.0  # steps per depth, and the time after which no generation begins
-MIN_EXTRA_POSITIONS = 64  # beyond the context: for a generation, or a draft
+IN_PLACE_STEPS, IN_PLACE_SECONDS = 120, 8.0  # limits of time_in_place: steps per depth, time to start generations
+MIN_EXTRA_POSITIONS = 64  # least room after the context, for a generation or a draft
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
-    rows: tuple[int, ...] = ()  # empty: ROWS, as far as the model's context holds them
-    context: int = 128
-    repeats: int | None = None  # None: as many as the time allows
+    rows: tuple[int, ...] = ()  # row counts of passes; empty: those of ROWS that fit the model's context
+    context: int = 128  # computed positions before the rows
+    repeats: int | None = None  # None: as many as PASSES_BUDGET_S allows
     profile: bool = False
-    read_bytes: int | None = None  # buffer for the read bandwidth; None: far more than caches hold
+    read_bytes: int | None = None  # buffer for the bandwidth test; None: much larger than processor caches
 
 
 class StepBench(PrefilledEngine):
@@ -72,7 +72,7 @@ class StepBench(PrefilledEngine):
         self.engine.step(lambda deltas: None)
 
     def submit(self, prompt: list[int], depth: int) -> Sequence:
-        """Queues a greedy continuation of a prompt, or of as much of it as fits."""
+        """Queues a greedy generation of GENERATED tokens; a long prompt is cut at its beginning."""
         limit = self.engine.max_length
         tokens = min(GENERATED, limit // 2)
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -81,7 +81,8 @@ class StepBench(PrefilledEngine):
 
 
 def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
-    """Returns row counts in ascending order. Raises UsageError for more than the model's context holds."""
+    """Returns the row counts to time, ascending. Raises UsageError if they do not fit the model's context of `limit`
+    positions."""
     rows = tuple(sorted(set(options.rows))) or tuple(n for n in ROWS if options.context + n <= limit)
     if not rows or options.context + rows[-1] > limit:
         wanted = f"{rows[-1] if rows else 1} rows after {options.context} positions"
@@ -90,14 +91,16 @@ def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
 
 
 def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfig:
-    """Configures an engine for two sequences of `length`, which drafts with the model's head, or not at all."""
+    """Returns the configuration of an engine with room for two sequences of `length` positions. It drafts with the
+    model's head, or not at all."""
     drafter = (model.head.spec.kind if model.head else "none") if config.drafter == "auto" else config.drafter
     blocks = 2 * -(-length // config.block_size)
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
 
 def run(options: StepOptions, progress: Progress = no_progress) -> Report:
-    """Times passes, drafts and, if asked for, their parts. Raises UsageError for what this model or backend lacks."""
+    """Times passes and drafts, and with `profile` their parts. Raises UsageError for a drafter that is not a head, rows
+    that do not fit, or a backend without a profiler."""
     if options.config.drafter not in ("auto", "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = StepBench(options)
@@ -124,8 +127,8 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
 
 
 def time_draft(bench: StepBench, repeats: int) -> dict[str, Any]:
-    """Times whole drafts, for a sequence of which the drafter has seen all but the last token. A step is one pass of
-    the head over one row, with its sampling where the backend makes whole drafts, without its Python."""
+    """Times drafts for one sequence. Returns `depth`, `whole` (a draft of `depth` tokens, with its Python) and `step`
+    (one pass of the head over one row, without Python; with sampling if the backend runs the whole draft loop)."""
     drafter = bench.engine.drafting.drafter
     assert drafter is not None
     sequence = bench.submit(bench.repeated_text(max(bench.context, 1)), bench.depth)
@@ -144,13 +147,13 @@ def time_draft(bench: StepBench, repeats: int) -> dict[str, Any]:
 
 
 def time_in_place(bench: StepBench, progress: Progress) -> list[dict[str, Any]]:
-    """Times the steps of running greedy generations at fixed depths, which take turns. Returns medians in milliseconds
-    by the number of rows of a pass:
+    """Times engine steps of greedy generations at several fixed depths, which take turns. Returns for each number of
+    rows (depth + 1) the median milliseconds of:
 
     - `forward_ms`: the trunk's pass;
-    - `sampling_ms`: samples of its rows, and the plan of the pass;
-    - `draft_ms`: the next draft with its Python;
-    - `host_ms`: the rest of the step, which is Python;
+    - `sampling_ms`: sampling of its rows, and planning of the pass;
+    - `draft_ms`: the next draft, with its Python;
+    - `host_ms`: the rest of the step (Python);
     - `step_ms`: the whole step.
     """
     depths = [depth for depth in IN_PLACE_DEPTHS if depth <= bench.engine.drafting.max_depth]
@@ -179,7 +182,7 @@ def time_in_place(bench: StepBench, progress: Progress) -> list[dict[str, Any]]:
 
 
 def _time_step(bench: StepBench) -> tuple[float, float, float, float, float]:
-    """Runs an engine step. Returns the seconds of forward pass, sampling, draft, host and the whole."""
+    """Runs one engine step. Returns its seconds: (forward pass, sampling, draft, host, whole step)."""
     bench.meter.trunk.clear()
     before, begin = dict(bench.engine.seconds), time.perf_counter()
     bench.step()
@@ -189,14 +192,15 @@ def _time_step(bench: StepBench) -> tuple[float, float, float, float, float]:
 
 
 def spread(seconds: Iterable[float]) -> dict[str, Any]:
-    """Median, quartiles, minimum and all samples in milliseconds."""
+    """Returns median, quartiles, minimum and all samples, in milliseconds."""
     samples = [each * 1e3 for each in seconds]
     low, middle, high = np.percentile(samples, (25, 50, 75)).tolist()
     return {"median_ms": middle, "q1_ms": low, "q3_ms": high, "min_ms": min(samples), "samples_ms": samples}
 
 
 def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str, Any]:
-    """The cost of one row count. KV counts once per pass, since rows share it; recurrent state is read and written."""
+    """Returns the JSON row of passes with `rows` rows. `bytes`: weights, KV cache (read once, since rows share it) and
+    recurrent state (read and written)."""
     cost = spread(seconds)
     num_bytes = data["weights"]["bytes_per_pass"] + data["kv_bytes_per_position"] * (data["context"] + rows)
     num_bytes += 2 * data["state_bytes"]
@@ -211,7 +215,8 @@ def pass_row(data: dict[str, Any], rows: int, seconds: list[float]) -> dict[str,
 def summary(
     passes: list[dict[str, Any]], in_place: list[dict[str, Any]], draft: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The numbers that decide what speculation saves; None for what was not measured."""
+    """Returns the numbers that decide what speculation saves; None if not measured. `flatness`: time of a pass of
+    4 rows divided by that of 1 row."""
     cost, longest = {row["rows"]: row["median_ms"] for row in passes}, passes[-1]
     running = {row["rows"]: row["forward_ms"] for row in in_place}
     if draft:
@@ -226,7 +231,8 @@ def summary(
 
 
 def profile(bench: StepBench, progress: Progress) -> dict[str, Any]:
-    """Returns milliseconds of the parts of passes, and of engine steps of a greedy generation, plain and drafting."""
+    """Returns milliseconds by part: of single passes, and of engine steps in a greedy generation with and without
+    drafting."""
     counts = [rows for rows in sorted({*PROFILED_ROWS, bench.rows[-1]}) if rows <= bench.rows[-1]]
     depths = [0, bench.depth] if bench.engine.drafting.drafter else [0]
     parts: dict[str, Any] = {"passes": [], "steps": []}
@@ -255,7 +261,8 @@ def profile(bench: StepBench, progress: Progress) -> dict[str, Any]:
 def _repeat_profiled(
     bench: StepBench, run: Callable[[], object], turns: Iterable[int], seconds: float
 ) -> tuple[int, dict[str, Any]]:
-    """Runs once a turn until the time is over. Returns the count, and milliseconds of a run and of its parts."""
+    """Calls `run` once for each of `turns`, for at most `seconds`. Returns the number of calls, and the mean
+    milliseconds of a call and of its parts."""
     bench.meter.reset()
     begin, count, wall = time.perf_counter(), 0, 0.0
     for _ in turns:
@@ -270,12 +277,12 @@ def _repeat_profiled(
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of weights that every pass reads: all but the embedding table, and of experts as many as one row takes."""
+    """Returns the bytes of weights that a pass of one row reads: no embedding table, only the row's experts."""
     return held_bytes(model.decoder.layers, model.decoder.norm, model.decoder.lm_head)
 
 
 def weight_format(model: Model, config: EngineConfig) -> str:
-    """Returns the types of the matrices in the file, the largest share first, and what was done to them."""
+    """Describes the matrices' types in the file, largest share first, and their conversion at loading."""
     sizes: Counter[str] = Counter()
     for name in model.weights.used:
         tensor = model.weights.tensors[name]
@@ -298,7 +305,7 @@ def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
 
 
 def header(data: dict[str, Any]) -> list[str]:
-    """What was measured, and on what."""
+    """Returns lines that describe the model, the machine and the package versions."""
     where, weights, first = data["machine"], data["weights"], data["passes"][0]
     backend = where["backend"] + (f" ({where['path']})" if where["path"] else "")
     kv = first["bytes"] - weights["bytes_per_pass"]

@@ -1,9 +1,9 @@
-"""Rows from cells, ratios of speeds with their uncertainty, checks of `auto`, tables, and two documents compared.
+"""Rows from cells, speed-ups with confidence intervals, checks of mode "auto", tables, comparison of two documents.
 
-Cells of the same workload, load and repeat are a pair: they ran right after each other, so a slow phase of the machine
-hits both. A speed-up is the median over pairs of log(on / off), which one spoiled pair moves little. Its interval is
-the percentile bootstrap of that median, from 2.5 % to 97.5 %: pairs are drawn anew, with replacement, RESAMPLES times
-under a fixed seed.
+Cells of the same workload, load and repeat are a pair: they ran one after the other, so a slow phase of the machine
+affects both. A speed-up is the median over pairs of log(on / off), which one disturbed pair changes little. Its
+interval is the percentile bootstrap of that median, from 2.5 % to 97.5 %: pairs are resampled with replacement,
+RESAMPLES times, with a fixed seed.
 """
 
 import math
@@ -34,26 +34,26 @@ from headstart.tools.bench.document import (
 from headstart.tools.bench.measure import OFF
 
 RESAMPLES = 10_000
-TAIL = 0.025
-MIN_FOR_INTERVAL = 3
-MIN_PAIRS = 10  # pairs that a verdict needs
-MIN_POINT, MIN_LOW = 0.98, 0.95
-NEAR_BEST = 0.97
+TAIL = 0.025  # probability outside each end of an interval
+MIN_FOR_INTERVAL = 3  # pairs needed for an interval
+MIN_PAIRS = 10  # pairs needed for a check
+MIN_POINT, MIN_LOW = 0.98, 0.95  # check "never slower": least speed-up, and least lower bound
+NEAR_BEST = 0.97  # check "near the best depth": least ratio
 
 
 def draw_resamples(count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Returns indices [RESAMPLES, count] drawn with replacement."""
+    """Returns indices below `count`, drawn with replacement: [RESAMPLES, count]."""
     return np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
 
 
 def bootstrap_interval(resampled: NDArray[Any]) -> tuple[float, float]:
-    """Returns the 95 % percentile interval of a statistic of each resample [RESAMPLES]."""
+    """Returns the 95 % percentile interval of a statistic, given its value for each resample: [RESAMPLES]."""
     low, high = np.quantile(resampled, (TAIL, 1 - TAIL)).tolist()
     return low, high
 
 
 def speedup(off: Iterable[BenchCell], on: Iterable[BenchCell]) -> Interval | None:
-    """Returns how many times as fast `on` is as `off`, over their pairs; None when there is no complete pair."""
+    """Returns the speed of `on` divided by that of `off`, over their pairs; None without a complete pair."""
     before = {(cell.group, cell.repeat): cell.speed for cell in off if cell.complete}
     keys = ((cell, (cell.group, cell.repeat)) for cell in on if cell.complete)
     return paired(tuple((before[key], cell.speed) for cell, key in keys if key in before))
@@ -69,7 +69,8 @@ def paired(pairs: tuple[tuple[float, float], ...]) -> Interval | None:
 
 
 def unpaired(before: Seq[float], after: Seq[float]) -> Interval | None:
-    """The ratio of medians of runs that did not alternate: drift is not in it. `pairs`: the smaller count."""
+    """Returns the ratio of the median speeds of runs that did not alternate. Its interval does not cover drift of the
+    machine. `pairs` is the smaller count; None without positive speeds on both sides."""
     if not before or not after or min(*before, *after) <= 0:
         return None
     first, second = (np.log(np.array(side)) for side in (before, after))
@@ -78,7 +79,7 @@ def unpaired(before: Seq[float], after: Seq[float]) -> Interval | None:
 
 
 def _interval(point: float, count: int, resample: Callable[[], Float32]) -> Interval:
-    """Of a log ratio and the same ratio of each resample."""
+    """Returns the interval of a log ratio `point`; `resample` gives the log ratio of each resample."""
     if count < MIN_FOR_INTERVAL:
         return Interval(math.exp(point), None, None, count)
     return Interval(math.exp(point), *bootstrap_interval(np.exp(resample())), count)
@@ -101,8 +102,8 @@ def never_slower(off: Seq[BenchCell], auto: Seq[BenchCell]) -> SpeedCheck:
 
 
 def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> SpeedCheck:
-    """Checks that `auto` is within 3 % of the best of `fixed` (cells by mode). The best is chosen on pairs of even
-    `repeat` and compared with on the odd ones, since the best of several noisy numbers is too good."""
+    """Checks that `auto` is within 3 % of the best of `fixed` (cells by mode). The best mode is chosen on pairs with an
+    even `repeat` and compared on the odd ones: the maximum of several noisy numbers is biased upwards."""
     even, odd = ([cell for cell in auto if cell.repeat % 2 == rest] for rest in (0, 1))
     ratios = {mode: speedup(even, cells) for mode, cells in fixed.items()}
     known = {mode: ratio.point for mode, ratio in ratios.items() if ratio}
@@ -116,7 +117,7 @@ def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> Spee
 
 
 def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
-    """Returns both checks of every workload and load that has the modes for them."""
+    """Returns both checks for every workload and load that was measured in the modes they need."""
     groups: dict[LoadGroup, dict[str, list[BenchCell]]] = {}
     for cell in cells:
         if cell.complete:
@@ -146,7 +147,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 
 def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> list[BenchRow]:
-    """Returns one row per workload, load and mode, in order of appearance, without cells that broke off."""
+    """Returns one row per workload, load and mode, in order of appearance; incomplete cells are left out."""
     cells_of: dict[tuple[LoadGroup, str], list[BenchCell]] = {}
     for cell in cells:
         if cell.complete:
@@ -158,7 +159,7 @@ def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> li
 
 
 def mode_order(mode: str) -> tuple[int, int, str]:
-    """off, depths, then the others."""
+    """Sort key of modes: "off", then depths, then the others."""
     return (0, 0, mode) if mode == OFF else (1, int(mode), mode) if mode.isdigit() else (2, 0, mode)
 
 
@@ -190,12 +191,12 @@ def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | N
 
 
 def cost_per_million(price_per_hour: float | None, tokens_per_s: float) -> float | None:
-    """Returns the price of a million output tokens, of a machine that does nothing else."""
+    """Returns the price of a million output tokens; None without a price or a speed."""
     return None if price_per_hour is None or tokens_per_s <= 0 else price_per_hour / 3600 / (tokens_per_s / 1e6)
 
 
 def pooled(parts: Iterable[Distribution | None]) -> Distribution | None:
-    """The distribution of all values together, read off the quantiles of each: exact in count and mean only."""
+    """Combines distributions. Count and mean are exact; quantiles are interpolated from those of the parts."""
     known = [part for part in parts if part is not None]
     if len(known) < 2:
         return known[0] if known else None
@@ -216,11 +217,11 @@ SPEED = (*NAMES, "output\ntokens/s", "all\ntokens/s", "acceptance\nrate", "lengt
 LATENCY = (*NAMES, "TTFT ms\nmean", "p50 / p90 / p99", "TPOT ms\nmean", "p50 / p90 / p99", "gap ms\np50 / p90 / p99")
 COST, ENERGY = "per million\ntokens", "joules\nper token"
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # columns, and rows of as many texts
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # (column titles, rows with a text for each column)
 
 
 def tables(document: BenchDocument) -> tuple[Table, Table]:
-    """Returns a table of speed, with cost and energy where they are known, and one of latency."""
+    """Returns a table of speed, with cost and energy if known, and a table of latency."""
     costs = any(row.cost_per_million is not None for row in document.rows)
     energy = any(row.joules_per_token is not None for row in document.rows)
     columns = SPEED + ((COST,) if costs else ()) + ((ENERGY,) if energy else ())
@@ -262,8 +263,8 @@ def milliseconds(value: float) -> str:
 
 
 def table_lines(document: BenchDocument) -> list[str]:
-    """Returns the text below the tables: broken runs, checks and notes."""
-    lines = [] if document.complete else [f"INCOMPLETE: {document.error}. What was measured until then is kept."]
+    """Returns the lines below the tables: incomplete cells, checks and notes."""
+    lines = [] if document.complete else [f"INCOMPLETE: {document.error}. Earlier measurements are kept."]
     for cell in (each for each in document.cells if not each.complete):
         answered = f"{cell.requests - cell.failed} answers, {cell.failed} failed"
         lines.append(f"broke off, in no row: {cell.workload}, {cell.group.load}, {cell.mode}: {answered}")
@@ -282,12 +283,12 @@ COMPARED = (
     ("machine, ", "machine", ("cpu", "threads", "gpu", "headstart")),
     ("asked, ", "settings", ("requests", "input_tokens", "output_tokens", "scale", "seed")),
 )
-"""Entries of a document whose difference is worth a line."""
+"""(label, field, keys) of document entries that a comparison reports if they differ."""
 
 
 def compare_documents(before: Path, after: Path) -> Report:
-    """Compares the rows that both have, by workload, load and mode. The intervals of the ratios do not cover how the
-    machine changed in between. Raises UsageError for a file that is no bench document, or without common rows."""
+    """Compares the rows with the same workload, load and mode. The intervals of the ratios do not cover changes of the
+    machine between the files. Raises UsageError for a file that is not a bench document, or without common rows."""
     first, second = BenchDocument.read(before), BenchDocument.read(after)
     theirs = {_key(row): row for row in second.rows}
     shared = [(row, theirs[_key(row)]) for row in first.rows if _key(row) in theirs]
@@ -323,7 +324,7 @@ def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _key(item: BenchRow | BenchCell) -> tuple[LoadGroup, str]:
-    """A server does not tell whether it cuts prompts into chunks; most do."""
+    """Returns the key by which rows of two documents match. An unknown chunked_prefill (a server) counts as true."""
     return item.group._replace(chunked_prefill=item.chunked_prefill is not False), item.mode
 
 

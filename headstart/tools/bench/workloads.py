@@ -1,4 +1,4 @@
-"""Workloads of a bench: built-in ones, made of headstart's own sentences, and those of a JSONL file."""
+"""Workloads of a bench: built-in ones, which are generated from templates, and JSONL files."""
 
 import json
 import random
@@ -13,44 +13,46 @@ from headstart.errors import UsageError
 from headstart.files import read_text
 from headstart.formats.json_object import read_packaged
 
-DEFAULT_TOKENS = 64  # longest answers, in tokens, where neither the user nor a task says more
+DEFAULT_TOKENS = 64  # default of the longest answer, in tokens
 MIXED = ("code", "prose", "json", "repetitive")
-SYNTHETIC_INPUT = 256
-EACH = "each"
+SYNTHETIC_INPUT = 256  # tokens in a prompt of the workload "synthetic"
+EACH = "each"  # FILE.jsonl:each
 _SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
 _DATA: Mapping[str, Any] = read_packaged("headstart.tools.bench", "workloads.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    turns: tuple[str, ...]  # user messages, each sent when the one before has been answered
+    """One conversation of a workload."""
+
+    turns: tuple[str, ...]  # user messages; each is sent after the answer to the one before
     system: str = ""
     max_tokens: int = DEFAULT_TOKENS
-    ignore_eos: bool = False  # answers have exactly max_tokens
+    ignore_eos: bool = False  # true: answers have exactly max_tokens
     temperature: float = 0.0
     seed: int = 0
-    schema: Mapping[str, Any] | None = None  # answers are JSON of this schema
+    schema: Mapping[str, Any] | None = None  # JSON schema of the answers
     category: str = ""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A named, endless list of tasks; `task(index)` is always the same one."""
+    """A named, endless list of tasks; `task(index)` returns the same task each time."""
 
     name: str
     task: Callable[[int], Task]
 
     def tasks(self, count: int, seed: int = 0) -> list[Task]:
-        """Returns the first tasks, each with a seed of its own."""
+        """Returns the first `count` tasks, with the seeds `seed`, `seed` + 1, ..."""
         return [replace(self.task(index), seed=seed + index) for index in range(count)]
 
     def at(self, temperature: float) -> "Workload":
-        """Returns the same tasks at another temperature, which is added to the name."""
+        """Returns the same workload at another temperature, which is appended to its name."""
         name = f"{self.name} T={temperature:g}"
         return Workload(name, lambda index: replace(self.task(index), temperature=temperature))
 
     def limited(self, max_tokens: int | None, *, exactly: bool = False) -> "Workload":
-        """Limits answers to at most `max_tokens`, or to exactly so many."""
+        """Returns the same workload with answers of at most `max_tokens`, or of exactly that many."""
         if max_tokens is None:
             return self
         return Workload(self.name, lambda index: replace(self.task(index), max_tokens=max_tokens, ignore_eos=exactly))
@@ -58,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A setting with published numbers of other engines. Lengths in tokens, before `--scale`."""
+    """A setting for which other engines have published numbers. Lengths in tokens, before `--scale`."""
 
     input_tokens: int
     output_tokens: int
@@ -79,7 +81,7 @@ def names() -> tuple[str, ...]:
 
 def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) -> list[Workload]:
     """Returns the workloads of one name: a built-in one, FILE.jsonl, FILE.jsonl:CATEGORY, or FILE.jsonl:each for one
-    workload per category. `texts`: what synthetic prompts are made of. Raises UsageError."""
+    workload per category. `texts`: sources for synthetic prompts. Raises UsageError for an unknown name or bad file."""
     path, _, category = name.partition(".jsonl:") if ".jsonl:" in name else (name.removesuffix(".jsonl"), "", "")
     if path != name:
         return from_file(Path(f"{path}.jsonl"), category)
@@ -94,7 +96,7 @@ def find(name: str, count_tokens: Callable[[str], int], texts: Seq[str] = ()) ->
 
 
 def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] = (), name: str = "") -> Workload:
-    """Makes prompts of about `tokens` tokens, cut from running text: of `texts`, or else of built-in sentences."""
+    """Returns a workload whose prompts have about `tokens` tokens, from `texts` or built-in sentences."""
 
     @cache  # counting tokens takes time
     def task(index: int) -> Task:
@@ -104,7 +106,7 @@ def synthetic(tokens: int, count_tokens: Callable[[str], int], texts: Seq[str] =
 
 
 def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """Returns a text of `tokens` tokens, give or take a word. `text(words)` gives its first so many words."""
+    """Returns a text of about `tokens` tokens, to within a word. `text(n)` must return the first n words."""
     words = max(1, tokens * 2 // 3)
     for _ in range(6):
         length = count_tokens(text(words))
@@ -116,7 +118,7 @@ def cut(text: Callable[[int], str], tokens: int, count_tokens: Callable[[str], i
 
 
 def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
-    """Returns running text that differs for each `start`."""
+    """Returns a function n -> the first n words of an endless text; each `start` gives another text."""
     rng = random.Random(start)
     words = list[str]()
 
@@ -131,7 +133,7 @@ def _endless(texts: Seq[str], start: int) -> Callable[[int], str]:
 
 
 def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
-    """Takes the templates of a workload in turn, with other words each time."""
+    """Returns task `index` of a built-in workload: its templates in turn, filled with other words each time."""
     kind: Mapping[str, Any] = _DATA[name]
     turns: list[str] = kind["turns"][index % len(kind["turns"])]
     if context_tokens := kind.get("context_tokens"):
@@ -144,7 +146,7 @@ def _task(name: str, index: int, count_tokens: Callable[[str], int]) -> Task:
 
 
 def _fill(template: str, number: int) -> str:
-    """Replaces {name} by entry `number` of a list, {name2} by the next one; combinations repeat late."""
+    """Replaces {name} by entry `number` of the list "name", {name2} by the entry after it. Lists repeat."""
     slots: Mapping[str, list[str]] = {**_DATA["slots"], "number": [str(n) for n in range(3, 40)]}
 
     def entry(match: re.Match[str]) -> str:
@@ -155,15 +157,15 @@ def _fill(template: str, number: int) -> str:
 
 
 def from_file(path: Path, category: str = "") -> list[Workload]:
-    """Repeats the tasks of a JSONL file. A record is {"prompt": text} or {"turns": [text, ...]}, of which benchmarks
-    use the first turn, or {"messages": [...]}; "category", "system", "max_tokens" and "temperature" are optional.
-    Raises UsageError that names every bad line."""
+    """Returns workloads that repeat the tasks of a JSONL file. A record has "prompt", "turns" (only the first is used)
+    or "messages"; "category", "system", "max_tokens" and "temperature" are optional. Raises UsageError for a bad line,
+    an unreadable file or an unknown category."""
     tasks = read_tasks(path)
     groups: dict[str, list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.category, []).append(task)
     if not category:
-        return [_cycle(path.stem, _in_turn(list(groups.values())))]
+        return [_cycle(path.stem, _interleaved(list(groups.values())))]
     if category != EACH and category not in groups:
         hint = f"it has {', '.join(filter(None, groups)) or 'none'}"
         raise UsageError(f"{path} has no category {category!r}", hint)
@@ -171,8 +173,8 @@ def from_file(path: Path, category: str = "") -> list[Workload]:
     return [_cycle(name or path.stem, tasks) for name, tasks in chosen.items()]
 
 
-def _in_turn(groups: list[list[Task]]) -> list[Task]:
-    """Returns one task of each category, then the next of each."""
+def _interleaved(groups: list[list[Task]]) -> list[Task]:
+    """Returns the first task of each category, then the second of each, and so on."""
     longest = max(map(len, groups))
     return [tasks[i] for i in range(longest) for tasks in groups if i < len(tasks)]
 
@@ -182,7 +184,7 @@ def _cycle(name: str, tasks: list[Task]) -> Workload:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a JSONL file. Raises UsageError for a file that cannot be read, is empty or has bad lines."""
+    """Returns the tasks of a JSONL file. Raises UsageError for an unreadable or empty file, or bad lines."""
     lines = read_text(path, "is the path right?").splitlines()
     tasks, bad = list[Task](), list[str]()
     for number, line in enumerate(lines, 1):
@@ -221,7 +223,7 @@ def _parse(line: str) -> Task:
 
 
 def _turns(record: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """Returns the user messages and the system's; answers in the file are not used."""
+    """Returns (user messages, system message) of a record; assistant messages are ignored."""
     if "prompt" in record:
         return [record["prompt"]], ""
     if isinstance(turns := record.get("turns"), list):

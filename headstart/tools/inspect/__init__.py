@@ -1,1 +1,1 @@
-"""`headstart inspect`: what a checkpoint holds, from headers alone."""
+"""`headstart inspect`: reports the contents of a checkpoint, from headers alone."""

@@ -1,4 +1,4 @@
-"""Models that are kept on this machine, and what their headers say: our own cache, and that of the Hub's client."""
+"""Models cached on this machine, in headstart's own cache and in the Hub client's, with format and heads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,13 @@ from headstart.errors import HeadstartError, UsageError
 
 @dataclass(frozen=True)
 class Cached:
-    """One model. `used`: when its files were last read, as far as the system notes it (Unix time); `path`: of a
-    checkpoint in it, None where there is none; `remove` takes it out of the cache."""
+    """One cached model."""
 
     name: str
-    size: int
-    used: float
-    path: Path | None
-    remove: Callable[[], None]
+    size: int  # bytes
+    used: float  # Unix time of the last access, if the file system records it
+    path: Path | None  # of a checkpoint in it; None: the model has no checkpoint
+    remove: Callable[[], None]  # deletes the model from the cache
 
     def document(self) -> dict[str, Any]:
         format_name, heads = _described(self)
@@ -33,7 +32,7 @@ DERIVED = {
     "packed": "packed weights", "sketches": "LM head sketches", "costs": "measured costs", "digests": "checksums",
     "plan": "machine measurements", "tokenizers": "merges of tokenizers",
 }  # fmt: skip
-"""Folders of the cache whose files are made anew when they are needed -> their content."""
+"""Folder of the cache whose files are created again when needed -> description of its content."""
 
 
 def run() -> Report:
@@ -44,7 +43,7 @@ def run() -> Report:
 
 
 def prune() -> Report:
-    """Remove the files of DERIVED. A running process keeps what it has opened."""
+    """Removes the files in the folders of DERIVED. Processes that have opened a file can go on using it."""
     removed = [each for folder in DERIVED for each in _files(folder)]
     for path, _ in removed:
         path.unlink(missing_ok=True)
@@ -60,7 +59,7 @@ def _files(folder: str) -> Iterator[tuple[Path, int]]:
 
 
 def remove(names: Sequence[str]) -> Report:
-    """Take models out of the caches. Raises UsageError for one that is in none, before any is removed."""
+    """Removes models from the caches. Raises UsageError, before removing any, for a name that is in no cache."""
     chosen = found(names)
     for each in chosen:
         each.remove()
@@ -69,17 +68,17 @@ def remove(names: Sequence[str]) -> Report:
 
 
 def found(names: Sequence[str]) -> list[Cached]:
-    """By name. Raises UsageError for one that is in no cache."""
+    """Returns the cached models with these names. Raises UsageError for a name that is in no cache."""
     known = {each.name: each for each in cached()}
     for name in names:
         if name not in known:
-            listed = ", ".join(known) or "none is"
-            raise UsageError(f"{name!r} is not in the cache", f"these are: {listed}" if known else "headstart models")
+            hint = f"cached models: {', '.join(known)}" if known else "no model is cached; headstart pull fetches one"
+            raise UsageError(f"{name!r} is not in the cache", hint)
     return [known[name] for name in dict.fromkeys(names)]
 
 
 def cached() -> Iterator[Cached]:
-    """Built-in models, then those of the Hub, by name."""
+    """Yields the cached models: built-in ones, then those of the Hub client by name."""
     for name in hub.BUILTIN:
         if path := hub.cached_trunk(name):
             stat = path.stat()
@@ -89,7 +88,7 @@ def cached() -> Iterator[Cached]:
 
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    except (CacheNotFound, ValueError, OSError):  # none yet; no folder; one that is not to be read
+    except (CacheNotFound, ValueError, OSError):  # no cache yet; not a folder; unreadable
         return
     for repo in sorted((each for each in cache.repos if each.repo_type == "model"), key=lambda each: each.repo_id):
         revisions = sorted(repo.revisions, key=lambda each: each.last_modified, reverse=True)
@@ -108,15 +107,15 @@ def _checkpoint(snapshot: Path) -> Path | None:
 
 
 def _described(model: Cached) -> tuple[str | None, str | None]:
-    """Format, and the heads: those that come with a built-in model, else what inspect says of its own."""
+    """Returns (format, heads): the names of heads that come with a built-in model, else inspect's verdict."""
     if model.path is None:
         return None, None
-    from headstart.formats import open_checkpoint  # doctor and prune have no need of these
+    from headstart.formats import open_checkpoint  # slow to import; doctor and prune do not need these
     from headstart.tools.inspect.run import describe
 
     try:
         checkpoint = open_checkpoint(model.path)
         heads: str = describe(checkpoint)["heads"]["verdict"]
-    except HeadstartError:  # half fetched, or of a kind that is not known here
+    except HeadstartError:  # incomplete download, or an unknown format
         return None, None
     return checkpoint.format, ", ".join(hub.shipped_heads(model.name)) or heads

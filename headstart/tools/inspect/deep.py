@@ -1,8 +1,8 @@
 """Measures a head's acceptance rate over greedy texts of the built-in prompts (`headstart inspect --deep`).
 
-An MTP head drafts at depth 1, 2 and 3, a block drafter its whole block. The trunk decides every token, so each draft is
-verified after a true context. A block drafter is also measured under other readings of its weights that config.json may
-have wrong without any error: RoPE style, mask of a block, layer ids off by one (z-lab counts outputs of layers,
+An MTP head drafts at depth 1, 2 and 3, a block drafter its whole block. The trunk decides every token, so each draft
+follows a correct context. A block drafter is also measured with other settings, since a wrong value in config.json
+causes no error: RoPE style, attention mask within a block, layer ids off by one (z-lab counts outputs of layers,
 speculators inputs), and whether the row of the last token drafts.
 """
 
@@ -28,22 +28,23 @@ if TYPE_CHECKING:
     from headstart.engine.load import Model
 
 DEPTHS = (1, 2, 3)
-TOKENS = 40  # of each prompt's text, at most
+TOKENS = 40  # longest answer to each prompt
 LONGER = 5
-"""Times as much text where another reading drafts better, but perhaps by chance: a wrong RoPE may cost a tenth only."""
-DEAD_BELOW = 0.05  # a head whose first token is accepted less often than this does not draft the text it is shown
+"""Factor of the text length when another setting drafts better, but perhaps by chance. (A wrong RoPE may cost only
+a tenth of the acceptance length.)"""
+DEAD_BELOW = 0.05  # acceptance of first draft tokens below which a head counts as dead
 
 
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:
-    """Acceptance by depth and position; `ran` is false, with `why`, where this model or head cannot run here. `better`:
-    another reading of the weights that drafts better than what config.json says."""
+    """Measures acceptance by depth and position. `ran` is false, with the reason in `why`, if the model or head cannot
+    run here. `better`: a setting with which the head drafts better than with its config.json, or None."""
     from headstart.engine.load import load_model
 
     try:
         config = EngineConfig(head=head)
         loaded = load_model(model, config)
         if loaded.head is None:
-            return {"ran": False, "why": "headstart finds no head in it that it can run"}
+            return {"ran": False, "why": "the model has no head that headstart can run"}
         return _measure(loaded, config, progress)
     except HeadstartError as error:
         return {"ran": False, "why": error.message}
@@ -105,24 +106,25 @@ def _read_as(model: "Model", spec: HeadSpec) -> Head:
 
 
 def _rates(stats: DraftStats) -> list[float]:
-    """Share of the drafts that reach a position whose token there was accepted."""
+    """Returns for each position the share of drafts reaching it whose token there was accepted."""
     return [hits / tries for hits, tries in zip(stats.per_position, stats.drafted_at, strict=True)]
 
 
 SHARE, ERRORS = 0.05, 3.0
-"""How much longer an acceptance length must be: as a share, and in standard errors of the difference."""
+"""Required gain in acceptance length of another setting: relative, and in standard errors of the difference."""
 
 
 class Reading(NamedTuple):
-    """`what` the weights may be, `fix`: what config.json then must say."""
+    """Another way to interpret a block drafter's weights."""
 
-    what: str
-    fix: str
+    what: str  # description, such as "a RoPE that is interleaved"
+    fix: str  # the change of config.json
     spec: HeadSpec
 
 
 def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[Reading]:
-    """Of a block drafter on a trunk of so many layers; none of other heads. `ours`: its config.json is headstart's."""
+    """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `ours`: config.json is
+    in headstart's format, which decides the spelling of `fix`."""
     block, taps = spec.block, tapped_layers(spec.tap)
     if block is None:
         return
@@ -151,18 +153,18 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
 
 
 def gains(other: DraftStats, told: DraftStats) -> bool:
-    """Does another reading draft better than what the file says, be it by chance?"""
+    """Returns whether `other` has a longer acceptance length than `told` (config.json's setting), by SHARE."""
     return other.acceptance_length > (1 + SHARE) * told.acceptance_length
 
 
 def is_better(other: DraftStats, told: DraftStats) -> bool:
-    """Does it so beyond chance?"""
+    """Returns whether `other` has a significantly longer acceptance length than `told`."""
     gain = other.acceptance_length - told.acceptance_length
     return gains(other, told) and gain > ERRORS * math.sqrt(_variance(other) + _variance(told))
 
 
 def _variance(stats: DraftStats) -> float:
-    """Of the mean number of accepted tokens: per_position counts the drafts that got so far."""
+    """Returns the variance of the mean number of accepted tokens per draft."""
     if not stats.drafts:
         return 0.0
     mean = stats.accepted / stats.drafts

@@ -1,4 +1,4 @@
-"""Drafters that are checkpoints of their own: which tensors they should have, against those that are there."""
+"""Separate drafter checkpoints: compares the expected tensors with those that are present."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,18 +19,18 @@ from headstart.models.mtp import MAX_MODULES
 from headstart.models.native_heads import examine_alone
 
 MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "ptd_token_id")
-"""The token that stands for one to be drafted, in configs of drafters of a whole block."""
+"""Config keys of a block drafter's mask token, which stands for a token to be drafted."""
 
 
 class Fault(NamedTuple):
-    """Why a drafter whose tensors are in shape does not work. `missing`: `text` is a tensor that is not there."""
+    """A defect of a drafter beyond missing or misshapen module tensors."""
 
     text: str
-    missing: bool = False
+    missing: bool = False  # true: `text` names a missing tensor
 
 
 def faults(checkpoint: Checkpoint, published: DrafterFormat, sizes: Sizes) -> Iterator[Fault]:
-    """All that is found. Raises ModelError for a file that ends early."""
+    """Yields all defects of vocabulary maps, mask tokens and layer ids. Raises ModelError for a truncated file."""
     tensors = {published.canonical(name): tensor for name, tensor in checkpoint.tensors.items()}
     whole, draft = sizes.get("vocabulary"), sizes.get("draft_vocabulary")
     reduced = published.reduced and whole and draft and draft < whole
@@ -47,7 +47,7 @@ def faults(checkpoint: Checkpoint, published: DrafterFormat, sizes: Sizes) -> It
     yield from _mask_faults(published, sizes, whole)
     listed = aux_layers(sizes)
     if any(layer < 0 for layer in listed) or len({*listed}) < len(listed):
-        yield Fault(f"the layers that it reads are {listed}")
+        yield Fault(f"the layers that it reads are {listed}: ids must be distinct and not negative")
 
 
 def aux_layers(sizes: Sizes) -> list[int]:
@@ -59,7 +59,8 @@ def aux_layers(sizes: Sizes) -> list[int]:
 
 
 def _map_faults(d2t: Tensor, t2d: Tensor | None, whole: int) -> Iterator[Fault]:
-    """d2t [DV]: what is added to an id of the draft vocabulary; t2d [V]: which tokens it has."""
+    """Yields defects of a draft vocabulary. d2t [draft vocabulary]: target id minus draft id; t2d [vocabulary]: whether
+    the draft vocabulary has the token."""
     if not d2t.here or len(d2t.shape) != 1 or d2t.dtype not in ("I64", "I32"):
         return
     try:
@@ -69,9 +70,9 @@ def _map_faults(d2t: Tensor, t2d: Tensor | None, whole: int) -> Iterator[Fault]:
         yield Fault(error.message)
         return
     if len(ids) and (ids.min() < 0 or ids.max() >= whole):
-        yield Fault(f"d2t leads to token {ids.max() if ids.max() >= whole else ids.min()} of {whole}")
+        yield Fault(f"d2t maps to token {ids.max() if ids.max() >= whole else ids.min()} of {whole}")
     elif len(np.unique(ids)) < len(ids):
-        yield Fault("d2t leads from two draft tokens to one")
+        yield Fault("d2t maps two draft tokens to the same token")
     elif mask is not None and mask.shape == (whole,) and not (mask[ids].all() and mask.sum() == len(ids)):
         yield Fault("t2d and d2t are of different draft vocabularies")
 
@@ -91,21 +92,23 @@ def _is_id(value: object) -> bool:
     return not isinstance(value, list) and as_size(value) is not None
 
 
-EXPORTED = "_mtp"  # how the model_type of a module that was cut out for xLLM ends
+EXPORTED = "_mtp"  # suffix of the model_type of a module exported for xLLM
 _LAYER = re.compile(r"^(?:layers|mtp)\.\d+\.")
 _RENAMED = {"norm.weight": "shared_head.norm.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Of a module that was cut out with all that a model of its own needs."""
+"""Tensor name in a module exported as a model of its own -> name in the whole model."""
 _SPECULATORS = {
     "mtp_layers.0.input_proj.": "mtp.fc.", "mtp_layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
     "mtp_layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.", "mtp_layers.0.final_layernorm.": "mtp.norm.",
     "mtp_layers.0.": "mtp.layers.0.",
 }  # fmt: skip
-"""Names of speculators' MTP modules -> Qwen's."""
+"""Prefix of tensor names in speculators' MTP modules -> Qwen's prefix."""
 Scalar = int | str | list[int] | None
 
 
 @dataclass(frozen=True)
 class FitCheck:
+    """A value that must match between a drafter and its target."""
+
     what: str
     drafter: Scalar
     target: Scalar
@@ -114,7 +117,7 @@ class FitCheck:
 
 @dataclass(frozen=True)
 class Drafter:
-    """A separate drafter. Sizes are None where its config does not say them."""
+    """A separate drafter checkpoint. A size is None if the config does not give it."""
 
     format: DrafterFormat
     kind: str
@@ -168,7 +171,7 @@ def _compared(
 def _of_family(
     published: DrafterFormat, config: Mapping[str, Any], names: Mapping[str, WeightHeader]
 ) -> list[ModuleCheck]:
-    """A module of a family without its trunk, as the family has it; nothing where no family is known."""
+    """Checks a family's MTP module without a trunk against the tensors of that family. Empty if no family is known."""
     kind = str(config.get("model_type")).removesuffix(EXPORTED)
     inner = {**config, "model_type": kind} if published.of_family == "module" else config
     found = find_mtp_family(inner) if published.of_family else None
@@ -196,7 +199,7 @@ def _of_family(
 
 
 def _with_trunk(name: str, of_family: str, layer: str, *, trailing: bool) -> str:
-    """The name of a tensor of a module alone in the whole model; `layer`: where the module stands there."""
+    """Returns the name in the whole model of a separate module's tensor. `layer`: the module's prefix there."""
     if of_family == "block":
         return next((ours + name.removeprefix(own) for own, ours in _SPECULATORS.items() if name.startswith(own)), name)
     if name.startswith("layers.0."):
@@ -207,7 +210,7 @@ def _with_trunk(name: str, of_family: str, layer: str, *, trailing: bool) -> str
 def _with_shared(
     module: ModuleCheck, sizes: Sizes, config: Mapping[str, Any], names: Mapping[str, WeightHeader]
 ) -> ModuleCheck:
-    """Qwen's modules take the trunk's embedding and LM head along."""
+    """Adds the trunk's embedding and LM head to the check: Qwen's separate modules contain copies of both."""
     tied = bool(sizes.config.get("tie_word_embeddings") or config.get("tie_word_embeddings"))
     dims = (sizes["vocabulary"], sizes["hidden"])
     shared = compare(0, None, [Slot("embed_tokens.weight", dims), Slot("lm_head.weight", dims, tied)], names)
@@ -219,7 +222,7 @@ def _with_shared(
 
 
 def _target_width(sizes: Sizes, names: Mapping[str, WeightHeader]) -> int | None:
-    """The target's hidden size, from the matrix that joins its layers where the config does not say it."""
+    """Returns the target's hidden size, if necessary from the shape of the matrix that combines its layers."""
     fusing, layers = names.get("fc.weight"), sizes["taps"]
     shape = fusing.shape if fusing else None
     own = sizes.get("target_hidden") == sizes.get("hidden")
@@ -238,7 +241,7 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
     try:
         shapes = head_kind(spec.kind).shapes(spec, hidden or 0)
     except (HeadstartError, AssertionError, ArithmeticError) as error:
-        raise ModelError(f"{checkpoint.name}: config.json describes no {spec.kind} head") from error
+        raise ModelError(f"{checkpoint.name}: config.json does not describe a {spec.kind} head") from error
     slots = [Slot(name, shape) for name, shape in shapes.items()]
     slots += [Slot("draft_token_ids", ("?ids",), True), Slot("lm_head.weight", ("?ids", hidden), True)]
     return Drafter(
@@ -254,7 +257,7 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
 def state_of_drafter(drafter: Drafter, checks: list[FitCheck] | None) -> HeadState:
     again = "download the drafter again"
     if not drafter.num_tensors:
-        return unchecked(f"config.json is of this kind: {drafter.title}")
+        return unchecked(f"config.json describes this kind of drafter: {drafter.title}")
     missing = [name for module in drafter.modules for name in module.missing]
     missing += [each.text for each in drafter.faults if each.missing]
     wrong = [each for module in drafter.modules for each in module.wrong_shape]

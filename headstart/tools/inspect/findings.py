@@ -1,6 +1,6 @@
-"""What else there is to know about native heads: copies, quantization, norms, rope, lists of the config, stray files.
+"""Remarks on native heads: copied tensors, quantization, norms, RoPE, per-layer lists of the config, stray files.
 
-Each function of ABOUT looks at one thing.
+Each function of ABOUT checks one topic.
 """
 
 import fnmatch
@@ -31,7 +31,7 @@ _NORMS = {
 
 
 class Finding(NamedTuple):
-    """One remark. A warning is something that makes heads slow, dead or refused."""
+    """One remark. A warning names a fault that makes heads slow, dead or refused by engines."""
 
     level: Literal["note", "warning"]
     topic: str
@@ -46,7 +46,7 @@ class Subject:
     checkpoint: Checkpoint
     weights: Mapping[str, WeightHeader]
     heads: NativeHeads
-    shared: Mapping[str, str]  # of shared_tensors
+    shared: Mapping[str, str]  # result of shared_tensors
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def findings(subject: Subject) -> list[Finding]:
 
 
 def shared_tensors(checkpoint: Checkpoint, heads: NativeHeads) -> dict[str, str]:
-    """How the heads come by `embedding` and `lm_head`: shared (the trunk's), own, copy (of the trunk's, as far as
-    sampled bytes say), changed (stored as a copy, but other bytes) or copy? (nothing could be read)."""
+    """Returns the origin of the heads' `embedding` and `lm_head`: "shared" (the trunk's tensor), "own", "copy" (equals
+    the trunk's in sampled bytes), "changed" (a copy that differs from the trunk's) or "copy?" (unreadable)."""
     layout, parts = heads.layout, ("embedding", "lm_head")
     trunk = {part: next(iter(heads.parts.get(part, ())), "") for part in parts}
     shared: dict[str, str] = {}
@@ -91,7 +91,7 @@ def _piece(tensor: Tensor, begin: int) -> bytes:
 def _copies(subject: Subject) -> Iterator[Finding]:
     for what, how in subject.shared.items():
         if how == "changed":
-            text = f"the head's {what} is not the trunk's, though engines put the trunk's in its place"
+            text = f"the head's {what} differs from the trunk's, but engines use the trunk's instead"
             yield warning("sharing", text)
         elif how in ("copy", "copy?"):
             sure = "" if how == "copy" else " (not compared)"
@@ -107,7 +107,7 @@ def _tied(subject: Subject) -> Iterator[Finding]:
     if tied and stored:
         yield note("tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
     if not tied and not stored:
-        yield note("tied", "no lm_head is stored: the embedding serves, though the config does not say so")
+        yield note("tied", "no lm_head is stored: the embedding is used, although the config does not say so")
 
 
 def _quantized(subject: Subject) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _quantized(subject: Subject) -> Iterator[Finding]:
 
 
 def _excluded(subject: Subject) -> bool:
-    """Does the quantization config leave the heads' block out, by any of the spellings?"""
+    """Returns whether the quantization config excludes the heads' block, in the spelling of any method."""
     settings = settings_of(subject.config)
     if not settings:
         return True
@@ -144,9 +144,10 @@ def _excluded(subject: Subject) -> bool:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Does a pattern name a module? compressed-tensors writes re:, ModelOpt *, the others a part of the name."""
+    """Returns whether `pattern` matches a module. compressed-tensors writes "re:" and a regular expression, ModelOpt
+    globs with *, other methods a part of the name."""
     if pattern.startswith("re:"):
-        # a config could hold on purpose what takes very long to search for; it gets the benefit of the doubt
+        # a malicious pattern could take very long to search for: slow patterns count as a match
         is_slow = len(re.findall(r"[*+{]", pattern)) > _MAX_REPEATS or re.search(r"\)[*+?{]", pattern)
         try:
             return bool(is_slow or re.search(pattern[3:], module))
@@ -170,9 +171,9 @@ def _conventions(subject: Subject) -> Iterator[Finding]:
     if subject.heads.concat == "h;e":
         yield note("formula", "the hidden state comes first in the head's input, unlike most families")
     if subject.heads.concat == "sum":
-        yield note("formula", "hidden state and embedding are projected each and added, not joined")
+        yield note("formula", "hidden state and embedding are projected separately and added, not concatenated")
     if family.max_modules and len(subject.heads.modules) > family.max_modules:
-        yield note("modules", f"engines load {family.max_modules} module of this family, however many there are")
+        yield note("modules", f"engines load only {family.max_modules} module of this family")
 
 
 def _rope(subject: Subject) -> Iterator[Finding]:
@@ -194,7 +195,7 @@ def _rope(subject: Subject) -> Iterator[Finding]:
 
 
 def _lists(subject: Subject) -> Iterator[Finding]:
-    """Lists of the config that have to go on over the MTP layers."""
+    """Checks that per-layer lists of the config have entries for the MTP layers."""
     heads, text = subject.heads, text_config(subject.config)
     if heads.layout is None or not heads.names:
         return

@@ -1,4 +1,4 @@
-"""Do heads fit a target? A drafter beside it, or native heads that are to be put into it."""
+"""Checks whether a separate drafter, native heads (for a graft) or a draft model fit a target model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -41,7 +41,7 @@ def _equal(what: str, drafter: int | None, target: int | None) -> FitCheck:
 
 
 def check_native(heads: NativeHeads, checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
-    """Do the native heads of one checkpoint fit another one's trunk, as for a graft?"""
+    """Checks whether the native heads of one checkpoint fit another one's trunk, as for a graft."""
     own, other = Sizes(checkpoint.config), Sizes(target.config)
     checks = [_equal("hidden size", own.get("hidden"), other.get("hidden"))]
     checks.append(_equal("vocabulary", own.get("vocabulary"), other.get("vocabulary")))
@@ -54,7 +54,8 @@ def check_native(heads: NativeHeads, checkpoint: Checkpoint, target: Checkpoint)
 
 
 def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
-    """Can a model without heads be the draft model of a target? It must say the same tokens, and be smaller."""
+    """Checks whether a model without heads can be the draft model of a target: its vocabulary must be the same, and it
+    must be smaller."""
     own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
     if own >= other:
         return [FitCheck("MTP modules", 0, "one or more", False)]
@@ -62,7 +63,7 @@ def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
 
     sizes = [Sizes(each.config).get("vocabulary") or 0 for each in (target, checkpoint)]
     fits = sizes[0] == sizes[1]
-    with suppress(ModelError):  # headers alone have no tokenizer
+    with suppress(ModelError):  # some checkpoints have no tokenizer
         ours, theirs = (each.load_tokenizer().vocabulary() for each in (target, checkpoint))
         fits = False
         match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name))
@@ -71,14 +72,14 @@ def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
 
 
 def _shape_checks(checkpoint: Checkpoint, target: Checkpoint) -> Iterator[FitCheck]:
-    """The head's tensors that are of other shapes than the target's config asks for."""
+    """Yields a failed check for each tensor of the heads whose shape does not match the target's config."""
     for module in examine(replace(checkpoint, config=target.config)).modules:
         for wrong in module.wrong_shape:
             yield FitCheck(wrong.name, list(wrong.shape), shape_text(wrong.expected), False)
 
 
 def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> Iterator[Finding]:
-    """What of the target's rope does not reach a separate drafter."""
+    """Yields remarks on RoPE settings of the target that a separate drafter lacks."""
     if target is None:
         return
     own, other = text_config(config), text_config(target.config)

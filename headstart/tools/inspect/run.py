@@ -1,7 +1,7 @@
-"""`headstart inspect`: what a checkpoint holds, from headers alone, and whether its heads are really there.
+"""`headstart inspect`: reports a checkpoint's contents from headers, and whether its heads are complete.
 
-Heads are looked for twice: what the config promises and which tensors are there, name by name and shape by shape.
-Fine-tuning and quantization tools often keep the first and drop the second. docs/inspect.md describes the document.
+The heads that the config promises are compared with the tensors that are present, by name and shape: fine-tuning and
+quantization tools often keep the config keys and drop the tensors. docs/inspect.md describes the document.
 """
 
 import gc
@@ -49,7 +49,8 @@ SPECULATION_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """What to look at. `head`: a head directory beside the model; `target`: the model that drafts are for."""
+    """Options of `headstart inspect`. `head`: directory of a separate head for the model. `target`: model that the
+    inspected drafter drafts for. `deep`: also measure acceptance."""
 
     model: str | None = None
     head: str | None = None
@@ -58,8 +59,8 @@ class InspectOptions:
 
 
 def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
-    """Describe a model and its heads. `ok` is false when the config promises heads that are not all there, when a
-    drafter does not fit its target, or when a measured head is dead. Raises UsageError or ModelError."""
+    """Describes a model and its heads. `ok` is false if promised heads are incomplete, a drafter does not fit its
+    target, or a measured head is dead. Raises UsageError or ModelError."""
     name = options.model or hub.DEFAULT_MODEL
     with _no_collection():
         checkpoint = _opened(name, progress)
@@ -81,7 +82,8 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
 
 
 def _opened(name: str, progress: Progress) -> Checkpoint:
-    """A checkpoint, or a head in a pickle; one of no tensors for a config.json without weights to be opened."""
+    """Opens a checkpoint or a head in a pickle. A directory with only a config.json gives a checkpoint without tensors.
+    Raises ModelError or UsageError."""
     try:
         return find_checkpoint(name, progress)
     except ModelError:
@@ -109,7 +111,7 @@ def _pickled(path: Path) -> Checkpoint | None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection while hundreds of thousands of small objects are made, none of them in a cycle."""
+    """Disables garbage collection while many thousands of small objects without cycles are created."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,12 +126,13 @@ def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], pr
     if data["drafter"] is None and not whole:
         return deep.measure(options.model, head, progress)
     if options.target is None:
-        return {"ran": False, "why": "a drafter is measured with the model it drafts for: give --target"}
+        return {"ran": False, "why": "measuring a drafter needs the model that it drafts for: give --target"}
     return deep.measure(options.target, options.model, progress)
 
 
 def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[str, Any]:
-    """Everything about one checkpoint, from headers alone, and whether its drafts fit a target."""
+    """Returns the JSON document of one checkpoint, from headers alone; with `target` also whether it fits the target.
+    Raises ModelError for impossible sizes."""
     config = checkpoint.config
     _check_sizes(checkpoint)
     weights = weight_headers(checkpoint.tensors, config)
@@ -153,7 +156,7 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
-    """Sizes are whole numbers, or a list of them by layer; a model has layers. Raises ModelError."""
+    """Raises ModelError unless all sizes of the config are whole numbers in range, or lists of them by layer."""
     config = text_config(checkpoint.config)
     for key in dict.fromkeys((*SHOWN_SIZES, *(key for keys in SIZE_KEYS.values() for key in keys))):
         value = lookup(config, key)
@@ -226,7 +229,7 @@ def _fit(target: Checkpoint | None, checks: list[FitCheck] | None) -> dict[str, 
 
 
 def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
-    """A head that is a checkpoint of its own, and whether it fits the model. Raises UsageError for what is none."""
+    """Describes a separate head and whether it fits the model. Raises UsageError for a directory without a head."""
     from headstart.heads.files import is_head, read_head  # it needs more than headers do
 
     if path.is_dir() and not is_head(path):
@@ -247,7 +250,8 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
-    """`runs`; `why` not, and `fix`: what to do. `widened`: types that become float32, and the bytes of them then."""
+    """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`) and which types become float32 in memory
+    (`widened`, with their bytes then; or None)."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:

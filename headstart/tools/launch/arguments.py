@@ -1,8 +1,9 @@
-"""Versions of engines, their arguments by version, and command lines parsed and checked as engines do.
+"""Engine versions, the arguments of each version, and a parser that checks a command line as the engine would.
 
-`arguments.json` (written by benchmarks/engine_definitions.py) has the value and spelling of every argument of one
-version; `published.json` (written by benchmarks/engine_arguments.py) has which versions take which arguments;
-`rules.json` has combinations that an engine refuses or changes; `models.json` has the first version for a model.
+Data files: `arguments.json` (written by benchmarks/engine_definitions.py) lists the value type and spelling of every
+argument of one version. `published.json` (written by benchmarks/engine_arguments.py) lists which versions have which
+arguments. `rules.json` lists argument combinations that an engine refuses or changes. `models.json` lists the first
+version that supports each model.
 """
 
 import difflib
@@ -21,7 +22,7 @@ Version = tuple[int, ...]  # 0.32.0rc1 is (0, 32, 0, 1), llama.cpp's b11434 is (
 
 
 def parse_version(text: str) -> Version:
-    """Returns the numbers of a version; local parts (+cu129) are left out. Raises UsageError for none."""
+    """Returns the numbers of a version without its local part (+cu129). Raises UsageError for a text without digits."""
     numbers = re.findall(r"\d+", text.partition("+")[0])
     if not numbers:
         raise UsageError(f"{text!r} is not a version", "for example 0.32.0, or b11434 for llama.cpp")
@@ -29,7 +30,7 @@ def parse_version(text: str) -> Version:
 
 
 def sort_key(version: Version) -> Version:
-    """Pads a version with zeros: 0.32 equals 0.32.0."""
+    """Returns the version padded with zeros to 8 numbers, so that 0.32 equals 0.32.0."""
     return (*version, *(0 for _ in range(8 - len(version))))
 
 
@@ -41,23 +42,23 @@ def version_text(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-SHELL = re.compile(r"[$`]")  # in a value that the shell replaces: its value is not known here
+SHELL = re.compile(r"[$`]")  # marks shell expansions: the final value is unknown before the shell runs
 SIZE = re.compile(r"-?\d+(\.\d+)?[kKmMgGtT]?|auto")
 NUMBER = re.compile(r"-?\d+")
 FLAG = re.compile(r"-(?!$|[\d.]+$)")
-SWITCHES = ("switch", "boolean", "logical")  # kinds of arguments that take no value as the next word
+SWITCHES = ("switch", "boolean", "logical")  # argument kinds that never consume the next word as their value
 
 
 @dataclass(frozen=True, eq=False)
 class PublishedArguments:
-    """Which versions of one engine take which arguments. Names are flags, keys inside configs
-    (`speculative_config.method`), and NAME=VALUE for known values."""
+    """The arguments that each recorded version of one engine accepts. An argument name is a flag, a key inside a
+    config (`speculative_config.method`), or NAME=VALUE for a known value."""
 
-    versions: Sequence[str]  # that were read, ascending
-    arguments: Mapping[str, frozenset[str]]  # name -> versions
+    versions: Sequence[str]  # recorded versions, ascending
+    arguments: Mapping[str, frozenset[str]]  # argument name -> versions that accept it
 
     def nearest(self, version: Version) -> str:
-        """Returns the newest version that was read and is not above `version`, else the oldest."""
+        """Returns the newest recorded version that is not above `version`, else the oldest recorded one."""
         below = [name for name in self.versions if sort_key(parse_version(name)) <= sort_key(version)]
         return below[-1] if below else self.versions[0]
 
@@ -66,13 +67,13 @@ class PublishedArguments:
 
     @cache  # noqa: B019  # one object for each engine
     def words(self, name: str) -> frozenset[str]:
-        """Returns the known values of an argument over all versions."""
+        """Returns all values of an argument that any recorded version accepts; empty if none are recorded."""
         return frozenset(each.partition("=")[2] for each in self.arguments if each.startswith(f"{name}="))
 
 
 @cache
 def published(engine: str) -> PublishedArguments | None:
-    """Returns the published arguments of an engine; None for an engine that was never read."""
+    """Returns the recorded arguments of an engine from published.json; None for an engine without records."""
     own = read_packaged("headstart.tools.launch", "published.json").get(engine)
     if own is None:
         return None
@@ -86,15 +87,17 @@ def published(engine: str) -> PublishedArguments | None:
 
 @dataclass(frozen=True)
 class ArgumentTable:
+    """All flags of one engine version. The *first name* of a flag is its main spelling; aliases map to it."""
+
     version: str
-    kinds: Mapping[str, str]  # first name -> kind of value: switch, boolean, logical, int, size, float, json, text
-    numbers: Mapping[str, str]  # first name -> how many values, as in argparse
-    choices: Mapping[str, frozenset[str]]
-    aliases: Mapping[str, str]  # other name -> first name
-    spellings: frozenset[str]  # what the engine's parser accepts: underscores, one dash, prefixes, joined, dotted
+    kinds: Mapping[str, str]  # first name -> value type: switch, boolean, logical, int, size, float, json, text
+    numbers: Mapping[str, str]  # first name -> number of values, as argparse's nargs ("?", "*", "+", "2")
+    choices: Mapping[str, frozenset[str]]  # first name -> allowed values
+    aliases: Mapping[str, str]  # alias -> first name
+    spellings: frozenset[str]  # variants that the parser accepts: underscores, one dash, prefixes, joined, dotted
 
     def find(self, name: str) -> tuple[str, ...]:
-        """The first names that a spelling may mean: several for an ambiguous prefix, none for an unknown argument."""
+        """Returns the first names that `name` may stand for: several if it is an ambiguous prefix, none if unknown."""
         for word in self._spelled(name):
             if first := self.exact(word):
                 return (first,)
@@ -105,7 +108,7 @@ class ArgumentTable:
         return tuple(sorted(word for word in {*self.kinds, *self.aliases, *negated} if word.startswith(prefix)))
 
     def exact(self, word: str) -> str:
-        """Returns the first name of an argument, of an alias, or of --no-NAME; empty for other words."""
+        """Returns the first name of a flag that is spelled in full, as an alias or as --no-NAME; else ""."""
         if word in self.kinds:
             return word
         if word in self.aliases:
@@ -117,6 +120,7 @@ class ArgumentTable:
         return next(iter(difflib.get_close_matches(name, [*self.kinds, *self.aliases], n=1, cutoff=0.75)), None)
 
     def _spelled(self, name: str) -> list[str]:
+        """Returns `name` and its variants with the dashes that the table uses."""
         words = [name]
         if "underscores" in self.spellings and name.startswith("--"):
             words.append(name.replace("_", "-"))
@@ -140,7 +144,8 @@ def argument_table(engine: str) -> ArgumentTable | None:
 
 @cache
 def table_for(engine: str, version: Version) -> ArgumentTable | None:
-    """The table adapted to a version: without arguments that it lacks; those that only it has take any text."""
+    """Returns the argument table adapted to `version`: arguments that the version lacks are removed, and arguments
+    that only this version has accept any text. None for an engine without a table."""
     table, known = argument_table(engine), published(engine)
     if table is None or known is None or known.nearest(version) == known.nearest(parse_version(table.version)):
         return table
@@ -156,13 +161,13 @@ def table_for(engine: str, version: Version) -> ArgumentTable | None:
 
 @dataclass
 class ParsedArguments:
-    values: dict[str, Any] = field(default_factory=dict)  # first name -> value; True: a switch; a dict: JSON
+    values: dict[str, Any] = field(default_factory=dict)  # first name -> value; True for a switch, a dict for JSON
     positional: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)  # what the engine would refuse
+    errors: list[str] = field(default_factory=list)  # one text for each argument that the engine would refuse
 
 
 def parse_arguments(table: ArgumentTable, words: Sequence[str]) -> ParsedArguments:
-    """Parses the words after the program as the engine's own parser does."""
+    """Parses the words after the program name as the engine's own parser does; never raises."""
     parser = _ArgumentParser(table, words)
     while parser.rest:
         word = parser.rest.pop(0)
@@ -235,7 +240,8 @@ class _ArgumentParser:
 
 
 def _convert(kind: str, text: str, *, is_config: bool) -> tuple[Any, str]:
-    """Returns the value of a kind of argument, and what the argument takes instead where that is wrong."""
+    """Converts `text` to an argument's value type. Returns the value and an error: "" if the text fits, else a
+    description of the expected value."""
     if kind == "json":
         try:
             value = json.loads(text)
@@ -256,7 +262,7 @@ def _convert(kind: str, text: str, *, is_config: bool) -> tuple[Any, str]:
 
 
 def parse_json(text: str) -> Any:
-    """Returns the JSON value, or the text where it is none."""
+    """Returns the parsed JSON value; returns `text` itself if it is not valid JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -278,21 +284,21 @@ class EngineRule:
     """A row of rules.json: a combination of arguments that an engine refuses, or changes silently."""
 
     when: Mapping[str, Any]
-    """Argument, config key or fact -> its condition: true (given), false (not given), a list (one of these), or tests
-    of TESTS with their value. A value that names another entry stands for that entry's."""
-    says: str
-    source: str  # the file of the engine that says so
-    since: str = "0"
-    until: str | None = None
-    level: str = "refuse"  # or note: the engine goes on with something else
+    """Argument, config key or fact -> its condition: true (given), false (not given), a list of allowed values, or an
+    object {name of a test in TESTS: operand}. An operand that is the name of another entry means that entry's value."""
+    says: str  # the message for the user
+    source: str  # file of the engine's repository that contains the check
+    since: str = "0"  # first version with the rule
+    until: str | None = None  # first version without the rule
+    level: str = "refuse"  # "refuse": the engine does not start; "note": the engine silently does something else
 
     def is_broken(self, version: Version, entries: Mapping[str, Any]) -> bool:
-        """A rule about an unknown value is not broken."""
+        """Returns whether all conditions of `when` hold. A condition on an unknown value does not hold."""
         if not at_least(version, self.since) or (self.until is not None and at_least(version, self.until)):
             return False
         try:
             return all(_holds(entries, name, condition) for name, condition in self.when.items())
-        except TypeError:  # a value of another type has its own error
+        except TypeError:  # a value of a wrong type is reported by the parser
             return False
 
 
@@ -337,18 +343,18 @@ def _is_from_shell(value: Any) -> bool:
 
 @dataclass
 class ArgumentCheck:
-    """What an engine would refuse, and what it would take otherwise than it looks."""
+    """Result of checking a command line for one engine version."""
 
-    errors: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)  # arguments that the engine would refuse
+    notes: list[str] = field(default_factory=list)  # arguments that the engine would silently change
 
 
 def check_arguments(
     program: NamedEngine, version: Version, words: Sequence[str], facts: Mapping[str, Any] | None = None, *,
     num_positional: int = 1,
 ) -> ArgumentCheck:  # fmt: skip
-    """Checks the words after the program. `facts`: further entries of rules, configs in files as dictionaries.
-    `num_positional`: how many words without a flag are allowed."""
+    """Checks the words after the program name. `facts` adds entries that rules can test, such as configs in files
+    (as dictionaries). `num_positional` is the number of words without a flag that the engine allows."""
     table = table_for(program.name, version)
     if table is None:
         return ArgumentCheck()
@@ -370,7 +376,7 @@ def check_arguments(
 
 
 def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Adds the keys of JSON values: --speculative-config gives speculative_config.method."""
+    """Adds an entry for each key of a JSON value: --speculative-config gives speculative_config.method."""
     entries = dict(values)
     for name, value in values.items():
         if isinstance(value, dict):
@@ -381,7 +387,7 @@ def _flattened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_values(known: PublishedArguments, version: Version, values: Mapping[str, Any]) -> Iterator[str]:
-    """Values of flags that this version lacks, in any case of letters."""
+    """Yields an error for each flag value that this version does not accept. Case is ignored."""
     for name, value in values.items():
         if known.words(name) and isinstance(value, str) and not SHELL.search(value):
             there = sorted(word.upper() for word in known.words(name) if known.has(f"{name}={word}", version))
@@ -390,7 +396,7 @@ def _unknown_values(known: PublishedArguments, version: Version, values: Mapping
 
 
 def _unknown_keys(known: PublishedArguments, version: Version, entries: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of configs, and values of keys, that this version lacks."""
+    """Yields an error for each config key, and each value of such a key, that this version does not accept."""
     bases = {name.partition(".")[0] for name in known.arguments if "." in name and not name.startswith("-")}
     for name, value in entries.items():
         base, dot, key = name.partition(".")
@@ -404,11 +410,11 @@ def _unknown_keys(known: PublishedArguments, version: Version, entries: Mapping[
             yield f"{key} {value}" + (f" (it was there in {had[-1]})" if is_older else "")
 
 
-# Models: models.json has the first version of each engine that knows a model type, and that drafts with its heads.
+# models.json has, for each model type and engine, the first version that runs it and the first that uses its MTP heads.
 
 
 def check_model(program: NamedEngine, version: Version, model_type: str) -> None:
-    """Raises UsageError for a model that this version does not know, naming the first version that does."""
+    """Raises UsageError for a model type that this version does not support; the text names the first that does."""
     row = _model_row(model_type)
     if row is None or program.name not in row["first"]:
         return

@@ -1,4 +1,4 @@
-"""A command line whose arguments are renamed, removed or folded into others, while the text around them stays."""
+"""Shell command lines whose arguments can be renamed, removed or merged while the rest of the text stays unchanged."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from dataclasses import dataclass, field
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import SWITCHES, ArgumentTable
 
-Edit = tuple[int, int, str]  # begin and end in the text, and the replacement
+Edit = tuple[int, int, str]  # text[begin:end] is replaced by the string
 
 
 @dataclass
 class ArgumentWord:
-    flag: str = ""  # empty: positional
+    """A flag with its value, or a positional word, of a CommandLine."""
+
+    flag: str = ""  # as written, with dashes; empty for a positional word
     value: str | None = None
     joined: bool = False  # written as --flag=value
-    name: str = ""  # first name of the flag
-    tokens: Sequence[ShellToken] = ()  # place in the text; empty: a new word
-    written: tuple[str, str | None] = ("", None)  # flag and value as they were read
+    name: str = ""  # the flag's first name (ArgumentTable)
+    tokens: Sequence[ShellToken] = ()  # its tokens in the text; empty for a word that was added
+    written: tuple[str, str | None] = ("", None)  # flag and value of the original text
 
     def text(self) -> list[str]:
+        """Returns the one or two unquoted words of the argument."""
         if not self.flag:
             return [str(self.value)]
         if self.value is None:
@@ -30,6 +33,7 @@ class ArgumentWord:
         return [f"{self.flag}={self.value}"] if self.joined else [self.flag, self.value]
 
     def shown(self) -> str:
+        """Returns the argument quoted for the shell."""
         if self.value is None:
             return self.flag
         is_closed = "$" in (self.written[1] or "") and all(token.plain for token in self.tokens)  # '{"model": "$X"}'
@@ -47,19 +51,22 @@ class ArgumentWord:
 
 @dataclass
 class CommandLine:
+    """One command within a text. Its methods change `words`; `edits` returns the resulting changes of the text."""
+
     text: str
-    prefix: Sequence[ShellToken] = ()  # up to the program, with a container's flags and assignments
-    words: list[ArgumentWord] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)  # a line for each change made
-    warnings: list[str] = field(default_factory=list)  # what a person has to decide
-    removed: list[ArgumentWord] = field(default_factory=list)
-    edited: list[Edit] = field(default_factory=list)
+    prefix: Sequence[ShellToken] = ()  # tokens up to the program: variable assignments, a container's flags
+    words: list[ArgumentWord] = field(default_factory=list)  # arguments of the program
+    changes: list[str] = field(default_factory=list)  # one line for each change, shown to the user
+    warnings: list[str] = field(default_factory=list)  # decisions that are left to the user
+    removed: list[ArgumentWord] = field(default_factory=list)  # words of the original text
+    edited: list[Edit] = field(default_factory=list)  # edits of the prefix
 
     @classmethod
     def parse(
         cls, text: str, tokens: Sequence[ShellToken], begin: int, table: ArgumentTable | None, *, has_model: bool
     ) -> CommandLine:
-        """`begin`: the program's place. `has_model`: the first word without dashes is the model."""
+        """Parses the tokens of one command. `begin` is the index of the program's token. `has_model`: the first word
+        without dashes is the model."""
         line, rest = cls(text, tokens[: begin + 1]), list(tokens[begin + 1 :])
         while rest:
             token = rest.pop(0)
@@ -82,11 +89,11 @@ class CommandLine:
         return line
 
     def find(self, *flags: str) -> ArgumentWord | None:
-        """Returns the first of these flags, in any spelling."""
+        """Returns the first word that is one of these flags, in any spelling; None if there is none."""
         return next((word for word in self.words if word.flag and {word.flag, word.name} & set(flags)), None)
 
     def take(self, *flags: str) -> ArgumentWord | None:
-        """Removes and returns the first of these flags."""
+        """Removes and returns the word that `find` returns."""
         word = self.find(*flags)
         if word:
             self.remove(word)
@@ -114,7 +121,7 @@ class CommandLine:
             self.changes.append(f"{flag} {old} -> {names[old]}")
 
     def drop_boolean_values(self, table: ArgumentTable) -> None:
-        """Turns switches with True or False into switches alone, --no-NAME, or nothing."""
+        """Replaces `--switch True` by `--switch`, and `--switch False` by `--no-switch` or nothing."""
         for word in list(self.words):
             kind = table.kinds.get(word.name)
             value = (word.value or "").lower()
@@ -129,7 +136,7 @@ class CommandLine:
             self.changes.append(f"{before} -> {word.flag if word in self.words else 'nothing: it is off anyway'}")
 
     def drop(self, flag: str, why: str, *, switch: bool = False) -> None:
-        """Removes a flag with its value. A word after a `switch` is not its value, and stays."""
+        """Removes a flag with its value. `switch`: the flag takes no value, so the word after it stays."""
         while word := next((each for each in self.words if each.flag == flag), None):
             place = self.words.index(word)
             if switch and word.value is not None and not word.joined:
@@ -140,14 +147,14 @@ class CommandLine:
             self.changes.append(f"{' '.join(word.text())} removed: {why}")
 
     def drop_variable(self, name: str, why: str) -> None:
-        """Removes the word before the program that sets an environment variable."""
+        """Removes the assignment NAME=VALUE of an environment variable before the program."""
         for token in self.prefix:
             if token.value.startswith(f"{name}="):
                 self.edited.append((*_with_blank(self.text, token.begin, token.end), ""))
                 self.changes.append(f"{name} removed: {why}")
 
     def edits(self) -> list[Edit]:
-        """Returns all changes of the text. New words stand where the first one was taken out, else at the end."""
+        """Returns all edits of the text. Added words replace the first removed word; without one they go to the end."""
         edits = [*self.edited, *(edit for word in self.words if word.tokens for edit in word.edits())]
         new = " ".join(word.shown() for word in self.words if not word.tokens)
         places = sorted((word.tokens[0].begin, word.tokens[-1].end) for word in self.removed)
@@ -167,7 +174,8 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
 
 def _with_blank(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Extends a word by the blanks, or the continued line's end, before it; at the begin of a line by those behind."""
+    """Extends the range of a word over the blanks or line continuation before it; at the beginning of a line over the
+    blanks after it."""
     before = re.search(r"(?:[ \t]|\\\r?\n)+$", text[:begin])
     if before and before.start() and text[before.start() - 1] != "\n":
         return before.start(), end
@@ -176,14 +184,15 @@ def _with_blank(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def _takes_value(table: ArgumentTable | None, name: str, value: str) -> bool:
-    """Switches once took True and False."""
+    """Returns whether `value`, the word after a flag, is its value. Old versions also allowed `--switch True`."""
     if table is None or name not in table.kinds:
         return True
     return table.kinds[name] not in SWITCHES or value.lower() in ("true", "false")
 
 
 def _mended(flag: str, table: ArgumentTable | None) -> str:
-    """Restores the dashes that a flag lost on a web page, or - for _ where the engine wants that."""
+    """Returns the flag with dashes that it lost on a web page, and with - or _ as the engine spells it; returns
+    `flag` unchanged if no flag of the table matches."""
     if table is None or (flag.startswith("-") and table.find(flag.partition(".")[0])):
         return flag
     bare = flag.lstrip("-")
@@ -201,20 +210,22 @@ SKIPPED = re.compile(r"(?:[ \t]|\\\r?\n)+|#[^\n]*")
 OPERATOR = re.compile(r"&>>?|\|&|&&|\|\||;;|[;&|\n(){}](?![\w$])|[;&|\n()]")
 REDIRECTION = re.compile(r"\d*(?:<<-?|<<<|>>|>&|<&|<>|>\||>|<)|&>>?")
 NESTED = {"$((": "))", "$(": ")", "${": "}", "'": "'", '"': '"', "`": "`"}
-"""Beginnings of parts that the shell reads as one, and their ends."""
+"""Opening -> closing mark of a quote or expansion, which the shell reads as part of one word."""
 RESERVED = {"do", "then", "else", "if", "while", "until", "!", "time", "{"}  # words after which a command begins
 
 
 @dataclass(frozen=True)
 class ShellToken:
-    begin: int  # place in the text
+    """A word of a shell text: text[begin:end]."""
+
+    begin: int
     end: int
     value: str  # without quotes
-    plain: bool = True  # without expansions
+    plain: bool = True  # has no expansion ($, `, globs, ~)
 
 
 def commands(text: str) -> Iterator[list[ShellToken]]:
-    """Yields the words of each command, without redirections. Raises UsageError for an unclosed quote."""
+    """Yields the words of each shell command in a text, without redirections. Raises UsageError for an open quote."""
     place, redirection, ended = 0, "", text + "\n"
     words: list[ShellToken] = []
     heredocs: list[str] = []
@@ -244,6 +255,7 @@ def commands(text: str) -> Iterator[list[ShellToken]]:
 
 
 def _word(text: str, begin: int) -> ShellToken:
+    """Reads the shell word that starts at `begin`."""
     place, value, plain = begin, "", True
     while place < len(text) and (one := text[place]) not in " \t\n;&|<>()":
         if one == "\\" and place + 1 < len(text):
@@ -265,7 +277,8 @@ def _word(text: str, begin: int) -> ShellToken:
 
 
 def _end_of(text: str, place: int, closing: str) -> int:
-    """Returns the place after the end of the part that began before `place`. Raises UsageError where it has no end."""
+    """Returns the index after the `closing` mark of the quote or expansion whose content starts at `place`. Raises
+    UsageError if the mark is missing."""
     depth = 0
     while place < len(text):
         if text.startswith(closing, place) and not depth:
@@ -280,7 +293,7 @@ def _end_of(text: str, place: int, closing: str) -> int:
 
 
 def quoted(value: str, *, expands: bool = True) -> str:
-    """Quotes a word for the shell. A leading ~ stays, and so do expansions if `expands`, in double quotes at need."""
+    """Quotes a word for the shell. A leading ~/ stays active. With `expands`, $ and ` stay active too."""
     if expands and ("$" in value or "`" in value):
         escaped = value.replace('"', '\\"')
         return f'"{escaped}"' if re.search(r"[\s'\"{}();&|<>*?]", re.sub(r"\$\{\w+\}", "", value)) else value
@@ -297,7 +310,8 @@ DASHES = re.compile(r"(?<![^\s\\])[\u2010-\u2015\u2212]+-?(?=[A-Za-z])")
 
 
 def unpasted(text: str) -> str:
-    """The text with the shell's quotes, spaces and dashes; backslashes between blanks were at the ends of lines."""
+    """Replaces typographic quotes, spaces and dashes by ASCII ones. A backslash between blanks was a line
+    continuation and becomes one again."""
     text = DASHES.sub("--", text.translate(PASTED))
     text = re.sub(r"[ \t]+\\[ \t]*#[^\n]*\n", " \\\\\n", text)
     return re.sub(r"[ \t]+\\[ \t]+(?=\S)", " \\\\\n  ", text)

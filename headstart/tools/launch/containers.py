@@ -1,7 +1,5 @@
-"""A launch in containers: `docker run` lines, and `--emit` files for Compose, Kubernetes, KubeRay and Slurm.
-
-Manifests are filled in from the skeletons of manifests.yaml.
-"""
+"""Output of a launch for containers and clusters: `docker run` lines, and `--emit` files for Compose, Kubernetes,
+KubeRay and Slurm. The files are filled in from the skeletons in manifests.yaml."""
 
 import re
 import shlex
@@ -20,10 +18,10 @@ from headstart.tools.launch.launcher import dump_yaml
 from headstart.tools.launch.prepare import PreparedLaunch
 from headstart.tools.launch.spec import PLATFORMS, LaunchStep
 
-ADDRESSES = {"0.0.0.0": "", "::": "", "localhost": "127.0.0.1:"}  # host to listen on -> prefix of a published port
+ADDRESSES = {"0.0.0.0": "", "::": "", "localhost": "127.0.0.1:"}  # --host -> address prefix of `docker run -p`
 ROUTER_IMAGE = "python:3.12-slim"  # routers are Python packages
-CACHE = "/root/.cache/huggingface"
-CONFIG = "/config"
+CACHE = "/root/.cache/huggingface"  # in the container
+CONFIG = "/config"  # folder of LaunchPlan.files in the container
 
 
 def _read(file: str) -> str:
@@ -50,8 +48,8 @@ class ContainerSpec:
     step: LaunchStep
     image: str
     words: tuple[str, ...]
-    folders: tuple[str, ...] = ()  # of the host, mounted at the same path
-    fetches: bool = False  # downloads the model itself
+    folders: tuple[str, ...] = ()  # host paths, mounted at the same path
+    fetches: bool = False  # the engine downloads the model: it needs HF_TOKEN and a cache volume
 
     @property
     def is_router(self) -> bool:
@@ -59,7 +57,8 @@ class ContainerSpec:
 
 
 def containers_of(prepared: PreparedLaunch) -> list[ContainerSpec]:
-    """Returns one container for each serving step. Raises UsageError where there is no image."""
+    """Returns one container for each serving step. Raises UsageError if the engine has no image for the platform, or
+    needs mpirun."""
     launcher, facts, spec, plan = prepared.launcher, prepared.facts, prepared.spec, prepared.plan
     image = launcher.images[spec.platform].format(version=version_text(prepared.version))
     if not image:
@@ -90,9 +89,9 @@ def _is_path(name: str) -> bool:
 
 
 def container_commands(prepared: PreparedLaunch) -> dict[str, list[dict[str, str]]]:
-    """Returns what runs on the host `before`, and a `docker run` line for each container to `serve`."""
+    """Returns {"before": commands to run on the host first, "serve": a `docker run` line for each container}."""
     containers, before = containers_of(prepared), prepared.plan.before
-    joins = {step.where: step for step in before if step.in_container}  # what joins nodes
+    joins = {step.where: step for step in before if step.in_container}  # `ray start` commands
     lines = [(each.step, _docker_run(prepared, each, joins.pop(each.step.where, None))) for each in containers]
     own = [replace(containers[0], step=step, words=step.words) for step in joins.values()]
     lines += [(each.step, _docker_run(prepared, each)) for each in own]
@@ -122,22 +121,23 @@ def _docker_run(prepared: PreparedLaunch, container: ContainerSpec, before: Laun
 
 
 FIELD = re.compile(r"\{([a-z_]+)\}")
-RANKS = {"--nnodes": "$(LWS_GROUP_SIZE)", "--node-rank": "$(LWS_WORKER_INDEX)"}  # flags that a LeaderWorkerSet sets
+RANKS = {"--nnodes": "$(LWS_GROUP_SIZE)", "--node-rank": "$(LWS_WORKER_INDEX)"}  # flag -> LeaderWorkerSet variable
 LEADER = "leaderworkerset.sigs.k8s.io/name"
 RAY_IMAGE = "rayproject/ray-llm:2.52.0-py311-cu128"  # of KubeRay's own samples
-RAY_VERSION, RAY_VLLM = "2.52.0", "0.11.0"  # of that image; the oldest vLLM that it takes
-RAY_SETS = frozenset({"--host", "--port", "--api-key", "--model"})
+RAY_VERSION, RAY_VLLM = "2.52.0", "0.11.0"  # Ray's version in RAY_IMAGE, and the oldest vLLM that it supports
+RAY_SETS = frozenset({"--host", "--port", "--api-key", "--model"})  # flags that Ray Serve sets itself
 Object = dict[str, Any]
 
 
 def emit(prepared: PreparedLaunch, kind: str) -> str:
-    """Returns the file's text. Raises UsageError for what cannot run there."""
+    """Returns the text of the file for `kind`, a key of KINDS. Raises UsageError for a launch that cannot run there."""
     head = "" if kind == "slurm" else "".join(f"# note: {note}\n" for note in prepared.plan.notes)
     return head + KINDS[kind](prepared)
 
 
 def fill(skeleton: Any, values: Mapping[str, Any]) -> Any:
-    """Puts values into a skeleton: "{name}" alone becomes any object, within a text its text. Leaves out None."""
+    """Replaces {name} in a skeleton by `values[name]`. A string that is only "{name}" becomes the value itself, of any
+    type; within a longer string the value becomes text. Dictionary entries that become None are left out."""
     if isinstance(skeleton, dict):
         filled = {key: fill(item, values) for key, item in skeleton.items()}
         return {key: item for key, item in filled.items() if item is not None}
@@ -194,7 +194,8 @@ def _name(prepared: PreparedLaunch, step: LaunchStep) -> str:
 
 
 def _kubernetes(prepared: PreparedLaunch) -> str:
-    """A workload and a Service for each server: a Deployment on one node, a LeaderWorkerSet on several."""
+    """Returns a Service and a workload for each server: a Deployment for one node, a LeaderWorkerSet for several.
+    Raises UsageError for a launch with steps before the server, or with several processes on a node."""
     if prepared.plan.before:
         raise UsageError("this takes a command before the server, which a pod does not run", "--dry-run prints it")
     objects = [_object("config_map", files=dict(prepared.plan.files))] if prepared.plan.files else []
@@ -220,7 +221,7 @@ def _ranked(words: Sequence[str]) -> list[str]:
 
 
 def _pod(prepared: PreparedLaunch, container: ContainerSpec, words: Sequence[str]) -> Object:
-    """One container, with the node's shared memory for the engine's workers."""
+    """Returns the pod spec of one container; an engine's pod has /dev/shm in memory for its workers."""
     step, launcher = container.step, prepared.launcher
     mounts: list[tuple[str, str, Object]] = []
     if not container.is_router:
@@ -255,7 +256,8 @@ def _resources(prepared: PreparedLaunch, platform: str) -> Object | None:
 
 
 def _kuberay(prepared: PreparedLaunch) -> str:
-    """A RayService with the engine's arguments by their names in Ray Serve."""
+    """Returns a RayService with vLLM's arguments under their names in Ray Serve. Raises UsageError for other engines,
+    several servers, a CPU or a local model."""
     launcher, facts, parallel = prepared.launcher, prepared.facts, prepared.spec.parallel
     if launcher.name != "vllm" or not parallel.gpus or len(prepared.plan.serve) > 1:
         raise UsageError("--emit kuberay is for one vLLM server on GPUs", "--emit k8s for anything else")
@@ -277,7 +279,7 @@ def _kuberay(prepared: PreparedLaunch) -> str:
 
 
 def _slurm(prepared: PreparedLaunch) -> str:
-    """A batch script for sbatch: one srun for each command."""
+    """Returns a batch script for sbatch, with one srun for each command."""
     plan, spec, parallel = prepared.plan, prepared.spec, prepared.spec.parallel
     num_nodes = max(parallel.nodes, *(1 + step.node for step in (*plan.before, *plan.serve)))
     num_gpus = len({step.server for step in plan.engines}) * parallel.tensor * parallel.data if parallel.gpus else 0
@@ -305,7 +307,7 @@ def _slurm_line(step: LaunchStep) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quotes a word for the shell; ${NODES[0]} stays open to it."""
+    """Quotes a word for the shell, which still expands ${NODES[i]}."""
     if "${NODES[" not in word:
         return shlex.quote(word)
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'

@@ -18,23 +18,24 @@ from headstart.tools.launch.spec import LaunchPlan, LaunchSpec, LaunchStep, Para
 
 EVERYWHERE = "0.0.0.0"
 STARTUP_TIMEOUT_S = 3600  # large models take half an hour to load
-HEALTH_INTERVAL_S = 5  # a router leaves a server out, or takes it back, after two or three checks
+HEALTH_INTERVAL_S = 5  # time between a router's health checks; two or three of them decide
 
 
 class RoutedServer(NamedTuple):
     url: str
     role: str = ""  # prefill, decode, or empty
-    bootstrap_port: int | None = None  # of a prefill server, where the engine has one
+    bootstrap_port: int | None = None  # of a prefill server; None if the engine has no bootstrap port
 
 
 class RouterProgram(EngineProgram):
-    """A router: one address before several servers, that keeps equal prompt prefixes together."""
+    """A router program: one address for several servers. It sends prompts with equal prefixes to the same server."""
 
     launches: tuple[str, ...] = ()  # words between the program and its arguments
     pd_flag = ""  # switch for prefill/decode disaggregation
 
     def step(self, servers: Sequence[RoutedServer], host: str, port: int, metrics_port: int) -> LaunchStep:
-        """Prompts go where their prefixes are cached; decode servers cache none, so the load decides there."""
+        """Returns the command of the router. Copies and prefill servers are chosen by cached prefix. Decode servers
+        cache no prompts: they are chosen by load."""
         command = CommandBuilder(self, parse_version(self.newest))
         command.add_all({"--host": host, "--port": port})
         if any(each.role for each in servers):
@@ -43,7 +44,7 @@ class RouterProgram(EngineProgram):
                 command.add(f"--{each.role}", each.url)
                 command.words += [str(each.bootstrap_port)] if each.bootstrap_port else []
             several = sum(each.role == "decode" for each in servers) > 1
-            decode_policy = "power_of_two" if several else "round_robin"  # the former refuses one
+            decode_policy = "power_of_two" if several else "round_robin"  # power_of_two refuses a single server
             command.add_all({"--prefill-policy": "cache_aware", "--decode-policy": decode_policy})
         else:
             command.add("--worker-urls", servers[0].url)
@@ -55,7 +56,7 @@ class RouterProgram(EngineProgram):
         return LaunchStep(words, "router", server="router", role="router", port=port)
 
     def installed_path(self) -> str | None:
-        """Returns the router's program: beside this Python, else in PATH."""
+        """Returns the path of the router beside this Python interpreter or in PATH; None if it is not installed."""
         beside = Path(sys.executable).with_name(self.program)
         return str(beside) if beside.exists() else shutil.which(self.program)
 
@@ -79,27 +80,27 @@ def router_of(step: LaunchStep) -> RouterProgram:
 
 
 def parse_roles(text: str) -> tuple[str, ...]:
-    """Returns the role of each server of `2:1`: two for prefill, one for decode. Raises UsageError."""
+    """Returns the role of each server: "2:1" gives (prefill, prefill, decode). Raises UsageError for other texts."""
     found = re.fullmatch(r"(\d+):(\d+)", text.strip())
     if not found or not int(found[1]) or not int(found[2]):
-        what = f"--disaggregate is {text!r}, but says how many prefill and decode servers there are"
+        what = f"--disaggregate is {text!r}, but takes the numbers of prefill and decode servers, PREFILL:DECODE"
         raise UsageError(what, "for example --disaggregate 1:1")
     return ("prefill",) * int(found[1]) + ("decode",) * int(found[2])
 
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where the commands of a plan run: on this and other machines (empty), or what --emit writes them for."""
+    """Where the commands of a plan run, and the addresses that servers have there."""
 
-    kind: str = ""
-    head_node: str = "HEAD_NODE"
+    kind: str = ""  # value of --emit (containers.KINDS); empty: commands for this and other machines
+    head_node: str = "HEAD_NODE"  # address of node 0, for an empty `kind`
 
     @property
     def in_pods(self) -> bool:
         return self.kind in ("k8s", "kuberay")
 
     def head_address(self) -> str:
-        """Returns the address of the first of several nodes of one server."""
+        """Returns the address of node 0, for a server that spans nodes."""
         if self.kind == "k8s":
             return "$(LWS_LEADER_ADDRESS)"
         return "${NODES[0]}" if self.kind == "slurm" else self.head_node
@@ -117,7 +118,7 @@ class LaunchTarget:
 
 
 def place_single(spec: LaunchSpec, target: LaunchTarget) -> LaunchSpec:
-    """Places one server; on a CPU with cores for each of its workers."""
+    """Returns the spec of a single server with its address, and on a CPU with the cores of each worker."""
     parallel = replace(spec.parallel, head_node=target.head_address())
     cpus = _worker_cpus(parallel.tensor * parallel.data, spec, target)
     placement = ServerPlacement(address=target.address(0, max(parallel.nodes, 1)), cpus=cpus)
@@ -132,13 +133,14 @@ def _worker_cpus(num_workers: int, spec: LaunchSpec, target: LaunchTarget) -> tu
 
 
 class ServerShare(NamedTuple):
-    parallel: Parallelism
+    parallel: Parallelism  # of each server
     on_node: int  # servers on a node
-    nodes: int
+    nodes: int  # nodes in use
 
 
 def share_devices(facts: ModelFacts, hardware: Hardware, num_servers: int) -> tuple[ServerShare, list[str]]:
-    """Divides the devices among servers, none of which spans nodes. Raises UsageError or CapacityError."""
+    """Divides the devices among `num_servers` equal servers, none of which spans nodes. Returns one server's share and
+    notes for the user. Raises UsageError or CapacityError if the servers or the model do not fit."""
     devices, nodes, tp = hardware.devices, hardware.nodes, hardware.tp
     if not devices.count:
         parallel, notes = divide(facts, hardware)
@@ -156,9 +158,11 @@ def plan_fleet(
     launcher: EngineLauncher, facts: ModelFacts, spec: LaunchSpec, version: Version, roles: Sequence[str],
     share: ServerShare, target: LaunchTarget,
 ) -> LaunchPlan:  # fmt: skip
-    """Plans the servers, by their `roles` (empty: a copy), and their router, which listens where one server would."""
+    """Plans one server for each of `roles` ("" for a copy of the model), and the router, which listens on the port of
+    `spec`. Raises UsageError for an engine without disaggregation, and for TLS."""
     if any(roles) and not launcher.pd_router:
-        raise UsageError(f"{launcher.title} cannot run prefill and decode apart from here", "vllm and sglang can")
+        what = f"{launcher.title} has no router for prefill/decode disaggregation here"
+        raise UsageError(what, "vllm and sglang have one")
     router = ROUTERS[launcher.pd_router if any(roles) else COPY_ROUTER]
     if spec.settings.get("ssl_certfile"):
         raise UsageError("--ssl-certfile cannot go with several servers", "let a proxy before the router do that")
@@ -197,7 +201,7 @@ def _member_specs(
 
 
 def _add_member(plan: LaunchPlan, made: LaunchPlan, member: LaunchSpec, num_nodes: int) -> None:
-    """Adds the commands of one server under its name, and what all servers need once."""
+    """Adds the serving steps of one server to `plan`, and its preparing steps, files and notes if not there yet."""
     place = member.placement
     where = f"{place.server} on node {place.node}" if num_nodes > 1 else place.server
     plan.before += [step for step in made.before if step not in plan.before]

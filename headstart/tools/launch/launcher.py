@@ -1,4 +1,4 @@
-"""Programs that `launch` runs: their data, installation and arguments by version; base class of all launchers."""
+"""Engine programs that `launch` runs: data files, installed versions, flags, and the base class of all launchers."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from headstart.tools.launch.spec import PLATFORMS, LaunchPlan, LaunchSpec, Launc
 
 @dataclass(frozen=True)
 class EngineFlag:
-    """An argument of a plug-in's engine, and the versions that have it."""
+    """A flag of an engine that a plug-in adds, and the versions that have the flag."""
 
     name: str
     source: str  # file of the engine's repository that declares it
-    since: str = "0"
-    until: str | None = None  # the first version without it
+    since: str = "0"  # first version with the flag
+    until: str | None = None  # first version without the flag
 
     def serves(self, version: Version) -> bool:
         return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
@@ -34,13 +34,13 @@ class EngineFlag:
 @dataclass(frozen=True)
 class InstalledProgram:
     program: Path
-    python: Path | None  # beside a Python program
-    distribution: str | None  # the Python distribution that installed it
+    python: Path | None  # interpreter beside the program; None for a program that is not Python
+    distribution: str | None  # Python distribution that installed the program; None if unknown
     version: Version | None  # None: unknown
 
 
 def other_engine_hint(word: str) -> str:
-    """What to do about an engine that has no launcher; empty for other words."""
+    """Returns advice for the name of an engine without a launcher (other_engines.json); "" for other words."""
     rows = read_packaged("headstart.tools.launch", "other_engines.json")
     return str(rows.get(re.sub(r"[-_.]", "", word.lower()), ""))
 
@@ -50,16 +50,17 @@ def engine_data(engine: str) -> Mapping[str, Any]:
 
 
 class EngineProgram:
-    """A program by its data: `class Vllm(EngineLauncher, data="vllm.json")` reads them from the launchers' folder."""
+    """A program that a data file describes. `class Vllm(EngineLauncher, data="vllm.json")` sets the class variables
+    from launchers/vllm.json."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     program: ClassVar[str]
-    distributions: ClassVar[Sequence[str]] = ()  # Python distributions that install it
-    newest: ClassVar[str]  # the newest release that was read; assumed where none is installed or named
-    start_module: ClassVar[str] = ""  # the Python module that serves, for installations whose program does not run
+    distributions: ClassVar[Sequence[str]] = ()  # Python distributions that install the program
+    newest: ClassVar[str]  # newest recorded release; used if no version is installed or named
+    start_module: ClassVar[str] = ""  # Python module that starts the server, for installations without the program
     flags: ClassVar[Sequence[EngineFlag]] = ()
-    """Arguments of a plug-in's engine; those of other engines are in published.json."""
+    """Flags of an engine that a plug-in adds. Flags of built-in engines are in published.json."""
 
     def __init_subclass__(cls, data: str | None = None) -> None:
         if data is not None:
@@ -70,7 +71,7 @@ class EngineProgram:
                 setattr(cls, name, value)
 
     def supports(self, version: Version, name: str, value: object = None) -> bool:
-        """Does this version take an argument, or a config key (`speculative_config.method`), with this value?"""
+        """Returns whether this version accepts a flag or a config key (`speculative_config.method`) with `value`."""
         if self.flags:
             return any(flag.name == name and flag.serves(version) for flag in self.flags)
         known = published(self.name)
@@ -79,7 +80,7 @@ class EngineProgram:
         return value is None or not known.words(name) or known.has(f"{name}={value}", version)
 
     def versions_with(self, name: str, value: object = None) -> str:
-        """Returns the versions that take an argument, for people."""
+        """Returns the versions that accept a flag or config key, as text for messages; "none" without any."""
         ranges = [f"{flag.since} or newer" if flag.until is None else f"before {flag.until}"
                   for flag in self.flags if flag.name == name]  # fmt: skip
         known = published(self.name)
@@ -87,7 +88,8 @@ class EngineProgram:
         return ", ".join(ranges or [each for each in read if self.supports(parse_version(each), name, value)]) or "none"
 
     def find_installed(self, place: str | None) -> InstalledProgram | None:
-        """The program at `place` (a path, or its folder), or in PATH. Raises UsageError where `place` has none."""
+        """Returns the program at `place` (its path or folder); without `place` the one in PATH, None if there is none.
+        Raises UsageError if `place` has no program."""
         name = place or self.program
         if place and (folder := Path(place).expanduser()).is_dir():
             own, python = folder / self.program, folder / "python"
@@ -95,12 +97,12 @@ class EngineProgram:
         found = shutil.which(str(Path(name).expanduser()) if "/" in name else name)
         if found is None:
             if place:
-                raise UsageError(f"--program: {place} is no program", f"give the path of {self.program}")
+                raise UsageError(f"--program: {place} is not a program", f"give the path of {self.program}")
             return None
         return self._describe(Path(found))
 
     def _describe(self, program: Path) -> InstalledProgram:
-        """The version comes from the distribution beside the program: asking the program can take half a minute."""
+        """Reads the version from the Python distribution beside the program, since `--version` can take 30 s."""
         python = program.with_name("python")
         for distribution in self.distributions:
             pattern = f"lib/python3*/site-packages/{distribution}-*.dist-info"
@@ -111,12 +113,13 @@ class EngineProgram:
         return InstalledProgram(program, None, None, None if is_elsewhere else _ask_version(program))
 
     def choose_version(self, named: str | None, installed: InstalledProgram | None) -> tuple[Version, bool]:
-        """Returns the version to write for, and whether it is only assumed."""
+        """Returns the engine version to write commands for, and whether it is assumed (neither named nor known)."""
         known = parse_version(named) if named is not None else installed.version if installed else None
         return (known, False) if known else (parse_version(self.newest), True)
 
     def resolve(self, words: Sequence[str], installed: InstalledProgram | None) -> list[str]:
-        """A command with the programs that are installed; one without its own distribution runs as a module."""
+        """Returns the command with the paths of the installed programs. A program that another distribution installed
+        is run as a Python module."""
         if installed is not None and words[0] == "python" and installed.python:
             return [str(installed.python), *words[1:]]
         if installed is None or words[0] != self.program:
@@ -127,7 +130,8 @@ class EngineProgram:
 
 
 def _ask_version(program: Path) -> Version | None:
-    """llama.cpp prints `version: 11434 (abc)`, and `build 0` where it was built outside its repository."""
+    """Runs `program --version`; None without a usable answer. llama.cpp prints `version: 11434 (abc)`, and `build 0`
+    if it was built outside its repository."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -144,7 +148,8 @@ PLAIN_YAML = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z/][A-
 
 
 def dump_yaml(*documents: Mapping[str, Any]) -> str:
-    """Returns YAML as block collections; texts of several lines are blocks, other unusual texts have double quotes."""
+    """Returns YAML in block style. Multi-line strings become literal blocks; strings that YAML could misread get double
+    quotes."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -167,6 +172,8 @@ OFFLOAD = "drafting over an offloaded KV cache has corrupted texts in some versi
 
 
 class CommandBuilder:
+    """Collects the arguments of one program and checks that its version has them."""
+
     def __init__(self, program: EngineProgram, version: Version) -> None:
         self.program, self.version = program, version
         self.words: list[str] = []
@@ -175,14 +182,14 @@ class CommandBuilder:
         return self.program.supports(self.version, name)
 
     def require(self, name: str, value: object = None) -> None:
-        """Raises UsageError for an argument, a config key, or a value, that this version lacks."""
+        """Raises UsageError if this version lacks the flag, config key or value."""
         if not self.program.supports(self.version, name, value):
             shown = name.rpartition(".")[2] + (f" {value}" if isinstance(value, str) else "")
             what = f"{self.program.title} {version_text(self.version)} has no {shown}"
             raise UsageError(what, f"versions with it: {self.program.versions_with(name, value)}")
 
     def add(self, name: str, value: object = None) -> None:
-        """Adds a flag with its value; None: a switch."""
+        """Adds a flag with its value; a switch has the value None. Raises UsageError if the version lacks it."""
         self.require(name, value)
         self.words += [name] if value is None else [name, str(value)]
 
@@ -191,11 +198,11 @@ class CommandBuilder:
             self.add(name, value)
 
     def add_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Adds flags whose value is not 1, the default of all sizes."""
+        """Adds the flags whose value is above 1; 1 is every engine's default."""
         self.add_all({name: size for name, size in sizes.items() if size > 1})
 
     def config(self, name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a config after checking its keys and values."""
+        """Returns `entries` as a dictionary. Raises UsageError for a key or value that this version lacks."""
         for key, value in entries.items():
             self.require(f"{name}.{key}", value)
         return dict(entries)
@@ -206,6 +213,8 @@ class CommandBuilder:
 
 
 class ServerBuilder(CommandBuilder):
+    """Builds the LaunchPlan of one server: arguments, steps, files and notes."""
+
     program: "EngineLauncher"
 
     def __init__(self, launcher: "EngineLauncher", facts: ModelFacts, spec: LaunchSpec, version: Version) -> None:
@@ -216,18 +225,19 @@ class ServerBuilder(CommandBuilder):
         self.plan.notes.append(text)
 
     def add_settings(self, settings: Mapping[str, Any]) -> None:
-        """Adds common options; True is a switch. Raises UsageError for an option that the engine has no flag for."""
+        """Adds the engine's flags for common options (True for a switch). Raises UsageError for an option without a
+        flag in this engine."""
         for name, value in settings.items():
             if value is None or value is False:
                 continue
             if (flag := self.program.flag_of(name)) is None:
-                what = f"{self.program.title} has nothing for {option_flag(name)}"
+                what = f"{self.program.title} has no flag for {option_flag(name)}"
                 raise UsageError(what, "leave it out, or give its own flag after --")
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 self.add(flag, None if each is True else each)
 
     def serve(self, *words: str, node: int = 0, where: str = "", answers: bool = True, **environment: str) -> None:
-        """Adds a step that serves; the user's own arguments come last."""
+        """Adds a serving step; the user's own arguments come last. `answers`: this step listens on the port."""
         environment = {**self.spec.device_environment, **environment}
         port = self.spec.port if answers else None
         step = LaunchStep((*words, *self.spec.extra), where, environment=environment, node=node, port=port)
@@ -237,61 +247,63 @@ class ServerBuilder(CommandBuilder):
 class EngineLauncher(EngineProgram):
     """An engine that `launch` writes commands for."""
 
-    modules: ClassVar[Sequence[str]] = ()  # words that mark a command line as this engine's, beside the program
+    modules: ClassVar[Sequence[str]] = ()  # words besides `program` that identify a command line of this engine
     images: ClassVar[Mapping[str, str]]
     """Platform -> container image; empty: the engine runs there, but no image is published."""
     alternatives: ClassVar[Mapping[str, str]] = {}  # platform without this engine -> what to use there
     moved_images: ClassVar[Mapping[str, str]] = {}  # former image repository -> today's
-    format: ClassVar[str] = ""  # format of the checkpoints that it drafts with, safetensors or gguf; empty: any
+    format: ClassVar[str] = ""  # checkpoint format needed for drafting, safetensors or gguf; empty: any
     format_hint: ClassVar[str] = "give safetensors"
-    unsupported: ClassVar[Mapping[str, str]] = {}  # option that it cannot take -> what to do
-    has_subcommands: ClassVar[bool] = False  # other commands than `serve`
+    unsupported: ClassVar[Mapping[str, str]] = {}  # field of LaunchSpec that the engine cannot use -> hint
+    has_subcommands: ClassVar[bool] = False  # has commands besides `serve`
     runs_copies: ClassVar[bool] = False
-    """--dp starts separate servers behind a router; other engines divide their data themselves."""
+    """--dp starts separate servers behind a router. If false, the engine has data parallelism of its own."""
     pd_router: ClassVar[str] = ""
     """The router (fleet.ROUTERS) for prefill/decode disaggregation; empty: the engine has none."""
     bootstrap_port: ClassVar[int | None] = None
-    """Port of the first prefill server's bootstrap, where the router has to know it."""
-    has_cpu_tp: ClassVar[bool] = False  # it takes --tp on a CPU
+    """Bootstrap port of the first prefill server, for engines whose router needs it."""
+    has_cpu_tp: ClassVar[bool] = False  # supports --tp on a CPU
     model_first: ClassVar[bool] = False  # the model follows the program without a flag. (After `serve` it always does.)
     health: ClassVar[str] = "/health"
     settings: ClassVar[Mapping[str, str]] = {}  # common option -> flag
     methods: ClassVar[Mapping[str, str]] = {}  # kind of drafter -> the engine's word for it
-    renamed: ClassVar[Mapping[str, str]] = {}  # former flag -> today's
-    removed: ClassVar[Mapping[str, str]] = {}  # former flag -> why it is gone, or what replaces it
-    replaced: ClassVar[Mapping[str, Sequence[str]]] = {}  # former switch -> the flag and value of today
-    switches: ClassVar[Sequence[str]] = ()  # flags of `removed` without a value
+    renamed: ClassVar[Mapping[str, str]] = {}  # old flag -> new flag
+    removed: ClassVar[Mapping[str, str]] = {}  # old flag -> why it is gone, or what replaces it
+    replaced: ClassVar[Mapping[str, Sequence[str]]] = {}  # old switch -> (new flag, its value)
+    switches: ClassVar[Sequence[str]] = ()  # flags of `removed` that take no value
 
     def plan(self, facts: ModelFacts, spec: LaunchSpec, version: Version) -> LaunchPlan:
-        """Returns the commands of one server. Raises UsageError for what the engine or this version cannot do."""
+        """Returns the commands of one server. Raises UsageError for an option or a checkpoint format that the engine or
+        this version does not support."""
         if self.format == "gguf" and facts.format != "gguf" and facts.local:
-            raise UsageError(f"{facts.source} is no GGUF file", self.format_hint)
+            raise UsageError(f"{facts.source} is not a GGUF file", self.format_hint)
         if self.format == "safetensors" and facts.format == "gguf":
             raise UsageError(f"{facts.source} is a GGUF file, which {self.title} cannot draft with", self.format_hint)
         for option, hint in self.unsupported.items():
             if getattr(spec, option):
-                raise UsageError(f"{self.title} cannot take {option_flag(option)}", hint)
+                raise UsageError(f"{self.title} does not support {option_flag(option)}", hint)
         server = ServerBuilder(self, facts, spec, version)
         self.build(server)
         return server.plan
 
     def build(self, server: ServerBuilder) -> None:
-        """Writes the commands for `server.facts` and `server.spec`. Raises UsageError."""
+        """Adds the commands for `server.facts` and `server.spec` to `server.plan`. Raises UsageError."""
         raise NotImplementedError
 
     def modernize(self, line: CommandLine, version: Version) -> None:
-        """Changes an old command line in place, beyond `renamed` and `removed`."""
+        """Updates an old command line in place, with changes that `renamed` and `removed` cannot express."""
 
     def modernize_config(self, text: str, version: Version) -> tuple[str, list[str], list[str]]:
-        """Returns an old configuration file brought up to date, changes and warnings."""
+        """Updates the text of an old configuration file. Returns (new text, changes, warnings)."""
         return text, [], []
 
     def arguments_of(self, step: LaunchStep) -> tuple[str, ...]:
-        """Returns the engine's arguments of a serving command, the model in front included."""
+        """Returns the words of a serving command after the program, including a positional model."""
         begin = next(place for place, word in enumerate(step.words) if word in (self.program, *self.modules))
         return step.words[begin + 1 :]
 
     def repositories(self) -> set[str]:
+        """Returns the names of this engine's container images, without tags."""
         return {image.rpartition(":")[0] for image in self.images.values() if image} | self.moved_images.keys()
 
     def check_platform(self, platform: str) -> None:
@@ -300,12 +312,12 @@ class EngineLauncher(EngineProgram):
             raise UsageError(f"{self.title} does not run on {PLATFORMS.get(platform, platform)}", hint)
 
     def flag_of(self, option: str) -> str | None:
-        """Returns the flag of a common option; None where no version has one."""
+        """Returns the engine's flag for a common option; None if no version has one."""
         own = option_flag(option)
         return self.settings.get(option, own if any(flag.name == own for flag in self.flags) else None)
 
     def method_of(self, spec: LaunchSpec) -> str:
-        """Returns the engine's word for the kind of drafter. Raises UsageError for an unknown kind."""
+        """Returns the engine's name for the drafting method. Raises UsageError for a method that it lacks."""
         if spec.method not in self.methods:
             hint = f"it takes {', '.join(self.methods)}"
             raise UsageError(f"{self.title} cannot draft with a head of kind {spec.method}", hint)

@@ -1,4 +1,4 @@
-"""What a launcher knows about a model, from config.json and headers alone, and how deep an engine drafts with it."""
+"""Facts about a model for launchers, read from config.json and tensor headers, and the choice of a draft depth."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,23 +23,24 @@ from headstart.tools.plan.sources import sized_model
 from headstart.tools.saved import load_setting
 
 CPU_DEPTH = 1
-"""A step of today's CPU engines costs more with every row: of depths 1 and 3 only 1 was not slower than plain."""
-GPU_DEPTH = 3  # SGLang's own default for heads of one module that are used again
+"""Default depth on a CPU. A step of today's CPU engines costs more with every row: of depths 1 and 3 only depth 1 was
+not slower than plain decoding."""
+GPU_DEPTH = 3  # SGLang's default depth for heads of one module, which runs once for each draft token
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    source: str  # what the engine is given
+    source: str  # the model argument for the engine: a path or a Hub repo
     model_type: str
     format: str  # safetensors, gguf
     weight_bytes: int | None  # None: unknown without the weights
-    modules: int  # native MTP modules whose tensors are there; of a repo those that the config declares
+    modules: int  # native MTP modules in the checkpoint; for a Hub repo the number that the config declares
     attention_heads: int
     experts: int
     remote_code: bool = False
-    declared: int = 0  # MTP modules by the config
+    declared: int = 0  # MTP modules that the config declares
     local: bool = True
-    sized: SizedModel | None = None  # where the config names the sizes
+    sized: SizedModel | None = None  # sizes for memory estimates; None if the config does not name them
 
 
 def read_facts(model: str | None) -> ModelFacts:
@@ -75,7 +76,7 @@ def _gguf_facts(path: Path) -> ModelFacts:
 def _config_facts(
     source: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None, *, local: bool = True
 ) -> ModelFacts:
-    """With tensors, MTP modules count only if theirs are among them."""
+    """Returns the facts of a config.json. With `tensors`, MTP modules count only if their tensors are present."""
     text = text_config(config)
     found = find_mtp_family(config)
     promised = (found.layout.declared(config) if found else declared(config)).modules
@@ -96,7 +97,8 @@ def _config_facts(
 
 
 def drafter_of(head: str) -> DrafterKind:
-    """The kind of a separate head. Raises UsageError for one that must be exported first, or that no engine runs."""
+    """Returns the kind of a separate head. Raises UsageError for a head that must be exported first, or that no engine
+    runs."""
     found = classify_path(head)
     if found.method == "headstart":
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
@@ -106,8 +108,9 @@ def drafter_of(head: str) -> DrafterKind:
 
 
 def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int) -> tuple[int, str]:
-    """A depth and its reason: of the user, else of the drafter (None: the model's own MTP modules), else the fixed
-    depth that `headstart tune` found for this model. Raises UsageError for an impossible depth."""
+    """Returns the draft depth and the reason for it. The user's `depth` comes first, then the depth of a separate
+    `drafter` (None: the model's own MTP modules), then the depth that `headstart tune` found for this model, then a
+    default. Raises UsageError if the drafter or the modules cannot draft `depth` tokens."""
     if depth is not None:
         _check_depth(facts, depth, drafter)
         return depth, "as asked"
@@ -119,7 +122,7 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
         if not facts.modules:
             return 0, _why_no_head(facts)
         tuned = load_setting(facts.source, EngineConfig())
-        if tuned and tuned.depth and tuned.depth != AUTO:  # 0 says nothing about other engines
+        if tuned and tuned.depth and tuned.depth != AUTO:  # a tuned depth of 0 does not apply to other engines
             return tuned.depth, "tuned on this machine"
         if facts.modules > 1:
             return min(facts.modules, GPU_DEPTH), f"the head has {facts.modules} modules, one for each draft"
@@ -130,7 +133,8 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
 
 
 def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:
-    """Raises UsageError for drafts without a head, too many at once, or no multiple of the number of modules."""
+    """Raises UsageError for a depth without a head, above the drafter's limit, or above the number of modules but not
+    a multiple of that number."""
     if drafter is not None:
         most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)
         if most and depth > most:

@@ -1,4 +1,4 @@
-"""The devices of a launch, and how a model is divided over them."""
+"""Devices of a launch, and the division of a model over them."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,9 +17,9 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class NodeDevices:
-    """The GPUs of one node; none: a CPU."""
+    """The GPUs of one node."""
 
-    count: int = 0
+    count: int = 0  # 0: a CPU
     memory: float = 0.0  # bytes of each
     name: str = "CPU"
     platform: str = "cpu"  # of plan.machine.Device
@@ -27,11 +27,11 @@ class NodeDevices:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRequest:
-    """The caches asked for; None: as much as there is."""
+    """Requested size of the KV cache."""
 
-    context: int | None = None  # positions of a sequence
-    users: int | None = None  # sequences
-    kv: str | None = None  # dtype
+    context: int | None = None  # positions of a sequence; None: the model's context
+    users: int | None = None  # sequences at a time; None: as many as fit
+    kv: str | None = None  # dtype; None: the engine's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,9 @@ def named_devices(text: str | None) -> NodeDevices:
 
 
 def divide(facts: ModelFacts, hardware: Hardware) -> tuple[Parallelism, list[str]]:
-    """Returns tensor parallelism over as few devices as hold the weights and one sequence and divide the attention
-    heads, with notes on what does not fit beside that. Raises UsageError or CapacityError."""
+    """Returns the parallelism, and notes about memory for the user. Without --tp, tensor parallelism uses the fewest
+    devices that divide the attention heads and hold the weights and one sequence. Raises UsageError for impossible
+    sizes, CapacityError if the weights do not fit."""
     devices, tp, data, heads = hardware.devices, hardware.tp, hardware.dp or 1, facts.attention_heads
     if not devices.count:
         return _divide_cpu(facts, hardware), []
@@ -100,7 +101,8 @@ def _divide_cpu(facts: ModelFacts, hardware: Hardware) -> Parallelism:
 
 
 def cores_of_workers(num_workers: int, num_numa_nodes: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The cores of each worker on a CPU; empty where engines find them: one worker, or one for each NUMA node."""
+    """Returns the cores of each worker on a CPU. Empty for one worker, or one per NUMA node: engines bind those
+    themselves. Raises UsageError for more workers than cores."""
     if num_workers > len(cores):
         what = f"this takes {num_workers} cores, one for each worker, but there are {len(cores)}"
         raise UsageError(what, "a smaller --tp, --dp or --disaggregate")
@@ -125,7 +127,7 @@ def _fewest(facts: ModelFacts, devices: NodeDevices, allowed: list[int], cache: 
 def memory_of(
     facts: ModelFacts, devices: NodeDevices, tensor: int, data: int, cache: CacheRequest
 ) -> shape.MemoryEstimate:
-    """Uses `plan`'s arithmetic; for a model of unknown sizes the bytes of its weights."""
+    """Estimates memory with the arithmetic of `headstart plan`; for a model of unknown sizes from its weights only."""
     split = shape.Split(device=devices.memory, tp=tensor, ep=tensor if facts.experts else 1, replicas=data)
     if facts.sized is None:
         return shape.MemoryEstimate(device=devices.memory, weights=(facts.weight_bytes or 0) / tensor, replicas=data)

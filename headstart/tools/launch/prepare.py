@@ -1,4 +1,4 @@
-"""Prepares a launch: reads engine, model and machine, plans the commands, checks them."""
+"""Preparation of a launch: reads engine, model and machine, then plans and checks the commands."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from headstart.tools.launch.spec import LaunchPlan, LaunchRequest, LaunchSpec, L
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(LaunchRequest):
-    """What to launch and where; None lets the program decide."""
+    """Options of `headstart launch`; None: the program decides."""
 
     engine: str
     model: str | None = None
@@ -31,7 +31,7 @@ class LaunchOptions(LaunchRequest):
     nodes: int = 1
     head_node: str = "HEAD_NODE"
     disaggregate: str | None = None  # PREFILL:DECODE
-    emit: str | None = None  # a name of manifests.KINDS
+    emit: str | None = None  # a key of containers.KINDS
 
     def __post_init__(self) -> None:
         EngineConfig(depth_by_batch=self.depth_by_batch)
@@ -43,7 +43,7 @@ class LaunchOptions(LaunchRequest):
         if self.role not in (None, "prefill", "decode"):
             raise UsageError(f"--role is {self.role!r}, which is unknown", "choose prefill or decode")
         if self.disaggregate is not None and self.role:
-            raise UsageError("--disaggregate and --role are two ways to say it", "give one of them")
+            raise UsageError("--disaggregate and --role cannot go together", "give one of them")
 
 
 @dataclass
@@ -53,12 +53,12 @@ class PreparedLaunch:
     assumed: bool  # no version was named or installed
     installed: InstalledProgram | None
     facts: ModelFacts
-    spec: LaunchSpec  # of one server, or of each of several
+    spec: LaunchSpec  # of each server
     why_depth: str
     plan: LaunchPlan
 
     def commands(self) -> list[tuple[LaunchStep, list[str]]]:
-        """Returns the serving commands with the programs that are installed, the router's last."""
+        """Returns each serving step with its words, in which programs have their installed paths; the router last."""
         return [
             (step, [fleet.router_of(step).installed_path() or step.words[0], *step.words[1:]] if step.role == "router"
                    else self.launcher.resolve(step.words, self.installed))
@@ -67,7 +67,7 @@ class PreparedLaunch:
 
 
 def launcher_of(engine: str) -> EngineLauncher:
-    """The launcher of an engine. Raises UsageError for an engine without one, with a hint where one is known."""
+    """Returns the launcher of an engine, or of a plug-in's. Raises UsageError for an engine without a launcher."""
     if hint := other_engine_hint(engine):
         raise UsageError(f"{engine} has no launcher here", hint)
     launcher: EngineLauncher = registry.find("launchers", engine.lower().replace("-", "_")).LAUNCHER
@@ -109,7 +109,7 @@ def _plan(
     launcher: EngineLauncher, version: arguments.Version, options: LaunchOptions, facts: ModelFacts, spec: LaunchSpec,
     devices: NodeDevices,
 ) -> tuple[LaunchSpec, LaunchPlan, list[str]]:  # fmt: skip
-    """Plans one server, or several behind a router; the notes say what does not fit."""
+    """Plans one server, or several behind a router. Returns the completed spec, the plan and notes about memory."""
     context, users = (
         int(str(value)) if str(value := options.settings.get(name)).isdigit() else None
         for name in ("max_model_len", "max_num_seqs")
@@ -122,7 +122,7 @@ def _plan(
     if options.disaggregate is None and num_copies == 1:
         parallel, notes = divide(facts, hardware)
         if spec.platform == "cpu" and parallel.tensor > 1 and not launcher.has_cpu_tp:
-            raise UsageError(f"{launcher.title} is not given --tp on a CPU here", "vllm takes it; --dp runs copies")
+            raise UsageError(f"{launcher.title} has no --tp on a CPU here", "vllm has it; --dp runs copies")
         spec = fleet.place_single(replace(spec, parallel=parallel), target)
         return spec, launcher.plan(facts, spec, version), notes
     roles = ("",) * num_copies if options.disaggregate is None else fleet.parse_roles(options.disaggregate)
@@ -136,7 +136,8 @@ def _plan(
 def check_plan(
     launcher: EngineLauncher, version: arguments.Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
 ) -> list[str]:
-    """Notes on what the engine takes otherwise than it looks. Raises UsageError for a command that it would refuse."""
+    """Returns notes on arguments that the engine silently changes. Raises UsageError for a command that the engine
+    would refuse."""
     known = {"model.type": facts.model_type, "model.modules": facts.modules, "device": spec.platform, **plan.facts}
     for name in ("kind", "reduced_vocabulary", "max_drafts"):
         known[f"head.{name}"] = getattr(spec.drafter, name, None)
@@ -152,7 +153,7 @@ def check_plan(
 def _check_repeated(
     launcher: EngineLauncher, version: arguments.Version, step: LaunchStep, extra: Sequence[str]
 ) -> None:
-    """Raises UsageError for a flag given after -- that the command has already, in any spelling."""
+    """Raises UsageError for a flag after -- that the command already has, in any spelling."""
     table = arguments.table_for(launcher.name, version)
 
     def names(words: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -167,7 +168,7 @@ def _check_repeated(
 
 
 def with_absolute_paths(options: LaunchOptions) -> LaunchOptions:
-    """Local files by their absolute paths, which are the same inside a container."""
+    """Returns the options with absolute paths of local files: containers mount them at the same path."""
 
     def absolute(name: str | None) -> str | None:
         there = name is not None and not hub.is_builtin(name) and Path(name).expanduser().exists()

@@ -1,4 +1,4 @@
-"""Engines and their router as child processes: started, waited for, supervised, ended."""
+"""Child processes of engines and their router: start, wait until healthy, supervise, end."""
 
 import asyncio
 import os
@@ -21,32 +21,34 @@ from headstart.tools.launch.spec import LaunchSpec, LaunchStep
 
 START_SECONDS = 3600  # large models take half an hour to load and compile
 POLL_S = 0.5
-END_SECONDS = 20
+END_SECONDS = 20  # time to end after SIGTERM
 HEALTH_TIMEOUT_S, HEALTH_INTERVAL_S = 5, 5.0
-MAX_FAILED_CHECKS = 3  # failed health checks in a row, after which a running process is restarted
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0  # restarts of one server in such a time, after which the command ends
+MAX_FAILED_CHECKS = 3  # consecutive failed health checks before a running process is restarted
+MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0  # the command ends when a server needs more restarts within this window
 Say = Callable[[str], None]
 
 
 @dataclass
 class ServerProcess:
+    """One process of a launch: an engine or the router."""
+
     step: LaunchStep
     words: list[str]
     environment: Mapping[str, str]
     log: Path
     server: Server
-    health: str  # path of its health check
-    process: subprocess.Popen[bytes] | None = None
-    starts: list[float] = field(default_factory=list)  # monotonic times
-    failed_checks: int = 0  # in a row
-    is_loading: bool = False  # restarted, and not healthy yet
+    health: str  # URL path of the health check
+    process: subprocess.Popen[bytes] | None = None  # None: not started yet
+    starts: list[float] = field(default_factory=list)  # time.monotonic() of each start
+    failed_checks: int = 0  # consecutive failed health checks
+    is_loading: bool = False  # restarted and not healthy yet
 
     @property
     def name(self) -> str:
         return "the engine" if self.step.server == "server" else self.step.server
 
     def start(self) -> None:
-        """Appends the output to the log. Raises UsageError for a program that cannot be run."""
+        """Starts the process with its output appended to the log. Raises UsageError if it cannot be run."""
         self.starts.append(time.monotonic())
         with self.log.open("ab") as output:
             try:
@@ -58,6 +60,7 @@ class ServerProcess:
                 raise UsageError(f"cannot run {self.words[0]}: {error.strerror}", "is --program right?") from None
 
     def exit_reason(self) -> str | None:
+        """Returns how the process ended, as a phrase such as "ended with code 1"; None while it runs."""
         code = self.process.poll() if self.process else 0
         if code is None:
             return None
@@ -75,6 +78,7 @@ class ServerProcess:
             return False  # not listening
 
     def last_error(self) -> str:
+        """Returns the last error line of the log, else its last line; at most 300 characters."""
         lines = self.log.read_text("utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return (errors or lines or [""])[-1].strip()[:300]
@@ -83,7 +87,7 @@ class ServerProcess:
         return kind(f"{what}: {self.last_error()}", f"its log is {self.log}")
 
     def end(self) -> None:
-        """Ends the process group: by a request first, then by force."""
+        """Ends the process group: with SIGTERM, then with SIGKILL after END_SECONDS."""
         if self.process is None:
             return
         for kill in (False, True):
@@ -99,7 +103,7 @@ class ServerGroup:
     processes: list[ServerProcess]
     folder: Path
     started_s: float = 0.0
-    is_ending: bool = False  # on purpose
+    is_ending: bool = False  # the processes are being ended on purpose
 
     @property
     def engines(self) -> list[ServerProcess]:
@@ -107,16 +111,17 @@ class ServerGroup:
 
     @property
     def front(self) -> ServerProcess:
-        """The process that requests go to."""
+        """The process that takes requests: the router, else the only engine."""
         return self.processes[-1]
 
     @property
     def log(self) -> Path:
-        """The log, or the folder of several."""
+        """The log file of a single process; the folder of the logs of several."""
         return self.processes[0].log if len(self.processes) == 1 else self.folder
 
     def wait(self, progress: Progress) -> None:
-        """Waits until all are healthy, the router last. Raises UsageError for a process that ends or is too late."""
+        """Waits until all processes are healthy; starts the router after the engines. Raises UsageError if a process
+        ends, or is not healthy after START_SECONDS."""
         begin = time.monotonic()
         for left in (self.engines, [each for each in self.processes if each.step.role == "router"]):
             for each in left:
@@ -134,8 +139,8 @@ class ServerGroup:
         self.started_s = time.monotonic() - begin
 
     def supervise(self, say: Say) -> None:
-        """Watches the processes until they are ended on purpose; restarts one of several that ends or does not answer.
-        Raises CheckFailed for one that is alone, or ends again and again."""
+        """Watches the processes until `is_ending`. With several processes, one that ends or fails its health checks is
+        restarted. Raises CheckFailed if a single process fails, or one was restarted MAX_RESTARTS times."""
         checked = time.monotonic()
         while not self.is_ending:
             time.sleep(POLL_S)
@@ -158,7 +163,7 @@ class ServerGroup:
                 self._restart(process, f"does not answer {process.health} any more", say)
 
     def _restart(self, process: ServerProcess, how: str, say: Say) -> None:
-        process.end()  # its workers may be left
+        process.end()  # ends workers that are still running
         if len(self.processes) == 1:
             raise process.failed(f"{process.name} {how}", CheckFailed)
         recent = sum(time.monotonic() - when < RESTART_WINDOW_S for when in process.starts[1:])
@@ -175,7 +180,8 @@ def start(
     launcher: EngineLauncher, commands: Sequence[tuple[LaunchStep, list[str]]], files: Mapping[str, str],
     spec: LaunchSpec,
 ) -> Iterator[ServerGroup]:  # fmt: skip
-    """Runs commands in a new folder with their files; whole process groups end with the context."""
+    """Starts the engines, with `files` in a new temporary folder, and ends all process groups with the context. The
+    router is started by ServerGroup.wait. Raises UsageError if a port is in use or a program cannot be run."""
     host = "127.0.0.1" if spec.host == "0.0.0.0" else spec.host
     key = spec.settings.get("api_key")
     key = key[0] if isinstance(key, tuple | list) else key
@@ -191,7 +197,7 @@ def start(
         local = [str(folder / word) if word in files else word for word in words]
         is_alone = step.server == "server"
         log = folder / ("log" if is_alone else f"{step.server}.log")
-        # the user's variables win, except those that tell one of several servers from the others
+        # the user's variables win, except those that select devices and ports of one of several servers
         environment = {**step.environment, **os.environ, **({} if is_alone else step.environment)}
         processes.append(ServerProcess(step, local, environment, log, server, health))
     servers = ServerGroup(processes, folder)
@@ -206,7 +212,7 @@ def start(
 
 
 def check_port_is_free(port: int, host: str) -> None:
-    """Raises UsageError where something listens already: its answers would be taken for the engine's."""
+    """Raises UsageError if the port is in use: answers of that program would be mistaken for the engine's."""
     with socket.socket() as tried:
         tried.settimeout(2)
         if tried.connect_ex((host, port)) == 0:

@@ -1,4 +1,4 @@
-"""`headstart launch`: the exact command that makes another engine draft, or that engine started and checked."""
+"""`headstart launch`: writes the command that makes another engine draft, or starts the engine and checks it."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ from headstart.tools.probe.run import PREDICTABLE
 
 
 def run(options: LaunchOptions, *, docker: bool = False) -> Report:
-    """Returns what would be run, or the file that --emit writes. Raises UsageError, ModelError or CapacityError."""
+    """Returns the commands of a launch without running them, or the text of --emit's file. Raises UsageError,
+    ModelError or CapacityError for an impossible launch."""
     kind = options.emit
     if kind is None:
         data = document(prepare(with_absolute_paths(options) if docker else options), docker=docker)
@@ -35,7 +36,7 @@ def run(options: LaunchOptions, *, docker: bool = False) -> Report:
 
 
 def document(prepared: PreparedLaunch, *, docker: bool) -> dict[str, Any]:
-    """`docker`: commands for the engine's container image."""
+    """Returns the JSON document of a launch; with `docker` its commands are `docker run` lines."""
     if docker:
         return launch_document(prepared, container_commands(prepared))
     before = ((step, shell_line(step.environment, step.words)) for step in prepared.plan.before)
@@ -60,7 +61,7 @@ def lines_of(data: dict[str, Any]) -> list[str]:
 
 def check_lines(data: dict[str, Any]) -> list[str]:
     check, length = data["check"], data["check"]["acceptance_length"]
-    if check["alive"]:  # by flags of the user's own too
+    if check["alive"]:  # even with --depth 0: the user's own flags may switch drafting on
         verdict = f"drafting is alive: acceptance length {length:.2f}" if length else "drafting is alive"
     elif not data["depth"]:
         verdict = f"plain decoding: {data['why_depth']}"
@@ -76,8 +77,8 @@ class RunningLaunch:
     servers: ServerGroup
 
     def check(self, progress: Progress) -> Report:
-        """Waits for the engines, warms them up and reads their metrics; `ok`: all draft, or were told not to. Raises
-        UsageError with the reason in its log when one does not start."""
+        """Waits for the engines, warms them up and reads their metrics. `ok`: every engine drafts, or none should.
+        Raises UsageError, with the last error of the log, if an engine does not start."""
         spec = self.prepared.spec
         self.servers.wait(progress)
         check = check_drafting(self.servers, spec, progress)
@@ -88,7 +89,8 @@ class RunningLaunch:
 
 @contextmanager
 def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
-    """Runs engines and their router as child processes, which end with the context. Raises UsageError."""
+    """Runs engines and their router as child processes, which end with the context. Raises UsageError for a program
+    that is not installed, or a plan with several machines or preparing steps."""
     prepared = prepare(options)
     steps = prepared.plan.serve
     if prepared.installed is None:
@@ -108,12 +110,13 @@ def translate(text: str, engine_version: str | None, program: str | None = None)
 
 
 WARMUP_TOKENS = 64
-MIN_DRAFTS = 10  # drafts that advice needs, of text as easy as the warm-up's
-METRICS_READS, METRICS_POLL_S = 10, 0.3  # some engines count with a delay: metrics are read again until they move
+MIN_DRAFTS = 10  # drafts needed for advice; the warm-up's text is easy to predict
+METRICS_READS, METRICS_POLL_S = 10, 0.3  # some engines update counters late: metrics are read until they change
 
 
 def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -> dict[str, Any]:
-    """Returns the drafting counters of all engines that should draft over a warm-up, and of each of several."""
+    """Sends warm-up prompts and returns what the engines drafted meanwhile (`draft_summary`). With several drafting
+    engines, `servers` has the summary of each."""
     front = Endpoint(servers.front.server)
     drafting = [each for each in servers.engines if each.step.role != "prefill"]
     is_divided = len(drafting) < len(servers.engines)
@@ -124,7 +127,7 @@ def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -
         for done, prompt in enumerate(PREDICTABLE):
             progress(number * len(PREDICTABLE) + done, len(endpoints) * len(PREDICTABLE), "warming up")
             tokens += endpoint.stream("predictable", prompt, WARMUP_TOKENS, 0.0).tokens or 0
-    if len(servers.processes) > 1 and not is_divided:  # the way through the router
+    if len(servers.processes) > 1 and not is_divided:  # also test the path through the router
         front.stream("predictable", PREDICTABLE[0], WARMUP_TOKENS, 0.0)
     counted = []
     for endpoint, then in zip(backends, before, strict=True):
@@ -146,9 +149,9 @@ def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -
 
 
 def draft_summary(counts: EngineCounters | None, tokens: int | None) -> dict[str, Any]:
-    """`counts` None: no known metrics."""
+    """Returns the JSON summary of one engine's counters. `counts` is None for an engine without known metrics."""
     if counts is None:
-        why = "it shows no metrics that are known"
+        why = "it has no known drafting metrics"
         return {"alive": False, "acceptance_length": None, "tokens": tokens, "why": why}
     length = counts.acceptance_length
     return {

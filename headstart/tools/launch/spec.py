@@ -1,4 +1,4 @@
-"""What a launch is asked for and what it runs: LaunchRequest, LaunchSpec, LaunchStep, LaunchPlan."""
+"""Data of a launch: the user's LaunchRequest, the complete LaunchSpec, and the LaunchPlan with its LaunchSteps."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "np
              "metal": "Apple's GPUs", "cpu": "a CPU alone"}  # fmt: skip
 VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES",
            "xpu": "ZE_AFFINITY_MASK"}  # fmt: skip
-"""Platform -> the variable that limits which devices of a node a process sees."""
+"""Platform -> environment variable that selects the devices of a process."""
 
 
 def option_flag(name: str) -> str:
@@ -21,7 +21,9 @@ def option_flag(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    gpus: int = 0  # over all nodes; 0: a CPU
+    """Degrees of parallelism of one server; `tensor`, `data` and `expert` are numbers of devices."""
+
+    gpus: int = 0  # available on all nodes together; 0: a CPU
     tensor: int = 1
     data: int = 1
     expert: int = 1
@@ -31,10 +33,10 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """Options that go to the engine unchanged."""
+    """Options that every launcher gets unchanged from the user."""
 
     head: str | None = None
-    depth_by_batch: str | None = None  # JSON rows [from, to, depth]
+    depth_by_batch: str | None = None  # JSON rows [smallest batch, largest batch, depth]
     role: str | None = None  # prefill or decode
     kv_offload_gb: int | None = None
     host: str = "127.0.0.1"
@@ -45,11 +47,13 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlacement:
-    server: str = "server"
-    number: int = 0  # of the server
+    """Where one server of a launch runs."""
+
+    server: str = "server"  # name, such as prefill-0
+    number: int = 0  # index among all servers
     node: int = 0
-    address: str = "127.0.0.1"  # as other nodes reach it
-    devices: tuple[int, ...] = ()  # of its node; empty: all
+    address: str = "127.0.0.1"  # as other nodes reach the server
+    devices: tuple[int, ...] = ()  # device indices on the node; empty: all
     cpus: tuple[tuple[int, ...], ...] = ()  # cores of each worker on a CPU; empty: the engine chooses
 
 
@@ -63,12 +67,12 @@ class LaunchSpec(LaunchRequest):
 
     @property
     def method(self) -> str:
-        """The kind of drafter by vLLM's name."""
+        """The drafting method under vLLM's name, such as "mtp" or "eagle3"."""
         return self.drafter.method if self.drafter else "mtp"
 
     @property
     def depth_table(self) -> list[list[int]]:
-        """Rows [from, to, depth] of `depth_by_batch`, ascending from batch size 1, none deeper than `depth`."""
+        """Rows [smallest batch, largest batch, depth], ascending from batch size 1; no depth is above `depth`."""
         rows = sorted(json.loads(self.depth_by_batch)) if self.depth_by_batch else []
         if rows and rows[0][0] > 1:
             rows.insert(0, [1, rows[0][0] - 1, self.depth])
@@ -76,12 +80,12 @@ class LaunchSpec(LaunchRequest):
 
     @property
     def depth_drafted(self) -> int:
-        """Depth of the drafts this server makes; a prefill server makes none."""
+        """Draft tokens per step of this server; 0 for a prefill server."""
         return 0 if self.role == "prefill" else self.depth
 
     @property
     def device_environment(self) -> dict[str, str]:
-        """The variable that shows a process its own devices only; empty: all devices of the node."""
+        """The environment variable that selects this server's devices; empty: all devices of the node."""
         if not self.placement.devices:
             return {}
         return {VISIBLE[self.platform]: ",".join(map(str, self.placement.devices))}
@@ -89,23 +93,25 @@ class LaunchSpec(LaunchRequest):
 
 @dataclass(frozen=True)
 class LaunchStep:
+    """One command of a plan."""
+
     words: tuple[str, ...]
     where: str = ""  # a label such as "node 1"
-    in_container: bool = False  # uses the engine's own programs
+    in_container: bool = False  # a preparing step that runs in the engine's container, such as `ray start`
     environment: Mapping[str, str] = field(default_factory=dict)
-    server: str = "server"  # steps of one server hold a model together, one step for each node
+    server: str = "server"  # steps with the same name form one server, with a step for each node or device
     role: str = ""  # prefill, decode, router, or empty
     node: int = 0
-    port: int | None = None  # where it answers; None: another step of its server answers
+    port: int | None = None  # HTTP port; None: another step of the server listens
 
 
 @dataclass(kw_only=True)
 class LaunchPlan:
     before: list[LaunchStep] = field(default_factory=list)  # run once, before the servers
     serve: list[LaunchStep] = field(default_factory=list)  # the router comes last
-    files: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)  # values for rules that no argument shows (checker.EngineRule)
+    files: dict[str, str] = field(default_factory=dict)  # name -> text
+    notes: list[str] = field(default_factory=list)  # for the user
+    facts: dict[str, Any] = field(default_factory=dict)  # entries for arguments.EngineRule that no flag contains
 
     @property
     def engines(self) -> list[LaunchStep]:

@@ -1,4 +1,4 @@
-"""Translates old command lines into current ones: flags and values are replaced, the shell's own text stays."""
+"""Translates old engine command lines: flags and values are updated, all other shell text stays unchanged."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,22 +19,22 @@ OLD_METRICS = {
     "spec_decode_draft_acceptance_rate": "acceptance rate = accepted / draft tokens",
     "spec_decode_efficiency": "tokens of a pass = 1 + accepted tokens / drafts",
 }
-"""vLLM's metrics of before V1 -> how today's counters give them."""
+"""Metric of vLLM V0 -> formula with the counters of V1."""
 
 
 @dataclass
 class Translation:
     text: str
-    engine_version: str | None
-    program: str | None
-    engines: dict[str, Version] = field(default_factory=dict)  # name -> version written for
+    engine_version: str | None  # as the user named it
+    program: str | None  # --program
+    engines: dict[str, Version] = field(default_factory=dict)  # engine found in the text -> target version
     assumed: bool = False  # no version was named or installed
     changes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    edits: list[Edit] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # decisions that are left to the user
+    edits: list[Edit] = field(default_factory=list)  # of `text`
 
     def report(self) -> Report:
-        """`ok`: a person has nothing to decide."""
+        """Returns the report; `ok` is false if there are warnings."""
         (engine, version), *_ = [*self.engines.items(), (None, None)]
         data = {
             "engine": engine, "version": version_text(version) if version else None, "version_assumed": self.assumed,
@@ -45,7 +45,8 @@ class Translation:
 
 
 def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
-    """Translates every known command in a text. Raises UsageError for a text without one, or with an open quote."""
+    """Translates every known command in a text. Raises UsageError for a text without a known command, or with an
+    unclosed quote."""
     done = Translation(unpasted(text), engine_version, program)
     if done.text != text:
         done.changes.append("typographic quotes, dashes and blanks -> those of a shell")
@@ -114,15 +115,14 @@ def _has_command(text: str) -> bool:
         return False
 
 
-# Scripts of engines' repositories that guides name.
-
-
 @dataclass(frozen=True)
 class LegacyScript:
-    program: str  # what replaces the script
-    flags: Mapping[str, str] = field(default_factory=dict)  # old -> new; empty: the value becomes a positional word
-    adds: str = ""
-    gone: Mapping[str, str] = field(default_factory=dict)  # flag without a successor -> what a person has to decide
+    """An old script of an engine's repository that guides still name (legacy_scripts.json)."""
+
+    program: str  # the command that replaces the script
+    flags: Mapping[str, str] = field(default_factory=dict)  # old flag -> new; "": its value becomes positional
+    adds: str = ""  # arguments to append
+    gone: Mapping[str, str] = field(default_factory=dict)  # flag without a successor -> warning for the user
 
 
 @cache
@@ -156,7 +156,8 @@ def _replace_script(done: Translation, tokens: Sequence[ShellToken], place: int)
 
 
 def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | None:
-    """The engine of a command, and the place of its program, its subcommand, or the image of its container."""
+    """Returns the engine of a command, and the index of the token before its arguments: the program, the subcommand
+    `serve` or the container image. None for a command of no known engine."""
     image: tuple[EngineLauncher, int] | None = None
     names = registry.available("launchers")
     launchers: list[EngineLauncher] = [registry.find("launchers", name).LAUNCHER for name in names]
@@ -176,12 +177,13 @@ def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | No
     return image
 
 
-def _repository(word: str) -> str:
+def _repository(word: str) -> str:  # NAME of an image NAME:TAG or NAME:TAG@DIGEST
     return word.partition("@")[0].rpartition(":")[0] or word
 
 
 def modernize(line: CommandLine, launcher: EngineLauncher, version: Version) -> None:
-    """Renames, drops and folds what this version no longer has; warns of what it would refuse."""
+    """Updates a command line in place: renames, removes or merges arguments that this version lacks. Adds warnings for
+    arguments that the version would refuse."""
     known = published(launcher.name)
     for old, new in launcher.renamed.items():
         if known is None or known.has(new.partition(".")[0], version):
@@ -201,7 +203,7 @@ def modernize(line: CommandLine, launcher: EngineLauncher, version: Version) -> 
 
 
 def _update_image(line: CommandLine, launcher: EngineLauncher, version: Version) -> None:
-    """A container image of another version gets the one that the flags are for."""
+    """Changes the tag of a container image to the version that the flags are written for."""
     for token in line.prefix:
         name, tag = _repository(token.value), token.value.rpartition(":")[2]
         if name not in launcher.repositories() or "@" in token.value:

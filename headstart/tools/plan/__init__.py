@@ -1,1 +1,1 @@
-"""Shapes of models, devices, the roofline of an engine step and its fit to this machine, for `headstart plan`."""
+"""`headstart plan`: sizes of models, devices, a roofline model of an engine step, and its fit to this machine."""

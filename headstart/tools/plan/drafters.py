@@ -1,4 +1,4 @@
-"""Drafters: sizes, way of drafting and acceptance rates of each kind."""
+"""Drafters for `plan`: sizes, cost of a draft and acceptance rates of each kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +24,12 @@ from headstart.tools.plan.shape import DrafterShape, LayerGroup, ModelShape
 Config = Mapping[str, Any]
 HEAD_SIZE, KV_HEADS = 128, 8
 FLOAT_BYTES = 2  # bytes per weight of drafters with files of their own (bfloat16)
-LENGTH_DEPTH = 3  # depth of an acceptance length without a depth
+LENGTH_DEPTH = 3  # depth that --acceptance LENGTH refers to if --depth is not given
 
 
 def expected_tokens(acceptances: Sequence[float], depth: int) -> float:
-    """1 + sum over i <= depth of the product of the first i conditional acceptances, of which the last goes on."""
+    """Returns the expected tokens of a step: 1 + sum over i <= depth of the product of the first i conditional
+    acceptances. The last acceptance holds for all later positions."""
     total, product = 1.0, 1.0
     for position in range(depth):
         product *= acceptances[min(position, len(acceptances) - 1)]
@@ -37,15 +38,16 @@ def expected_tokens(acceptances: Sequence[float], depth: int) -> float:
 
 
 def acceptances_of_lengths(lengths: Sequence[float]) -> tuple[float, ...]:
-    """Conditional acceptances from acceptance lengths at depth 1, 2, ...: what position i adds, over what the position
-    before adds; at most 1, as the lengths come from separate measurements."""
+    """Returns conditional acceptances from the acceptance lengths at depth 1, 2, ...: the gain of position i divided by
+    the gain of the position before. They are cut to at most 1, since the lengths are separate measurements."""
     cumulative = [length - before for length, before in zip(lengths, (1.0, *lengths), strict=False)]
     shares = zip(cumulative, (1.0, *cumulative), strict=False)
     return tuple(min(1.0, max(0.0, share / before)) if before > 0 else 0.0 for share, before in shares)
 
 
 def acceptances_of_length(length: float, depth: int) -> tuple[float]:
-    """The acceptance, equal at all positions, that gives `length` at a depth. Raises UsageError where none does."""
+    """Returns the acceptance, equal at all positions, that gives the acceptance length `length` at `depth`. Raises
+    UsageError unless 1 <= length <= depth + 1."""
     if not 1 <= length <= depth + 1:
         what = f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}"
         raise UsageError(what, "give --depth as well, or acceptances by position such as 0.85,0.7,0.6")
@@ -57,8 +59,8 @@ def acceptances_of_length(length: float, depth: int) -> tuple[float]:
 
 
 def parse_acceptances(text: str, depths: Sequence[int]) -> tuple[tuple[float, ...], str]:
-    """(acceptances, description) of '0.85,0.7,0.6' (conditional, by position) or '2.5' (an acceptance length at the
-    only depth, else at LENGTH_DEPTH). Raises UsageError for anything else."""
+    """Parses '0.85,0.7,0.6' (conditional, by position) or '2.5' (an acceptance length at the only entry of `depths`,
+    else at LENGTH_DEPTH). Returns (acceptances, description). Raises UsageError for anything else."""
     try:
         values = tuple(float(each) for each in text.split(","))
     except ValueError:
@@ -71,26 +73,28 @@ def parse_acceptances(text: str, depths: Sequence[int]) -> tuple[tuple[float, ..
         raise UsageError(f"--acceptance is {text!r}, but shares lie between 0 and 1", "for example 0.85,0.7,0.6")
     if len(values) > MAX_DEPTH:
         raise UsageError(f"--acceptance has {len(values)} positions, but depths go to {MAX_DEPTH}")
-    return values, f"acceptances {', '.join(f'{value:g}' for value in values)} by position, as given; the last goes on"
+    shown = ", ".join(f"{value:g}" for value in values)
+    return values, f"acceptances {shown} by position, as given; the last holds for later positions"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterType:
     title: str
     acceptances: tuple[float, ...]  # conditional, by position; the last holds for all later positions
-    source: str
-    typical: Mapping[str, Any] | None = None  # sizes of released ones; None: a kind that needs a file
+    source: str  # of the acceptances
+    typical: Mapping[str, Any] | None = None  # sizes of released drafters; None: a checkpoint is needed
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "DrafterType":
-        """A row of drafters.json, which has acceptances or a measured length."""
+        """Reads a row of drafters.json, which has acceptances or a measured acceptance length."""
         measured = "length" in row
         shares = acceptances_of_length(row["length"], row["depth"]) if measured else tuple(row["acceptances"])
         return cls(title=row["title"], acceptances=shares, source=row["source"], typical=row.get("typical"))
 
 
 def _plain_block(hidden: int, inner: float, inputs: int) -> LayerCost:
-    """A block of attention and a gated MLP whose queries, keys and values read `inputs` vectors of the hidden size."""
+    """Returns the cost of a decoder layer with attention and a gated MLP of `inner` times the hidden size. Queries,
+    keys and values read `inputs` vectors of the hidden size."""
     heads = max(1, hidden // HEAD_SIZE)
     keys = min(heads, KV_HEADS)
     attention = AttentionConfig(spec=AttentionSpec(heads, keys, HEAD_SIZE, 1.0), rope=None)
@@ -100,13 +104,13 @@ def _plain_block(hidden: int, inner: float, inputs: int) -> LayerCost:
 
 
 def _with_markov(drafter: DrafterShape, rank: int) -> DrafterShape:
-    """With a Markov table: one matrix over all tokens, and one over the draft vocabulary, which each token reads."""
+    """Adds a Markov table: two matrices [vocabulary, rank], one of which is read for each drafted token."""
     size = drafter.vocab_size * rank
     return replace(drafter, own_vocab=drafter.own_vocab + 2 * size, shared_per_token=size)
 
 
 def typical_drafter(shape: ModelShape, kind: str) -> DrafterShape:
-    """A drafter of a kind that needs no file, as released ones are, for this model."""
+    """Returns a drafter for this model with the sizes of released drafters of its kind."""
     row, hidden = DRAFTER_TYPES[kind].typical or {}, shape.hidden_size
     num_layers = row.get("layers", 0)
     vocab = min(row.get("draft_vocab", shape.vocab_size), shape.vocab_size) if num_layers else 0
@@ -127,11 +131,12 @@ TYPE_OF_FILES = {
     "eagle": "eagle3", "eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dflash2": "dflash",
     "dspark": "dspark", "medusa": "medusa", "assistant": "assistant",
 }  # fmt: skip
-"""Kinds of drafter checkpoints (models/classify.py) -> the type whose costs they have."""
+"""Kind of a drafter checkpoint (models/classify.py) -> key of DRAFTER_TYPES with the same costs."""
 
 
 def parse_drafters(text: str | None) -> tuple[str | None, ...]:
-    """Comma-separated kinds; `all`: those that need no file. None: the model's own. Raises UsageError."""
+    """Parses comma-separated kinds; `all` means the kinds that need no checkpoint. None stands for the model's own
+    drafter. Raises UsageError for an unknown kind."""
     if text is None:
         return (None,)
     names = [name.strip().lower().replace("-", "_") for name in text.split(",")]
@@ -141,18 +146,19 @@ def parse_drafters(text: str | None) -> tuple[str | None, ...]:
         if name not in DRAFTER_TYPES:
             raise UsageError(f"--drafter is {name!r}, which is not known", f"known: {', '.join(DRAFTER_TYPES)}, all")
     if "none" in names and len(names) > 1:
-        names.remove("none")  # plain decoding is in every table
+        names.remove("none")  # every table contains plain decoding
     return tuple(dict.fromkeys(names))
 
 
 def with_drafter(shape: ModelShape, kind: str | None) -> ModelShape:
-    """Returns the shape with the model's own drafter of this kind, or a typical one. Raises UsageError."""
+    """Returns the shape with the model's own drafter of this kind, else a typical one. Raises UsageError for a kind
+    that needs a checkpoint."""
     if kind is None or kind == shape.drafter.kind:
         return shape
     if kind in ("draft_model", "assistant"):
-        raise UsageError(f"--drafter {kind}: which one?", "give it with --head, a card, a directory or a repo id")
+        raise UsageError(f"--drafter {kind} needs a checkpoint", "name a card, a directory or a repo id with --head")
     if DRAFTER_TYPES[kind].typical is None:
-        raise UsageError(f"{shape.name} has a head of its own that is {shape.drafter.kind}, and no MTP head")
+        raise UsageError(f"{shape.name} has a head of kind {shape.drafter.kind}, and no MTP head")
     return _replace_drafter(shape, typical_drafter(shape, kind))
 
 
@@ -166,12 +172,12 @@ def draft_model(shape: ModelShape, draft: ModelShape) -> ModelShape:
 
 
 def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Config) -> ModelShape:
-    """Returns the shape with a drafter checkpoint, by its config.json. Raises ModelError."""
+    """Returns the shape with the drafter of a config.json. Raises ModelError for a kind that plan cannot describe."""
     kind, text = TYPE_OF_FILES.get(drafter.kind), text_config(config)
     hidden = as_size(text.get("hidden_size")) or shape.hidden_size
     vocab = drafter.draft_vocab_size or as_size(text.get("vocab_size")) or shape.vocab_size
     if kind is None:
-        hint = f"give --drafter, one of {', '.join(DRAFTER_TYPES)}: such a one is assumed"
+        hint = f"give --drafter instead, one of {', '.join(DRAFTER_TYPES)}, for a typical drafter"
         raise ModelError(f"{name} is a drafter of a kind that plan does not describe: {drafter.title}", hint)
     if kind == "medusa":
         medusa = replace(typical_drafter(shape, "medusa"), max_depth=drafter.num_modules, assumed=False, source=name)
@@ -191,7 +197,7 @@ def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Conf
         built = replace(built, own_vocab=vocab * hidden)
     else:
         mixer = costs[0].mixer
-        # q, k and v read two vectors
+        # the first layer's q, k and v read two vectors
         wider = replace(mixer, weights=2 * mixer.weights - mixer.entry_work // 2 * hidden)
         first = LayerGroup(1, replace(costs[0], mixer=wider))
         built = replace(typical_drafter(shape, kind), layers=(first, *layers[1:]), vocab_size=vocab)
@@ -214,7 +220,7 @@ def _block_drafter(
 
 
 def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
-    """Returns the shape with a head in headstart's layout; bytes are those of its tensors."""
+    """Returns the shape with a head in headstart's layout; bytes per weight come from its tensors."""
     hidden, spec, ids = shape.hidden_size, head.spec, head.draft_token_ids
     layers: tuple[LayerGroup, ...] = ()
     if spec.layer is not None:
@@ -234,13 +240,14 @@ def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
 
 
 def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: float = FLOAT_BYTES) -> ModelShape:
-    """Also drops the acceptances of the model's own head. `weight_bytes`: per weight of the drafter."""
+    """Returns the shape with another drafter, without the acceptances of the model's own head. `weight_bytes`: bytes
+    per weight of the drafter."""
     sizes = {**shape.bytes_per_weight, "head": weight_bytes}
     return replace(shape, drafter=drafter, bytes_per_weight=sizes, acceptance=(), acceptance_source="")
 
 
 def describe_drafter(drafter: DrafterShape) -> str:
-    """One line: the drafter and assumptions about it."""
+    """Describes the drafter and the assumptions about it, in one line."""
     if not drafter.can_draft:
         return "nothing drafts"
     if drafter.kind == "mtp" and drafter.assumed:

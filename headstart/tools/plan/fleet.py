@@ -1,7 +1,7 @@
-"""`headstart plan --fleet`: the fewest machines for a load, their cost, and disaggregation.
+"""`headstart plan --fleet`: the fewest machines that serve a load, their cost, and whether disaggregation needs fewer.
 
-Disaggregation means prefill and decode on separate machines, with a transfer of each prompt's KV cache. Step times come
-from the roofline, latencies from a simulation.
+Disaggregation means prefill and decode on separate machines, with a transfer of each prompt's KV cache. The roofline
+gives step times, a simulation the latencies.
 """
 
 import heapq
@@ -39,13 +39,13 @@ _PARTS = {
 }
 _OPTIONAL = ("share", "network")
 MAX_ENGINES = 8
-"""Engines of a simulation; larger fleets are scaled down with their load, as 8 and 80 engines queue alike."""
+"""Engines in a simulation. Larger fleets are scaled down together with their load: 8 and 80 engines queue alike."""
 MAX_MACHINES = 2**16
 MIN_REQUESTS, MAX_REQUESTS = 600, 12_000
-ANSWERS_PER_RUN = 8  # length of a run, in answers one after the other
+ANSWERS_PER_RUN = 8  # simulated time, in durations of one answer
 CONTEXT_STEP, ROW_STEP = 128, 32  # resolution of contexts and prompt rows in cached step times
-SMALLER_STEPS = 4  # colocated machines are also tried with steps of so many times fewer rows, an option of engines
-MORE_PREFILL_MACHINES = 3  # how many more prefill machines are tried if the fewest leave too little time for the rest
+SMALLER_STEPS = 4  # colocated machines are also tried with steps of this many times fewer rows
+MORE_PREFILL_MACHINES = 3  # numbers of prefill machines that are tried, from the fewest on
 MAX_DISAGGREGATED_REQUESTS = 4000  # requests of a simulated run with separate machines
 ASSUMPTIONS = (
     "a fleet is simulated: Poisson arrivals, lengths evenly between half and one and a half of their means, each "
@@ -74,14 +74,15 @@ class FleetLoad:
 
 
 def parse_load(text: str) -> FleetLoad:
-    """Parses parts in any order, separated by commas, such as EXAMPLE, `p99`, `25 Gbit/s`. Raises UsageError."""
+    """Parses a load such as EXAMPLE: comma-separated parts in any order, optionally with `p99` and `25 Gbit/s`. Raises
+    UsageError for an unknown, repeated or missing part, or a value out of range."""
     found: dict[str, float] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, match = next(((n, m) for n, each in _PARTS.items() if (m := each.fullmatch(part.lower()))), ("", None))
         if match is None:
             raise UsageError(f"--fleet: {part!r} is not understood", f"for example --fleet {EXAMPLE}")
         if name in found:
-            raise UsageError(f"--fleet: {part!r} says {name.removesuffix('_s')} a second time", "say it once")
+            raise UsageError(f"--fleet: {part!r} gives {name.removesuffix('_s')} a second time", "give it once")
         value, unit = float(match[1]), match[2] if match.re.groups > 1 else ""
         found[name] = value / PER_SECOND[unit] if name == "rate" else value * SECONDS.get(unit, 1.0)
     if missing := [each.name for each in fields(FleetLoad) if each.name not in {*found, *_OPTIONAL}]:
@@ -99,13 +100,13 @@ def parse_load(text: str) -> FleetLoad:
 @dataclass(frozen=True, kw_only=True)
 class FleetSize:
     drafter: str
-    machines: int | None  # None: no number suffices
+    machines: int | None  # fewest machines that meet the targets; None: no number does
     result: simulate.SimulationResult | None = None
-    reason: str = ""  # that no number suffices
+    reason: str = ""  # why no number of machines suffices
 
 
 class RooflineSteps:
-    """A StepTime by the roofline, at the fastest depth for the number of sequences."""
+    """A StepTime from the roofline; each step drafts at the fastest depth for its number of sequences."""
 
     def __init__(self, setup: roofline.DraftingSetup, machine: Machine, context: float, depths: Sequence[int]) -> None:
         self._setup, self._machine, self._context, self._depths = setup, machine, context, depths
@@ -121,7 +122,7 @@ class RooflineSteps:
         return self._seconds[key], gain
 
     def _draft(self, decoding: int) -> tuple[int, float, float]:
-        """(depth, tokens per step, seconds of a draft)."""
+        """Returns the fastest (depth, tokens per step, seconds of a draft) for `decoding` sequences."""
         if decoding not in self._fastest:
             setup = self._setup
             speeds = [roofline.step_speed(setup.model, self._machine, decoding, self._context, depth, setup.acceptances)
@@ -131,7 +132,7 @@ class RooflineSteps:
         return self._fastest[decoding]
 
     def _mixed(self, decoding: int, depth: int, context: float, prefill: simulate.PrefillRows) -> float:
-        """Seconds of a pass of decoding rows and prompt rows, which share the weights."""
+        """Returns the seconds of a step, without the draft, whose pass has decoding rows and prompt rows."""
         rates, works = self._machine.rates, []
         if decoding:
             works.append(roofline.Pass(decoding, 1 + depth, context))
@@ -144,7 +145,7 @@ class RooflineSteps:
 
 
 def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
-    """The smallest number from 1 to `limit` that is enough; None: none."""
+    """Returns the smallest number from 1 to `limit` for which the monotonic `is_enough` is true; None without one."""
     tried = [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
     low, high = next((pair for pair in pairwise([0, *tried]) if is_enough(pair[1])), (0, 0))
     return bisect_left(range(high), True, low + 1, high, key=is_enough) if high else None
@@ -152,26 +153,27 @@ def smallest(is_enough: Callable[[int], bool], limit: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """Engines that only prefill, or only decode."""
+    """Step time and limits of engines that only prefill, or only decode."""
 
     step: simulate.StepTime
     slots: int  # sequences per engine
-    rows: int  # per step
+    rows: int  # largest number of rows in a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregatedFleet:
     num_prefill: int
     num_decode: int
-    result: simulate.SimulationResult  # `busy` and `batch` of the decode machines
-    prefill_busy: float
+    result: simulate.SimulationResult  # latencies of whole requests; `busy` and `batch` of the decode machines
+    prefill_busy: float  # share of the time in which prefill machines work
 
 
 def simulate_disaggregated(
     arrivals: simulate.Arrivals, transfer_s: NDArray[np.float64], prefill: EngineLimits, decode: EngineLimits,
     num_prefill: int, num_decode: int,
 ) -> DisaggregatedFleet:  # fmt: skip
-    """`transfer_s`: seconds of each prompt's cache. The decode machine computes the last token of a prompt again."""
+    """Simulates separate prefill and decode machines. `transfer_s` [requests]: seconds to transfer each prompt's KV
+    cache. The decode machine computes the last token of a prompt again."""
     first = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), num_prefill)
     arrived = transfer_ends(arrivals.times + first.ttft_s, transfer_s, min(num_prefill, num_decode))
     order = np.argsort(arrived, kind="stable")
@@ -194,7 +196,8 @@ def _simulate_side(side: EngineLimits, arrivals: simulate.Arrivals, engines: int
 
 
 def transfer_ends(ready: NDArray[np.float64], seconds: NDArray[np.float64], links: int) -> NDArray[np.float64]:
-    """Arrival time of each cache, if every link carries one at a time, in order."""
+    """Returns the time at which each KV cache has arrived. Each of `links` transfers one cache at a time, in the order
+    of `ready` (seconds at which the caches can be sent)."""
     free, arrived = [0.0] * links, np.empty_like(ready)
     for request in np.argsort(ready, kind="stable"):
         arrived[request] = max(heapq.heappop(free), ready[request]) + seconds[request]
@@ -203,7 +206,7 @@ def transfer_ends(ready: NDArray[np.float64], seconds: NDArray[np.float64], link
 
 
 class FleetPlanner:
-    """Sizes the fleet for a load with one drafter; `plain`: without."""
+    """Finds the size of a fleet for a load with one drafter; `plain`: without a drafter."""
 
     def __init__(self, load: FleetLoad, setup: roofline.DraftingSetup, machine: Machine, *, plain: bool) -> None:
         self.load, self.setup, self.machine = load, setup, machine
@@ -215,7 +218,7 @@ class FleetPlanner:
             self._rows = EngineConfig().max_num_batched_tokens
 
     def _max_sequences(self, tokens: float) -> int:
-        """Sequences of `tokens` tokens that a machine has room for and accepts."""
+        """Returns how many sequences of `tokens` tokens fit the machine's memory and the engine's limit."""
         slots = estimate_memory(self.setup.model, split_of(self.machine), tokens).max_batch
         return min(slots, EngineConfig().max_num_seqs) if self.machine.device.name == HERE else slots
 
@@ -223,7 +226,8 @@ class FleetPlanner:
         return RooflineSteps(self.setup, self.machine, self.load.prompt + self.load.output / 2, self._depths)
 
     def size(self, rows: int | None = None, limit: int = MAX_MACHINES) -> FleetSize:
-        """The fewest machines, up to `limit`, that meet the targets. `rows` per step; None: those of engines."""
+        """Returns the fewest machines, up to `limit`, that meet the targets. `rows`: largest number of rows in a step;
+        None: the engines' default."""
         steps = self._new_steps()
         if reason := self._unreachable_reason(steps):
             return FleetSize(drafter=self.name, machines=None, reason=reason)
@@ -238,11 +242,11 @@ class FleetPlanner:
         return FleetSize(drafter=self.name, machines=fewest, result=result(fewest))
 
     def _unreachable_reason(self, steps: simulate.StepTime) -> str:
-        """The reason why a request alone misses the targets; empty if it meets them."""
+        """Returns why even a request that runs alone misses the targets; "" if it meets them."""
         load = self.load
         if self._slots < 1:
             return f"no room for one sequence of {load.prompt + load.output:,.0f} tokens"
-        longest = 1.5 - (100 - load.share) / 100  # prompts lie between half and one and a half of their mean
+        longest = 1.5 - (100 - load.share) / 100  # prompt lengths are uniform from 0.5 to 1.5 times the mean
         first = roofline.first_token_seconds(self.setup.model, self.machine, round(longest * load.prompt))
         if first > load.ttft_s:
             return f"alone, a prompt of {longest * load.prompt:,.0f} tokens takes {first:.2g} s"
@@ -257,7 +261,7 @@ class FleetPlanner:
         return simulate.simulate(steps, arrivals, engines=engines, slots=self._slots, rows=rows)
 
     def compare_disaggregated(self, colocated: FleetSize) -> dict[str, Any] | None:
-        """Compares separate with colocated machines, as JSON; None if neither serves the load."""
+        """Compares separate machines with `colocated` ones. Returns JSON; None if neither serves the load."""
         rows, steps = self._rows, self._new_steps()
         if self._unreachable_reason(steps):
             return None
@@ -272,7 +276,8 @@ class FleetPlanner:
         return self._comparison(steps, rows, colocated, separate)
 
     def _fewest_disaggregated(self, steps: RooflineSteps, limit: int) -> DisaggregatedFleet | None:
-        """The fewest prefill machines, then the fewest decode machines, up to `limit` of each; None: not enough."""
+        """Returns the fleet with the fewest prefill machines, then the fewest decode machines, up to `limit` of each;
+        None if that is not enough."""
         load = self.load
         arrivals = make_arrivals(load, load.rate, MAX_DISAGGREGATED_REQUESTS)
         lengths, indices = np.unique(arrivals.prompts, return_inverse=True)
@@ -296,7 +301,7 @@ class FleetPlanner:
         return None
 
     def _prompt_bytes(self, tokens: float) -> float:
-        """Bytes to transfer: keys, values and states of trunk and drafter."""
+        """Returns the bytes to transfer for a prompt: keys, values and states of trunk and drafter."""
         return cache_bytes(self.setup.model, Split(device=0.0, tp=1), tokens)
 
     def _transfer_seconds(self, num_bytes: float) -> float:
@@ -351,7 +356,8 @@ def _latencies(load: FleetLoad, result: simulate.SimulationResult | None) -> dic
 def plan_fleet(
     load: FleetLoad, setups: Sequence[roofline.DraftingSetup], machine: Machine, price: float | None, progress: Progress
 ) -> dict[str, Any]:
-    """The `fleet` part of a plan: plain decoding, then each drafter. `price`: dollars per hour of one machine."""
+    """Returns the JSON `fleet` part of a plan: plain decoding, then each drafter. `price`: dollars per hour of one
+    machine."""
     planners = [FleetPlanner(load, setups[0], machine, plain=True)]
     planners += [FleetPlanner(load, each, machine, plain=False) for each in setups if each.kind != "none"]
     sizes = []

@@ -1,4 +1,4 @@
-"""Machines: devices of the catalogue, the rates that they reach, their prices."""
+"""Machines for `plan`: devices of the catalogue (devices.json), the rates that they reach, and prices."""
 
 import re
 import tomllib
@@ -16,20 +16,20 @@ HERE = "here"
 ON_DEMAND, SPOT, LIST = "on-demand", "spot", "list"
 MAX_DOLLARS = 1e6
 PLATFORM_OF = {"gpu": "cuda", "unified": "metal", "cpu": "cpu"}
-"""Class of a device -> its platform, where its row names no other."""
+"""Class of a device -> its platform, unless its catalogue row names another."""
 CATALOGUE: Mapping[str, Any] = read_packaged("headstart.tools.plan", "devices.json")
 _GPU = re.compile(r"(?P<name>[a-z0-9][a-z0-9 ._-]*?)(?:x(?P<count>[1-9]\d*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Rates that one device reaches, and fixed costs in seconds."""
+    """Achieved rates of one device, and fixed costs in seconds."""
 
-    bandwidth: float  # bytes/s
+    bandwidth: float  # bytes/s of weights
     compute: float  # operations/s of matrix products
     attention: float  # operations/s
     cache_bandwidth: float | None = None  # bytes/s of keys and values; None: `bandwidth`
-    overlap: float | None = None  # exponent of a measured machine; None: memory and compute overlap perfectly (max)
+    overlap: float | None = None  # p in (memory^p + compute^p)^(1/p) seconds; None: perfect overlap (the maximum)
     kernel_s: float = 0.0  # per kernel launch
     pass_s: float = 0.0  # per pass
     step_s: float = 0.0  # per engine step
@@ -38,13 +38,14 @@ class Rates:
     measured_draft: tuple[float, float] | None = None  # seconds of a whole draft step: a + b * sequences
 
     def seconds(self, num_bytes: float, operations: float, *, attention: bool = False) -> float:
+        """Returns the time to read `num_bytes` and to compute `operations`, which overlap."""
         bandwidth = (attention and self.cache_bandwidth) or self.bandwidth
         memory, compute = num_bytes / bandwidth, operations / (self.attention if attention else self.compute)
         if self.overlap is None or not memory or not compute:
             return max(memory, compute)
         if attention:  # on a measured machine: few rows per key, so compute does not hide memory
             return memory + compute
-        # the same as (m^p + c^p)^(1/p), safe for any exponent
+        # (memory^p + compute^p)^(1/p), written so that large exponents do not overflow
         long, short = max(memory, compute), min(memory, compute)
         return float(long * (1 + (short / long) ** self.overlap) ** (1 / self.overlap))
 
@@ -55,11 +56,11 @@ class DeviceSpec:
     memory: float  # bytes, as drivers report them
     bandwidth: float  # bytes/s
     tflops: Mapping[str, float]  # dense TFLOP/s by precision
-    kind: str  # class, which sets the rates it reaches
+    kind: str  # key of CATALOGUE["classes"], which has the achieved shares of peak rates
     source: str  # of the numbers
     platform: str = "cuda"  # cuda, rocm, xpu, npu, metal or cpu
-    link: float | None = None  # bytes/s in one direction; None: no interconnect
-    link_s: float = 0.0  # latency
+    link: float | None = None  # interconnect in bytes/s, one direction; None: there is none
+    link_s: float = 0.0  # latency of the interconnect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class Machine:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown name."""
+    """Returns the catalogue's device for any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown
+    name."""
     for item in CATALOGUE["devices"]:
         if _normalized(name) in map(_normalized, item["names"]):
             return DeviceSpec(
@@ -98,24 +100,25 @@ def find_device(name: str) -> DeviceSpec:
 
 
 def _normalized(name: str) -> str:
-    """Lower case, without makers, product lines, units and punctuation."""
+    """Returns the name in lower case, without vendor, product line, units and punctuation."""
     return re.sub(r"nvidia|geforce|amd|instinct|radeon|intel|apple|(?<=\d)-?gb?$|[^a-z0-9]", "", name.lower())
 
 
 def parse_gpu(text: str) -> tuple[str, int]:
-    """'h200x4' -> ('h200', 4); a device name that itself ends in x and digits is not split."""
+    """Parses 'h200x4' to ('h200', 4); a device name that itself ends in x and digits is not split. Raises UsageError
+    for a text of another form; the name may still be unknown."""
     text = text.strip().lower()
     known = {_normalized(name) for item in CATALOGUE["devices"] for name in item["names"]} | {HERE}
     if _normalized(text) in known:
         return text, 1
     match = _GPU.fullmatch(text)
     if not match:
-        raise UsageError(f"--gpu is {text!r}", "for example --gpu h200x4, or --gpu here")
+        raise UsageError(f"--gpu is {text!r}, but takes DEVICExCOUNT", "for example --gpu h200x4, or --gpu here")
     return match["name"], int(match["count"] or 1)
 
 
 def device_rates(device: DeviceSpec, wanted: str) -> tuple[Rates, str]:
-    """(rates of a device with products in precision `wanted`, description)."""
+    """Returns the achieved rates for matrix products in precision `wanted` (bf16, fp8, int8), and a description."""
     shares = CATALOGUE["classes"][device.kind]
     runs_in = _precision(wanted, device.tflops)
     peak = device.tflops[runs_in] * 1e12
@@ -134,7 +137,8 @@ def device_rates(device: DeviceSpec, wanted: str) -> tuple[Rates, str]:
 
 
 def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, ep: int | None = None) -> Machine:
-    """Devices of the catalogue. Raises UsageError for an impossible division."""
+    """Returns a machine of `count` catalogue devices. `tp`: default all; `ep`: default none. Raises UsageError for an
+    unknown device or sizes that do not divide the devices."""
     device = find_device(name)
     tp = count if tp is None else tp
     ep = 1 if ep is None else ep
@@ -159,7 +163,7 @@ def make_machine(name: str, count: int, compute: str, *, tp: int | None = None, 
 
 
 def _precision(wanted: str, tflops: Mapping[str, float]) -> str:
-    """The precision of matrix products on a device: `wanted`, else the next wider one that the device has."""
+    """Returns the precision of matrix products: `wanted`, else the next wider one that the device supports."""
     if wanted in tflops:
         return wanted
     wider = COMPUTE_ORDER[COMPUTE_ORDER.index(wanted) + 1 :] if wanted in COMPUTE_ORDER else COMPUTE_ORDER
@@ -169,11 +173,12 @@ def _precision(wanted: str, tflops: Mapping[str, float]) -> str:
 @dataclass(frozen=True)
 class Price:
     dollars: float
-    source: str = ""  # a description; empty: the user's own number
+    source: str = ""  # description; empty: the user gave the number
 
 
 def device_price(text: str, device: str, file: str | None) -> Price:
-    """Price of one device for an hour: `3.31`, `on-demand` or `spot`. Raises UsageError."""
+    """Returns the price of one device for an hour. `text`: dollars such as 3.31, or on-demand or spot, which are looked
+    up in the price list `file` (None: the built-in one). Raises UsageError."""
     if text not in (ON_DEMAND, SPOT):
         return Price(_dollars("--price-per-hour", text, f"a number, {ON_DEMAND} or {SPOT}"))
     listed, source = _price_list(file)
@@ -187,7 +192,7 @@ def device_price(text: str, device: str, file: str | None) -> Price:
 
 
 def api_price(text: str, file: str | None) -> Price:
-    """Price of a million output tokens: `0.88` or `list`. Raises UsageError."""
+    """Returns an API's price of a million output tokens. `text`: dollars, or list. Raises UsageError."""
     if text != LIST:
         return Price(_dollars("--api-price", text, f"a number, or {LIST}"))
     listed, source = _price_list(file)
@@ -227,5 +232,5 @@ def _price_list(file: str | None) -> tuple[dict[str, Any], str]:
 def _table(listed: dict[str, Any], key: str) -> dict[str, Any]:
     table = listed.get(key)
     if not isinstance(table, dict):
-        raise UsageError(f"--price-list: it has no [{key}]", "copy the built-in list and edit it")
+        raise UsageError(f"--price-list: the file has no table [{key}]", "copy the built-in list and edit it")
     return table

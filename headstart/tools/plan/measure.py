@@ -1,4 +1,4 @@
-"""The machine `here`: rates fitted to measured passes of the model on this machine; the user cache keeps them."""
+"""The machine `here`: its rates are fitted to measured passes of the model, and kept in the user cache."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,18 +32,18 @@ CALIBRATION_PASSES = (
     *(Pass(1, max(BATCHES), context) for context in CONTEXTS),
     *(Pass(1, PROMPT_ROWS, context, logit_rows=1) for context in CONTEXTS),
 )
-"""1 and 8 sequences, 8 rows of one sequence, and a part of a prompt, at two contexts. Many rows fill tiles and share
-the keys that are read, so few rows do not tell their cost."""
+"""1 and 8 sequences, 8 rows of one sequence, and a chunk of a prompt, at two contexts. The chunk is needed because many
+rows fill tiles and share the keys that are read, so their cost does not follow from passes of few rows."""
 PASSES_BUDGET_S = 6.0
 ENGINE_STEPS, ENGINE_PROMPT = 24, 64
 ENGINE_DEPTH = 3
 MEMORY_SHARE = 0.5  # largest share of the free memory for the caches of a measurement
 Vector = NDArray[np.float64]
-TRUSTED = 0.03  # relative error of a measured pass
+TRUSTED = 0.03  # assumed relative error of a measured pass
 SPREADS = {
     "bandwidth": 0.3, "cache_bandwidth": 0.5, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 0.3,
 }  # fmt: skip
-"""Prior of each rate: a distance from its start value, in log, that weighs as much as one error of TRUSTED."""
+"""Prior of each rate: the deviation from its start value, in log, that counts as much as one error of TRUSTED."""
 START_OVERLAP = 4.0
 START_PASS_S = 1e-4
 FIT_STEPS = 60
@@ -52,7 +52,8 @@ FIT_STEPS = 60
 def measured_machine(
     model: str | None, shape: ModelShape, config: EngineConfig, *, measure_again: bool, progress: Progress
 ) -> tuple[SizedModel, Machine]:
-    """(the model as it runs here, this machine's rates with it); measures them unless the user cache has them."""
+    """Returns the model with its bytes on this machine, and the machine with rates fitted for this model. Measures them
+    unless the user cache has them. Raises UsageError if the measurement does not fit context or memory."""
     path = cache_path(model, config)
     measured = None if measure_again else read_cached(path)
     if measured is None:
@@ -63,7 +64,7 @@ def measured_machine(
         with pass_timing.check_noise(config.threads or threads().usable) as noise:
             measured = measure(timer, timer.time(passes, PASSES_BUDGET_S, progress), progress)
         if noise.is_disturbed:
-            note = f"{noise.reason}; the machine does better than this, which was not kept: ask again when it is idle"
+            note = f"{noise.reason}; these rates are too low and were not kept: measure again on an idle machine"
             return calibrate(shape.with_notes(note), measured)
         with suppress(OSError):  # a folder that cannot be written only means measuring again
             hub.save_record(path, measured)
@@ -71,7 +72,8 @@ def measured_machine(
 
 
 def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
-    """Input of a calibration as a JSON document: seconds, and bytes as the backend holds them. `seconds`: of passes."""
+    """Returns the input of `calibrate` as a JSON document: `seconds` of passes, seconds of engine steps, and bytes as
+    the backend holds them."""
     loaded = timer.model
     progress(0, 1, "reading memory")
     bandwidth = loaded.backend.read_bandwidth(pass_timing.readable_bytes(loaded.backend), pass_timing.READ_RUNS)
@@ -96,7 +98,7 @@ def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progres
 
 
 def calibrate(shape: ModelShape, measured: dict[str, Any]) -> tuple[SizedModel, Machine]:
-    """The model with its bytes on this machine, and the machine with rates fitted to the measured passes."""
+    """Returns the model with its bytes on this machine, and the machine with rates fitted to the measurements."""
     counts = shape.parameters()
     layers = measured["layer_bytes"] / (counts["attention"] + counts["mlp"] + counts["experts"])
     sizes: dict[Part, float] = {**shape.bytes_per_weight, "attention": layers, "mlp": layers, "experts": layers}
@@ -132,7 +134,7 @@ def _describe(measured: dict[str, Any], rates: Rates) -> str:
 
 
 def cache_path(model: str | None, config: EngineConfig) -> Path:
-    """A file of plan/ in the user cache, by model files, weights, cache type, threads, processor and version."""
+    """Returns the cache file for measurements of these model files, options, threads, processor and VERSION."""
     trunk = hub.resolve_alias(model).trunk
     files = hub.file_stamps(sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk])
     settings = (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable)
@@ -171,7 +173,8 @@ class PassTimer(pass_timing.PrefilledEngine):
             self.fill(max(int(work.context) for work in passes if work.sequences > index), longest)
 
     def seconds(self, work: Pass) -> float:
-        """Seconds of one pass in the backend. A row of a prompt sees half of the prompt's rows on average."""
+        """Returns the seconds of one pass in the backend. The mean context of a prompt chunk is `work.context`, so the
+        chunk starts half of its rows before that."""
         rows = int(work.rows)
         logits = int(work.num_logits) // work.sequences
         start = int(work.context) - (rows // 2 if logits < rows else 0)
@@ -182,7 +185,7 @@ class PassTimer(pass_timing.PrefilledEngine):
         return {work: median(each) for work, each in times.items()}
 
     def engine_seconds(self, batch: int, depth: int) -> dict[str, float]:
-        """Median seconds of an engine step of `batch` greedy sequences, by part: host, draft, ..."""
+        """Returns the median seconds of an engine step of `batch` greedy sequences, by part: host, draft, ..."""
         params = SamplingParams(max_tokens=ENGINE_STEPS * (1 + depth) + 8, ignore_eos=True)
         requests = [self.llm.request(self.repeated_text(ENGINE_PROMPT), params, depth=depth) for _ in range(batch)]
         sequences = [sequence for request in requests for sequence in self.engine.submit(request)]
@@ -236,7 +239,7 @@ def _rates(rates: Rates, names: Sequence[str], logs: Vector) -> Rates:
 
 
 def _start_rates(points: Sequence[tuple[Pass, float]], model: SizedModel) -> tuple[float, float]:
-    """(operations/s of matrices if the pass with most rows only multiplied, a quarter of that for attention)."""
+    """Returns start values in operations/s for (matrices, attention), as if the pass with most rows only multiplied."""
     largest, time_s = max(points, key=lambda point: point[0].num_rows)
     shape = model.shape
     weights = shape.outer + sum(group.count * group.cost.active_weights for group in shape.layers)
@@ -246,7 +249,7 @@ def _start_rates(points: Sequence[tuple[Pass, float]], model: SizedModel) -> tup
 
 
 def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:
-    """Levenberg-Marquardt with a numerical Jacobian."""
+    """Minimizes the sum of squared residuals: Levenberg-Marquardt with a numerical Jacobian."""
     logs, damping = start.copy(), 1e-2
     current = residuals(logs)
     for _ in range(FIT_STEPS):
@@ -265,7 +268,7 @@ def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vect
 
 
 def fit_line(one: tuple[int, float], other: tuple[int, float]) -> tuple[float, float]:
-    """a and b of a + b * n through two points (n, seconds), neither below zero."""
+    """Returns (a, b) of seconds = a + b * n through two points (n, seconds); both are at least 0."""
     (n, first), (m, second) = one, other
     slope = max(0.0, (second - first) / (m - n))
     return max(0.0, first - slope * n), slope

@@ -1,4 +1,4 @@
-"""Published speeds and costs beside the roofline's predictions, with the same factors for every point."""
+"""Comparison of published speeds and costs (published.json) with the roofline's predictions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ from headstart.tools.plan.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
 MAX_BATCH = 4096
-CLOSE = 0.25  # relative error below which a prediction is close
+CLOSE = 0.25  # relative error up to which a prediction counts as close
 WITHIN = "within"
 POINTS: list[dict[str, Any]] = read_packaged("headstart.tools.plan", "published.json")
-LIKELY_SHARE = 0.85  # largest share of the memories' bandwidth that engines reach
+LIKELY_SHARE = 0.85  # largest share of the memory bandwidth that engines reach
 
 
 def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every figure of one point beside its prediction; none if its set-up is unknown."""
+    """Returns each published figure of one point with its prediction; none if the set-up is unknown."""
     return [] if "unknown" in point else list(PublishedSetup(point).comparisons())
 
 
@@ -37,7 +37,7 @@ class PublishedSetup:
         self.acceptances = acceptances_of_length(given, self.depth) if isinstance(given, int | float) else tuple(given)
 
     def tokens_per_s(self, depth: int, batch: int | None = None) -> float:
-        """Tokens/s of all streams together, prefill included if the point gives the length of prompts."""
+        """Predicts tokens/s of all streams together, including prefill if the point gives a prompt length."""
         batch = batch or self.batch
         predicted = roofline.step_speed(self.model, self.machine, batch, self.context, depth, self.acceptances)
         if "prompt" not in self.point:
@@ -64,7 +64,7 @@ class PublishedSetup:
     def _compared(
         self, what: str, value: float | list[float], predicted: float, depth: int | None, *, rate: float | None = None
     ) -> dict[str, Any]:
-        """One figure, or range. `error`: predicted / published (its nearer end) - 1; 0 inside a range."""
+        """Compares a figure or range. `error`: predicted / published (nearer end of the range) - 1; 0 inside."""
         low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
         error = predicted / min(max(predicted, low), high) - 1
         verdict = self._verdict(error, rate or high, depth)
@@ -92,7 +92,7 @@ class PublishedSetup:
         return "one stream" if self.batch == 1 else f"{self.batch} streams"
 
     def _why(self, bound: float, depth: int) -> str:
-        """Bytes of one pass over all memories together, and the speed they allow."""
+        """Returns a text: bytes of one pass, bandwidth of all devices, and the speed that they allow."""
         num_bytes = roofline.min_pass_bytes(self.model, self.batch, self.context, depth)
         condition = "" if not depth else ", were its draft always right"
         if depth > 1:

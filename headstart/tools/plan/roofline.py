@@ -1,7 +1,7 @@
-"""Roofline: seconds of a pass, a draft and an engine step.
+"""Roofline model: seconds of a pass, a draft and an engine step.
 
-Each part takes the larger of memory and compute time; interconnect and fixed costs come on top. All rows of a pass
-share the weights that are read; rows of one sequence also share its cache.
+Each part of a pass takes the larger of its memory time and compute time. Interconnect and fixed costs are added. All
+rows of a pass share one read of the weights; rows of one sequence also share one read of its cache.
 """
 
 import math
@@ -16,17 +16,17 @@ from headstart.tools.plan.shape import ACTIVATION_BYTES, LayerGroup, SizedModel
 
 LAST_KERNELS = 3  # kernels after the layers: final norm, LM head, sampling
 DISPATCH_BYTES = 1  # bytes of an activation sent to its expert (FP8)
-DEPTHS = range(9)  # depths that a plan chooses from
+DEPTHS = range(9)  # depths among which a plan chooses the best
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows that one pass of the model computes."""
+    """The rows that one pass of the model computes."""
 
     sequences: int
     rows: float  # per sequence
-    context: float  # cached positions before the rows
-    logit_rows: float | None = None  # rows with logits, of all sequences together; None: all
+    context: float  # mean number of cached positions that a row attends to
+    logit_rows: float | None = None  # rows with logits, over all sequences; None: all rows
 
     @property
     def num_rows(self) -> float:
@@ -39,7 +39,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PartCost:
-    name: str
+    name: str  # part of a pass, such as attention, mlp, cache, all-reduce
     bytes: float = 0.0
     operations: float = 0.0
     seconds: float = 0.0
@@ -47,7 +47,7 @@ class PartCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpeed:
-    """One engine step of `batch` sequences at a depth."""
+    """Predicted engine step of `batch` sequences, each of which drafts `depth` tokens."""
 
     batch: int
     depth: int
@@ -82,7 +82,8 @@ class DraftingSetup:
 
 
 def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> list[PartCost]:
-    """Costs of a pass of the trunk by part. `others`: its sequences with other rows and contexts."""
+    """Returns the costs of one pass of the trunk by part. `others`: further sequences of the same pass, with other
+    numbers of rows or contexts."""
     works = (work, *others)
     locals_ = [_per_replica(machine, each) for each in works]
     work, local, shape = _combined(works), _combined(locals_), model.shape
@@ -97,12 +98,13 @@ def pass_costs(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -
 
 
 def pass_seconds(model: SizedModel, machine: Machine, work: Pass, *others: Pass) -> float:
-    """Seconds of a pass of the trunk: the sum of `pass_costs`."""
+    """Returns the seconds of a pass of the trunk: the sum of `pass_costs`."""
     return sum(cost.seconds for cost in pass_costs(model, machine, work, *others))
 
 
 def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
-    """Seconds to draft `depth` tokens for every sequence: the drafter's layers, projection, LM head and cache."""
+    """Returns the seconds to draft `depth` tokens for each sequence, by the drafter's layers, projection, LM head and
+    cache."""
     drafter = model.shape.drafter
     if not depth or not drafter.can_draft:
         return 0.0
@@ -129,7 +131,7 @@ def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: 
 def step_speed(
     model: SizedModel, machine: Machine, batch: int, context: float, depth: int, acceptances: Sequence[float]
 ) -> StepSpeed:
-    """Speed of a step that verifies depth + 1 rows of every sequence and drafts `depth` tokens."""
+    """Predicts a step that verifies depth + 1 rows of each sequence and drafts `depth` tokens."""
     pass_s = pass_seconds(model, machine, Pass(batch, 1 + depth, context))
     draft_s = draft_seconds(model, machine, batch, context, depth)
     step_s = pass_s + draft_s + machine.rates.step_s + machine.rates.step_row_s * batch * (1 + depth)
@@ -138,18 +140,19 @@ def step_speed(
 
 
 def fastest(speeds: Sequence[StepSpeed]) -> StepSpeed:
-    """The fastest step; of equals the shallowest."""
+    """Returns the fastest step; among equal ones that with the smallest depth."""
     return max(speeds, key=lambda each: (each.per_stream, -each.depth))
 
 
 def first_token_seconds(model: SizedModel, machine: Machine, prompt: int) -> float:
-    """Seconds of one prompt alone, in one pass. A row sees half of the prompt on average."""
+    """Returns the seconds to prefill one prompt alone in one pass; a row attends to half of the prompt on average."""
     rates = machine.rates
     return pass_seconds(model, machine, Pass(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
 
 
 def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
-    """Bytes that a pass over depth + 1 rows of every sequence must read: weights (expected experts) and caches."""
+    """Returns the bytes that a pass over depth + 1 rows of each sequence must read: caches and weights, with the
+    expected number of experts."""
     rows, shape = batch * (1 + depth), model.shape
     layers = sum(
         model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv
@@ -160,17 +163,18 @@ def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) ->
 
 
 def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
-    """Upper bound for any engine: every draft is accepted and costs nothing, all memories read at full bandwidth."""
+    """Returns an upper bound for any engine: free drafts, all of them accepted, and full memory bandwidth."""
     num_bytes = min_pass_bytes(model, batch, context, depth)
     return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
 
 
 def break_even(price_per_hour: float, api_price: float) -> float:
-    """Tokens/s without pause at which a machine costs as much as an API at `api_price` per million tokens."""
+    """Returns the sustained tokens/s at which a machine costs as much as an API at `api_price` per million tokens."""
     return price_per_hour / 3600 / api_price * 1e6
 
 
 def _combined(works: Sequence[Pass]) -> Pass:
+    """Returns one Pass with the total rows and logits of several; its context is that of the first."""
     if len(works) == 1:
         return works[0]
     sequences = sum(work.sequences for work in works)
@@ -192,7 +196,7 @@ def _matrix(machine: Machine, name: str, weights: float, rows: float, size: floa
 def _layer_costs(
     model: SizedModel, machine: Machine, work: Pass, locals_: Sequence[Pass], group: LayerGroup
 ) -> list[PartCost]:
-    """`locals_`: the part of each pass that one replica computes."""
+    """Returns the costs of a group of layers. `locals_`: the share of each pass that one replica computes."""
     mixer, feed, count, local = group.cost.mixer, group.cost.feed_forward, group.count, _combined(locals_)
     costs = [
         _matrix(machine, "attention", mixer.weights, local.num_rows, model.bytes("attention")),
@@ -210,7 +214,7 @@ def _layer_costs(
 
 
 def _busiest(touched: float, ep: int, experts: int) -> float:
-    """Experts touched on the device with most of them; without expert parallelism all."""
+    """Returns the number of used experts on the device that has most of them; all without expert parallelism."""
     if ep == 1:
         return touched
     mean = touched / ep
@@ -244,7 +248,7 @@ def _links(
 
 
 def _merged(costs: list[PartCost]) -> list[PartCost]:
-    """Adds up costs of the same name, in the order of first appearance."""
+    """Adds up the costs of each part, in the order of first appearance."""
     by_name: dict[str, PartCost] = {}
     for each in costs:
         old = by_name.get(each.name, PartCost(each.name))

@@ -46,13 +46,13 @@ MAX_CONTEXT, MAX_BATCH = 2**24, 2**20
 
 @dataclass(frozen=True)
 class Prices:
-    hour: Price | None = None  # one device for an hour
-    api: Price | None = None  # an API's for a million output tokens
+    hour: Price | None = None  # of one device for an hour
+    api: Price | None = None  # of an API for a million output tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `headstart plan`. Prices are dollars, or words to look up in `price_list`."""
+    """Options of `headstart plan`. Prices are dollars, or a word to look up in `price_list`."""
 
     model: str | None = None  # card, directory, .gguf file or repo id; None: the default model
     gpu: str = HERE  # device and count, such as h200x4
@@ -66,11 +66,11 @@ class PlanOptions:
     kv_dtype: str | None = None
     tp: int | None = None  # None: all devices
     ep: int | None = None  # None: 1
-    price_per_hour: str | float | None = None  # of one device; or on-demand, spot
-    api_price: str | float | None = None  # of a million tokens; or list
+    price_per_hour: str | float | None = None  # of one device; or the words on-demand, spot
+    api_price: str | float | None = None  # of a million output tokens; or the word list
     price_list: str | None = None  # a TOML file; None: the built-in one
     recalibrate: bool = False  # measure this machine again
-    fleet: str | None = None  # a load (fleet.parse_load), which sets the context
+    fleet: str | None = None  # a load (fleet.parse_load), which also sets the context
 
     def __post_init__(self) -> None:
         if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MAX_BATCH:
@@ -87,14 +87,15 @@ class PlanOptions:
         self.prices("")  # refuses bad numbers before anything is loaded
         drafters.parse_drafters(self.drafter)
         if self.load and self.context is not None:
-            raise UsageError("--fleet says how long sequences are", "leave --context out")
+            raise UsageError("--context cannot go with --fleet, which sets the lengths", "leave --context out")
 
     @cached_property
     def load(self) -> FleetLoad | None:
         return parse_load(self.fleet) if self.fleet is not None else None
 
     def prices(self, device: str) -> Prices:
-        """Prices of a device; without a name on-demand and spot are not looked up. Raises UsageError."""
+        """Returns the prices. With an empty `device`, on-demand and spot are not looked up. Raises UsageError for a
+        price that is not a number or not in the list."""
         hour, api = self.price_per_hour, self.api_price
         has_hour = hour is not None and (device or hour not in (ON_DEMAND, SPOT))
         dollars = device_price(str(hour), device, self.price_list) if has_hour else None
@@ -102,7 +103,7 @@ class PlanOptions:
 
 
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
-    """Predicts; `ok` is false if the weights do not fit. Raises UsageError or ModelError."""
+    """Predicts speed, memory and cost. `ok` is false if the weights do not fit. Raises UsageError or ModelError."""
     name, count = parse_gpu(options.gpu)
     prices = options.prices(name if name == HERE else find_device(name).name)
     trunk = find_shape(options.model, None if name == HERE else options.weights)
@@ -120,7 +121,7 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
 
 
 def _context(options: PlanOptions, shape: ModelShape) -> int:
-    """The context of --context or --fleet, else the default. Raises UsageError for a context above the model's."""
+    """Returns the context of --context or --fleet, else the default. Raises UsageError for one above the model's."""
     longest, load = shape.max_length or MAX_CONTEXT, options.load
     if load and (needed := ceil(1.5 * (load.prompt + load.output))) > longest:
         raise UsageError(f"--fleet has sequences of up to {needed:,} tokens, but the model's context is {longest:,}")
@@ -151,7 +152,7 @@ def _acceptances(options: PlanOptions, shape: ModelShape) -> tuple[tuple[float, 
     values = shape.acceptance or kind.acceptances
     shown = ", ".join(f"{value:.2g}" for value in values)
     source = shape.acceptance_source or kind.source
-    return values, f"{kind.title}: acceptances {shown} by position, the last goes on: {source}"
+    return values, f"{kind.title}: acceptances {shown} by position, the last for later positions too: {source}"
 
 
 def _sized_model(
@@ -212,7 +213,8 @@ def _row(
     drafting: Sequence[roofline.DraftingSetup], machine: Machine, context: int, batch: int, depths: Sequence[int],
     price: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """One batch: plain decoding, every drafter at the requested depths or at its best one, parts of a plain pass."""
+    """Returns the JSON row of one batch size: plain decoding, each drafter at the requested depths or its best one, and
+    milliseconds of a plain pass by part."""
 
     def speed_at(each: roofline.DraftingSetup, depth: int) -> roofline.StepSpeed:
         return roofline.step_speed(each.model, machine, batch, context, depth, each.acceptances)
@@ -220,7 +222,7 @@ def _row(
     plain, shown, candidates = speed_at(drafting[0], 0), [], []
     for each in drafting:
         drafter = each.model.shape.drafter
-        # a block's last tokens cost little
+        # a block drafter drafts all its tokens in one pass, so large depths are worth trying
         default = range(each.max_depth + 1) if drafter.single_pass else roofline.DEPTHS
         possible = [depth for depth in depths or default if depth <= each.max_depth]
         speeds = [(each, speed_at(each, depth)) for depth in possible or [each.max_depth]]
@@ -278,7 +280,7 @@ def _memory(model: SizedModel, machine: Machine, memory: MemoryEstimate) -> dict
 
 
 def _break_even(prices: Prices, machine: Machine, rows: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """For every batch the utilisation at which the machine costs as much as the API."""
+    """Returns for each batch size the utilisation at which the machine costs as much as the API."""
     if prices.api is None or prices.hour is None:
         return None
     needed = roofline.break_even(prices.hour.dollars * machine.count, prices.api.dollars)

@@ -1,4 +1,4 @@
-"""Sizes of a model: costs of layers (layers/costs.py), drafter, weight and cache formats, and device memory."""
+"""Sizes of a model for `plan`: layer costs (layers/costs.py), drafter, weight and cache formats, device memory."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -37,25 +37,25 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """A drafter. One draft step reads a projection, `layers` and an LM head and drafts one token."""
+    """Sizes of a drafter. One draft step reads the projection, `layers` and the LM head, and drafts one token."""
 
-    kind: str
+    kind: str  # key of drafters.DRAFTER_TYPES
     hidden_size: int
     vocab_size: int  # rows of the LM head; 0: none (n-gram lookup)
     layers: tuple[LayerGroup, ...] = ()  # of one module
     projection: int = 0  # weights of one module outside the layers
     num_modules: int = 1  # stored modules; a draft step reads one
-    per_token: int = 0  # more weights per drafted token, stored for each depth
-    shared_per_token: int = 0  # more weights per drafted token, stored once (in `own_vocab`)
-    own_vocab: int = 0  # weights of an own embedding and own LM heads
-    single_pass: bool = False  # one step drafts all tokens, one row each
+    per_token: int = 0  # additional weights read per drafted token, stored for each depth
+    shared_per_token: int = 0  # additional weights read per drafted token, stored once (part of `own_vocab`)
+    own_vocab: int = 0  # weights of the drafter's own embedding and LM heads
+    single_pass: bool = False  # one step drafts all tokens, with a row for each
     max_depth: int | None = None  # None: no limit
     assumed: bool = False  # the model has no drafter; this one is typical of its kind
     source: str = ""
 
     @property
     def parameters(self) -> int:
-        """Stored weights, without the LM head that it shares with the trunk."""
+        """Number of stored weights, without an LM head that is shared with the trunk."""
         module = sum(group.count * group.cost.weights for group in self.layers) + self.projection
         return self.num_modules * module + (self.max_depth or 0) * self.per_token + self.own_vocab
 
@@ -76,8 +76,8 @@ class ModelShape:
     outer: int = 0  # weights outside the layers that every row reads
     embedding: int = 0  # weights of embedding tables; a tied embedding counts as LM head
     max_length: int | None = None  # context; None: not known
-    bytes_per_weight: Mapping[Part, float] = field(default_factory=dict)  # of a checkpoint; else the format's
-    acceptance: tuple[float, ...] = ()  # conditional, by position
+    bytes_per_weight: Mapping[Part, float] = field(default_factory=dict)  # measured; other parts as in the format
+    acceptance: tuple[float, ...] = ()  # of the model's own drafter: conditional, by position
     acceptance_source: str = ""
     notes: tuple[str, ...] = ()  # sources and assumptions
 
@@ -86,7 +86,7 @@ class ModelShape:
         return sum(group.count for group in self.layers)
 
     def parameters(self) -> dict[Part, int]:
-        """Weights by part; `head` is the drafter, without a shared LM head."""
+        """Returns the number of weights by part; `head` is the drafter, without a shared LM head."""
         costs = [(group.count, group.cost.mixer, group.cost.feed_forward) for group in self.layers]
         return {
             "attention": sum(count * mixer.weights for count, mixer, _ in costs),
@@ -98,7 +98,7 @@ class ModelShape:
         }
 
     def active_parameters(self) -> int:
-        """Weights that multiply one token in the trunk, LM head included."""
+        """Returns the number of weights that the trunk uses for one token, including the LM head."""
         layers = sum(group.count * group.cost.active_weights for group in self.layers)
         return layers + self.outer + self.vocab_size * self.hidden_size
 
@@ -108,17 +108,19 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class SizedModel:
+    """A model's shape with the formats of weights and cache."""
+
     shape: ModelShape
     format: WeightBytes
     kv: float  # bytes per cached element
 
     def bytes(self, part: Part) -> float:
-        """Bytes per weight of a part: the checkpoint's, else the format's."""
+        """Returns the bytes per weight of a part: measured in the checkpoint, else the format's."""
         by_format = getattr(self.format, part) if part in ("attention", "mlp", "experts") else self.format.lm_head
         return self.shape.bytes_per_weight.get(part, by_format)
 
     def drafter_model(self) -> "SizedModel":
-        """The drafter as a model. Some formats do not quantize a head."""
+        """Returns the drafter as a model, whose bytes per weight are those of the head (often not quantized)."""
         shape = replace(self.shape, hidden_size=self.shape.drafter.hidden_size)
         size = self.shape.bytes_per_weight.get("head", self.format.head)
         if size is not None:
@@ -127,7 +129,7 @@ class SizedModel:
         return replace(self, shape=shape)
 
     def weight_bytes(self) -> dict[Part, float]:
-        """Bytes of all weights by part; `head` without a shared LM head."""
+        """Returns the bytes of all weights by part; `head` without a shared LM head."""
         sizes: dict[Part, float] = {part: count * self.bytes(part) for part, count in self.shape.parameters().items()}
         drafter, model = self.shape.drafter, self.drafter_model()
         module = sum(model.layer_bytes(group) for group in drafter.layers) + drafter.projection * model.bytes("mlp")
@@ -136,7 +138,8 @@ class SizedModel:
         return sizes
 
     def layer_bytes(self, group: LayerGroup, rows: float | None = None) -> float:
-        """Bytes of the weights of a group; of experts the expected number that `rows` rows use (None: all)."""
+        """Returns the bytes of a group's weights, with the expected number of experts that `rows` rows use (None: all
+        experts and tables)."""
         mixer, feed = group.cost.mixer, group.cost.feed_forward
         experts = feed.experts if rows is None else feed.touched(rows)
         return group.count * (
@@ -147,7 +150,7 @@ class SizedModel:
 
 
 def weight_format(name: str) -> WeightBytes:
-    """Bytes per weight of a format by name: plain, a quantization's, or GGUF's. Raises UsageError."""
+    """Returns a weight format by name: bf16, a quantization's or GGUF's. Raises UsageError for an unknown name."""
     named = {name: each for quantization in quantizations().values() for name, each in quantization.plans.items()}
     known = {"bf16": WeightBytes(2, 2, 2, 2), **named, **GGUF}
     if name not in known:
@@ -156,8 +159,8 @@ def weight_format(name: str) -> WeightBytes:
 
 
 def declared_format(config: Mapping[str, Any]) -> str:
-    """Weight format of a config.json by its quantization_config: the types of weights and experts that it names, else
-    the quantization's. bf16 without one, or for an unknown one."""
+    """Returns the name of the weight format that a config.json's quantization_config declares: by its types of weights
+    and experts, else by its method. bf16 without a quantization, or for an unknown one."""
     quantization, settings = declared(config), settings_of(config)
     if quantization is None:  # MLX names no method
         plain = "quant_method" in settings or "bits" not in settings
@@ -185,20 +188,22 @@ def kv_bytes(name: str) -> float:
 Verdict = Literal["fits", "close", "too small"]
 
 USABLE = 0.9
-"""Share of a device that engines take by default for weights, activations and caches; the driver needs the rest."""
-LIMIT = 0.97  # largest share that engines can be told to take
-LARGE_DEVICE = 70e9
+"""Share of a device's memory that engines use by default for weights, activations and caches."""
+LIMIT = 0.97  # largest share of a device's memory that engines can be configured to use
+LARGE_DEVICE = 70e9  # bytes
 PASS_ROWS = (2048, 8192)
-"""Rows of the largest pass that engines prepare for: on small devices, on devices from LARGE_DEVICE bytes."""
-LOGIT_ROWS = 256
+"""Rows of the largest pass that engines reserve memory for: (on small devices, from LARGE_DEVICE bytes on)."""
+LOGIT_ROWS = 256  # rows with logits in the largest pass
 LOGIT_BYTES = 8  # per logit: float32, and a copy while sampling
-MIN_CONTEXT = 1024  # least context, in positions, for a model to be of use
+MIN_CONTEXT = 1024  # smallest useful context, in positions
 MAX_CONTEXT = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    device: float  # bytes of one device
+    """Division of a model over devices."""
+
+    device: float  # memory of one device, in bytes
     tp: int = 1  # devices that share attention, dense matrices and caches
     ep: int = 1  # devices that share experts; 1: tp
     replicas: int = 1  # groups of tp devices, each with sequences of its own
@@ -210,7 +215,7 @@ def split_of(machine: Machine) -> Split:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on one device, and the number of sequences that fit. Of a model of unknown sizes only weights count."""
+    """Bytes on one device, and the number of sequences that fit. For a model of unknown sizes only weights count."""
 
     device: float  # memory of the device
     weights: float  # drafter included
@@ -219,7 +224,7 @@ class MemoryEstimate:
     per_sequence: float = 0.0  # cache of one sequence at the requested context
     min_sequence: float = 0.0  # cache of one sequence of MIN_CONTEXT positions
     users: int = 1  # requested sequences
-    max_context: int | None = None  # positions of a sequence alone, within USABLE; None: unknown sizes, or no limit
+    max_context: int | None = None  # longest single sequence within USABLE; None: unknown sizes, or no limit
 
     @property
     def usable(self) -> float:
@@ -227,7 +232,7 @@ class MemoryEstimate:
 
     @property
     def free(self) -> float:
-        """Bytes for caches; negative if the weights are too large."""
+        """Bytes left for caches; negative if the weights are too large."""
         return self.usable - self.weights - self.activations
 
     @property
@@ -236,13 +241,13 @@ class MemoryEstimate:
 
     @property
     def max_batch(self) -> int:
-        """Sequences at the requested context, on all devices together."""
+        """Number of sequences of the requested context that fit on all devices together."""
         return self.replicas * floor(self.free / max(self.per_sequence, 1.0)) if self.fits else 0
 
     @property
     def verdict(self) -> Verdict:
-        """`fits`: all requested sequences within USABLE. `too small`: not one short sequence within LIMIT. `close`: in
-        between; engines may start with fewer sequences, a shorter context or a larger share."""
+        """`fits`: all requested sequences fit within USABLE. `too small`: not even one sequence of MIN_CONTEXT fits
+        within LIMIT. `close`: engines may start with fewer sequences, a shorter context or a larger memory share."""
         if self.fits and self.max_batch >= self.users:
             return "fits"
         least = self.weights + self.activations + self.min_sequence
@@ -250,13 +255,13 @@ class MemoryEstimate:
 
     @property
     def reason(self) -> str:
-        """Reason of the verdict; empty if everything fits."""
+        """The reason for the verdict, as text; empty if everything fits."""
         weights, have = self.weights / 1e9, self.device / 1e9
         if self.verdict == "too small":
             return f"the weights take {weights:.1f} GB of each device, which has {have:.0f} GB"
         if not self.fits:
             share = 1 - self.free / self.usable
-            return f"weights and activations take {share:.0%} of what engines use of {have:.0f} GB"
+            return f"weights and activations take {share:.0%} of the memory that engines use of {have:.0f} GB"
         if self.verdict == "fits":
             return ""
         need, free = self.users * self.per_sequence / self.replicas / 1e9, self.free / 1e9
@@ -270,8 +275,8 @@ class MemoryEstimate:
 def estimate_memory(
     model: SizedModel, split: Split, context: float, *, users: int = 1, weight_bytes: float | None = None
 ) -> MemoryEstimate:
-    """Memory of a model with `users` sequences of `context` positions. `weight_bytes`: size of all weights, if known
-    from files; else the sum of their parts by the model's format."""
+    """Estimates the memory of a model with `users` sequences of `context` positions. `weight_bytes`: size of all
+    weights in files; None: computed from the model's format."""
     sizes = model.weight_bytes()
     scale = 1.0 if weight_bytes is None else weight_bytes / sum(sizes.values())
     experts = sizes.pop("experts") / (split.ep if split.ep > 1 else split.tp)
@@ -286,7 +291,8 @@ def estimate_memory(
 
 
 def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
-    """Bytes of keys, values and recurrent states (float32) of one sequence on one device, drafter included."""
+    """Returns the bytes of keys, values and recurrent states (float32) of one sequence on one device, including the
+    drafter's."""
     drafter = model.shape.drafter
     trunk = sum(_cache_of(group, model.kv, split, context) for group in model.shape.layers)
     module = sum(_cache_of(group, model.kv, split, context) for group in drafter.layers)
@@ -294,7 +300,7 @@ def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
 
 
 def activations(shape: ModelShape, split: Split) -> float:
-    """Bytes of the largest pass: copies of the hidden states, values inside the widest layer, float32 logits."""
+    """Returns the activation bytes of the largest pass: hidden states, values of the widest layer, float32 logits."""
     rows = PASS_ROWS[split.device >= LARGE_DEVICE]
     widest = max(_inner(group, shape.hidden_size) for group in shape.layers)
     values = rows * (6 * shape.hidden_size + widest / split.tp) * ACTIVATION_BYTES
@@ -302,7 +308,7 @@ def activations(shape: ModelShape, split: Split) -> float:
 
 
 def devices_needed(model: SizedModel, device: float) -> int:
-    """Fewest devices of `device` bytes that hold the weights."""
+    """Returns the fewest devices with `device` bytes each that hold the weights."""
     return -int(-sum(model.weight_bytes().values()) // (USABLE * device))
 
 
@@ -312,13 +318,13 @@ def _cache_of(group: LayerGroup, kv: float, split: Split, context: float) -> flo
 
 
 def _inner(group: LayerGroup, hidden: int) -> float:
-    """Values of one row inside a feed-forward part: gate, up and their product, of all experts of the row."""
+    """Returns the number of intermediate values of one row in a feed-forward part, over all experts of the row."""
     feed = group.cost.feed_forward
     return feed.weights / hidden + feed.active * (feed.expert_weights / hidden + hidden)
 
 
 def _max_context(model: SizedModel, split: Split, free: float) -> int | None:
-    """The longest context whose caches take no more than `free` bytes of a device."""
+    """Returns the longest context whose caches take at most `free` bytes of a device; None: no limit."""
     contexts = range(1, MAX_CONTEXT + 1)
     fitting = bisect_right(contexts, free, key=lambda context: cache_bytes(model, split, context))
     return None if fitting == MAX_CONTEXT else fitting

@@ -1,7 +1,7 @@
 """Discrete-event simulation of a router and engines with continuous batching.
 
 An engine step decodes all running sequences and prefills prompts with the remaining rows. A new request goes to the
-engine with the fewest. Lengths are uniform between 0.5 and 1.5 times their mean; arrivals are a Poisson process.
+engine with the fewest requests. Lengths are uniform from 0.5 to 1.5 times their mean; arrivals are a Poisson process.
 """
 
 import heapq
@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class PrefillRows:
+    """The prompt rows of one engine step."""
+
     prompts: int = 0
     rows: float = 0.0  # of all prompts together
-    context: float = 0.0  # mean number of positions that a row sees
+    context: float = 0.0  # mean number of positions that a row attends to
     finished: int = 0  # prompts whose last row is in this step
 
 
 NO_ROWS = PrefillRows()
 StepTime = Callable[[int, float, PrefillRows], tuple[float, float]]
-"""(decoding sequences, their mean context, prompts) -> (seconds of a step, new tokens of each decoding sequence)."""
-WARM_UP = 0.2  # share of the requests, at the start, that are not counted
+"""(decoding sequences, their mean context, prompt rows) -> (seconds of the step, new tokens per decoding sequence)."""
+WARM_UP = 0.2  # share of the first requests that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,11 @@ class Arrivals:
     times: NDArray[np.float64]  # seconds, ascending
     prompts: NDArray[np.float64]  # tokens
     outputs: NDArray[np.float64]  # tokens
-    computed: NDArray[np.float64] | None = None  # tokens of each prompt prefilled by another machine; None: none
+    computed: NDArray[np.float64] | None = None  # prompt tokens that another machine has prefilled; None: none
 
 
 def poisson_arrivals(rate: float, prompt: float, output: float, count: int, seed: int = 0) -> Arrivals:
-    """`count` requests at `rate` a second."""
+    """Draws `count` requests at `rate` per second, with mean lengths `prompt` and `output` in tokens."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
     prompts, outputs = (np.ceil(mean * rng.uniform(0.5, 1.5, count)) for mean in (prompt, output))
@@ -46,7 +48,7 @@ def poisson_arrivals(rate: float, prompt: float, output: float, count: int, seed
 
 
 def after_warm_up(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the values of the requests that are counted."""
+    """Returns the values without those of the first WARM_UP share of requests."""
     return values[int(WARM_UP * len(values)) :]
 
 
@@ -56,6 +58,8 @@ def percentile(values: NDArray[np.float64], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
+    """Latencies [requests] and utilisation of a simulated fleet."""
+
     ttft_s: NDArray[np.float64]
     tpot_s: NDArray[np.float64]
     outputs: NDArray[np.float64]  # tokens
@@ -63,11 +67,11 @@ class SimulationResult:
     batch: float  # mean number of decoding sequences per step
 
     def ttft(self, share: float) -> float:
-        """Percentile over the requests after the warm-up, in seconds."""
+        """Returns the `share`-th percentile of TTFT after the warm-up, in seconds."""
         return percentile(after_warm_up(self.ttft_s), share)
 
     def tpot(self, share: float) -> float:
-        """The same of time per token, over answers of more than one token."""
+        """Returns the `share`-th percentile of time per token, over answers of more than one token, in seconds."""
         return percentile(after_warm_up(self.tpot_s)[after_warm_up(self.outputs) > 1], share)
 
 
@@ -75,8 +79,8 @@ class SimulationResult:
 class _Engine:
     waiting: deque[int] = field(default_factory=deque)  # requests
     prefilling: deque[list[float]] = field(default_factory=deque)  # [request, rows left]
-    decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (`decoded` at its end, request)
-    decoded: float = 0.0  # tokens of a sequence that decodes since the start
+    decoding: list[tuple[float, int]] = field(default_factory=list)  # heap of (value of `decoded` at its end, request)
+    decoded: float = 0.0  # tokens that a sequence would have if it had decoded since the start
     contexts: float = 0.0  # positions of all decoding sequences together
     step_result: tuple[float, int] = (0.0, 0)  # (new tokens per sequence, prompts that finish) of this step
     busy_s: float = 0.0
@@ -92,7 +96,7 @@ class _Engine:
 class _Fleet:
     def __init__(self, step: StepTime, engines: int, slots: int, rows: int, arrivals: Arrivals) -> None:
         self._step, self._slots, self._rows = step, slots, rows
-        # lists: single numbers of arrays are slow
+        # lists, since reading single elements of arrays is slow
         self._times, self._prompts, self._outputs = (
             each.tolist() for each in (arrivals.times, arrivals.prompts, arrivals.outputs)
         )
@@ -169,7 +173,7 @@ class _Fleet:
 
 
 def simulate(step: StepTime, arrivals: Arrivals, *, engines: int, slots: int, rows: int) -> SimulationResult:
-    """Simulates a fleet. `slots`: sequences per engine; `rows`: per step, prompts included."""
+    """Simulates a fleet. `slots`: running sequences per engine; `rows`: largest number of rows in a step."""
     fleet = _Fleet(step, engines, slots, rows, arrivals)
     ended = fleet.run()
     first, last = np.array(fleet.first), np.array(fleet.last)

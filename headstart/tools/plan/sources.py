@@ -37,23 +37,24 @@ from headstart.tools.plan.shape import (
 )
 
 GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
-"""Main tensor type of a GGUF file -> a format with products of the same precision."""
-AVAILABLE_CONTEXT = 8192  # positions of the sequence that the memory of `available` holds
+"""Most frequent tensor type of a GGUF file -> key of shape.GGUF with matrix products of the same precision."""
+AVAILABLE_CONTEXT = 8192  # positions of the sequence in the memory estimate of `available`
 LIKELY_BYTES = (0.2, 4.6)
-"""Plausible bytes of a weight; others mean that the file holds other tensors than the config says."""
+"""Plausible range of bytes per weight. Values outside mean that the tensors do not match the config."""
 MAX_LAYERS, MAX_EXPERTS = 4096, 2**16
 CARDS: Mapping[str, Any] = read_packaged("headstart.tools.plan", "cards.json")
-"""Name of a model -> its config without weights, acceptance lengths, and sources."""
+"""Name of a model -> card: config, acceptance lengths and sources, without weights."""
 PART_OF: Mapping[str, Part] = {
     "experts": "experts", "mtp": "head", "lm_head": "lm_head", "embedding": "embedding", "norms and rest": "mlp",
 }  # fmt: skip
 CARD_NAMES = [name for name, card in CARDS.items() if "config" in card]
 CARD_OF = {alias: name for name in CARD_NAMES for alias in (name, *CARDS[name]["aliases"])}
-"""Name or alias -> card with a config."""
+"""Name or alias of a card with a config -> its name."""
 
 
 def find_shape(name: str | None, weights: str | None = None) -> ModelShape:
-    """A model by card, alias, path or Hub id; `weights` replaces its format. Raises UsageError or ModelError."""
+    """Returns the shape of a model by card name, alias, path or Hub id. `weights` replaces its weight format. Raises
+    UsageError or ModelError."""
     if weights is not None:
         weight_format(weights)
     if name in CARD_OF:
@@ -66,7 +67,7 @@ def find_shape(name: str | None, weights: str | None = None) -> ModelShape:
 
 
 def shape_of(name: str, config: Mapping[str, Any], *, weights: str = "bf16") -> ModelShape:
-    """The shape of a config.json. Raises ModelError for a missing key or an impossible size."""
+    """Returns the shape of a config.json. Raises ModelError for a missing key or an impossible size."""
     text = with_sizes(text_config(config))
     _check_sizes(name, text)
     try:
@@ -88,14 +89,15 @@ def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
     bounds |= {"hidden_size": 2**24, "vocab_size": 2**28}
     for key, limit in bounds.items():
         if key in config and not 1 <= (as_size(config[key]) or 0) <= limit:
-            what = f"{name}: its config says {key} {config[key]!r}, which is no size"
+            what = f"{name}: {key} in its config is {config[key]!r}, which is not a valid size"
             raise ModelError(what, f"a whole number from 1 to {limit}")
     if num_experts(config) > MAX_EXPERTS:
-        raise ModelError(f"{name}: its config names {num_experts(config)} experts, which is no size")
+        what = f"{name}: its config has {num_experts(config)} experts"
+        raise ModelError(what, f"at most {MAX_EXPERTS} are supported")
 
 
 def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
-    """The MTP modules of a config; without any, one block as a head on this trunk would have is assumed."""
+    """Returns the MTP modules of a config. Without any, one module with a block of this trunk is assumed."""
     hidden, spec = sizes.hidden_size, family.head_of(sizes)
     layer = sizes.head_layer.cost(hidden)
     drafter = DrafterShape(
@@ -111,14 +113,14 @@ def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
 
 
 def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
-    """Returns the shape with the acceptance lengths of a card, where it has some."""
+    """Returns the shape with the acceptance lengths of card `name`, if that card has some."""
     if not (known := CARDS.get(name, {}).get("acceptance")):
         return shape
     return replace(shape, acceptance=acceptances_of_lengths(known["lengths"]), acceptance_source=known["source"])
 
 
 def from_model(name: str | None) -> ModelShape:
-    """A checkpoint by its tensors' headers; of a Hub repo only config.json is fetched."""
+    """Returns the shape of a checkpoint, from tensor headers; for a Hub repo only config.json is fetched."""
     if name and not hub.is_builtin(name) and not Path(name).expanduser().exists():
         if not hub.is_repo(name):
             raise _unknown(name)
@@ -140,7 +142,7 @@ def _unknown(name: str) -> UsageError:
 
 def _refuse(name: str, drafter: DrafterKind) -> None:
     if drafter.separate:
-        what = f"{name} is a drafter ({drafter.title}), and no model by itself"
+        what = f"{name} is a drafter ({drafter.title}), not a complete model"
         raise UsageError(what, f"headstart plan MODEL --head {name}")
 
 
@@ -152,7 +154,8 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
-    """Sizes by config, bytes by tensor headers. Raises UsageError for a drafter."""
+    """Returns the shape of a checkpoint: sizes from its config, bytes from tensor headers. Raises UsageError for a
+    drafter."""
     _refuse(name, classify(checkpoint.config, checkpoint.tensors))
     types = Counter[str]()
     for tensor in checkpoint.tensors.values():
@@ -170,7 +173,7 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
 
 
 def sized_model(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> SizedModel:
-    """A model by its config.json, in the declared format or with the bytes of `tensors`. Raises ModelError."""
+    """Returns the model of a config.json, in its declared format or with the bytes of `tensors`. Raises ModelError."""
     shape = shape_of(name, config, weights=declared_format(config))
     if tensors:
         shape = replace(shape, bytes_per_weight=measured_bytes(shape, tensors)[0])
@@ -178,18 +181,18 @@ def sized_model(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
 
 
 def undescribed_kinds(shape: ModelShape, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Notes on kinds of layers that tensor names show and the metadata (mostly of GGUF files) do not."""
+    """Returns notes on kinds of layers that tensor names reveal but the metadata (mostly of GGUF files) omits."""
     mixers = [group.cost.mixer for group in shape.layers]
     recurrent = any(mixer.state for mixer in mixers)
     latent = any(mixer.kv_width and mixer.splits == 1 for mixer in mixers)
     hidden = ["recurrent"] if not recurrent and any("ssm" in name or "linear_attn" in name for name in tensors) else []
     hidden += ["latent"] if not latent and any("kv_a" in name for name in tensors) else []
-    why = "attention that its metadata do not describe: its cache is overestimated; use a card or a config.json"
+    why = "attention that its metadata does not describe: its cache is overestimated; use a card or a config.json"
     return [f"the file has {kind} {why}" for kind in hidden]
 
 
 def measured_bytes(shape: ModelShape, tensors: Mapping[str, Tensor]) -> tuple[dict[Part, float], list[Part]]:
-    """(bytes per weight by part, parts whose tensors do not match the shape)."""
+    """Returns (bytes per weight by part, parts whose tensors do not match the shape)."""
     totals: Counter[Part] = Counter()
     for name, tensor in tensors.items():
         if (part := _part(name, shape)) is not None:
@@ -209,7 +212,8 @@ def _part(name: str, shape: ModelShape) -> Part | None:
 
 
 def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelShape:
-    """The shape with a drafter: a card, a whole model, a directory or a repo id. Raises UsageError or ModelError."""
+    """Returns the shape with a drafter `name`: a card, a whole model, a directory or a repo id. Raises UsageError or
+    ModelError."""
     path = Path(name).expanduser()
     if kind == "draft_model" or name in CARD_OF:
         return draft_model(shape, find_shape(name))
@@ -226,7 +230,8 @@ def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelSha
 
 
 def available() -> Report:
-    """Published models worth running with their own heads: repository, size and memory in bytes, drafter, gain."""
+    """Reports published models that are worth running with their own heads: size and memory in bytes, kind of drafter,
+    gain."""
     return Report(True, {"default": hub.DEFAULT_MODEL, "models": [_available(name) for name in hub.published_models()]})
 
 

@@ -426,7 +426,7 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
         ("sharegpt-2500-1500", "off"), ("sharegpt-2500-1500", "auto"),
     ]  # fmt: skip
     assert [each["output_tokens"] for each in found["cells"]] == [16, 16]
-    assert "no cost: --price-per-hour says what the machine costs" in found["notes"]
+    assert "no cost: give the machine's price with --price-per-hour" in found["notes"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

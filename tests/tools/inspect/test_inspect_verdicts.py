@@ -92,7 +92,7 @@ def test_a_reduced_vocabulary_needs_its_map(tmp_path: Path) -> None:
         rest = {other: np.zeros(shape, np.float32) for other, shape in shapes.items() if other != "d2t"}
         save(folder / "model.safetensors", {**rest, "d2t": np.array(ids, np.int64)})
         verdict, reason = said(folder)
-        assert verdict == "mismatch" and "d2t leads" in reason, name
+        assert verdict == "mismatch" and "d2t maps" in reason, name
 
 
 @pytest.mark.parametrize(("changes", "words"), [

@@ -39,7 +39,7 @@ def after(step: LaunchStep, flag: str) -> str:
 def test_roles() -> None:
     assert parse_roles(" 2:1 ") == ("prefill", "prefill", "decode")
     for text in ("", "1", "1:", "0:1", "1:0", "2:1:1", "a:b", "1,1", "-1:2"):
-        with pytest.raises(UsageError, match="says how many prefill and decode"):
+        with pytest.raises(UsageError, match="numbers of prefill and decode"):
             parse_roles(text)
 
 
@@ -91,12 +91,12 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"gpus": "h100x1", "disaggregate": "1:1"}, "2 servers of 1 GPUs do not fit on 1 x 1"),
     ({"gpus": "h100x2", "disaggregate": "1:1", "tp": 2}, "2 servers of 2 GPUs do not fit"),
-    ({"gpus": "h100x2", "disaggregate": "1:1", "role": "decode"}, "two ways to say it"),
+    ({"gpus": "h100x2", "disaggregate": "1:1", "role": "decode"}, "cannot go together"),
     ({"gpus": "h100x2", "disaggregate": "1:1", "settings": {"ssl_certfile": "x"}}, "go with several servers"),
-    ({"gpus": "ascend-910bx2", "engine": "xllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
-    ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "cannot run prefill and decode apart"),
+    ({"gpus": "ascend-910bx2", "engine": "xllm", "disaggregate": "1:1"}, "has no router for prefill/decode"),
+    ({"gpus": "h100x2", "engine": "trtllm", "disaggregate": "1:1"}, "has no router for prefill/decode"),
     ({"gpus": "h100x4", "engine": "trtllm", "disaggregate": "1:1", "dp": 2}, "takes --disaggregate or --dp"),
-    ({"gpus": "none", "engine": "sglang", "tp": 2}, "is not given --tp on a CPU"),
+    ({"gpus": "none", "engine": "sglang", "tp": 2}, "has no --tp on a CPU"),
     ({"gpus": "none", "extra": ("--distributed-executor-backend=ray",)}, "vLLM refuses Ray on a CPU"),
     ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
 ])  # fmt: skip

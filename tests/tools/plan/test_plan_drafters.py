@@ -90,7 +90,7 @@ def test_a_drafter_is_planned_beside_a_model_only(config: dict[str, Any], tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 2
     found = capsys.readouterr()
-    assert "no model by itself" in found.err and f"--head {tmp_path}" in found.err and not found.out
+    assert "not a complete model" in found.err and f"--head {tmp_path}" in found.err and not found.out
 
 
 @pytest.mark.parametrize(("config", "kind", "most"), [(EAGLE3, "eagle3", None), (DFLASH, "dflash", 15)])

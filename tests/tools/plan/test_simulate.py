@@ -61,7 +61,7 @@ def test_a_load_in_words() -> None:
     for text, said in (
         ("fast", "'fast' is not understood"),
         ("100 req/s, 1500 in, 300 out, TTFT 1 s", "lacks TPOT"),
-        (f"{TEXT}, 5 in", "says prompt a second time"),
+        (f"{TEXT}, 5 in", "gives prompt a second time"),
         (TEXT.replace("300", "0"), "must be above 0"),
         (f"{TEXT}, p100", "p100, but it goes from p50"),
     ):

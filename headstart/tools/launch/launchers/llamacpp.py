@@ -1,4 +1,4 @@
-"""llama.cpp: drafting is switched on by type; its flags were renamed in 2026."""
+"""llama.cpp launcher: `--spec-type` switches drafting on; its flags were renamed in 2026."""
 
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import Version
@@ -6,7 +6,8 @@ from headstart.tools.launch.command_line import CommandLine
 from headstart.tools.launch.launcher import EngineLauncher, ServerBuilder
 
 P_MIN = 0.75
-"""Drafts stop below this probability; the default of 0 is slower by a quarter or more (its own measurements)."""
+"""Drafting stops at a token below this probability. llama.cpp's default of 0 is slower by a quarter or more, by its
+own measurements."""
 
 
 class LlamaCpp(EngineLauncher, data="llamacpp.json"):
@@ -31,7 +32,7 @@ class LlamaCpp(EngineLauncher, data="llamacpp.json"):
     def _speculation(self, server: ServerBuilder) -> None:
         spec = server.spec
         if spec.drafter and spec.drafter.container != "gguf":
-            raise UsageError(f"--head {spec.head} is no GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
+            raise UsageError(f"--head {spec.head} is not a GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
         if spec.head:
             server.add("--spec-draft-model", spec.head)
         server.add("--spec-type", self.method_of(spec))  # without a type, heads of some kinds are loaded and not used

@@ -1,4 +1,4 @@
-"""SGLang: steps and draft tokens are counted apart, algorithms have names of their own, 48 requests are the default."""
+"""SGLang launcher: steps and draft tokens are separate flags; while drafting SGLang runs 48 requests by default."""
 
 import json
 
@@ -7,12 +7,12 @@ from headstart.tools.launch.arguments import Version, at_least
 from headstart.tools.launch.command_line import ArgumentWord, CommandLine
 from headstart.tools.launch.launcher import BOTH_SIDES, OFFLOAD, CommandBuilder, EngineLauncher, ServerBuilder
 
-DEFAULT_REQUESTS = 256  # running requests asked for: SGLang takes 48 when it drafts and nothing is said
+DEFAULT_REQUESTS = 256  # our --max-running-requests; while drafting SGLang's own default is 48
 OWN_DRAFT = ("deepseek", "glm4", "glm_moe", "bailing", "hunyuan", "hy_v", "qwen4", "mistral")
-"""Beginnings of model types for which SGLang takes the target itself as draft model."""
+"""Prefixes of model types for which SGLang uses the target checkpoint itself as draft model."""
 REJECTION = ("NEXTN", "EAGLE", "EAGLE3")  # algorithms with rejection sampling
-BLOCKS = ("DFLASH", "DSPARK")  # algorithms that draft a block at once: the pass has its tokens and one more
-MAX_TREE_TOKENS = 8  # tokens of a tree that SGLang itself chooses for 5 steps and 4 branches
+BLOCKS = ("DFLASH", "DSPARK")  # algorithms that draft a block at once; they verify depth + 1 tokens
+MAX_TREE_TOKENS = 8  # size of the draft tree that SGLang chooses for 5 steps and top-k 4
 
 
 class Sglang(EngineLauncher, data="sglang.json"):
@@ -57,7 +57,7 @@ class Sglang(EngineLauncher, data="sglang.json"):
         spec, model_type = server.spec, server.facts.model_type
         algorithm, depth = self.method_of(spec), spec.depth
         if algorithm == "NEXTN" and model_type == "deepseek_v4":
-            algorithm = "EAGLE"  # the same, but checked for before names are resolved
+            algorithm = "EAGLE"  # same algorithm; SGLang checks this model type before it resolves the alias NEXTN
         server.add("--speculative-algorithm", algorithm)
         if spec.head or not model_type.startswith(OWN_DRAFT):
             server.add("--speculative-draft-model-path", spec.head or server.facts.source)
@@ -76,7 +76,8 @@ class Sglang(EngineLauncher, data="sglang.json"):
         self._sampling(server, algorithm)
 
     def _depth_table(self, server: ServerBuilder) -> int:
-        """Writes the file of depths by batch size; returns the depth to begin with, which must be one of them."""
+        """Adds adaptive.json with a depth for each batch size. Returns the largest depth, with which SGLang starts.
+        Raises UsageError for a table without drafts."""
         table = server.spec.depth_table
         deepest = max(deep for _, _, deep in table)
         if not deepest:
@@ -88,7 +89,7 @@ class Sglang(EngineLauncher, data="sglang.json"):
         return deepest
 
     def _sampling(self, server: ServerBuilder, algorithm: str) -> None:
-        """Chooses rejection sampling, which accepts more, where SGLang has it."""
+        """Switches rejection sampling on, which accepts more drafts, if SGLang supports it for this drafter."""
         drafter = server.spec.drafter
         if server.spec.platform == "cpu":
             server.note("on a CPU SGLang verifies by argmax: temperature is ignored while drafting")
@@ -123,7 +124,8 @@ class Sglang(EngineLauncher, data="sglang.json"):
 
 
 def _complete_tree(line: CommandLine) -> None:
-    """Adds the width and size of a draft tree, which SGLang wants where they do not follow from the steps."""
+    """Adds or corrects --speculative-eagle-topk and --speculative-num-draft-tokens, which SGLang requires when
+    --speculative-num-steps is given."""
     steps, width = _number(line.find("--speculative-num-steps")), line.find("--speculative-eagle-topk")
     drafts = line.find("--speculative-num-draft-tokens")
     if steps is None:

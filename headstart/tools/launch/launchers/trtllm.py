@@ -1,7 +1,7 @@
-"""TensorRT-LLM: speculation is part of a YAML file.
+"""TensorRT-LLM launcher: speculation is configured in a YAML file.
 
-Version 1.3 renamed the key of the depth, and brought depths by batch size to MTP and EAGLE-3. Since then a depth is
-keyed by the largest batch size it is for, before by the smallest.
+Version 1.3 renamed the key of the depth and added depths by batch size for MTP and EAGLE-3. From 1.3 on,
+draft_len_schedule maps the largest batch size of each row to its depth; older versions use the smallest.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ DEPTH_FLAGS = ("--max_draft_len", "--num_nextn_predict_layers")
 
 
 class TrtLlm(EngineLauncher, data="trtllm.json"):
-    """`trtllm-serve MODEL --extra_llm_api_options extra.yaml`, spelled as every version takes it."""
+    """Builds `trtllm-serve MODEL --extra_llm_api_options extra.yaml`, a spelling that every version accepts."""
 
     def build(self, server: ServerBuilder) -> None:
         spec, parallel = server.spec, server.spec.parallel
@@ -71,10 +71,11 @@ class TrtLlm(EngineLauncher, data="trtllm.json"):
 
 
 def _schedule(table: list[list[int]]) -> dict[int, int]:
-    """Largest batch size -> depth; larger ones draft nothing. Raises UsageError unless the smallest are the deepest."""
+    """Returns {largest batch size: depth} for the rows of a table; larger batches draft nothing. Raises UsageError
+    unless the first row has the largest depth."""
     depths = [depth for _, _, depth in table]
     if not depths[0] or max(depths) > depths[0]:
-        what = f"--depth-by-batch drafts {depths[0]} tokens for the smallest batches, but TensorRT-LLM wants most there"
+        what = f"--depth-by-batch begins with depth {depths[0]}, but TensorRT-LLM needs the largest depth first"
         raise UsageError(what, "for example [[1, 4, 3], [5, 64, 0]]")
     ends = [low - 1 for low, _, _ in table[1:]] + [table[-1][1]]
     return dict(zip(ends, depths, strict=True))

@@ -1,4 +1,4 @@
-"""vLLM: one JSON for speculation, names of methods that change, a batch table that data parallelism ignores."""
+"""vLLM launcher: speculation is one JSON flag; old flags, keys and method names are translated into it."""
 
 import json
 import re
@@ -15,10 +15,10 @@ from headstart.tools.launch.spec import LaunchStep
 from headstart.tools.plan.shape import Split, cache_bytes
 
 MIN_CPU_CACHE_GB = 2
-RAY_PORT, GROUP_PORT = 6379, 29501  # ports of Ray's head, and of the first of several nodes
-SIDE_CHANNEL_PORT = 5600  # port at which the first server hands caches over
+RAY_PORT, GROUP_PORT = 6379, 29501  # ports of Ray's head node, and of --master-port
+SIDE_CHANNEL_PORT = 5600  # port of the first server's NIXL side channel (KV cache transfer)
 RAY = ("--distributed-executor-backend", "ray")
-WITHOUT_RAY = "0.19"  # from here on vLLM's image has no Ray, and vLLM joins nodes itself
+WITHOUT_RAY = "0.19"  # first version that joins nodes itself and whose image has no Ray
 
 
 class Vllm(EngineLauncher, data="vllm.json"):
@@ -49,7 +49,8 @@ class Vllm(EngineLauncher, data="vllm.json"):
             server.serve(*words, node=node, where=where, answers=node == 0, **environment)
 
     def _join_by_ray(self, server: ServerBuilder) -> bool:
-        """Adds Ray where it joins the nodes: in versions that cannot do it themselves, or if asked for after --."""
+        """Adds Ray for versions that cannot join nodes themselves, or if the user asked for it after --. Returns
+        whether Ray is used."""
         parallel, is_asked = server.spec.parallel, _asks_for_ray(server.spec.extra)
         can_join = at_least(server.version, WITHOUT_RAY)
         if can_join and not is_asked:
@@ -66,7 +67,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return True
 
     def _node_arguments(self, server: ServerBuilder, node: int) -> list[str]:
-        """Arguments of one of several nodes, unless the user joins them; only the first answers requests."""
+        """Returns the arguments of one of several nodes; none with Ray. Nodes after the first do not serve HTTP."""
         parallel, own = server.spec.parallel, CommandBuilder(self, server.version)
         if RAY[0] in (*server.spec.extra, *server.words):
             return []
@@ -76,7 +77,8 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return own.words
 
     def _environment(self, server: ServerBuilder) -> dict[str, str]:
-        """On a CPU cache size and cores: vLLM takes a whole NUMA node otherwise. In disaggregation the side channel."""
+        """Returns environment variables. On a CPU: cache size and cores, since vLLM would use a whole NUMA node. In
+        disaggregation: address and port of the NIXL side channel."""
         spec, environment = server.spec, dict[str, str]()
         if spec.platform == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(_cpu_cache_gb(server))
@@ -149,7 +151,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
 
 
 def _cpu_cache_gb(server: ServerBuilder) -> int:
-    """Returns the size of the KV cache on a CPU: one sequence of the length asked for, at least."""
+    """Returns GiB for the KV cache on a CPU: one sequence of --max-model-len, but at least MIN_CPU_CACHE_GB."""
     length, sized = server.spec.settings.get("max_model_len"), server.facts.sized
     if sized is None or not str(length or "").isdigit():
         return MIN_CPU_CACHE_GB
@@ -157,15 +159,15 @@ def _cpu_cache_gb(server: ServerBuilder) -> int:
 
 
 def _asks_for_ray(extra: Sequence[str]) -> bool:
-    """In one word or two."""
+    """Returns whether the user's arguments choose Ray, written as one word (flag=value) or as two."""
     words = [part for word in extra for part in word.split("=", 1)]
     return any(pair == RAY for pair in pairwise(words))
 
 
-# --translate: former ways to configure speculation, into the JSON of --speculative-config.
+# For --translate: old ways to configure speculation are merged into the JSON of --speculative-config.
 
 OPTION = "--speculative-config"
-DOTTED = f"{OPTION}."  # vLLM takes keys of its JSON one by one too
+DOTTED = f"{OPTION}."  # prefix of flags for single keys of the JSON
 VARIABLE = re.compile(r"\$\{?\w+\}?")
 FOLDED = {
     "--speculative-model": ("model", str),
@@ -176,13 +178,13 @@ FOLDED = {
     "--speculative-model-quantization": ("quantization", str),
     "--speculative-disable-by-batch-size": ("disable_by_batch_size", int),
 }
-"""V0's flags -> keys of the JSON and their types."""
+"""Flag of vLLM V0 -> (key of the JSON, its type)."""
 RENAMED_KEYS = {
     **{flag[2:].replace("-", "_"): key for flag, (key, _) in FOLDED.items() if flag[2:].replace("-", "_") != key},
     "tensor_parallel_size": "draft_tensor_parallel_size",
 }
 NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "draft_tensor_parallel_size")
-DRAFTERS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mtp")  # words in a drafter's name that say its kind
+DRAFTERS = ("eagle3", "eagle", "dflash", "dspark", "medusa", "mtp")  # drafter kinds, as they occur in model names
 MOVED_CONNECTORS = {"SharedStorageConnector": "ExampleConnector"}
 
 
@@ -193,12 +195,12 @@ def _read(word: ArgumentWord | None) -> dict[str, Any]:
     config = parse_json(word.value)
     config = parse_json(quoted) if isinstance(config, str) else config
     if not isinstance(config, dict):
-        raise UsageError(f"{OPTION} is no JSON object: {word.value[:60]}", """for example '{"method": "mtp"}'""")
+        raise UsageError(f"{OPTION} is not a JSON object: {word.value[:60]}", """for example '{"method": "mtp"}'""")
     return config
 
 
 def _dumped(config: dict[str, Any]) -> str:
-    """Returns JSON in which numbers may be the shell's: "$K" without quotes."""
+    """Returns JSON text; a number that is a shell variable, such as "$K", is written without quotes."""
     text = json.dumps(config, ensure_ascii=False)
     for key in NUMBERS:
         text = re.sub(rf'("{key}": )"({VARIABLE.pattern})"', r"\1\2", text)
@@ -244,7 +246,7 @@ def _update_keys(line: CommandLine, config: dict[str, Any], version: Version) ->
 
 
 def _to_depth_table(line: CommandLine, config: dict[str, Any]) -> None:
-    """Replaces the batch size above which nothing is drafted by a table of depths."""
+    """Replaces disable_by_batch_size, above which nothing is drafted, by a table of depths by batch size."""
     limit, depth = config.pop("disable_by_batch_size"), config.get("num_speculative_tokens", 1)
     if not isinstance(limit, int) or not isinstance(depth, int):
         line.warnings.append("the switch-off by batch size is a table now: num_speculative_tokens_per_batch_size")

@@ -1,4 +1,4 @@
-"""xLLM: the head is a checkpoint of its own, exported first; each device has a process of its own."""
+"""xLLM launcher: an MTP head is exported to a separate checkpoint first; each device has its own process."""
 
 from headstart.tools.launch.launcher import CommandBuilder, EngineLauncher, ServerBuilder
 from headstart.tools.launch.spec import VISIBLE, LaunchStep
@@ -23,7 +23,7 @@ class Xllm(EngineLauncher, data="xllm.json"):
             self._serve_rank(server, rank, num_ranks)
 
     def _serve_rank(self, server: ServerBuilder, rank: int, num_ranks: int) -> None:
-        """Adds the process of one device: xLLM takes the visible device of its number within the node."""
+        """Adds the process of one device. xLLM uses the visible device whose index is the rank within the node."""
         spec, parallel = server.spec, server.spec.parallel
         own, per_node = CommandBuilder(self, server.version), -(-num_ranks // parallel.nodes)
         node, device = divmod(rank, per_node)
