@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client for OpenAI-compatible servers that keeps the time at which each piece of text arrived.
+"""HTTP/1.1 client for OpenAI-compatible servers that records the arrival time of each piece of text.
 
-One connection per request. Data is parsed when the answer is complete, since client and server often share a machine's
-cores.
+Each request uses its own connection. Responses are parsed after they are complete, since client and server often share
+the cores of a machine.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import httptools
 from headstart.errors import UsageError
 from headstart.tools import engine_metrics
 
-SILENCE_S = 600.0  # a server that sends nothing for so long counts as dead
+SILENCE_S = 600.0  # a server that sends nothing for this time counts as dead
 EVENT = b"data:"
 REDIRECTS = (301, 302, 307, 308)
 MODELS = "/v1/models"
@@ -30,9 +30,9 @@ class Server:
     host: str
     port: int
     tls: bool = False
-    prefix: str = ""  # before every path
+    prefix: str = ""  # path of the base URL, before every path
     api_key: str | None = field(default=None, repr=False)
-    trusted: bool = False  # its certificate is not checked
+    trusted: bool = False  # true: the TLS certificate is not checked
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:
@@ -59,21 +59,21 @@ class Server:
 
 @dataclass
 class Response:
-    """An answer. Times are in seconds since the request was sent."""
+    """A response. Times are in seconds since the request was sent."""
 
-    status: int = 0  # -1: this client hung up
-    text: str = ""
-    first: float = 0.0  # when the first text came
-    seconds: float = 0.0
-    pieces: list[tuple[float, int]] = field(default_factory=list)  # (time, characters) of text
+    status: int = 0  # HTTP status; -1: this client closed the connection
+    text: str = ""  # generated text
+    first: float = 0.0  # time of the first text
+    seconds: float = 0.0  # time of the end
+    pieces: list[tuple[float, int]] = field(default_factory=list)  # (arrival time, characters) of each piece of text
     usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""
     body: str = ""
-    broken: bool = False  # the connection ended before the answer did
+    broken: bool = False  # the connection ended before the response was complete
 
 
 class _Collector(asyncio.Protocol):
-    """Keeps the parts of the body as they come, until the answer or the connection ends."""
+    """Stores the parts of a response body with their arrival times until the response or the connection ends."""
 
     def __init__(self, request: bytes) -> None:
         self.request = request
@@ -92,11 +92,11 @@ class _Collector(asyncio.Protocol):
         self.heard = time.perf_counter()
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError:  # not HTTP, or a connection that is to be something else
+        except httptools.HttpParserError:  # not HTTP, or a protocol upgrade
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        # without a declared end, the end of the connection is the end of the answer
+        # without a declared length, the end of the connection is the end of the response
         undeclared = not {b"content-length", b"transfer-encoding"} & self.headers.keys()
         self.complete |= bool(self.status) and undeclared and error is None
         self._end()
@@ -123,7 +123,7 @@ class _Collector(asyncio.Protocol):
 
 
 async def get(server: Server, path: str) -> Response:
-    """Returns an answer with its `body`, not parsed. Raises OSError when no server listens."""
+    """Returns the response with its unparsed `body`; follows one redirect. Raises OSError if no server listens."""
     answer, collector, _ = await _exchange(server, "GET", path, b"", None)
     if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
         moved = urlsplit(urljoin(server.prefix + path, to.decode())).path.removeprefix(server.prefix)
@@ -135,7 +135,8 @@ async def get(server: Server, path: str) -> Response:
 async def post(
     server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None
 ) -> Response:
-    """Posts and parses the whole completion, or hangs up after `leave_after` seconds. Raises OSError."""
+    """Posts a request and parses the whole completion, or closes the connection after `leave_after` seconds. Raises
+    OSError if the server cannot be reached or is silent for SILENCE_S, ValueError for an invalid response."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer, collector, sent = await _exchange(server, "POST", path, content, leave_after)
     if answer.status > 0:
@@ -160,7 +161,7 @@ async def _exchange(
         answer.status, answer.broken = collector.status, not collector.complete
     except TimeoutError:
         if leave_after is None:
-            raise TimeoutError(f"the server said nothing for {SILENCE_S:g} s") from None
+            raise TimeoutError(f"the server sent nothing for {SILENCE_S:g} s") from None
         answer.status = -1
     finally:
         answer.seconds = time.perf_counter() - sent
@@ -177,7 +178,7 @@ def _tls(server: Server) -> ssl.SSLContext | bool | None:
 
 
 async def _wait(collector: _Collector, leave_after: float | None) -> None:
-    """Waits until the answer ends. Raises TimeoutError after `leave_after` seconds, or SILENCE_S without data."""
+    """Waits for the end of the response. Raises TimeoutError after `leave_after` seconds, or SILENCE_S without data."""
     if leave_after is not None:
         async with asyncio.timeout(leave_after):
             await collector.ended
@@ -217,7 +218,7 @@ def _add_choices(document: dict[str, Any], answer: Response, now: float) -> None
         answer.status, answer.body = 500, json.dumps(document)
     for choice in document.get("choices") or ():
         part = choice.get("delta") or choice.get("message") or choice
-        text = part.get("reasoning_content") or part.get("reasoning") or ""  # first, as it comes in streams
+        text = part.get("reasoning_content") or part.get("reasoning") or ""  # streams send reasoning first
         text += (part.get("content") if "text" not in part else part["text"]) or ""
         for call in part.get("tool_calls") or ():
             text += call.get("function", {}).get("arguments") or ""
@@ -230,13 +231,14 @@ def _add_choices(document: dict[str, Any], answer: Response, now: float) -> None
 
 
 def list_models(server: Server) -> list[dict[str, Any]]:
-    """Returns the entries of /v1/models, each with an id. Raises UsageError saying what is wrong with the server."""
+    """Returns the entries of /v1/models, each with an id. Raises UsageError for a server that cannot be reached, wants
+    another API key, or does not list models."""
     try:
         answer = asyncio.run(get(server, MODELS))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be looked up
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         raise unreachable(server, error) from None
     if answer.status in (401, 403):
-        raise UsageError(f"{server} wants another API key", "give it with --api-key")
+        raise UsageError(f"{server} refuses the API key", "give a valid one with --api-key")
     try:
         listed: list[dict[str, Any]] = json.loads(answer.body)["data"]
         if listed and all(isinstance(each["id"], str) for each in listed):
@@ -244,11 +246,12 @@ def list_models(server: Server) -> list[dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         pass
     found = f"{MODELS} answers {answer.status} {error_message(answer.body)!r}"
-    hint = "give the address that a client of OpenAI would get"
-    raise UsageError(f"{server} is no OpenAI-compatible server: {found}", hint)
+    hint = "give the base URL of an OpenAI-compatible API"
+    raise UsageError(f"{server} is not an OpenAI-compatible server: {found}", hint)
 
 
 def find_model(server: Server, name: str | None) -> dict[str, Any]:
+    """Returns the entry of a model, or of the first model for None. Raises UsageError as `list_models`."""
     listed = list_models(server)
     found = next((each for each in listed if name in (None, each["id"])), None)
     if found is None:
@@ -257,7 +260,7 @@ def find_model(server: Server, name: str | None) -> dict[str, Any]:
 
 
 def get_object(server: Server, path: str) -> dict[str, Any]:
-    """Returns the JSON object at a path; empty where there is none."""
+    """Returns the JSON object at a path; empty if the server has none."""
     try:
         answer = asyncio.run(get(server, path))
         found = json.loads(answer.body) if answer.status == 200 else {}
@@ -267,7 +270,7 @@ def get_object(server: Server, path: str) -> dict[str, Any]:
 
 
 async def read_counters(server: Server) -> engine_metrics.EngineCounters | None:
-    """Returns the server's drafting counters; None where it shows no known metrics."""
+    """Returns the server's drafting counters; None if it has no metrics of a known engine."""
     for path in engine_metrics.PATHS:
         try:
             answer = await get(server, path)
@@ -284,14 +287,14 @@ def unreachable(server: Server, error: Exception) -> UsageError:
 
 
 def error_reason(error: Exception) -> str:
-    """Returns the reason without the addresses that asyncio repeats."""
+    """Returns the reason of a connection error, without the addresses that asyncio repeats."""
     if isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error):
         return "connection refused"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 
 def error_message(body: str) -> str:
-    """Returns the error in OpenAI's shape, or the beginning of any other body."""
+    """Returns the message of an error in OpenAI's format, else the beginning of the body."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""`headstart demo`: the same prompts with drafting off and on; is the text the same, and what does it save?"""
+"""`headstart demo`: decodes the same prompts with drafting off and on, and compares text, passes and speed."""
 
 import time
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from headstart.core import DraftStats, Progress, Report, SamplingParams, no_prog
 from headstart.tools.prompts import builtin_prompts, first_difference
 
 MAX_ROUNDS = 3
-TIME_BUDGET_S = 90.0  # no new round begins when it would probably end after this
+TIME_BUDGET_S = 90.0  # a round only begins if it is expected to end within this time
 MIN_TOKENS, MAX_TOKENS = 16, 64
 WARM_UP_TOKENS = 8
 
@@ -25,14 +25,16 @@ class DemoOptions:
 
 @dataclass
 class PromptRuns:
-    kind: str
-    runs: dict[bool, list[Completion]] = field(default_factory=lambda: {False: [], True: []})
+    """The completions of one prompt."""
+
+    kind: str  # of the prompt, such as code
+    runs: dict[bool, list[Completion]] = field(default_factory=lambda: {False: [], True: []})  # key: is it drafting?
 
     def seconds(self, drafting: bool) -> float:
         return median(run.timing["decode_s"] for run in self.runs[drafting])
 
     def difference(self) -> int | None:
-        """Returns the first token index at which any run differs from the first plain one."""
+        """Returns the first token index at which any run differs from the first plain run; None if all are equal."""
         plain, *others = (list(run.token_ids) for run in self.runs[False] + self.runs[True])
         places = (first_difference(plain, other) for other in others)
         return min((place for place in places if place is not None), default=None)
@@ -49,19 +51,19 @@ class PromptRuns:
 
 
 def _speeds(tokens: int, seconds_off: float, seconds_on: float) -> dict[str, float]:
-    """`tokens`: without the first of each prompt, which belongs to the prompt's pass."""
+    """Returns tokens/s and their ratio. `tokens` excludes the first token of each prompt, which prefill computes."""
     off, on = (tokens / seconds if seconds > 0 else 0.0 for seconds in (seconds_off, seconds_on))
     return {"tokens_per_s_off": off, "tokens_per_s_on": on, "speed_ratio": on / off if off else 0.0}
 
 
 def run(options: DemoOptions, progress: Progress = no_progress) -> Report:
-    """Decodes prompts greedily with drafting off and on, in turns, as time allows; `ok`: to the same tokens."""
+    """Decodes prompts greedily with drafting off and on, in turns, as time allows. `ok`: all tokens are the same."""
     llm = LLM(options.model, options.config)
     prompts = builtin_prompts()
     measured = [PromptRuns(kind) for kind, _ in prompts]
     warm_up = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)  # first calls pay for allocations
     speeds = [llm.generate([prompt], warm_up, depth=0)[0].timing["decode_tokens_per_s"] for _, prompt in prompts[:2]]
-    affordable = int(TIME_BUDGET_S / 2 * speeds[-1] / (2 * len(prompts)))  # a round takes half of the time
+    affordable = int(TIME_BUDGET_S / 2 * speeds[-1] / (2 * len(prompts)))  # tokens, if a round takes half of the time
     params = SamplingParams(max_tokens=options.max_tokens or max(MIN_TOKENS, min(MAX_TOKENS, affordable)))
     begin = time.monotonic()
     rounds = 0

@@ -52,7 +52,7 @@ def backend() -> dict[str, str | None]:
 
 
 class InstalledGPU(NamedTuple):
-    """An NVIDIA GPU, as its driver reports it. Memory with its unit, such as 81559 MiB."""
+    """An NVIDIA GPU, as its driver reports it. Memory is text with a unit, such as 81559 MiB."""
 
     name: str
     free: str
@@ -74,7 +74,7 @@ def gpus() -> list[str]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Returns installed versions of all declared dependencies, extras included; None: not installed."""
+    """Returns the installed version of each declared dependency, including extras; None: not installed."""
     try:
         declared = requires("headstart") or []
     except PackageNotFoundError:  # run from a source tree that is not installed

@@ -1,4 +1,4 @@
-"""Drafting counters in the Prometheus metrics of six engines, and advice from them."""
+"""Reads drafting counters from the Prometheus metrics of several engines, and derives advice from them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from headstart.formats.json_object import read_packaged
 
 PATHS = ("/metrics", "/prometheus/metrics", "/brpc_metrics")
-"""Where engines show metrics: most, TensorRT-LLM (whose /metrics is JSON), xLLM."""
+"""URL paths of metrics: of most engines, of TensorRT-LLM (whose /metrics is JSON), of xLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricNames:
-    """One engine's metric names; several for one counter where they changed."""
+    """Metric names of one engine (engine_metrics.json). A counter that was renamed has several names."""
 
     engine: str
     marker: str  # prefix of names that only this engine has
@@ -24,8 +24,8 @@ class MetricNames:
     accepted: Sequence[str] = ()
     per_position: str = ""
     length: str = ""  # a gauge
-    saved: str = ""  # passes that drafting saved
-    always_there: bool = True  # also without drafting
+    saved: str = ""  # counter of passes that drafting saved
+    always_there: bool = True  # the metrics exist even if the engine does not draft
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -38,10 +38,10 @@ COUNTERS = ("drafts", "drafted", "accepted", "saved")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCounters:
-    """Drafting totals of a server. None: the engine does not report this one."""
+    """Drafting totals of a server. None: the engine does not report the value."""
 
     engine: str
-    known: bool  # False: no metric of drafting is there; it does not draft then, unless they are `always_there`
+    known: bool  # the server shows at least one drafting metric
     always_there: bool = True
     drafts: float | None = None
     drafted: float | None = None
@@ -71,20 +71,20 @@ class EngineCounters:
 
     @property
     def is_drafting(self) -> bool:
-        """Were tokens drafted?"""
+        """Whether any tokens were drafted."""
         counts = (self.length,) if self.drafts is None and self.drafted is None else (self.drafts, self.drafted)
         return any(count is not None and count > 0 for count in counts)
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts, or the engine's gauge; counts the recovered or bonus token."""
+        """1 + accepted / drafts, else the engine's gauge; None without drafts. Counts the recovered or bonus token."""
         if not self.is_drafting:
             return None
         return 1 + self.accepted / self.drafts if self.drafts and self.accepted is not None else self.length
 
 
 def read(text: str) -> EngineCounters | None:
-    """The drafting counters of a text in Prometheus format; None for other texts, and for an engine not in ENGINES."""
+    """Parses a text in Prometheus format. Returns None for another format, or an engine that is not in ENGINES."""
     try:
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
@@ -113,12 +113,12 @@ def read(text: str) -> EngineCounters | None:
     )  # fmt: skip
 
 
-LOW_ACCEPTANCE = 0.55  # acceptance rate below which the deepest drafted tokens mostly cost their rows
-MIN_DRAFTS = 100  # drafts that a rate can be told from
+LOW_ACCEPTANCE = 0.55  # acceptance rate below which the last drafted tokens mostly waste their rows
+MIN_DRAFTS = 100  # drafts needed to judge an acceptance rate
 
 
 def advise(counters: EngineCounters | None, min_drafts: int = MIN_DRAFTS) -> str:
-    """Returns what to do about a low acceptance rate; empty where nothing is to be done, or too few drafts counted."""
+    """Returns advice for a low acceptance rate; "" if the rate is not low, or too few drafts were counted."""
     if counters is None or not counters.drafts or not counters.drafted or counters.accepted is None:
         return ""
     rate, depth = counters.accepted / counters.drafted, round(counters.drafted / counters.drafts)
@@ -138,7 +138,8 @@ def advise(counters: EngineCounters | None, min_drafts: int = MIN_DRAFTS) -> str
 
 
 def _acceptance_by_position(per_position: Mapping[int, float], drafts: float, rate: float, depth: int) -> list[float]:
-    """How often a draft's first, second, ... token is accepted; of equal chances where positions are not counted."""
+    """Returns the share of drafts whose first, second, ... token was accepted. Without counts by position, assumes the
+    same conditional acceptance at every position."""
     counted = [per_position[place] / drafts for place in sorted(per_position)][:depth]
     if counted:
         return counted + [0.0] * (depth - len(counted))

@@ -10,7 +10,7 @@ from headstart.core import Report
 from headstart.errors import UsageError
 from headstart.tools.client import Response, Server, get, get_object, post, unreachable
 
-MAX_DAYS = 10 * 365  # a model that leaves later than that stays
+MAX_DAYS = 10 * 365  # a model that expires later than that stays loaded
 
 
 def ps(url: str, api_key: str | None) -> Report:
@@ -24,30 +24,30 @@ def ps(url: str, api_key: str | None) -> Report:
         }
         for each in _request(server, get(server, "/api/ps"))["models"]
     ]
-    replicas = get_object(server, "/replicas").get("replicas", [])  # of a server with several behind its router
+    replicas = get_object(server, "/replicas").get("replicas", [])  # empty for a server without a router
     return Report(True, {"url": str(server), "models": models, "replicas": replicas})
 
 
 def stop(name: str, url: str, api_key: str | None) -> Report:
-    """Unloads a model; `ok`: it is out of memory. Raises UsageError."""
+    """Unloads a model. `ok`: the model is unloaded; else its requests are still running. Raises UsageError."""
     server = Server.at(url, api_key)
     answer = _request(server, post(server, "/api/generate", {"model": name, "keep_alive": 0, "stream": False}))
     gone = answer.get("done_reason") == "unload"
-    line = f"{name} is out of memory" if gone else f"{name} leaves when its requests have ended, if it may"
+    line = f"{name} is unloaded" if gone else f"{name} still has requests: it is unloaded after them, if it may be"
     return Report(gone, {"model": name, "unloaded": gone}, [line])
 
 
 def until(expires_at: str) -> str:
-    """Returns when a model leaves, for people."""
+    """Returns the time until a model is unloaded, as text such as "in 90 s" or "stays"."""
     left = datetime.fromisoformat(expires_at) - datetime.now(UTC)
     return "stays" if left.days > MAX_DAYS else f"in {max(int(left.total_seconds()), 0)} s"
 
 
 def _request(server: Server, request: Coroutine[Any, Any, Response]) -> dict[str, Any]:
-    """Returns the JSON object of an answer. Raises UsageError."""
+    """Returns the JSON object of a response. Raises UsageError for an unreachable server or an error status."""
     try:
         answer = asyncio.run(request)
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be looked up
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name
         raise unreachable(server, error) from None
     try:
         document = json.loads(answer.body)
@@ -55,5 +55,6 @@ def _request(server: Server, request: Coroutine[Any, Any, Response]) -> dict[str
         document = {}
     if answer.status != 200 or not isinstance(document, dict):
         said = document.get("error") if isinstance(document, dict) else None
-        raise UsageError(f"{server} says {answer.status}: {said or 'no headstart server'}", "look at the server's log")
+        said = said or "not a headstart server"
+        raise UsageError(f"{server} answers {answer.status}: {said}", "look at the server's log")
     return document

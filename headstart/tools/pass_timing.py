@@ -1,4 +1,4 @@
-"""Times single passes over prefilled sequences, and checks whether other programs used the processor meanwhile."""
+"""Timing of single passes over prefilled sequences, with a check for other programs that used the processor."""
 
 import time
 from collections import defaultdict
@@ -19,33 +19,33 @@ from headstart.tools.prompts import builtin_prompts
 
 MIN_REPEATS, MAX_REPEATS = 5, 50
 MAX_READ_BYTES, READ_RUNS = 2**30, 5
-MAX_WAITING = 0.05  # share of the time of its threads that a measurement may wait for the processor
+MAX_WAITING = 0.05  # largest share of thread time that a valid measurement may wait for the processor
 TASKS = Path("/proc/self/task")
 Key = TypeVar("Key")
 
 
 class MeteredBackend:
-    """Passes everything on to a backend; keeps the seconds of each pass of the trunk, of the head, of each draw. A step
-    of a DraftLoop counts as a pass of the head with its draw.
+    """Forwards all calls to a backend and records the seconds of each trunk pass, head pass and sampling call. A step
+    of a DraftLoop counts as one head pass, including its sampling.
 
-    `waits`: the backend returns before its device is done, so each pass is waited for.
+    `waits`: wait for the device after each pass, for backends whose passes are asynchronous.
     """
 
     def __init__(self, backend: Backend, *, waits: bool = False) -> None:
         self.backend, self._waits = backend, waits
         self.trunk: list[float] = []
         self.head: list[float] = []
-        self.drafts: list[float] = []  # of the head's passes, those in draft loops
+        self.drafts: list[float] = []  # the head passes in draft loops; `head` contains them too
         self.sampling: list[float] = []
         self._trunk: Handle = None
-        self._handles: dict[int, tuple[Handle, bool]] = {}  # by id: is it the head's?
+        self._handles: dict[int, tuple[Handle, bool]] = {}  # id -> (handle, is it a head's)
         self._is_profiling = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
     def profile(self, on: bool) -> None:
-        """Starts or stops timing every part, for a backend that can."""
+        """Starts or stops timing the parts of passes; the backend must be a Profiler."""
         assert isinstance(self.backend, Profiler)
         self._is_profiling = on
         for handle, _ in self._handles.values():
@@ -53,7 +53,7 @@ class MeteredBackend:
 
     def prepare(self, program: Program, **more: Any) -> Handle:
         handle = self.backend.prepare(program, **more)
-        self._trunk = self._trunk or handle  # the trunk's program is an engine's first; all others draft
+        self._trunk = self._trunk or handle  # an engine prepares the trunk's program first, then heads
         return handle
 
     def run(
@@ -76,7 +76,7 @@ class MeteredBackend:
         return MeteredDraftLoop(self, loop) if loop else None
 
     def start_sample(self, *arguments: Any, **more: Any) -> None:
-        """Parts are timed one after the other."""
+        """Does nothing, so that sampling does not overlap with other work and can be timed."""
 
     def sample(self, logits: Buffer, rows: SamplingRows, **more: Any) -> Sampled:
         begin = time.perf_counter()
@@ -85,13 +85,14 @@ class MeteredBackend:
         return sampled
 
     def reset(self) -> None:
-        """Forgets all times so far, the backend's own ones too."""
+        """Clears all times, including the backend's own."""
         for seconds in (self.trunk, self.head, self.drafts, self.sampling):
             seconds.clear()
         self.parts()
 
     def parts(self) -> dict[str, float]:
-        """Seconds since the last reset by part of the trunk's pass, of the head's (`draft`), and of `sampling`."""
+        """Returns the seconds since the last reset: by part of trunk passes, of all head passes as `draft`, and of
+        `sampling`."""
         assert isinstance(self.backend, Profiler)
         seconds_of: dict[str, float] = defaultdict(float)
         for handle, is_head in self._handles.values():
@@ -107,7 +108,7 @@ class MeteredBackend:
 
 @dataclass(frozen=True)
 class MeteredDraftLoop:
-    """A draft loop whose time goes to a MeteredBackend."""
+    """A draft loop that records its time in a MeteredBackend."""
 
     backend: MeteredBackend
     loop: DraftLoop
@@ -123,8 +124,8 @@ class MeteredDraftLoop:
 
 
 class PrefilledEngine:
-    """An engine on a MeteredBackend, and sequences that its scheduler does not know, with their first positions
-    computed: real keys and values, since untouched memory would be read from one page."""
+    """An engine on a MeteredBackend, with prefilled `sequences` outside its scheduler. Their keys and values are really
+    computed, since untouched memory would be read from a single page."""
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
@@ -149,7 +150,7 @@ class PrefilledEngine:
         self.sequences.append(sequence)
 
     def pass_seconds(self, spans: list[Span]) -> float:
-        """Returns the backend's time for one pass; repeated passes start from the same states."""
+        """Returns the backend's seconds for one pass. Recurrent states are rewound first, so passes can be repeated."""
         if states := self.engine.memory.states:
             for span in spans:
                 states.rewind(span.sequence, span.start)
@@ -165,7 +166,8 @@ class PrefilledEngine:
 def time_in_turns(
     keys: Seq[Key], seconds: Callable[[Key], float], budget_s: float, progress: Progress, repeats: int | None = None
 ) -> dict[Key, list[float]]:
-    """Seconds by key, measured in turns, so that a slow phase hits all. `repeats` None: as many as the time allows."""
+    """Calls `seconds` for all keys in turns, so that a slow phase of the machine affects all of them. Returns the
+    measured seconds by key. `repeats`: per key; None: as many as `budget_s` allows."""
     for index, key in enumerate(keys):
         progress(index, len(keys), "warming up")
         seconds(key)
@@ -189,7 +191,7 @@ def readable_bytes(backend: Backend) -> int:
 
 
 def held_bytes(*parts: Any) -> int:
-    """Returns the bytes of all weights within modules, each counted once; of experts those that one row takes."""
+    """Returns the bytes of all weights in modules, each counted once; of experts only those that one row uses."""
     sizes: dict[int, int] = {}
 
     def visit(part: Any) -> None:
@@ -226,7 +228,7 @@ class NoiseCheck:
 
 @contextmanager
 def check_noise(num_threads: int) -> Iterator[NoiseCheck]:
-    """Fills in the check when the context ends."""
+    """Yields a NoiseCheck, which is filled in when the context ends."""
     check, start, before = NoiseCheck(), time.perf_counter(), _waiting_seconds()
     yield check
     after, seconds = _waiting_seconds(), time.perf_counter() - start
@@ -236,7 +238,7 @@ def check_noise(num_threads: int) -> Iterator[NoiseCheck]:
 
 
 def _waiting_seconds() -> dict[str, float]:
-    """Returns the seconds that each thread has been ready without running; empty where the system does not tell."""
+    """Returns for each thread the seconds in which it was ready but not running; empty if the system has no count."""
     try:
         return {task.name: int((task / "schedstat").read_text().split()[1]) * 1e-9 for task in TASKS.iterdir()}
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Built-in prompts of several kinds, the acceptance of a head on them, and where two outputs differ."""
+"""Built-in prompts, acceptance of a head on them, and the first difference of two outputs."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ def builtin_prompts() -> tuple[tuple[str, str], ...]:
 
 
 def measure_acceptance(llm: "LLM", max_tokens: int, finished: Callable[[], None]) -> DraftStats:
-    """The counts of greedy answers to the built-in prompts, at the engine's depth; calls `finished` after each."""
+    """Returns the drafting counts of greedy answers to the built-in prompts; calls `finished` after each answer."""
     llm.engine.head_health.is_enabled = False
     stats = DraftStats()
     prompts = [prompt for _, prompt in builtin_prompts()]
@@ -28,6 +28,6 @@ def measure_acceptance(llm: "LLM", max_tokens: int, finished: Callable[[], None]
 
 
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
-    """Returns the first index at which two texts differ, or one of them ends; None if they are equal."""
+    """Returns the first index at which two sequences differ or one of them ends; None if they are equal."""
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return None if place == len(one) == len(other) else place

@@ -1,4 +1,4 @@
-"""Results that later starts use: settings of `headstart tune` and heads of `headstart adapt`, in the user cache."""
+"""Saved results in the user cache: settings of `headstart tune` and heads of `headstart adapt`."""
 
 import contextlib
 import hashlib
@@ -20,13 +20,13 @@ from headstart.machine import threads
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
 FACTS = "adapted.json"
 HEAD_FILES = ("config.json", "model.safetensors")
-WORK = ".work"  # suffix of the folder in which a head is being made
+WORK = ".work"  # suffix of the folder with the files of an unfinished head
 Saved = TypeVar("Saved")
 log = logging.getLogger("headstart.tools")
 
 
 def _read(kind: type[Saved], path: Path) -> Saved:
-    """Raises OSError, or ValueError for a file that holds no such object."""
+    """Reads a JSON file as an object of type `kind`. Raises OSError, or ValueError for other content."""
     data = path.read_bytes()
     from pydantic import TypeAdapter  # slow to import, and often there is no file
 
@@ -42,7 +42,7 @@ class TunedSetting:
     depth: Depth
     workload: str
     concurrency: tuple[int, ...]  # requests at a time that were measured
-    speedup: tuple[float, float, float]  # against plain decoding: point, low, high
+    speedup: tuple[float, float, float]  # against plain decoding: estimate, and the 95 % interval's low and high
 
     @property
     def pays(self) -> bool:
@@ -58,7 +58,8 @@ class TunedSetting:
 
 
 def setting_path(model: str | None, config: EngineConfig) -> Path:
-    """The file of the setting for a model on this machine. Raises UsageError for a model that is not there."""
+    """Returns the file of the tuned setting for a model, these engine options and this machine. Raises UsageError for
+    a model that does not exist."""
     backend = select_backend(config).name
     engine = [backend, config.device, config.dtype, config.rounding, config.kv_cache_dtype]
     usable = config.threads or threads().usable
@@ -67,7 +68,7 @@ def setting_path(model: str | None, config: EngineConfig) -> Path:
 
 
 def identity_of(model: str | None) -> Any:
-    """Returns what tells a model from others: its name on the Hub, or its files."""
+    """Returns a JSON value that identifies a model: its name on the Hub, or names, sizes and times of its files."""
     if model is not None and hub.repo_of(model) is not None:
         return model
     trunk = hub.resolve_alias(model).trunk
@@ -97,9 +98,9 @@ def save_setting(model: str | None, config: EngineConfig, setting: TunedSetting)
 class AdaptedHead:
     kind: str
     date: str
-    base: str  # digest of the shipped head that it was made from; empty: another head
-    before: float  # acceptance lengths on held-out records
-    after: float
+    base: str  # digest of the shipped head that was trained further; empty: another head
+    before: float  # acceptance length on held-out records, with the head before
+    after: float  # and with this head
 
     def __str__(self) -> str:
         return f"acceptance length {self.before:.2f} -> {self.after:.2f} on your records, {self.date}"
@@ -111,7 +112,8 @@ def folder_of(model: str | None) -> Path:
 
 
 def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, AdaptedHead] | None:
-    """The head that replaces the model's own; None where one was named or none drafts. Skips a damaged one."""
+    """Returns the folder and facts of the adapted head that replaces the model's own. None if there is none, the user
+    named a head, or `config` does not draft with a head. Skips damaged or outdated heads."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
@@ -133,12 +135,12 @@ def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, Ad
 
 
 def digest_of(head: Path) -> str:
-    """Returns the digest of a head's config.json, which names its training. Raises OSError."""
+    """Returns the digest of a head's config.json, which identifies its training. Raises OSError."""
     return hashlib.sha256((head / "config.json").read_bytes()).hexdigest()[:24]
 
 
 def save_head(folder: Path, head: Path, adapted: AdaptedHead) -> None:
-    """Copies an adapted head into the user cache, in one step. Raises CapacityError where it cannot be written."""
+    """Copies an adapted head into `folder`, atomically. Raises CapacityError if it cannot be written."""
     with atomic_folder(folder) as aside:
         for name in HEAD_FILES:
             shutil.copyfile(head / name, aside / name)
@@ -147,7 +149,8 @@ def save_head(folder: Path, head: Path, adapted: AdaptedHead) -> None:
 
 
 def forget(model: str | None, kind: str | None) -> tuple[list[str], list[str]]:
-    """Removes the model's heads of this kind, or all, and unfinished ones. Returns both. Raises CapacityError."""
+    """Removes the model's adapted heads of a kind (None: all), and unfinished ones. Returns the kinds of both. Raises
+    CapacityError if a folder cannot be removed."""
     root = folder_of(model)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]

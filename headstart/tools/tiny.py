@@ -1,7 +1,7 @@
 """Small random models as Hugging Face directories, for tests.
 
 The tokenizer is byte-level with one id per common byte and a few merges, so that text, multi-byte characters and stop
-strings across tokens can be tried on a vocabulary of about a hundred ids.
+strings across tokens can be tested with a vocabulary of about a hundred ids.
 """
 
 import json
@@ -32,8 +32,8 @@ CHAT_TEMPLATE = """\
 
 
 def write_tiny(family: str, folder: Path, **config_changes: Any) -> Path:
-    """Writes the tiny model of a family (by its name) into `folder`; keyword arguments change keys of its config.
-    Returns the folder. Raises ModelError for an unknown family."""
+    """Writes the tiny model of a family, by name, into `folder`. Keyword arguments change keys of its config. Returns
+    the folder. Raises ModelError for an unknown family."""
     declared: Family = registry.find("models", family).FAMILY
     return write_model(folder, *declared.tiny(**config_changes))
 
@@ -54,8 +54,8 @@ def write_model(folder: Path, config: dict[str, Any], arrays: Arrays) -> Path:
 
 
 def tiny_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """Returns a byte-level BPE of at most `vocab_size` ids, for all 256 bytes or only the common ones. Other bytes are
-    dropped from a text, and the last ids of the vocabulary mean nothing, as in many models."""
+    """Returns a byte-level BPE tokenizer of at most `vocab_size` ids. It has all 256 bytes if they fit, else only
+    common ones, and drops other bytes from texts. The last ids may be unused, as in many models."""
     of_byte = {byte: char for char, byte in byte_alphabet().items()}
     common = [*b"\n", *range(0x20, 0x7F), *"äöüßé€".encode()]
     rare = [byte for byte in range(256) if byte not in common]

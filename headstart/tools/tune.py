@@ -1,4 +1,4 @@
-"""`headstart tune`: which drafter, and how deep, pays on this machine, or at a server, for this model and workload."""
+"""`headstart tune`: finds the fastest drafter and depth for a model and workload, on this machine or at a server."""
 
 import asyncio
 import math
@@ -28,12 +28,12 @@ from headstart.tools.bench.workloads import Task
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
-POLL_SECONDS, STOP_SECONDS = 0.3, 20.0  # between looks at a server that starts; until one that ends is killed
-MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding that a verdict needs; rounds, each with a pair for every load
+POLL_SECONDS, STOP_SECONDS = 0.3, 20.0  # interval of checks of a starting server; time before a stopping one is killed
+MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding for a verdict; each round has a pair for every load
 CLEAR = 0.01
-"""A candidate is out when it is slower than the best by this share and the intervals do not touch. Drafting pays when
-it is faster by this share and its interval does not reach down to a loss of as much; it does not pay where the interval
-of the best stays below 1. Between the two nothing is saved: `auto` decides step by step."""
+"""Margin of decisions. A candidate is dropped if it is slower than the best by this share and the intervals do not
+overlap. Drafting pays if its speed-up is at least 1 + CLEAR and the interval is above 1 - CLEAR. It does not pay if the
+best candidate's interval is below 1. Otherwise no setting is saved: `auto` decides in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TuneOptions:
     config: EngineConfig = field(default_factory=EngineConfig)
     workload: str = "mixed"
     concurrency: tuple[int, ...] = (1, 4)
-    minutes: float = 5.0  # at most, with loading; a short time is for few candidates
+    minutes: float = 5.0  # time limit, including loading; a shorter time allows fewer candidates
     retune: bool = False  # measure again although a setting is saved
     url: str | None = None  # address of a server; None: this process
     api_key: str | None = None
@@ -55,8 +55,8 @@ class Candidate:
     drafter: str
     depth: Depth
     target: BenchTarget
-    cells: list[BenchCell] = field(default_factory=list)  # of all its runs
-    is_out: bool = False
+    cells: list[BenchCell] = field(default_factory=list)  # all its measurements
+    is_out: bool = False  # clearly slower than the best
     is_warm: bool = False
 
     @property
@@ -64,13 +64,13 @@ class Candidate:
         return f"{self.drafter} {self.depth}"
 
     def gain(self, plain: list[BenchCell]) -> Interval | None:
-        """Returns the speed-up over plain decoding; pairs of all loads count alike."""
+        """Returns the speed-up over plain decoding, with the pairs of all loads together."""
         return speedup(plain, self.cells)
 
 
 def run(options: TuneOptions, progress: Progress = no_progress) -> Report:
-    """Measures until one candidate is clearly the best or the time is over, and saves the setting, if there is enough
-    to tell. Shows a setting that is saved already. Raises UsageError for a model without anything to tune."""
+    """Measures until one candidate is clearly the best or the time is over, and saves the setting if the result is
+    significant. Without `retune`, only shows a saved setting. Raises UsageError for a model that cannot draft."""
     known = None if options.retune or options.url else load_setting(options.model, options.config)
     if known is not None and known.workload == options.workload:
         return Report(True, {"kept": True, "choice": vars(known)}, [f"tuned before: {known}", "again: --retune"])
@@ -97,7 +97,7 @@ class TuningRun:
         self._deadline = time.monotonic() + 60 * options.minutes
         progress(0, 1, "loading")
         self.candidates = _at_server(options) if options.url else _in_process(options)
-        self.candidates.sort(key=lambda each: each.depth != AUTO)  # what most likely is the best comes first
+        self.candidates.sort(key=lambda each: each.depth != AUTO)  # the most promising ones come first
         self._first = self.candidates[0].target
         (self.workload,) = workloads.find(options.workload, self._first.count_tokens)[:1]
         self.plain: list[BenchCell] = []
@@ -105,12 +105,12 @@ class TuningRun:
         self._seconds = 0.0  # of the longest cell so far
 
     def close(self) -> None:
-        """Ends the servers that tune has started."""
+        """Ends the server that tune has started, if any."""
         if isinstance(self._first, StartedServer):
             self._first.close()
 
     def measure(self) -> None:
-        """Runs rounds of all candidates that are still in, with plain decoding in each, in alternating order."""
+        """Runs rounds of all remaining candidates and plain decoding, in alternating order."""
         self._screen()
         while self.rounds < MAX_ROUNDS and self._fits():
             for load in [RequestLoad(concurrency=count) for count in self.options.concurrency]:
@@ -120,7 +120,7 @@ class TuningRun:
                 return
 
     def _screen(self) -> None:
-        """Keeps as many of the first candidates as there is time for, by one round of plain decoding."""
+        """Times one round of plain decoding and keeps as many of the first candidates as there is time for."""
         begun = time.monotonic()
         warm_up(self._first, self.workload, OFF)
         for count in self.options.concurrency:
@@ -165,14 +165,15 @@ class TuningRun:
         return sum(not each.is_out for each in self.candidates) == 1
 
     def _best(self) -> tuple[Candidate, Interval] | None:
-        """Returns the best; of those within CLEAR of it one with depth auto, which also adapts to other loads."""
+        """Returns the fastest candidate with its speed-up; prefers depth auto within CLEAR of the fastest, since auto
+        adapts to other loads. None without measurements."""
         gains = [(each, gain) for each in self.candidates if not each.is_out and (gain := each.gain(self.plain))]
         top = max((gain.point for _, gain in gains), default=0.0)
         close = [(each, gain) for each, gain in gains if gain.point >= (1 - CLEAR) * top]
         return max(close, key=lambda pair: (pair[0].depth == AUTO, pair[1].point), default=None)
 
     def setting(self) -> TunedSetting | None:
-        """Returns the best, or plain decoding where that is clearly faster; None where too little is known."""
+        """Returns the best candidate, or plain decoding if that is clearly faster; None if the result is unclear."""
         if (best := self._best()) is None:
             return None
         each, gain = best
@@ -197,7 +198,7 @@ class TuningRun:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Plain decoding first, then the candidates, the best before the others."""
+        """Returns the JSON rows: plain decoding first, then the candidates by descending speed-up."""
 
         def row(drafter: str, depth: Depth, gain: tuple[Any, ...], acceptance_length: float) -> dict[str, Any]:
             names = ("speedup", "low", "high", "pairs")
@@ -225,7 +226,8 @@ def _in_process(options: TuneOptions) -> list[Candidate]:
 
 
 def _at_server(options: TuneOptions) -> list[Candidate]:
-    """Depths of a server of headstart's, by request; or of any server that is started anew for each."""
+    """Returns candidates at a server: depths set by requests to a headstart server, or depths of any server that is
+    restarted for each of them. Raises UsageError for another server without start commands."""
     assert options.url
     server = client.Server.at(options.url, options.api_key)
     if options.start and options.start_off:
@@ -239,7 +241,7 @@ def _at_server(options: TuneOptions) -> list[Candidate]:
 
 
 class StartedServer:
-    """A BenchTarget: a server that is started again, by its command, for each mode. Raises UsageError if another server
+    """A BenchTarget: a server that is restarted with another command for each mode. Raises UsageError if another server
     answers at its address, or if the command ends before the server answers."""
 
     chunked_prefill: bool | None = None
@@ -304,7 +306,7 @@ class StartedServer:
         return self._target
 
     def _answers(self) -> bool:
-        """True once it completes a text: some servers answer other paths while they load."""
+        """Returns whether the server completes a text: some servers answer other paths while they load."""
         with suppress(UsageError, OSError, ValueError):
             name = client.find_model(self._server, self._model)["id"]
             body = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -313,7 +315,8 @@ class StartedServer:
 
 
 def _targets(model: Model, config: EngineConfig) -> list[tuple[str, InProcessTarget]]:
-    """An engine for each drafter of the model: its head with lookup, other heads that come with it, lookup alone."""
+    """Returns (drafter, engine) for each drafter of the model: its head with lookup, other shipped heads, lookup alone.
+    Raises UsageError for --drafter none."""
     if config.drafter == "none":
         raise UsageError("--drafter none leaves nothing to tune", "leave it out")
     ways = [(config.drafter, model)]

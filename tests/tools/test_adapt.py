@@ -203,7 +203,7 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     words = ["adapt", str(recorded(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
     assert main(words) == 130
     told = capfd.readouterr().err
-    assert "error: interrupted\nhint: the head in use is as it was; the same command goes on from here" in told
+    assert "error: interrupted\nhint: the head in use is unchanged; the same command continues" in told
     assert (folder_of(model) / "mtp" / "model.safetensors").read_bytes() == before
     assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
     assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
@@ -225,8 +225,8 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     (tmp_path / "file").touch()
     cases = {
         "empty": "holds no records: it has no manifest.json", "none": "holds no text yet", "file": "is a file",
-        "damaged": "holds 2 damaged lines", "other": "its fingerprint is x, that of", "few": "texts to learn from",
-        "missing": "is not there", "same": "30 texts to learn from, and 0 to be judged by; 16 and 4 are needed",
+        "damaged": "holds 2 damaged lines", "other": "its fingerprint is x, that of", "few": "texts for training",
+        "missing": "is not there", "same": "30 texts for training and 0 for evaluation; 16 and 4 are needed",
     }  # fmt: skip
     for name, message in cases.items():
         assert main(["adapt", str(tmp_path / name), "--model", model, "--head", str(head)]) == 2

@@ -1,9 +1,9 @@
-"""Evaluation for `headstart adapt`: records held out from training, and two heads compared over the same requests.
+"""Evaluation for `headstart adapt`: splits off held-out records, and compares two heads on the same requests.
 
-Held-out records are the same in every run, and nothing similar is trained on. Prompts are compared by their *shingles*,
-runs of tokens; shingles that many prompts have (a system prompt, a template) are ignored. The smallest hash of the
-others decides (Broder's min-hash), which similar prompts most likely share. Other records that resemble a held-out
-prompt, such as a later turn of the same conversation, are left out of the training.
+The split is the same in every run. Prompts are compared by their *shingles* (runs of SHINGLE tokens); shingles that
+many prompts share (a system prompt, a template) are ignored. A record is held out by the smallest hash of its other
+shingles (Broder's min-hash), which similar prompts most likely share. Training also leaves out records that resemble a
+held-out prompt, such as a later turn of the same conversation.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from headstart.server.records import TextRecord
 from headstart.stats import DraftStats
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples
 
-SHINGLE = 6
-HELD_OUT_EVERY = 10
-MIN_HELD_OUT, MAX_RESTS = 8, 3  # requests to be judged by; of few records up to three in ten are held out for that
+SHINGLE = 6  # tokens
+HELD_OUT_EVERY = 10  # about one record in this many is held out
+MIN_HELD_OUT, MAX_RESTS = 8, 3  # wanted held-out records; of few records up to MAX_RESTS in ten are held out
 COMMON = 0.1  # shingles that a larger share of the prompts have are ignored
-SIMILAR = 0.5  # prompts are similar when at least this share of one's shingles is in the other
+SIMILAR = 0.5  # prompts are similar if they share at least this share of the smaller one's shingles
 Hashes = NDArray[np.uint64]
 
 
@@ -36,11 +36,11 @@ Hashes = NDArray[np.uint64]
 class RecordSplit:
     training: list[TextRecord]
     held_out: list[TextRecord]
-    num_similar: int  # records left out, since they resemble one that is held out
+    num_similar: int  # records in neither list, since they resemble a held-out one
 
 
 def split_records(records: Seq[TextRecord]) -> RecordSplit:
-    """Keeps the order; each text counts once."""
+    """Splits records in their order, without duplicates. With very few records none is held out."""
     records = list({(each.prompt_ids, each.response_ids): each for each in records}.values())
     shingles = _rare_shingles([_hash_shingles(each.prompt_ids) for each in records])
     rests = np.array([int(each.min()) % HELD_OUT_EVERY for each in shingles])
@@ -57,7 +57,7 @@ def split_records(records: Seq[TextRecord]) -> RecordSplit:
 
 
 def _hash_shingles(ids: Seq[int]) -> Hashes:
-    """Returns [n] distinct hashes of all runs of SHINGLE tokens; one of a shorter prompt."""
+    """Returns the distinct hashes [n] of all runs of SHINGLE tokens; a single hash for a shorter prompt."""
     tokens = np.asarray(ids, np.uint64)
     width = min(SHINGLE, len(tokens))
     mixed = np.zeros(len(tokens) - width + 1, np.uint64)
@@ -75,7 +75,7 @@ def _mix(x: Hashes) -> Hashes:
 
 
 def _rare_shingles(shingles: list[Hashes]) -> list[Hashes]:
-    """Drops shingles that many prompts have; keeps all of a prompt where none would be left."""
+    """Removes shingles that many prompts have. A prompt with only such shingles keeps all of them."""
     if not shingles:
         return []
     values, counts = np.unique(np.concatenate(shingles), return_counts=True)
@@ -99,13 +99,13 @@ class _SimilarPrompts:
 
 
 def record_seed(record: TextRecord) -> int:
-    """Returns a seed for drawing the answer anew, the same in every run."""
+    """Returns the seed for sampling a record's answer again; it is the same in every run."""
     return int.from_bytes(hashlib.sha256(str(record.prompt_ids).encode()).digest()[:6], "big")
 
 
-# Two heads over the same requests: the texts are the same, so each request is a pair.
+# Comparison of two heads: both give the same texts, so each request is a pair.
 
-MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 1024, 96  # of a request: the end of its prompt, and its answer
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 1024, 96  # longer prompts lose their beginning
 BATCH_SIZE = 16
 MIN_REQUESTS = 4  # requests that an interval needs
 
@@ -117,7 +117,7 @@ class EvalPrompt:
 
     @classmethod
     def of(cls, record: TextRecord) -> "EvalPrompt":
-        """The recorded request, up to as many tokens as its answer had."""
+        """Returns the request of a record, with max_tokens set to the length of the recorded answer."""
         length = min(max(len(record.response_ids), 8), MAX_ANSWER_TOKENS)
         params = SamplingParams(max_tokens=length, temperature=record.temperature, seed=record_seed(record))
         return cls(record.prompt_ids[-MAX_PROMPT_TOKENS:], params)
@@ -125,19 +125,20 @@ class EvalPrompt:
 
 @dataclass
 class HeadComparison:
-    """(drafts, accepted tokens) of each request, by the head before and after."""
+    """(drafts, accepted tokens) of each request with the old head (`before`) and the new one (`after`)."""
 
     before: list[tuple[int, int]] = field(default_factory=list)
     after: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def lengths(self) -> tuple[float, float]:
-        """Acceptance lengths."""
+        """Acceptance lengths (before, after)."""
         return _length(np.array(self.before)).item(), _length(np.array(self.after)).item()
 
     @property
     def difference(self) -> tuple[float, float] | None:
-        """95 % interval of after - before: percentile bootstrap over requests. None for too few."""
+        """95 % interval of the acceptance lengths' difference, after - before: percentile bootstrap over requests. None
+        for fewer than MIN_REQUESTS."""
         if len(self.before) < MIN_REQUESTS:
             return None
         drawn = draw_resamples(len(self.before))
@@ -171,14 +172,14 @@ def _length(counts: Float32) -> Float32:
 
 
 class HeadPair:
-    """The model with one head and with another; None is the head that it has."""
+    """Two engines for a model with the heads `before` and `after` (folders; None: the head in use)."""
 
     def __init__(self, model: Model, config: EngineConfig, before: str | None, after: str) -> None:
         heads = [model.head if path is None else attach_head(model, Path(path)) for path in (before, after)]
         self._llms = [_make_llm(replace(model, head=head), config) for head in heads]
 
     def compare(self, prompts: Seq[EvalPrompt], done: Callable[[int], bool] = lambda count: True) -> HeadComparison:
-        """Compares in batches, for as long as `done` (called with the number so far) returns True."""
+        """Compares the heads on prompts in batches. Stops when `done`, called with the number so far, returns False."""
         found = HeadComparison()
         for start in range(0, len(prompts), BATCH_SIZE):
             part = prompts[start : start + BATCH_SIZE]
@@ -195,7 +196,7 @@ class HeadPair:
 
 
 def _make_llm(model: Model, config: EngineConfig) -> LLM:
-    """Returns an engine with a fixed depth: the whole block where a draft is one pass."""
+    """Returns an engine with a fixed draft depth: the whole block if a draft is one pass, else FIXED_DEPTH."""
     assert model.head is not None
     llm = LLM(model, replace(config, drafter=model.head.spec.kind, depth=1, max_num_seqs=BATCH_SIZE))
     drafter = llm.engine.drafting.drafter
@@ -207,7 +208,7 @@ def _make_llm(model: Model, config: EngineConfig) -> LLM:
 
 
 def _counts(llm: LLM, prompts: Seq[EvalPrompt]) -> list[tuple[int, int]]:
-    """Returns drafts and accepted tokens of each; (0, 0) for a prompt that does not fit."""
+    """Returns (drafts, accepted tokens) of each prompt; (0, 0) for a prompt that does not fit the context."""
     fits = [len(each.ids) + 1 < llm.engine.max_length for each in prompts]
     chosen = list(compress(prompts, fits))
     completions = iter(llm.generate([each.ids for each in chosen], [each.params for each in chosen]))

@@ -1,7 +1,7 @@
-"""`headstart adapt`: trains the head in use on texts of the user's own server, and saves it if that helps.
+"""`headstart adapt`: trains the head in use on recorded texts of the user's server, and saves it if it is better.
 
-Intermediate files lie beside the adapted heads, in a folder of the owner's alone. An interrupted run goes on from
-there, and a run that ends removes it.
+Intermediate files are stored beside the adapted heads, in a folder that only the owner can read. An interrupted run
+continues from them; a completed run removes them.
 """
 
 import json
@@ -31,20 +31,20 @@ from headstart.train.prompts import templated_prompts
 from headstart.train.records import MAX_TOKENS
 from headstart.train.run import run as train
 
-MIN_TEXTS = 16  # texts that training needs
-GENERAL_SHARE, MEASURING_SHARE = 0.1, 0.15  # of the time: writing general text against forgetting, and measuring
-GENERAL_TOKENS, MIN_GENERAL_TOKENS = 0.25, 4096  # size of the general text: a share of the records' tokens; minimum
-TOKENS_PER_MINUTE = 100_000  # more than any machine trains on; older records are left out
-VALIDATION_EVERY = 20  # one text in so many is for validation, which chooses the best head of the training
+MIN_TEXTS = 16  # least number of texts for training
+GENERAL_SHARE, MEASURING_SHARE = 0.1, 0.15  # shares of the time: general text (against forgetting), measuring
+GENERAL_TOKENS, MIN_GENERAL_TOKENS = 0.25, 4096  # size of the general text: share of the records' tokens, minimum
+TOKENS_PER_MINUTE = 100_000  # limit of the records' tokens per minute of the run; older records are left out
+VALIDATION_EVERY = 20  # one text in this many is for validation, which selects the best state of the training
 CONTEXT = MAX_TOKENS // 4  # tokens before each piece of a long text
 MAX_HELD_OUT, GENERAL_PROMPTS, GENERAL_SEED, GENERAL_ANSWER = 256, 24, 77, 64
 LEARNED_SHARE = 0.6
-"""Position of the saved weights between the head in use and the trained one: such a head drafts the user's texts as
-well, and others better (Wortsman 2022; docs/LOG.md)."""
+"""Position of the saved weights between the head in use (0) and the trained one (1): an interpolated head drafts the
+user's texts equally well, and other texts better (Wortsman 2022; docs/LOG.md)."""
 INTERRUPTED = (
-    "the head in use is as it was; the same command goes on from here, headstart adapt --forget removes what is left"
+    "the head in use is unchanged; the same command continues, headstart adapt --forget removes the unfinished head"
 )
-MORE_TOKENS = 1024  # that a draft vocabulary may take up in addition
+MORE_TOKENS = 1024  # tokens that adapting may add to a draft vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class AdaptOptions:
 
 def run(options: AdaptOptions) -> Report:
     """Trains, measures, and saves the better head. Raises UsageError for records of another model, too few records, or
-    a head that cannot be trained; CapacityError where nothing can be written."""
-    read_manifest(options.records)  # before a model is loaded for nothing
+    a head that cannot be trained; CapacityError if files cannot be written."""
+    read_manifest(options.records)  # fails early, before the model is loaded
     begun = time.monotonic()
     start = _start(options)
     RecordedModel.of(start.model).check(options.records)
@@ -69,13 +69,13 @@ def run(options: AdaptOptions) -> Report:
     parts = evaluation.split_records(_newest(found.records, int(options.minutes * TOKENS_PER_MINUTE)))
     if len(parts.training) < MIN_TEXTS or len(parts.held_out) < evaluation.MIN_REQUESTS:
         raise UsageError(
-            f"{options.records} holds {len(parts.training)} texts to learn from, and {len(parts.held_out)} to be "
-            f"judged by; {MIN_TEXTS} and {evaluation.MIN_REQUESTS} are needed",
-            "let headstart serve --record run for longer, with prompts of more kinds",
+            f"{options.records} has {len(parts.training)} texts for training and {len(parts.held_out)} for evaluation; "
+            f"{MIN_TEXTS} and {evaluation.MIN_REQUESTS} are needed",
+            "let headstart serve --record run for longer, with more kinds of prompts",
         )
     tokens = sum(len(each.response_ids) for each in parts.training)
-    line = f"{len(parts.training)} texts to learn from ({tokens:,} tokens), {len(parts.held_out)} held out"
-    line += f"; {parts.num_similar} left out, for they resemble those held out" if parts.num_similar else ""
+    line = f"{len(parts.training)} texts for training ({tokens:,} tokens), {len(parts.held_out)} held out"
+    line += f"; {parts.num_similar} left out, since they resemble held-out ones" if parts.num_similar else ""
     line += f"; {found.damaged} damaged lines" if found.damaged else ""
     print_line(line)
     run = _AdaptRun(options, start, parts, begun)
@@ -119,7 +119,7 @@ def _start(options: AdaptOptions) -> _StartingHead:
 
 
 def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
-    """Returns the last records, of at most `limit` tokens."""
+    """Returns the newest records, with at most `limit` tokens together, but at least one."""
     tokens = accumulate(len(each.prompt_ids) + len(each.response_ids) for each in reversed(records))
     return list(records[-max(sum(total <= limit for total in tokens), 1) :])
 
@@ -140,7 +140,7 @@ class _AdaptRun:
             raise CapacityError(f"cannot write {self.work}: {error.strerror or error}", hint) from None
 
     def _open(self) -> None:
-        """Creates the folder, or takes over what an earlier run from the same head has left."""
+        """Creates the work folder, or continues in that of an interrupted run from the same head and seed."""
         start = saved.digest_of(self.start.path) if self.start.path else NATIVE_HEAD
         plan = {"start": start, "seed": self.options.seed}
         path = self.work / "plan.json"
@@ -154,7 +154,7 @@ class _AdaptRun:
         write_atomic(self.work / "records.jsonl", "".join(_lines(self.parts.training)))
 
     def report(self, line: str, damaged: int) -> Report:
-        """Trains, compares, and saves the better head. `line`: the records in use."""
+        """Trains, compares, and saves the new head if it is better. `line`: text about the records in use."""
         self._train([self.work / "records.jsonl", *self._write_general_text()])
         own, others = self._compare()
         better = own.is_better
@@ -175,14 +175,15 @@ class _AdaptRun:
             "minutes": round(minutes, 1),
         }  # fmt: skip
         verdict = (
-            f"kept in {self.folder}: generate, chat and serve take it from now on, a running server after kill -HUP PID"
+            f"saved in {self.folder}: generate, chat and serve use it from now on, a running server after kill -HUP PID"
             if better
-            else "not better beyond doubt: everything stays as it is; more records or more --minutes may help"
+            else "not significantly better: the head in use stays; more records or more --minutes may help"
         )
         return Report(True, data, [line, own.line("held-out records"), others.line("general prompts"), verdict])
 
     def _write_general_text(self) -> list[Path]:
-        """Has the model answer all kinds of prompts; returns the files, none where it writes nothing of use."""
+        """Lets the model answer general prompts. Returns the folder of the texts in a list, which is empty if there is
+        no usable text."""
         tokens = sum(len(each.response_ids) for each in self.parts.training)
         wanted = self_distillation.DataOptions(
             model=self.options.model, config=self._config, out=self.work / "general",
@@ -198,7 +199,7 @@ class _AdaptRun:
         assert head is not None
         kind = head_kind(head.spec.kind).training
         assert kind is not None
-        # the kind's draft steps, as far as the head has modules; of a block its rows
+        # a block drafter trains all its rows; other heads the kind's draft steps, within the head's modules
         depth = head.spec.depth_limit if head.spec.block else min(kind.depth, head.spec.depth_limit)
         known, spent = head.draft_token_ids, (time.monotonic() - self._begun) / 60
         training = TrainOptions(
@@ -228,7 +229,7 @@ class _AdaptRun:
 
 
 def _lines(records: Seq[TextRecord]) -> Iterator[str]:
-    """Yields lines as training reads them: pieces of long texts, each with the end of what came before it."""
+    """Yields JSON lines for training. Long texts are split; each piece has up to CONTEXT tokens of the text before."""
     for record in records:
         ids, end = (*record.prompt_ids, *record.response_ids), len(record.prompt_ids)
         while end < len(ids):

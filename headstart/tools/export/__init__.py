@@ -1,10 +1,11 @@
 """`headstart export`: a head, or a model with its head, in the layout of another engine.
 
 run         options -> Report
-targets/    one file per layout: `EXPORT` decides and checks everything before the first byte
-source      what every layout starts from; plan: what is to be written, then written aside and renamed
-drafts      where each model type keeps its MTP module, and what xLLM calls the draft; detect: which of them it is
-module      the MTP module of a checkpoint on its own; plain: quantized tensors turned back
-gguf_model  the module in llama.cpp's names
-heads       which tensors and keys are a head
+targets/    one file per layout: `EXPORT` makes a Plan and checks everything before the first byte is written
+source      input of every layout: a checkpoint directory, or trunk and head as arrays
+plan        the files to write; they are written to a temporary folder, which is then renamed
+module      a checkpoint's MTP module: finding, extracting and dequantizing it
+blocks      block drafters in the published layouts
+gguf_model  the MTP module with llama.cpp's names and metadata
+heads       recognizes the tensors and config keys of a head
 """

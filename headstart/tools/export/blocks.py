@@ -1,4 +1,4 @@
-"""A block drafter's directory in one of the published layouts, from a head and the trunk it was trained on."""
+"""Exports a block drafter to a directory in a published layout, from a head and the trunk it was trained on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,16 +23,17 @@ Write = Callable[[HeadCheckpoint, Arrays], Written]
 
 
 def block_export(write: Write, method: str) -> Export:
-    """Exports of a layout that vLLM runs by this method."""
+    """Returns the EXPORT of a layout that vLLM runs with speculative method `method`."""
     return lambda request: block_plan(request.source("block"), write, vllm_use(method, "DEPTH"))
 
 
 def block_plan(source: Source, write: Write, use: str) -> Plan:
-    """All tensors in bfloat16. Raises ModelError for a head of another kind, and for what has no place there."""
+    """Plans a directory with all tensors in bfloat16. Raises ModelError for a head of another kind, or a feature that
+    the layout lacks."""
     block, trunk = source.head.spec.block, source.checkpoint.path
     if block is None:
         hint = "headstart train --kind block makes one; others go with --to vllm-mimo or vllm-eagle3"
-        raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, no block drafter", hint)
+        raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, not a block drafter", hint)
     name = str(trunk.resolve()) if trunk.is_dir() else source.name
     spec = replace(source.head.spec, block=replace(block, mask_embedding=False))
     head = replace(source.head, spec=spec, trunk=name, trunk_layers=source.sizes.num_layers)
@@ -48,8 +49,8 @@ def block_plan(source: Source, write: Write, use: str) -> Plan:
 
 
 def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
-    """The head's, and of the trunk's what these engines want beside: the LM head's rows of a draft vocabulary, and the
-    whole embedding where the mask has one of its own, which they read in its row."""
+    """Returns the head's tensors, and trunk tensors that engines expect in the drafter: the LM head's rows of a draft
+    vocabulary, and the whole embedding if the mask token has its own vector, which is put into the mask's row."""
     tensors: dict[str, Any] = dict(source.head.tensors)
     trunk, ids = source.tensors, source.head.draft_token_ids
     if ids is not None and "lm_head.weight" not in tensors:
@@ -62,7 +63,7 @@ def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
 
 
 def _of_trunk(document: Mapping[str, Any], trunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions and end tokens, which engines compare with the target's."""
+    """Returns config keys of context length and special tokens, which engines compare with the target's."""
     length = trunk.get("max_position_embeddings")
     inner = document.get("transformer_layer_config")
     if inner is not None:

@@ -1,6 +1,6 @@
-"""A checkpoint's MTP module in llama.cpp's names, types and metadata: what `convert_hf_to_gguf.py --mtp` writes.
+"""A checkpoint's MTP module with llama.cpp's names, types and metadata, as `convert_hf_to_gguf.py --mtp` writes it.
 
-Declared data for the families whose conversion is renaming, stacking of experts and a shift of norm weights. Source:
+Families are declared by data; their conversion is renaming, stacking of experts and a shift of norm weights. Source:
 llama.cpp b11434 `conversion/{base,qwen,glm}.py`.
 """
 
@@ -24,11 +24,11 @@ from headstart.tools.export.module import count_modules, cut_module, find_module
 
 U32, F32, BOOL = "uint32", "float32", "bool"
 TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
-"""Of keys that hold no whole number."""
+"""GGUF types of keys that are not whole numbers."""
 ACTIVATION = "silu"
 RECURRENT = "linear_attention"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
-"""Canonical names of the trunk's own tensors that go along."""
+"""Canonical names of the trunk's tensors that the file contains too."""
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 FUSED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
@@ -36,15 +36,15 @@ IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor to be written: its type in the file, its shape, and its bytes when they are wanted."""
+    """A tensor to be written. Its values are only read when `fill` is called."""
 
     name: str
     dtype: str  # F32 or BF16
     shape: tuple[int, ...]
-    fill: Callable[[NDArray[Any]], None]
+    fill: Callable[[NDArray[Any]], None]  # writes all values into a flat array
 
     def array(self) -> NDArray[Any]:
-        """float32, or bfloat16 bits, [*shape]."""
+        """Returns the values [*shape]: float32, or bfloat16 bits as uint16."""
         array = np.empty(self.shape, np.float32 if self.dtype == "F32" else np.uint16)
         self.fill(array.reshape(-1))
         return array
@@ -52,7 +52,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class HeadModel:
-    """What a GGUF file of a head alone holds. `metadata`: key -> (value, type); arrays have no type."""
+    """Content of a GGUF file with only a head. `metadata`: key -> (value, GGUF type)."""
 
     architecture: LlamaCppDraft
     metadata: Mapping[str, tuple[Any, str]]
@@ -61,7 +61,8 @@ class HeadModel:
 
 
 def head_model(source: Checkpoint) -> HeadModel | None:
-    """The module as llama.cpp has it; None where its form is not declared. ModelError for one that is not whole."""
+    """Returns the MTP module in llama.cpp's form; None if its family has no declared form. Raises ModelError for an
+    incomplete module, or one that llama.cpp would compute differently."""
     place = find_module(source.config)
     if place is None or place.layout.llama_cpp_draft is None:
         return None
@@ -70,10 +71,10 @@ def head_model(source: Checkpoint) -> HeadModel | None:
     block = family.read(source.config, source.name, strict=False).head_layer.mlp
     if (activation := getattr(block, "activation", ACTIVATION)) != ACTIVATION:
         hint = f"llama.cpp computes {ACTIVATION} whatever the model was trained with"
-        raise ModelError(f"{source.name}: hidden_act is {activation!r}, for which GGUF files have no word", hint)
+        raise ModelError(f"{source.name}: hidden_act is {activation!r}, which GGUF files cannot express", hint)
 
     def rename(name: str) -> str | None:
-        """The module's, and the trunk's own tensors that go along."""
+        """Keeps the names of the module's tensors and of TRUNK; None for others."""
         return name if place.inside(name) is not None or family.names.canonical(name) in TRUNK else None
 
     module = cut_module(source, place, rename, modules=count)
@@ -117,12 +118,12 @@ def _typed(config: Mapping[str, Any], key: str, kind: str) -> tuple[Any, str]:
     value = config[key]
     whole = isinstance(value, int) and 0 <= value < 2**32
     if not (whole if kind == U32 else isinstance(value, bool) if kind == BOOL else isinstance(value, int | float)):
-        raise ModelError(f"config.json: {key} is {value!r}, which is no {kind}", f"correct {key}")
+        raise ModelError(f"config.json: {key} is {value!r}, which is not a {kind}", f"correct {key}")
     return value, kind
 
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Which layers are recurrent; some configs only say how far apart the others are."""
+    """Returns the kind of each layer; some configs only give the distance of full-attention layers."""
     every = number(config, "full_attention_interval", default=4)
     kinds = config.get("layer_types") or [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
     check_kinds(kinds, layers, (RECURRENT, FULL))
@@ -142,7 +143,7 @@ def _rope(architecture: LlamaCppDraft, config: Mapping[str, Any]) -> dict[str, t
     kind = scaling.get("rope_type") or scaling.get("type") or rope.get("rope_type") or "default"
     if kind not in ("default", "mrope"):
         hint = "llama.cpp's convert_hf_to_gguf.py --mtp writes it"
-        raise ModelError(f"rope scaling of type {kind!r} is not written here", hint)
+        raise ModelError(f"RoPE scaling of type {kind!r} cannot be exported", hint)
     heads = number(config, "num_attention_heads")
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
     share = real(rope, "partial_rotary_factor", architecture.rotary)
@@ -158,7 +159,7 @@ def _rope(architecture: LlamaCppDraft, config: Mapping[str, Any]) -> dict[str, t
 
 
 def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> list[GgufTensor]:
-    """From canonical names, MTP modules being the layers after the trunk's."""
+    """Converts tensors under canonical names, in which MTP modules are the layers after the trunk's last."""
     made: list[GgufTensor] = []
     experts: dict[str, dict[int, Planned]] = {}
     for name, each in planned.items():
@@ -197,13 +198,13 @@ def _converted(part: Planned, piece: NDArray[Any], plain: bool, shift: float) ->
         return raw.view(np.uint16)
     size = {"BF16": 2, "F16": 2, "F32": 4}.get(part.dtype)
     if size is None:
-        raise ModelError(f"tensor {part.name} is {part.dtype}, but floating-point weights are wanted here")
+        raise ModelError(f"tensor {part.name} is {part.dtype}, but must be floating-point")
     values = make_tensor(part.name, (len(raw) // size,), part.dtype, raw).float32()
     return values + np.float32(shift) if plain else bfloat16(values)[0]
 
 
 def _unfused(block: str, which: str, each: Planned, architecture: LlamaCppDraft) -> list[GgufTensor]:
-    """[experts, rows, columns] of one file tensor: gate and up rows are told apart."""
+    """Splits the gate and up rows of a fused expert tensor [experts, rows, columns]."""
     if which == "down":
         return [_gguf_tensor(f"{block}.ffn_down_exps.weight", [each], each.shape, architecture)]
     count, rows, columns = each.shape

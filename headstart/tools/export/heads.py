@@ -1,4 +1,4 @@
-"""Which tensors and config keys of a checkpoint are its MTP head, for all families, by how they are called."""
+"""Recognizes the tensors and config keys of a checkpoint's MTP head by their names, for all families."""
 
 import copy
 import re
@@ -18,22 +18,22 @@ MATRIX = re.compile(r"\.(?:\w+_proj|kv_a_proj_with_mqa|w[123]|wq_\w+|wk\w*|wo_\w
 
 
 def head_names(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
-    """Tensors under a name of their own, and of layers after the trunk's last."""
+    """Returns the names of the head's tensors: those with MTP names, and those of layers after the trunk's last."""
     layers = as_size(text_config(config).get("num_hidden_layers")) or 0
     return {name for name in names if part_of(name, layers) == MTP}
 
 
-def trunk_prefix(names: Iterable[str]) -> str:
+def trunk_prefix(names: Iterable[str]) -> str:  # wrapper before "layers.", such as "model."
     return next((name.removesuffix(strip_wrapper(name)) for name in names if part_of(name, 0) in (LAYERS, EXPERTS)), "")
 
 
 def can_be_quantized(name: str) -> bool:
-    """Is it a matrix of the decoder block that quantized checkpoints of its kind keep in FP8?"""
+    """Returns whether `name` is a matrix of the decoder block, which FP8 checkpoints quantize."""
     return bool(MATRIX.search(name)) and not LINKING.search(name) and "weights_proj" not in name
 
 
 def head_keys(config: Mapping[str, Any], path: Path = ()) -> dict[Path, Any]:
-    """Config keys that describe the head, by where they stand; `path` leads to this section."""
+    """Returns {path of a config key: value} of the keys that describe the head. `path`: path of this section."""
     keys: dict[Path, Any] = {}
     for key, value in config.items():
         if CONFIG_KEY.search(key):
@@ -44,7 +44,7 @@ def head_keys(config: Mapping[str, Any], path: Path = ()) -> dict[Path, Any]:
 
 
 def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, Any]:
-    """A copy of the config with these keys; where there is no such section, they go to the top level."""
+    """Returns a copy of the config with these keys. Keys of a missing section go to the top level."""
     changed = copy.deepcopy(dict(config))
     for path, value in keys.items():
         section = changed
@@ -55,7 +55,7 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[Path, Any]) -> dict[str, 
 
 
 def without_head(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with every count at zero (a class may have a default of one) and lists of heads empty."""
+    """Returns the config without a head: counts are 0 (a missing key might default to 1), lists are empty."""
     keys, counts = head_keys(config), count_keys()
     lists: dict[Path, Any] = {path: [] for path, value in keys.items() if isinstance(value, list)}
     return with_keys(config, lists | {path: 0 for path in keys if path[-1] in counts})

@@ -1,4 +1,4 @@
-"""The MTP module of a checkpoint on its own: found by its family's names, checked to be whole, and dequantized."""
+"""Extraction of a checkpoint's MTP module: found by its family's names, checked for completeness, dequantized."""
 
 import re
 from collections import Counter
@@ -18,10 +18,10 @@ from headstart.models.families import find_mtp_family
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import trailing_modules, trailing_name
 
-DESCRIPTION = "quant_model_description.json"  # Ascend's file that says how integers are to be read
+DESCRIPTION = "quant_model_description.json"  # Ascend's description of quantized tensors
 NORMS = ("mtp.0.norm_embedding.weight", "mtp.0.norm_hidden.weight", "mtp.0.norm.weight")
 PROJECTION, BLOCK_NORM = "mtp.0.projection.weight", "mtp.0.block.input_layernorm.weight"
-TWO_PROJECTIONS = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")  # in place of PROJECTION, before a family joins them
+TWO_PROJECTIONS = ("mtp.0.e_proj.weight", "mtp.0.h_proj.weight")  # instead of PROJECTION in files of some families
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -31,7 +31,7 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ModulePlace:
-    """Where the files of a family that runs keep the MTP module, by a config.json."""
+    """Location of the MTP module in the files of a supported family, by a config.json."""
 
     model_type: str
     family: Family
@@ -40,12 +40,12 @@ class ModulePlace:
 
     @property
     def trailing(self) -> bool:
-        """Is it the layer after the trunk's last?"""
+        """Whether the module is stored as the layer after the trunk's last."""
         return not self.family.names.of_modules
 
     @cached_property
     def num_layers(self) -> int:
-        """Of the trunk. Raises ModelError where the config does not say it."""
+        """Number of layers of the trunk. Raises ModelError if the config does not give it."""
         layers = text_config(self.config).get("num_hidden_layers")
         if not isinstance(layers, int) or not as_size(layers):
             raise ModelError(f"config.json: num_hidden_layers is {layers!r}", "the module is the layer after the last")
@@ -53,24 +53,24 @@ class ModulePlace:
 
     @cached_property
     def prefix(self) -> str:
-        """How names of the module's tensors begin, without wrappers."""
+        """Prefix of the names of the module's tensors, without wrappers."""
         if self.trailing:
             return f"layers.{self.num_layers}."
         parts = zip(*(self.written(name).split(".") for name in (*NORMS, BLOCK_NORM)), strict=False)
         return "".join(f"{words[0]}." for words in takewhile(lambda words: len({*words}) == 1, parts))
 
     def written(self, canonical: str) -> str:
-        """The name in the family's files, without wrappers."""
+        """Returns the name in the family's files, without wrappers."""
         theirs = self.family.names.theirs(trailing_name(canonical, self.num_layers) if self.trailing else canonical)
         return strip_wrapper(theirs)
 
     def inside(self, name: str) -> str | None:
-        """The name inside the module; None for a tensor of the trunk."""
+        """Returns the name relative to the module; None for a tensor of the trunk."""
         name = strip_wrapper(name)
         return name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
 
     def lacking(self, names: set[str]) -> list[str]:
-        """Names inside the module of tensors without which there is none, and that are not there."""
+        """Returns the required tensors of a module that are missing in `names`, by names relative to the module."""
         named = (self.family.names.canonical(name) for name in names)
         there: Any = {name: None for name in named if name}
         if self.trailing:
@@ -81,9 +81,10 @@ class ModulePlace:
 
 
 def find_module(config: Mapping[str, Any], model_type: str | None = None) -> ModulePlace | None:
-    """Of a config.json, or of a model type; None for a family without a module. Raises ModelError."""
+    """Returns the module's location by a config.json, or by `model_type` if given; None for a family without modules.
+    Raises ModelError for a config without a model type."""
     if not (model_type or config.get("model_type") or architectures(config)):
-        raise ModelError("config.json names neither model_type nor architectures", "say it with --model-type")
+        raise ModelError("config.json names neither model_type nor architectures", "give --model-type")
     found = find_mtp_family({"model_type": model_type.lower()} if model_type else config)
     if found and found.layout.xllm and not model_type:
         text = text_config(config)
@@ -95,7 +96,8 @@ def find_module(config: Mapping[str, Any], model_type: str | None = None) -> Mod
 
 
 def count_modules(place: ModulePlace, *, several: bool = False) -> int:
-    """How many MTP modules the config promises. Raises ModelError for none, and for more than one unless `several`."""
+    """Returns the number of MTP modules in the config. Raises ModelError for none, or for more than one unless
+    `several`."""
     count, key = place.layout.declared(place.config)
     if key is None and place.layout.released:
         return place.layout.released
@@ -111,7 +113,7 @@ def count_modules(place: ModulePlace, *, several: bool = False) -> int:
 
 
 class MTPModule(NamedTuple):
-    """The tensors of a module: `tensors` under the checkpoint's names, `planned` as they are to be written."""
+    """The tensors of a module: `tensors` by the checkpoint's names, `planned` with new names and types."""
 
     tensors: Mapping[str, Tensor]
     planned: list[Planned]
@@ -121,8 +123,9 @@ class MTPModule(NamedTuple):
 def cut_module(
     source: Checkpoint, place: ModulePlace, rename: Callable[[str], str | None] | None = None, *, modules: int = 1
 ) -> MTPModule:
-    """The tensors of so many modules, quantized ones turned back. `rename`: new names of what is taken, None for the
-    rest; without it names stay, and nothing of the trunk is taken. Raises ModelError for a module that is not whole."""
+    """Returns the tensors of `modules` MTP modules, dequantized. `rename` gives the new name of a tensor, or None to
+    leave it out; without `rename`, only the modules' tensors are taken, under their old names. Raises ModelError for
+    an incomplete module."""
     rename = rename or (lambda name: name if place.inside(name) is not None else None)
     names = {name: new for name in source.tensors if (new := rename(name))}
     own = {name for name in names if place.inside(name) is not None}
@@ -131,15 +134,15 @@ def cut_module(
         raise ModelError(f"{source.name} holds no tensors under {under}", "headstart inspect says which are there")
     weights = Weights(source.tensors, source.config)
     _check_whole(source, place, {stored.name for stored in weights.stored.values() if stored.main.name in own}, modules)
-    taken = Counter(names.values())  # the module's own tensors stand for those of the trunk
+    taken = Counter(names.values())  # if both have a tensor of one name, the module's replaces the trunk's
     borrowed = [name for name in names if not re.search(r"\.layers\.\d+\.", name)]
     for name in [name for name in borrowed if taken[names[name]] > 1]:
         del names[name]
-    described = (source.path / DESCRIPTION).exists()  # then the engine reads scales by it
+    described = (source.path / DESCRIPTION).exists()  # then the engine can read quantized tensors
     plain = make_plain(names, weights, described)
     known = place.layout.xllm is not None and place.layout.xllm.fp8_blocks
     if plain.converted and not (known and all(name.endswith("_scale_inv") for name in plain.scales)):
-        turned = f"{len(plain.converted)} quantized tensors were turned into bfloat16"
+        turned = f"{len(plain.converted)} quantized tensors were converted to bfloat16"
         plain.notes.append(f"{turned}; export_mtp.py copies them without their scales")
     return MTPModule({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
 
@@ -160,24 +163,21 @@ def _check_whole(source: Checkpoint, place: ModulePlace, names: set[str], module
         raise ModelError(f"{source.name}: {what}", AGAIN)
 
 
-# Quantized tensors turned back.
-
-CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types that mean nothing without scales
+CODES = ("F8_E4M3", "F8_E5M2", "I8", "U8")  # types whose values need scales
 
 
 @dataclass
 class DequantizedTensors:
-    """`converted`: names of the weights that were quantized; `scales`: what scaled them."""
-
     planned: list[Planned]
-    converted: list[str]
-    scales: set[str]
+    converted: list[str]  # names of weights that were dequantized
+    scales: set[str]  # names of their scales
     notes: list[str]
 
 
 def make_plain(names: Mapping[str, str], weights: Weights, described: bool = False) -> DequantizedTensors:
-    """Plan the tensors of `names` (name -> new name), quantized ones turned back. `described`: another file says how to
-    read integers, so that their scales stay. ModelError for packings, codes without scales and scales without codes."""
+    """Plans the tensors of `names` (name -> new name), dequantized. `described`: DESCRIPTION explains the quantized
+    tensors, which stay as they are, with scales. Raises ModelError for unknown packings, codes without scales and
+    scales without codes."""
     plain = DequantizedTensors([], [], set(), [])
     for stored in weights.stored.values():
         main, beside = stored.main, [each for each in stored.beside.values() if each.name in names]

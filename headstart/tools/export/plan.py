@@ -1,4 +1,4 @@
-"""What is to be written, decided and checked in full before the first byte; then written aside and renamed."""
+"""Plan of a directory: complete and checked before the first byte, then written atomically."""
 
 import json
 import os
@@ -20,36 +20,34 @@ from headstart.heads.eagle3 import OURS
 from headstart.heads.published import MARK
 
 Writer = Callable[[Path, Callable[[int], None]], None]
-"""Writes one file, and says after each piece how many bytes it had."""
+"""Writes the file at a path, and calls the function with the bytes of each piece."""
 MEGABYTE = 1_000_000
 TAKEN_OVER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""Files that an output has when its source had them."""
+"""Files that are copied from the source if it has them."""
 
 
 @dataclass
 class Plan:
-    """A directory to be. `tensors`: safetensors files; `copies`: files taken over; `links`: files whose bytes are
-    shared with the source where the file system can; `marks`: files that nobody else writes, by which the output is
-    known again; `notes`: what the user should know; `use`: how to run it, with {out} in it."""
+    """The files of a directory to write; keys are file names."""
 
-    tensors: dict[str, Sequence[Planned]] = field(default_factory=dict)
-    metadata: dict[str, str] | None = None
+    tensors: dict[str, Sequence[Planned]] = field(default_factory=dict)  # safetensors files
+    metadata: dict[str, str] | None = None  # of safetensors files
     texts: dict[str, str] = field(default_factory=dict)
     copies: dict[str, Path] = field(default_factory=dict)
-    links: dict[str, Path] = field(default_factory=dict)
-    writers: dict[str, Writer] = field(default_factory=dict)  # of other formats, run last
-    other_bytes: int = 0  # of `writers`
-    marks: tuple[str, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    use: str = ""
-    data: dict[str, Any] = field(default_factory=dict)
+    links: dict[str, Path] = field(default_factory=dict)  # hard links to the source, or copies on another file system
+    writers: dict[str, Writer] = field(default_factory=dict)  # files of other formats, written last
+    other_bytes: int = 0  # size of the files of `writers`
+    marks: tuple[str, ...] = ()  # files that only headstart writes; they identify an earlier output
+    notes: list[str] = field(default_factory=list)  # for the user
+    use: str = ""  # command that uses the output, with {out} for its path
+    data: dict[str, Any] = field(default_factory=dict)  # for the JSON report
 
     def nbytes(self, out: Path) -> int:
-        """What takes room and time: everything but links within one file system."""
+        """Returns the bytes to write: all files except links within one file system."""
         planned = sum(each.nbytes for tensors in self.tensors.values() for each in tensors)
         device = _existing(out).stat().st_dev
         links = [path.stat() for path in self.links.values()]
@@ -59,7 +57,7 @@ class Plan:
 
 def as_json(document: Any, *, indent: int = 2, sort: bool = False) -> str:
     text = json.dumps(document, indent=indent, ensure_ascii=False, sort_keys=sort)
-    if re.search("[\ud800-\udfff]", text):  # half a pair has no UTF-8: escaped
+    if re.search("[\ud800-\udfff]", text):  # lone surrogates cannot be encoded in UTF-8: escape them
         return json.dumps(document, indent=indent, sort_keys=sort)
     return text
 
@@ -70,7 +68,7 @@ def index_text(files: dict[str, str], total: int | None = None, indent: int = 2)
 
 
 def vllm_use(method: str, depth: int | str) -> str:
-    """How vLLM serves a model with the drafter in `{out}`."""
+    """Returns vLLM's command that serves a model with the drafter in `{out}`."""
     return (
         "vllm serve MODEL --speculative-config "
         f"""'{{{{"method": "{method}", "model": "{{out}}", "num_speculative_tokens": {depth}}}}}'"""
@@ -78,13 +76,14 @@ def vllm_use(method: str, depth: int | str) -> str:
 
 
 def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) -> Plan:
-    """A directory of one safetensors file and its config.json."""
+    """Plans a directory of one safetensors file and its config.json."""
     texts = {"config.json": as_json(config) + "\n"}
     return Plan(tensors={"model.safetensors": tensors}, metadata={"format": "pt"}, texts=texts, use=use)
 
 
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Raises UsageError for a target that exists, is no directory, holds a source, or is never to be replaced."""
+    """Raises UsageError for a target that exists (without `force`), is not a directory, contains a source, or must
+    never be replaced, such as the home directory or a repository."""
     target = out.resolve()
     for source in sources:
         if target == source.resolve() or target in source.resolve().parents:
@@ -102,14 +101,14 @@ def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
 
 
 def check_replaced(plan: Plan, out: Path) -> None:
-    """What is replaced must be what such a command has written. Raises UsageError for anything else in `out`."""
+    """Raises UsageError unless the existing directory `out` was written by an export or graft."""
     if not out.exists():
         return
     names = {*plan.texts, *plan.copies, *plan.links, *plan.tensors, *plan.writers, *TAKEN_OVER}
     for mark in plan.marks:
-        with suppress(ModelError):  # what the command before this one had written
+        with suppress(ModelError):  # files that an earlier command has written
             names |= {str(name) for name in read_object(out / mark).get("files") or ()}
-    # the files of a folder speak for it
+    # files and empty folders; other folders are judged by their files
     entries = [path for path in out.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir())]
     foreign = [str(path.relative_to(out)) for path in entries if path.is_symlink() or not path.is_file()]
     foreign += {str(path.relative_to(out)) for path in entries} - names
@@ -121,7 +120,8 @@ def check_replaced(plan: Plan, out: Path) -> None:
 
 
 def _is_own(plan: Plan, out: Path) -> bool:
-    """A file that only we write, our key in config.json, or that very config.json."""
+    """Returns whether `out` has a file that only headstart writes, headstart's key in config.json, or the planned
+    config.json."""
     if any((out / name).is_file() for name in (*plan.marks, *plan.writers)):
         return True
     try:
@@ -133,8 +133,8 @@ def _is_own(plan: Plan, out: Path) -> bool:
 
 
 def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
-    """Write a plan. Returns the bytes that are in the directory. Raises UsageError where `out` is not ours to replace,
-    CapacityError where it cannot be written; then nothing is left."""
+    """Writes a plan atomically. Returns the bytes in the directory. Raises UsageError if `out` must not be replaced,
+    CapacityError if it cannot be written."""
     check_replaced(plan, out)
     nbytes = plan.nbytes(out)
     check_room(out, nbytes)
@@ -178,7 +178,7 @@ def _copy(source: Path, target: Path, meter: _Meter) -> None:
 
 
 def _link(source: Path, target: Path, meter: _Meter) -> None:
-    """Shared bytes where both are on one file system that can; a copy elsewhere."""
+    """Makes a hard link; copies the file if the file system does not support that."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:

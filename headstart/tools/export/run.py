@@ -23,7 +23,7 @@ class ExportOptions:
 
 
 def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
-    """Write a directory, whole or not at all. Raises UsageError, ModelError or CapacityError."""
+    """Writes a directory atomically. Raises UsageError, ModelError or CapacityError."""
     targets = [name.replace("_", "-") for name in registry.available("exports")]
     if options.to not in targets:
         raise UsageError(f"--to is {options.to!r}, which is unknown", f"choose one of {', '.join(targets)}")

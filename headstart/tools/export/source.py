@@ -1,4 +1,4 @@
-"""What every layout starts from: a checkpoint directory as it is, or a trunk and its head as arrays."""
+"""Input of every layout: a checkpoint directory, or a trunk and its head as arrays."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,23 +26,25 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 
 def open_directory(name: str | None) -> Checkpoint:
-    """A Hugging Face directory by path, Hub name or alias, with the tensors of all its files. Raises ModelError."""
+    """Opens a Hugging Face directory by path, Hub name or alias, with the tensors of all its files. Raises ModelError
+    for a single file."""
     path = hub.resolve(name)
     if not path.is_dir():
         hint = "give the Hugging Face directory (config.json and *.safetensors) it was made from"
-        raise ModelError(f"{path} is a single file, but a directory is wanted", hint)
+        raise ModelError(f"{path} is a single file, but a directory is needed", hint)
     config = read_object(path / "config.json")
     return Checkpoint(path, "safetensors", config, whole_directory(path), canonical_names=False, name=name or "")
 
 
 def side_files(folder: Path) -> dict[str, Path]:
-    """Everything in a directory that holds no weights: tokenizer, templates, licence and so on."""
+    """Returns the files of a directory that are not weights: tokenizer, templates, licence and so on."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     return {path.name: path for path in files if not path.name.endswith(WEIGHT_ENDINGS)}
 
 
 def inner_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """Files of its folders that hold no weights, and weights; hidden folders and links out of it are left out."""
+    """Returns the files in subfolders that are not weights, and the names of weight files there. Hidden folders and
+    links to outside are left out."""
     files, weights = {}, []
     for path in sorted(folder.glob("*/**/*")):
         name, is_inside = path.relative_to(folder), path.parent.resolve().is_relative_to(folder.resolve())
@@ -55,7 +57,7 @@ def inner_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def other_weights(folder: Path) -> list[str]:
-    """Weight files of other formats."""
+    """Returns the names of weight files in other formats than safetensors."""
     names = (path.name for path in sorted(folder.iterdir()) if path.is_file())
     return [name for name in names if name.endswith(WEIGHT_ENDINGS[1:])]
 
@@ -72,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. Both ways to read it raise ModelError when it is not there."""
+    """The user's model and head. `directory` and `source` read them in two ways; both raise ModelError."""
 
     model: str | None
     head: Path | None = None
@@ -84,23 +86,23 @@ class Request:
 
     @property
     def has_own_head(self) -> bool:
-        """Is the head a directory of its own, not a part of the checkpoint?"""
+        """Whether the head is a separate directory, not a part of the checkpoint."""
         return self.head is not None or self.alias.head() is not None
 
     @cached_property
     def directory(self) -> Checkpoint:
-        """The checkpoint's files."""
+        """The checkpoint's files, for a head inside the checkpoint."""
         if self.has_own_head:
             hint = "--to vllm-mimo makes one checkpoint of trunk and head; export that one"
-            what = "is a directory of its own, but this layout is cut out of a checkpoint"
+            what = "is a separate directory, but this layout needs a head inside the checkpoint"
             raise ModelError(f"the head of {self.alias.name} {what}", hint)
         return open_directory(self.model)
 
     def source(self, kind: str) -> Source:
-        """Trunk and head as arrays. Of several shipped heads the one of this kind."""
+        """Returns trunk and separate head as arrays; of several shipped heads the one of this kind."""
         head = self.head or self.alias.head(kind)
         if head is None:
-            raise ModelError(f"{self.alias.name} has no head of its own directory", "give one with --head")
+            raise ModelError(f"{self.alias.name} has no separate head", "give one with --head")
         checkpoint = open_checkpoint(self.alias.trunk)
         family = find_family(checkpoint)
         sizes = family.read(checkpoint.config, strict=False)
@@ -109,11 +111,11 @@ class Request:
 
 
 Export = Callable[[Request], Plan]
-"""What a target offers as `EXPORT`: what to write, decided and checked in full. Raises UsageError or ModelError."""
+"""Type of a target's `EXPORT`: makes the complete, checked plan. Raises UsageError or ModelError."""
 
 
 def text_side(source: Source) -> dict[str, str]:
-    """Tokenizer and chat template: the files of a directory, or made from a GGUF file's own."""
+    """Returns {file name: text} of tokenizer and chat template, from a directory or a GGUF file's metadata."""
     folder = source.checkpoint.path
     if folder.is_dir():
         return {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).exists()}

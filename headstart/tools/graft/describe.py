@@ -1,7 +1,7 @@
-"""Config of a checkpoint with a grafted head: its keys, what is not quantized, and FP8 blocks for the head.
+"""Config of a checkpoint with a grafted head: head keys, list of unquantized modules, and FP8 blocks for the head.
 
-FP8 is in blocks of 128 x 128: `weight` in E4M3 and `weight_scale_inv` in float32, as in DeepSeek-V3. vLLM, SGLang and
-transformers read that (`quant_method: fp8` with `weight_block_size`); no engine reads an int8 or int4 head alone.
+FP8 uses blocks of 128 x 128, with `weight` in E4M3 and `weight_scale_inv` in float32, as in DeepSeek-V3. vLLM, SGLang
+and transformers read this (`quant_method: fp8` with `weight_block_size`); no engine reads only a head in int8 or int4.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ from headstart.formats.sizes import NESTED
 from headstart.tools.export.heads import Path as KeyPath, head_keys, head_names, with_keys
 from headstart.tools.export.plan import as_json
 
-BLOCK = 128
-LARGEST = 448.0
+BLOCK = 128  # rows and columns of an FP8 block
+LARGEST = 448.0  # largest E4M3 value
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, Any] | None:
-    """quantization_config with `modules` left alone; None for a method that has no known way to say so."""
-    old = any(key.startswith(("load_in_", "llm_int8_", "bnb_4bit_")) for key in quantization)  # names no method
+    """Returns the quantization_config with `modules` excluded; None for a method without a known key for that."""
+    old = any(key.startswith(("load_in_", "llm_int8_", "bnb_4bit_")) for key in quantization)  # without quant_method
     method = str(quantization.get("quant_method") or ("bitsandbytes" if old else ""))
     key = next((each.excludes[method] for each in quantizations().values() if method in each.excludes), None)
     if key is None:
@@ -44,16 +44,16 @@ def excluding(quantization: Mapping[str, Any], modules: list[str]) -> dict[str, 
 
 
 def check_method(quantization: Mapping[str, Any]) -> None:
-    """Raises UsageError for a checkpoint whose config cannot describe FP8 blocks beside what it has."""
+    """Raises UsageError for a checkpoint whose quantization config cannot also describe FP8 blocks."""
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if quantization and (method != "fp8" or block != [BLOCK, BLOCK]):
-        what = f"quantized by {method!r} (blocks {block}), and its config has no room for a second method"
-        hint = f"it goes with unquantized checkpoints and with fp8 in blocks of {BLOCK} x {BLOCK}; else leave it out"
+        what = f"quantized by {method!r} (blocks {block}), and its config cannot describe a second method"
+        hint = f"use it with unquantized checkpoints, or fp8 in blocks of {BLOCK} x {BLOCK}; else leave it out"
         raise UsageError(f"--quantize-head: the checkpoint is {what}", hint)
 
 
 def fp8_blocks(name: str, stored: Tensor) -> list[Planned]:
-    """A matrix [rows, columns] as codes and scales [ceil(rows / 128), ceil(columns / 128)]."""
+    """Plans a matrix [rows, columns] as FP8 codes and float32 scales [ceil(rows / 128), ceil(columns / 128)]."""
     grid = tuple(-(-size // BLOCK) for size in stored.shape)
     return [
         Planned(name, "F8_E4M3", stored.shape, lambda: _codes(stored)),
@@ -62,7 +62,7 @@ def fp8_blocks(name: str, stored: Tensor) -> list[Planned]:
 
 
 def _slabs(stored: Tensor) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """128 rows at a time, and the scale of each of its blocks."""
+    """Yields BLOCK rows at a time, with the scales of their blocks."""
     rows, columns = stored.shape
     for begin in range(0, rows, BLOCK):
         values = stored.span(begin, min(BLOCK, rows - begin)).float32()
@@ -77,12 +77,12 @@ def _codes(stored: Tensor) -> Iterator[NDArray[Any]]:
 
 @cache
 def _e4m3_values() -> NDArray[np.float32]:
-    """The finite FP8 (E4M3) sizes, ascending: code i is the i-th. `nearest_e4m3` rounds a head's weights to them."""
+    """Returns the finite non-negative E4M3 values [127], ascending; the index is the code."""
     return make_tensor("", (127,), "F8_E4M3", np.arange(127, dtype=np.uint8)).float32()
 
 
 def nearest_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Codes of the nearest numbers, ties to the even code; sizes above 448 become 448."""
+    """Returns the codes of the nearest E4M3 values, ties to the even code; absolute values above 448 become 448."""
     sizes = _e4m3_values()
     middles = (sizes[1:] + sizes[:-1]) / 2
     size = np.abs(values)
@@ -92,13 +92,13 @@ def nearest_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 MODELOPT = "hf_quant_config.json"
-"""ModelOpt's own file: vLLM and TensorRT-LLM read it beside or in place of quantization_config."""
+"""ModelOpt's file, which vLLM and TensorRT-LLM read in addition to or instead of quantization_config."""
 
 
 def keys_for(target: Mapping[str, Any], base: Mapping[str, Any]) -> dict[KeyPath, Any]:
-    """The head's keys of `base`, at the level where `target` describes its language model."""
+    """Returns the head's config keys of `base`, moved to the section in which `target` describes its language model."""
     ours, theirs, keys = _level(target), _level(base), head_keys(base)
-    # a wrapper's own keys stay the wrapper's
+    # only keys of the language model's section move
     return {(*ours, path[-1]) if path[:-1] == theirs else path: value for path, value in keys.items()}
 
 
@@ -115,7 +115,7 @@ def modelopt_of(folder: Path) -> dict[str, Any]:
 
 
 def modelopt_text(folder: Path, head: Sequence[str]) -> dict[str, str]:
-    """ModelOpt's own file with the head's modules left alone; nothing where there is none."""
+    """Returns ModelOpt's file with the head's modules excluded, as {file name: text}; empty without such a file."""
     if not modelopt_of(folder):
         return {}
     document = read_object(folder / MODELOPT)
@@ -129,7 +129,8 @@ def modelopt_text(folder: Path, head: Sequence[str]) -> dict[str, str]:
 def describe(
     config: dict[str, Any], target: Checkpoint, planned: list[Planned], quantize: bool, notes: list[str]
 ) -> dict[str, Any]:
-    """Returns the config with the matrices that are not quantized listed, as engines read it."""
+    """Returns the config with a quantization_config that lists the unquantized matrices, as engines expect. Adds a note
+    if the quantization method has no such list."""
     scaled = {each.name.removesuffix("_scale_inv") for each in planned if each.name.endswith("_scale_inv")}
     modules = [each.name for each in planned if len(each.shape) == 2 and each.name.endswith(".weight")]
     alone = [name.removesuffix(".weight") for name in modules if name not in scaled]
@@ -144,7 +145,7 @@ def describe(
     changed = excluding(quantization, alone)
     if changed is None:
         method = quantization.get("quant_method")
-        notes.append(f"quant_method {method!r}: tell the engine that the head is not quantized")
+        notes.append(f"quant_method {method!r} cannot exclude modules: configure the engine for an unquantized head")
         return config
     inner = config.get("text_config")
     if isinstance(inner, dict) and "quantization_config" in inner and "quantization_config" not in config:

@@ -1,4 +1,4 @@
-"""Does the head of one checkpoint fit another? What must agree is looked up in configs, headers and a few norms."""
+"""Checks whether the head of one checkpoint fits another, by configs, tensor headers, vocabulary and a few norms."""
 
 import json
 import re
@@ -24,7 +24,8 @@ HINT = "a head fits fine-tunes and quantizations of the model it was trained wit
 
 
 def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
-    """Notes on what differs and may cost acceptance. Raises ModelError for what cannot work."""
+    """Returns notes on differences that may lower acceptance. Raises ModelError for a difference that makes the head
+    useless."""
     ours, theirs = text_config(target.config), text_config(base.config)
     types = [str(each.get("model_type", "")).removesuffix("_text") for each in (ours, theirs)]
     if types[0] != types[1]:
@@ -37,14 +38,14 @@ def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
     _check_vocabulary(target, base)
     _check_norms(target, base)
     return [
-        f"{key} is {ours[key]!r} here, but {theirs[key]!r} in {base.name}: the head may guess worse"
+        f"{key} is {ours[key]!r} here, but {theirs[key]!r} in {base.name}: acceptance may be lower"
         for key in SHOULD_AGREE
         if key in ours and key in theirs and ours[key] != theirs[key]
     ]
 
 
 def _trunk(directory: Checkpoint) -> Mapping[str, Tensor]:
-    """Tensors of the trunk, without what stands before `layers` or `embed_tokens`: wrappers differ in that."""
+    """Returns the trunk's tensors by name, without the prefixes of wrappers."""
     heads = head_names(directory.tensors, directory.config)
     names = (name for name in directory.tensors if name not in heads)
     return {name.replace("language_model.", "").removeprefix("model."): directory.tensors[name] for name in names}
@@ -62,7 +63,7 @@ def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
 
 
 def _check_blocks(target: Checkpoint, base: Checkpoint) -> None:
-    """The head's attention is of the trunk's kind: one with an indexer reads what another trunk does not make."""
+    """Checks that trunk and head have the same attention modules: an indexer, for instance, needs the trunk's."""
     ours, theirs = (_mixers(_trunk(each)) for each in (target, base))
     head = _mixers(head_names(base.tensors, base.config)) & theirs
     if lacking := sorted(head - ours):
@@ -73,13 +74,13 @@ def _check_blocks(target: Checkpoint, base: Checkpoint) -> None:
 
 
 def _mixers(names: Iterable[str]) -> set[str]:
-    """Modules of attention, without the layer and without what quantizations call their tensors."""
+    """Returns the names of attention modules, without layer number and tensor suffix."""
     found = (_MIXER.search(name) for name in names)
     return {match[1].removesuffix(".weight") for match in found if match}
 
 
 def _check_vocabulary(target: Checkpoint, base: Checkpoint) -> None:
-    """The same id must mean the same token."""
+    """Raises ModelError if a token has different ids in the two tokenizers."""
     vocabularies = [_vocabulary(each) for each in (target, base)]
     if None in vocabularies or vocabularies[0] == vocabularies[1]:
         return
@@ -101,7 +102,7 @@ def _vocabulary(directory: Checkpoint) -> dict[str, Any] | None:
 
 
 def _check_norms(target: Checkpoint, base: Checkpoint) -> None:
-    """Weights w of norms that multiply by 1 + w are about 0, others about 1: a conversion may have added the 1."""
+    """Raises ModelError if one checkpoint stores norm weights as w and the other as 1 + w, as a conversion may."""
     ours, theirs = _trunk(target), _trunk(base)
     common = sorted(name for name in ours.keys() & theirs.keys() if _is_norm(ours[name]) and _is_norm(theirs[name]))
     if not common:

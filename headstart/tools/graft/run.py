@@ -1,4 +1,4 @@
-"""`headstart graft`: the MTP head of one checkpoint put into another that lost it, or a head taken out."""
+"""`headstart graft`: copies the MTP head of one checkpoint into another that lost it, or removes a head."""
 
 import hashlib
 import math
@@ -40,13 +40,14 @@ PAIR = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PROVENANCE = "headstart-graft.json"
 MAX_TOKENS = 48
 PAYS, DEAD = 1.4, 1.05
-"""Acceptance lengths: from here on one head saves time on CPUs; below, it hardly guesses anything."""
+"""Acceptance lengths: from PAYS on, a head saves time on CPUs; below DEAD, it predicts almost nothing."""
 Wrote = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
-    """`base`: where the head comes from; `strip`: take the head out instead; `no_measure`: do not measure it."""
+    """Options of `headstart graft`. `base`: checkpoint with the head. `strip`: remove the head instead. `no_measure`:
+    do not measure acceptance."""
 
     model: str
     base: str | None = None
@@ -58,7 +59,7 @@ class GraftOptions:
 
 
 def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
-    """Write the checkpoint, whole or not at all; then measure. Raises UsageError, ModelError or CapacityError."""
+    """Writes the checkpoint atomically, then measures acceptance. Raises UsageError, ModelError or CapacityError."""
     if options.strip == (options.base is not None):
         wrong = "--strip and --from are both given" if options.strip else "neither --from nor --strip is given"
         raise UsageError(wrong, "--from BASE puts a head in, --strip takes it out")
@@ -84,7 +85,7 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
 def _strip(target: Checkpoint) -> Plan:
     names = head_names(target.tensors, target.config)
     if not names and not declared(target.config).modules:
-        raise ModelError(f"{target.name} has no MTP head", "headstart inspect says what it holds")
+        raise ModelError(f"{target.name} has no MTP head", "headstart inspect shows its content")
     data = {"what": f"{len(names)} tensors of the head left out", "tensors": len(names)}
     plan = Plan(metadata={"format": "pt"}, data=data, marks=(PROVENANCE,))
     _take_trunk(plan, target, names)
@@ -99,7 +100,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
     if not there:
         raise ModelError(f"{base.name} has no MTP head to take", "give --from the original model")
     if len(here) >= len(there):
-        raise ModelError(f"{target.name} has its head: {len(here)} tensors", "to replace it, use --strip first")
+        raise ModelError(f"{target.name} already has a head: {len(here)} tensors", "to replace it, use --strip first")
     if quantize:
         check_method(settings_of(target.config) or modelopt_of(target.path))
     notes = check_fit(target, base)
@@ -121,7 +122,7 @@ def _graft(target: Checkpoint, base: Checkpoint, quantize: bool) -> Plan:
 
 
 def _renamed(target: Checkpoint, base: Checkpoint, names: set[str]) -> dict[str, str]:
-    """Names of the head's tensors in the target, whose layers may stand under another prefix (text-only fine-tunes)."""
+    """Returns {name in base: name in target} of the head's tensors; prefixes of layers differ in text-only models."""
     ours, theirs = trunk_prefix(target.tensors), trunk_prefix(base.tensors)
     return {name: re.sub(rf"^{re.escape(theirs)}layers\.", f"{ours}layers.", name) for name in sorted(names)}
 
@@ -139,7 +140,7 @@ def _head(
     plain = make_plain(new, weights)
     notes = list(plain.notes)
     if plain.converted:
-        notes.append(f"{len(plain.converted)} quantized tensors of the head were turned into bfloat16")
+        notes.append(f"{len(plain.converted)} quantized tensors of the head were converted to bfloat16")
     planned = plain.planned
     if quantize:
         floats = {name: tensors[old] for old, name in new.items() if old not in plain.converted}
@@ -157,7 +158,7 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
-    """Files without head tensors share their bytes; others are written again without them."""
+    """Adds the target's files to the plan: files without head tensors as links, others rewritten without them."""
     of_file: dict[Path, list[Tensor]] = {}
     for stored in target.tensors.values():
         of_file.setdefault(stored.file, []).append(stored)
@@ -179,7 +180,8 @@ def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
 
 
 def _make_room(plan: Plan) -> str:
-    """The file for the head. Readers that find a `model.safetensors` look no further, so it gets another name."""
+    """Returns the file name for the head. A single model.safetensors is renamed, since readers that find it ignore
+    other files."""
     if SINGLE in plan.links:
         plan.links[PAIR[0]] = plan.links.pop(SINGLE)
         return PAIR[1]
@@ -191,7 +193,7 @@ def _make_room(plan: Plan) -> str:
 
 
 def _write_index(plan: Plan, target: Checkpoint, head: set[str], added: Mapping[str, str]) -> None:
-    """An index for more than one file."""
+    """Adds an index to the plan if there is more than one file."""
     files = plan.links.keys() | plan.tensors.keys()
     if files == {SINGLE}:
         return
@@ -206,7 +208,7 @@ def _write_index(plan: Plan, target: Checkpoint, head: set[str], added: Mapping[
 def _write_provenance(
     target: Checkpoint, base: Checkpoint | None, head_file: str | None, plan: Plan, path: Path, wrote: Wrote
 ) -> None:
-    """`base` and `head_file` None: the head was taken out."""
+    """Writes the JSON file of provenance. `base` and `head_file` are None if the head was removed."""
     head: dict[str, Any] = {"head": None}
     if base and head_file:
         keys = {".".join(where): value for where, value in head_keys(base.config).items()}
@@ -232,7 +234,8 @@ def _sha256(path: Path) -> str:
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:
-    """Acceptance length on the built-in prompts, and a verdict; only a verdict where the family does not run here."""
+    """Measures acceptance on the built-in prompts. Returns the counts and a `verdict`; only a verdict if the model
+    cannot run here or does not fit the memory."""
     model_type = str(read_object(model / "config.json").get("model_type"))
     if not is_known(model_type):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
@@ -248,7 +251,7 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     length = stats.acceptance_length
     saved = 1 - stats.passes / max(stats.emitted, 1)
     if length < DEAD:
-        verdict = "the graft does not help: the head guesses next to nothing of this model; train one (headstart train)"
+        verdict = "the graft does not help: almost no draft is accepted; train a head (headstart train)"
     elif length < PAYS:
         verdict = f"the graft helps little: it saves {saved:.0%} of the passes; headstart train --finetune may help"
     else:
@@ -256,11 +259,11 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
 
 
-BESIDE = 400_000_000  # bytes of what a process holds beside weights
+BESIDE = 400_000_000  # bytes that a process needs in addition to weights
 
 
 def memory_needed(model: Path) -> int:
-    """Bytes that loading a checkpoint takes, roughly: quantized weights are turned back into bfloat16."""
+    """Returns roughly the bytes needed to load a checkpoint: quantized weights become bfloat16."""
     checkpoint = open_checkpoint(model)
     weights = Weights(checkpoint.tensors, checkpoint.config)
     plain = [(weights.look(stored), stored.main) for stored in weights.stored.values()]

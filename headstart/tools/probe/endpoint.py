@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint, asked in the way that it understands."""
+"""An OpenAI-compatible endpoint; requests adapt to the paths and fields that the server accepts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from headstart.tools.engine_metrics import EngineCounters
 from headstart.tools.probe.timing import Kind, StreamTrace
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-NEW_LENGTH = "max_completion_tokens"  # some servers want this instead of max_tokens, and say so
+NEW_LENGTH = "max_completion_tokens"  # some servers require this instead of max_tokens, and name it in the error
 CONTINUE = "Go on with this text, and write nothing else:\n"
 STREAM_EXTRAS = {"ignore_eos": True, "seed": 1, "stream_options": {"include_usage": True}}
 
 
 class EndpointRefused(Exception):
-    """The server answers, but not with a text."""
+    """The server answered with an error status."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"answers {status}: {error_message(body)}")
@@ -25,7 +25,7 @@ class EndpointRefused(Exception):
 
 
 class EndpointLost(Exception):
-    """The server does not answer any more."""
+    """The server no longer answers."""
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Endpoint:
     server: Server
     model: str | None = None  # None: the first that the server lists
     paths: Sequence[str] = (COMPLETIONS, CHAT)  # in order of preference
-    optional: dict[str, Any] = field(default_factory=lambda: dict(STREAM_EXTRAS))  # left out where refused
-    chat_instruction: str = CONTINUE  # before the prompt of a chat
+    optional: dict[str, Any] = field(default_factory=lambda: dict(STREAM_EXTRAS))  # body fields; dropped if refused
+    chat_instruction: str = CONTINUE  # precedes the prompt in a chat
     length_field: str = "max_tokens"
 
     def __post_init__(self) -> None:
@@ -63,7 +63,8 @@ class Endpoint:
         return answer
 
     async def ask(self, prompt: str, max_tokens: int, **fields: Any) -> Response:
-        """Posts a prompt, each time in another way until the server understands it. Raises UsageError."""
+        """Posts a prompt; if the server refuses the request, changes it and tries again. Raises UsageError if no form
+        of the request is accepted, or the server no longer answers."""
         while True:
             try:
                 return await self.post(self.body(prompt, max_tokens, **fields))
@@ -74,7 +75,7 @@ class Endpoint:
                     raise UsageError(f"{self.server}{self.path} {refused}", "--model and --api-key?") from None
 
     def _adapt(self, refused: EndpointRefused) -> bool:
-        """Changes the way of asking; False: none is left."""
+        """Changes length field, optional fields or path after a refusal. Returns False if nothing is left to try."""
         if refused.status == 400 and NEW_LENGTH in refused.body and self.length_field != NEW_LENGTH:
             self.length_field = NEW_LENGTH
         elif refused.status in (400, 422) and self.extras:
@@ -90,7 +91,7 @@ class Endpoint:
         return asyncio.run(read_counters(self.server))
 
     def stream(self, kind: Kind, prompt: str, max_tokens: int, temperature: float) -> StreamTrace:
-        """Returns the arrival times of one streamed answer."""
+        """Streams one answer and returns the arrival times of its pieces."""
         answer = asyncio.run(self.ask(prompt, max_tokens, temperature=temperature, stream=True))
         tokens, arrivals = answer.usage.get("completion_tokens"), tuple(when for when, _ in answer.pieces)
         return StreamTrace(kind=kind, max_tokens=max_tokens, tokens=tokens, arrivals=arrivals)

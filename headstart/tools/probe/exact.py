@@ -1,9 +1,9 @@
-"""`headstart probe --exact`: does an endpoint give the same text to the same request, whatever happens around it?
+"""`headstart probe --exact`: tests whether an endpoint answers the same request with the same text in all conditions.
 
-Each trial has a prompt that no cache holds. It is asked (A), another question about the same beginning is (B), then A
-twice more: cold, warm, and warm again, which is the control. Then A streamed, without drafting, and among others. An
-answer differs under a condition only if it is none of those that A got alone. The control is made again then, so that a
-server whose answers differ anyway (one that ignores seeds) is not blamed for the condition.
+Each trial has a new prompt, which is in no cache. Request A is sent (cold cache), then request B with the same
+beginning, then A twice more: warm, and warm again as the control. Then A is streamed, sent without drafting, and sent
+together with other requests. An answer counts as different only if A got none like it when sent alone. After a
+difference the control is repeated, so that a server whose answers vary anyway (one that ignores seeds) is recognized.
 """
 
 import asyncio
@@ -42,21 +42,21 @@ CONDITIONS: dict[Condition, str] = {
     "company": "alone and in company",
 }
 CONTROLS: tuple[Condition, ...] = ("again", "there again")
-"""Where one request differs from itself, nothing else can be blamed for a difference."""
+"""Control conditions. If they show differences, differences under other conditions prove nothing."""
 Verdict = Literal["exact", "differences", "not reproducible"]
 OUTCOMES = {"equal": "equal", "differs": "DIFFERS", "cannot tell": "differs, but so does one request asked twice"}
 CONFIDENCE = 0.95
-CONTEXT_CHARACTERS = 30  # shown before and behind a first difference
+CONTEXT_CHARACTERS = 30  # characters shown before and after a first difference
 Row = dict[str, Any]  # one condition, greedy or sampled, as in the JSON document
 
 
 @dataclass(frozen=True)
 class TextDifference:
     case: str
-    character: int  # characters that both texts share
-    token: int | None  # tokens that both share; None: unknown
-    one: str  # both texts around the difference
-    other: str
+    character: int  # index of the first different character
+    token: int | None  # index of the first different token; None: unknown
+    one: str  # first text around the difference
+    other: str  # second text around the difference
 
 
 def find_difference(case: RequestCase, one: ProbeResponse, other: ProbeResponse) -> TextDifference:
@@ -69,8 +69,8 @@ def find_difference(case: RequestCase, one: ProbeResponse, other: ProbeResponse)
 
 
 def upper_bound(differences: int, trials: int) -> float:
-    """Returns the largest rate at which no more differences than these would be seen with a chance of 1 - CONFIDENCE:
-    the one-sided limit of Clopper and Pearson (Biometrika 26, 1934); without a difference about 3 / trials."""
+    """Returns the upper confidence bound of the rate of differences: the one-sided limit of Clopper and Pearson
+    (Biometrika 26, 1934). Without a difference it is about 3 / trials."""
     if differences >= trials:
         return 1.0
 
@@ -99,8 +99,8 @@ class Comparisons:
         self, condition: Condition, case: RequestCase, one: ProbeResponse, other: ProbeResponse, *,
         known: Iterable[ProbeResponse] = (),
     ) -> bool:  # fmt: skip
-        """Compares two answers; returns whether they are the same. `known`: other answers to the same request under
-        the condition of `one`; their texts are no difference of this condition."""
+        """Counts a comparison of two answers; returns whether they are the same. `known`: further answers to the same
+        request in the condition of `one`; a text equal to one of them also counts as the same."""
         counts = self.counts.setdefault((condition, case), TrialCounts())
         is_same = other.text in {one.text, *(each.text for each in known)}
         counts.trials += 1
@@ -110,7 +110,7 @@ class Comparisons:
         return is_same
 
     def results(self) -> list[Row]:
-        """Returns rows in the order of the conditions, greedy first."""
+        """Returns the JSON rows in the order of CONDITIONS, greedy before sampled."""
         found = (self._result(name, sampled) for name in CONDITIONS for sampled in (False, True))
         return [each for each in found if each]
 
@@ -138,7 +138,7 @@ class Comparisons:
 
 
 def overall_verdict(rows: Iterable[Row]) -> Verdict:
-    """`not reproducible`: some requests differ from themselves, and nothing else was found."""
+    """Returns the verdict over all rows. `not reproducible`: only control conditions showed differences."""
     differing = [row["condition"] for row in rows if row["outcome"] == "differs"]
     if not differing:
         return "exact"
@@ -152,11 +152,11 @@ class RecognizedEngine:
     name: str | None = None
     version: str | None = None
     slots: int | None = None  # requests that llama.cpp runs at a time
-    faults: Seq[dict[str, Any]] = ()  # how exact it is by its documents, maintainers or source: known_engines.json
+    faults: Seq[dict[str, Any]] = ()  # documented causes of inexactness (known_engines.json)
 
 
 def recognize_engine(server: Server, model: dict[str, Any]) -> RecognizedEngine:
-    """`model`: an entry of /v1/models, whose owner names the engine."""
+    """Recognizes the engine by the owner of `model`, an entry of /v1/models, and reads its version."""
     engines = read_packaged("headstart.tools.probe", "known_engines.json")
     engine = next((each for each in engines if each["owner"] == model.get("owned_by")), None)
     if engine is None:
@@ -171,7 +171,7 @@ def recognize_engine(server: Server, model: dict[str, Any]) -> RecognizedEngine:
 class ExactnessResult:
     engine: RecognizedEngine
     comparisons: Comparisons = field(default_factory=Comparisons)
-    untested: list[tuple[str, str]] = field(default_factory=list)  # (what, why)
+    untested: list[tuple[str, str]] = field(default_factory=list)  # (condition or form, reason)
     notes: list[str] = field(default_factory=list)
 
     def document(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -238,8 +238,8 @@ OFF, DEEP = "off", "deep"
 SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
     "headstart": {OFF: {"speculation": {"mode": "off"}}, DEEP: {"speculation": {"mode": "auto", "depth": 3}}}
 }
-"""Engines whose requests can leave out drafting, or draft more than on a busy machine -> request fields."""
-NUM_CONCURRENT = 8  # requests in company, of which those that are compared are some
+"""Engine whose requests can switch drafting off, or set a depth -> request fields for both."""
+NUM_CONCURRENT = 8  # requests at a time in condition "company", fillers included
 MAX_ROUNDS = 60
 MINUTES, MAX_TOKENS = 3.0, 64
 QUESTIONS: tuple[Question, ...] = ("asked", "other")
@@ -247,7 +247,7 @@ QUESTIONS: tuple[Question, ...] = ("asked", "other")
 
 @dataclass(frozen=True, kw_only=True)
 class ExactOptions:
-    """What to compare. At least one round is made, however few minutes."""
+    """Options of `probe --exact`. At least one round is run, even if it takes longer than `minutes`."""
 
     url: str
     against: str | None = None  # a server of the same model that does not draft
@@ -256,7 +256,7 @@ class ExactOptions:
     max_tokens: int = MAX_TOKENS
     minutes: float = MINUTES
     rounds: int = MAX_ROUNDS
-    seed: int | None = None  # None: drawn, so that no earlier run has filled the prefix cache
+    seed: int | None = None  # of the prompts; None: random, so that no earlier run has filled the prefix cache
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,8 @@ class SoloTrial:
 
 
 def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
-    """Compares answers of an endpoint under all conditions; `ok`: nothing differed. Raises UsageError."""
+    """Compares answers of an endpoint under all conditions. `ok`: no answer differed. Raises UsageError for a server
+    that gives no text."""
     server = Server.at(options.url, options.api_key)
     model = find_model(server, options.model)
     result = ExactnessResult(recognize_engine(server, model))
@@ -300,13 +301,13 @@ class ExactnessTrials:
         self._client, self._against, self._result, self._seed = client, against, result, seed
         self._comparisons = result.comparisons
         self._switches: dict[str, dict[str, Any]] = {}
-        self._num_cached = self._num_uncached = 0  # answers to a prompt that was asked before, by what the server tells
+        self._num_cached = self._num_uncached = 0  # repeated prompts, by whether the server reports cached tokens
         self._num_refused = 0
         self._num_sampled = self._num_unlike_greedy = 0
         self._drafts_off = 0  # drafts of answers that should have none
 
     async def run(self, minutes: float, rounds: int, progress: Progress) -> None:
-        """Runs so many rounds, or until the time is up. Raises UsageError when the first round fails."""
+        """Runs up to `rounds` rounds within `minutes`. Raises UsageError if the server is lost in the first round."""
         begun, total = time.monotonic(), 60 * minutes
         if self._against is None:
             switches = SWITCHES.get(self._result.engine.name or "", {})
@@ -339,7 +340,7 @@ class ExactnessTrials:
         self._note_drafting(*counted)
 
     async def _run_alone(self, case: RequestCase, number: int) -> SoloTrial | None:
-        """Runs one trial without company; None where the server refuses."""
+        """Runs one trial without concurrent requests; None if the server refuses a request."""
         asked, other = (make_prompt(case, self._seed, number, which) for which in QUESTIONS)
         seed = request_seed(self._seed, number)
         try:
@@ -368,7 +369,7 @@ class ExactnessTrials:
         self._comparisons.add("warm", trial.case, trial.cold, trial.warm)
 
     async def _compare_drafting(self, trial: SoloTrial) -> None:
-        """Compares with the other server, or with requests that leave drafting out, and that draft more."""
+        """Compares with the other server, or without one with requests that switch drafting off or set a depth."""
         if self._against is None:
             for name, fields in self._switches.items():
                 answer = await self._client.ask(trial.case, trial.prompt, trial.seed, **fields)
@@ -384,14 +385,15 @@ class ExactnessTrials:
         await self._compare("drafting", trial, first)
 
     async def _compare(self, condition: Condition, trial: SoloTrial, answer: ProbeResponse) -> None:
-        """After a difference the control is made again: the prompt's cache may be another by now."""
+        """Compares an answer with the trial's. After a difference the control is repeated, since the cache may have
+        changed."""
         known = (trial.cold, trial.again)
         if not self._comparisons.add(condition, trial.case, trial.warm, answer, known=known):
             one, other = [await self._client.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]
             self._comparisons.add("again", trial.case, one, other)
 
     async def _run_in_company(self, trials: list[SoloTrial], number: int) -> None:
-        """Asks all requests of a round at once, with others that go on for longer."""
+        """Sends all requests of a round at once, together with filler requests that take longer."""
         client, num_fillers = self._client, max(NUM_CONCURRENT - len(trials), 1)
         prompts = [make_filler(self._seed, number, place) for place in range(num_fillers)]
         fillers = [asyncio.create_task(client.fill(prompt, seed)) for seed, prompt in enumerate(prompts, 1)]
@@ -421,7 +423,7 @@ class ExactnessTrials:
             result.notes.append("temperature 1 gave the greedy text each time: does the server heed it?")
 
     def _note_drafting(self, here: EngineCounters | None, there: EngineCounters | None = None) -> None:
-        """Was there drafting on one side, and none on the other?"""
+        """Notes whether one side drafted and the other did not, which the comparison needs."""
         result = self._result
         if self._against is None and not self._switches:
             why = "this server's requests cannot leave it out; --against URL names a second server, without drafting"
@@ -433,7 +435,7 @@ class ExactnessTrials:
         if drafts == 0:
             result.untested.append(("drafting", "the server drafted nothing"))
         elif drafts is None:
-            result.notes.append("whether the server drafts cannot be told: it shows no metrics of that")
+            result.notes.append("it is unknown whether the server drafts: it has no drafting metrics")
         else:
             result.notes.append(f"{drafts} drafts were made")
         if self._drafts_off or (there is not None and there.is_drafting):

@@ -1,4 +1,4 @@
-"""What `probe --exact` asks: prompts that no cache holds, in four forms, greedy and sampled, and a client for them."""
+"""Requests of `probe --exact`: new prompts in four forms, greedy and sampled, and a client that sends them."""
 
 import json
 import random
@@ -15,15 +15,15 @@ Question = Literal["asked", "other"]
 FORMS: tuple[Form, ...] = ("short", "long", "schema", "tools")
 SAMPLED = {"temperature": 1.0}
 GREEDY = {"temperature": 0.0}
-NUM_ITEMS = 28  # lines of a long prompt: several blocks of any prefix cache (vLLM has 128 tokens a block on a CPU)
-TRY_TOKENS = 8  # tokens of answers that only show whether the server takes a request
+NUM_ITEMS = 28  # lines of a long prompt: several prefix cache blocks (vLLM has 128 tokens per block on a CPU)
+TRY_TOKENS = 8  # max_tokens of requests that only test whether the server accepts them
 DATA = read_packaged("headstart.tools.probe", "exact_requests.json")
 WORDS: list[str] = DATA["words"]
 SCHEMA: dict[str, Any] = DATA["note"]
 NOTE = "keep_note"
 TOOL = {"type": "function", "function": {"name": NOTE, "description": "Keeps a note.", "parameters": SCHEMA}}
 TOOL_CHOICES: tuple[Any, ...] = ("required", {"type": "function", "function": {"name": NOTE}}, "auto")
-"""The first that a server takes is used: each leaves more to the server, or to a parser that not every one has."""
+"""Tool choices in order of preference; the first that a server accepts is used."""
 FIELDS: dict[Form, list[dict[str, Any]]] = {
     "short": [{}],
     "long": [{}],
@@ -49,7 +49,7 @@ def sampling_name(sampled: bool) -> str:
 
 
 def make_prompt(case: RequestCase, seed: int, trial: int, question: Question) -> str:
-    """A text that no cache holds, by this run, case and trial; both questions share its beginning."""
+    """Returns a prompt that is new for each run, case and trial. Both questions have the same beginning."""
     drawn = random.Random(f"{seed} {case} {trial}")
     number = "".join(drawn.choices("0123456789", k=9))
     first, second, third = drawn.sample(WORDS, 3)
@@ -83,28 +83,28 @@ def request_seed(seed: int, trial: int) -> int:
 
 @dataclass(frozen=True)
 class ProbeResponse:
-    """One answer. None: the server does not tell."""
+    """One answer. None: the server does not report the value."""
 
     text: str
     token_ids: tuple[int, ...] | None = None
     cached: int | None = None  # prompt tokens found in the prefix cache
-    drafts: int | None = None  # made for this answer
+    drafts: int | None = None  # drafts for this answer
 
 
 @dataclass
 class ExactClient:
-    """Asks one server for whole answers in every form that it takes."""
+    """Sends requests to one server, in every form that the server accepts."""
 
     endpoint: Endpoint
     max_tokens: int
-    fields: dict[Form, dict[str, Any]] = field(default_factory=dict)  # of each form that the server takes
+    fields: dict[Form, dict[str, Any]] = field(default_factory=dict)  # accepted form -> its request fields
     takes_seed: bool = False
-    refusals: list[tuple[str, str]] = field(default_factory=list)  # (what, why) of the other forms
-    drafts: int | None = None  # of all answers so far, where they tell
+    refusals: list[tuple[str, str]] = field(default_factory=list)  # (refused form, reason)
+    drafts: int | None = None  # sum over all answers; None: the server does not report it
 
     @classmethod
     async def connect(cls, server: Server, model: str, max_tokens: int, seed: int) -> "ExactClient":
-        """Asks for each form once, greedy, and for a seed. Raises UsageError for a server that gives no text at all."""
+        """Tests each form once, and sampling with a seed. Raises UsageError for a server that gives no text."""
         optional = {"return_token_ids": True}
         endpoint = Endpoint(server, model, (CHAT, COMPLETIONS), optional=optional, chat_instruction="")
         client = cls(endpoint, min(max_tokens, TRY_TOKENS))
@@ -146,11 +146,11 @@ class ExactClient:
     async def ask(
         self, case: RequestCase, prompt: str, seed: int, *, streamed: bool = False, **fields: Any
     ) -> ProbeResponse:
-        """Raises EndpointRefused and EndpointLost. `fields`: further ones of the body."""
+        """Sends a request with additional body `fields`. Raises EndpointRefused or EndpointLost."""
         body = self._body(prompt, case.sampled, seed) | self.fields.get(case.form, {}) | fields
         if streamed:
             body["stream"] = True
-            body.pop("return_token_ids", None)  # pieces of a stream may split ids in other ways
+            body.pop("return_token_ids", None)  # a stream may split the ids differently
         return self._read(await self.endpoint.post(body), streamed)
 
     async def takes(self, **fields: Any) -> bool:
@@ -162,7 +162,7 @@ class ExactClient:
         return True
 
     async def fill(self, prompt: str, seed: int) -> None:
-        """Keeps the server busy for twice as long as a compared request does."""
+        """Keeps the server busy with an answer of twice `max_tokens`."""
         body = self._body(prompt, self.takes_seed, seed)
         await self.endpoint.post(body | {self.endpoint.length_field: 2 * self.max_tokens})
 

@@ -1,9 +1,8 @@
-"""`headstart probe`: is speculative decoding on at an OpenAI-compatible endpoint, and does it help?
+"""`headstart probe`: detects whether an OpenAI-compatible endpoint uses speculative decoding, and whether it helps.
 
-Metrics are read where the server shows any that are known. Otherwise two kinds of text are streamed, one that a drafter
-guesses easily and one that cannot be guessed: with drafting, tokens come together, and the first kind comes faster.
-Times count from the first piece of text on. The usual test, the time of 200 tokens against that of 50, is confounded
-by the time to the first token.
+Known metrics decide if the server has them. Otherwise two kinds of text are streamed, predictable and random: with
+drafting, tokens arrive in bursts, and predictable text arrives faster. Times count from the first piece of text. The
+usual test, the time of 200 tokens against that of 50, is confounded by the time to the first token.
 """
 
 import random
@@ -18,7 +17,7 @@ from headstart.tools.probe.endpoint import Endpoint
 
 LENGTHS = (16, 32, 64)
 ROUNDS = 3
-ENOUGH = 0.95  # confidence at which further rounds would tell nothing new
+ENOUGH = 0.95  # confidence at which no further round is needed
 PREDICTABLE = (
     "".join(f"Item {number}: the number is {number}, and the next number is {number + 1}.\n" for number in range(1, 9)),
     "The quick brown fox jumps over the lazy dog. " * 8,
@@ -32,7 +31,7 @@ class ProbeOptions:
     url: str
     model: str | None = None
     api_key: str | None = None
-    use_metrics: bool = True  # False: times only
+    use_metrics: bool = True  # False: judge by times only
     rounds: int = ROUNDS
     seed: int = 0  # chooses the texts
 
@@ -41,7 +40,7 @@ class ProbeOptions:
 class ProbeMeasurement:
     traces: list[timing.StreamTrace] = field(default_factory=list)
     counters: EngineCounters | None = None  # since the probe began
-    before: EngineCounters | None = None  # of other requests since the server began
+    before: EngineCounters | None = None  # before the probe, since the server started
 
     def of_kind(self, kind: timing.Kind) -> list[timing.StreamTrace]:
         return [trace for trace in self.traces if trace.kind == kind]
@@ -53,7 +52,7 @@ class ProbeMeasurement:
 
 
 def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
-    """Finds out whether an endpoint drafts; `ok`: it does, and drafts are accepted. Raises UsageError."""
+    """Detects whether an endpoint drafts. `ok`: it does, and drafts are accepted. Raises UsageError."""
     endpoint = Endpoint(Server.at(options.url, options.api_key), options.model)
     measured = measure(endpoint, options, progress)
     data = document(endpoint, measured.verdict(), measured)
@@ -61,7 +60,7 @@ def run(options: ProbeOptions, progress: Progress = no_progress) -> Report:
 
 
 def measure(endpoint: Endpoint, options: ProbeOptions, progress: Progress) -> ProbeMeasurement:
-    """Streams texts until the answer is clear or the rounds are over; counters are read before and after."""
+    """Streams texts until the verdict is clear or the rounds are over; reads counters before and after each round."""
     measured = ProbeMeasurement()
     total = options.rounds * len(LENGTHS) * 2
     endpoint.stream("random", random_text(options.seed), 8, 1.0)  # warm-up, not counted

@@ -1,6 +1,6 @@
-"""Arrival times of streamed answers, and the verdict from times or metrics: is drafting on?
+"""Verdict whether an endpoint drafts, from arrival times of streamed answers or from metrics.
 
-Pure functions, so that recorded traces can be judged again.
+All functions are pure, so that recorded traces can be judged again.
 """
 
 import math
@@ -14,23 +14,25 @@ from headstart.tools.engine_metrics import EngineCounters
 
 Kind = Literal["predictable", "random"]
 Answer = Literal["on", "dead", "off", "unknown"]
-SAME_BURST = 0.2  # gaps below this share of the longest usual gap (their 90th percentile) are inside a burst
-DEAD = 1.02  # acceptance lengths below this: drafts are made and none is taken
-MIN_CONFIDENCE = 0.7  # confidence from which an answer is given
+SAME_BURST = 0.2  # a gap below this share of the 90th percentile of gaps is inside a burst
+DEAD = 1.02  # acceptance length below which drafts count as never accepted
+MIN_CONFIDENCE = 0.7  # least confidence for a verdict
 BURST, BURST_SCALE, BURST_MAX_ODDS = 1.2, 0.06, 4.0
-"""Tokens a burst at which drafting is as likely as not, how fast the log-odds grow from there, and their limit."""
+"""Log-odds of drafting by burst size: tokens per burst at log-odds 0, tokens per unit of log-odds, limit."""
 PACE, PACE_SCALE, PACE_MIN_ODDS, PACE_MAX_ODDS = 1.15, 0.1, 1.5, 2.0
-"""The same of random against predictable text, in time a token. Drafting may be on and save nothing."""
+"""Log-odds by pace (time per token of random text / of predictable text): ratio at log-odds 0, ratio per unit, limits.
+The lower limit is weak, since drafting may be on without saving time."""
 SAME, BATCHED = 0.05, 1.5
-"""Bursts of one size on any text, this large: a server that sends every few tokens, or a proxy that buffers."""
+"""Bursts above BATCHED tokens whose size differs by less than SAME between texts are not drafts: the server sends
+every few tokens, or a proxy buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTrace:
     kind: Kind
     max_tokens: int
-    tokens: int | None  # None: the server does not count them
-    arrivals: tuple[float, ...]  # of pieces of text, in seconds since the request
+    tokens: int | None  # None: the server does not report it
+    arrivals: tuple[float, ...]  # arrival times of pieces of text, in seconds since the request
 
     @property
     def gaps(self) -> list[float]:
@@ -38,7 +40,7 @@ class StreamTrace:
 
     @property
     def bursts(self) -> int:
-        """Groups of pieces that came together: one of an engine's steps each."""
+        """Number of groups of pieces that arrived together; each is one engine step."""
         gaps = self.gaps
         if not gaps:
             return len(self.arrivals)
@@ -47,24 +49,24 @@ class StreamTrace:
 
     @property
     def seconds(self) -> float:
-        """From the first piece to the last, without the time to the first token."""
+        """Seconds from the first piece to the last."""
         return self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Pieces stand for tokens where the server does not count them."""
+        """Number of tokens; if the server does not report it, the number of pieces."""
         return self.tokens if self.tokens is not None else len(self.arrivals)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingSummary:
-    """Medians over the traces of one kind of text. None: cannot be told. Times in milliseconds."""
+    """Medians over the traces of one kind of text. None: unknown. Times in milliseconds."""
 
     traces: int
     tokens: int
     tokens_per_chunk: float | None
     tokens_per_burst: float | None
-    spread: float | None  # of tokens per burst over traces, as a share of it
+    spread: float | None  # standard deviation of tokens per burst over traces, divided by their median
     ms_per_token: float | None
     first_ms: float
     gap_ms: tuple[float, float, float] | None  # 10th, 50th and 90th percentile
@@ -86,7 +88,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def summarize(traces: Sequence[StreamTrace]) -> TimingSummary:
-    """Medians over traces. The first piece is the prompt's: n tokens in m bursts are (n - 1) / (m - 1) a step."""
+    """Summarizes traces. Prefill gives the first token, so n tokens in m bursts are (n - 1) / (m - 1) per step."""
     useful = [trace for trace in traces if len(trace.arrivals) > 1]
     counted = [trace for trace in useful if trace.tokens is not None and trace.tokens > 1]
     per_burst = [(trace.num_tokens - 1) / (trace.bursts - 1) for trace in useful if trace.bursts > 1]
@@ -108,7 +110,7 @@ def summarize(traces: Sequence[StreamTrace]) -> TimingSummary:
 
 
 def pace_by_length(traces: Sequence[StreamTrace]) -> dict[int, dict[str, float]]:
-    """Milliseconds a token by the number asked for: without the first token's time, and as a naive test divides."""
+    """Returns milliseconds per token by max_tokens: without the time to the first token, and naively with it."""
     paces = {}
     for length in sorted({trace.max_tokens for trace in traces}):
         own = [trace for trace in traces if trace.max_tokens == length and (trace.tokens or 0) > 1 and trace.arrivals]
@@ -132,7 +134,7 @@ class DraftingVerdict:
 def judge_drafting(
     counters: EngineCounters | None, predictable: TimingSummary | None, random: TimingSummary | None
 ) -> DraftingVerdict:
-    """`counters`: what metrics counted while the text was made. They win over times where they tell."""
+    """Returns the verdict: by `counters` (during the probe) if they are conclusive, else by times."""
     if counters is not None and (verdict := _from_metrics(counters)).answer != "unknown":
         return verdict
     if predictable is None or random is None:
@@ -141,7 +143,7 @@ def judge_drafting(
 
 
 def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
-    """Counters that moved, stood still, or are not there."""
+    """Returns the verdict by counters; "unknown" if the engine always shows drafting metrics and none was found."""
     length, confidence = counters.acceptance_length, 0.99
     answer: Answer = "off"
     if counters.is_drafting:
@@ -162,7 +164,7 @@ def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
 
 
 def _from_timing(predictable: TimingSummary, random: TimingSummary) -> DraftingVerdict:
-    """Adds the log-odds of two signs: tokens that come together, and predictable text that comes faster."""
+    """Returns the verdict by times: adds the log-odds of bursts and of faster predictable text."""
     evidence: list[str] = []
     burst = _burst_odds(predictable, random, evidence)
     pace = _pace_odds(predictable, random, evidence)
@@ -178,7 +180,7 @@ def _from_timing(predictable: TimingSummary, random: TimingSummary) -> DraftingV
 
 
 def _burst_odds(predictable: TimingSummary, random: TimingSummary, evidence: list[str]) -> float | None:
-    """Returns log-odds of drafting; None where bursts say nothing."""
+    """Returns log-odds of drafting by burst size, and appends to `evidence`; None if bursts are inconclusive."""
     size, other = predictable.tokens_per_burst, random.tokens_per_burst
     if size is None:
         evidence.append("the text came in one piece: its bursts say nothing")
@@ -192,7 +194,7 @@ def _burst_odds(predictable: TimingSummary, random: TimingSummary, evidence: lis
 
 
 def _pace_odds(predictable: TimingSummary, random: TimingSummary, evidence: list[str]) -> float | None:
-    """Returns log-odds of drafting; None where times a token are unknown."""
+    """Returns log-odds of drafting by pace, and appends to `evidence`; None if the time per token is unknown."""
     fast, slow = predictable.ms_per_token, random.ms_per_token
     if not fast or not slow:
         evidence.append("the server does not count its tokens: their pace says nothing")

@@ -1,7 +1,7 @@
-"""`headstart verify --numerics`: difference of a backend's logits from float32 arithmetic on the file's own values.
+"""`headstart verify --numerics`: compares a backend's logits with float32 arithmetic on the file's own weights.
 
-Both score the same texts, each prompt with this backend's greedy answer, by teacher forcing through the passes that
-serve requests. Every row that predicts a token of its text is compared. R rows, V vocabulary.
+Both score the same texts (each prompt with this backend's greedy answer) by teacher forcing, through the passes that
+serve requests. Every row that predicts a token of the text is compared. Shapes: R rows, V vocabulary.
 """
 
 import math
@@ -24,23 +24,23 @@ from headstart.tools.verify.options import Prompt, VerifyOptions
 
 Float64 = NDArray[np.float64]
 
-ROWS = 64  # rows per pass: the logits of both models for so many are held at a time
-MIN_AGREEMENT, MAX_KL = 0.90, 0.1  # share of rows, and nats, beyond which something is broken
+ROWS = 64  # rows per pass, whose logits of both models are in memory at a time
+MIN_AGREEMENT, MAX_KL = 0.90, 0.1  # limits of top-1 agreement (share of rows) and mean KL (nats)
 
 
 @dataclass(frozen=True, eq=False)
 class RowScores:
-    """How far two models' logits are apart, for each row [R]."""
+    """Differences of two models' logits; all arrays are [R]."""
 
     kl: Float64  # KL(reference || backend) in nats
-    agrees: NDArray[np.bool_]  # their likeliest tokens are the same
+    agrees: NDArray[np.bool_]  # the most likely tokens are the same
     surprise: Float64  # -log p of the text's next token, by the backend
-    reference_surprise: Float64
-    logit_difference: Float64  # the largest
+    reference_surprise: Float64  # the same by the reference
+    logit_difference: Float64  # largest absolute difference of a logit
 
 
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
-    """Scores and compares one configuration. Raises UsageError where torch is not installed, for the reference."""
+    """Scores and compares one configuration. Raises UsageError if torch, which the reference needs, is missing."""
     asked = options.config
     # the user's other choices, such as a weight format, are what is measured
     reference_config = EngineConfig(backend=ORACLE, threads=asked.threads, block_size=asked.block_size)
@@ -78,7 +78,7 @@ class TeacherForcing:
         self._engine = build_engine(model, replace(alone, max_model_len=longest, kv_blocks=blocks))
 
     def logits(self, tokens: Seq[int]) -> Iterator[Float32]:
-        """[up to ROWS, V] after each token but the last, in order."""
+        """Yields the logits [up to ROWS, V] after each token but the last, in order."""
         runner, memory = self._engine.runner, self._engine.memory
         prompt, params = tuple(tokens), SamplingParams()
         request = Request(request_id="forced", prompt_ids=prompt, params=params, seed=0, stop_ids=frozenset())
@@ -91,7 +91,7 @@ class TeacherForcing:
 
 
 def compare(reference: Float32, logits: Float32, following: Seq[int]) -> RowScores:
-    """Logits [R, V] of both; `following` begins with the R tokens that the rows predict."""
+    """Compares logits [R, V]. `following` begins with the R tokens that the rows predict."""
     rows = np.arange(len(logits))
     tokens = np.asarray(following[: len(rows)], np.int64)
     expected, actual = _log_softmax(reference), _log_softmax(logits)
@@ -116,7 +116,8 @@ def _joined(parts: Seq[RowScores]) -> RowScores:
 
 
 def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: int) -> Report:
-    """ok unless the numbers are beyond what any quantization does; NaN is beyond."""
+    """Returns the report. `ok`: differences are within MIN_AGREEMENT and MAX_KL, which any quantization meets, without
+    NaN."""
     median, p99 = np.quantile(rows.kl, (0.5, 0.99)).tolist()
     kl = {"mean": float(rows.kl.mean()), "median": median, "p99": p99, "max": float(rows.kl.max())}
     agreement = float(rows.agrees.mean())
@@ -147,5 +148,5 @@ def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: in
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Returns None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None

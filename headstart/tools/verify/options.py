@@ -1,4 +1,4 @@
-"""The options of `headstart verify`, and the grid of cells that covers every pair of their levels."""
+"""Options of `headstart verify`, and the grid of cells that covers every pair of their levels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,33 +12,33 @@ from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
 
 Prompt = str | list[int]
-MAX_SEED = 2**43  # a prompt's own seed is about a million times that of its cell, and fits into 64 bits
+MAX_SEED = 2**43  # a prompt's seed is the cell's seed times about a million, and must fit 64 bits
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
 FULL: Mapping[str, Any] = {
     "temperatures": (0.0, 0.7, 1.0, 1.5), "depths": FULL_DEPTHS, "batch_sizes": (1, 4, 16), "chunk_sizes": (1, 37, 512),
     "min_texts": 2000,
 }  # fmt: skip
-"""The fields of VerifyOptions that make the big grid."""
+"""Fields of VerifyOptions for --full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What to compare. Every pair of levels of two factors is covered by at least one cell."""
+    """Options of `headstart verify`. Every pair of levels of two factors is in at least one cell of the grid."""
 
     model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
     prompts: tuple[Prompt, ...] | None = None
     raw: bool = False
     max_tokens: int = 64
-    min_texts: int = 0  # cells are added until so many (cell, prompt) pairs are compared
+    min_texts: int = 0  # cells are added until at least this many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    depths: tuple[Depth, ...] = DEPTHS  # defaults are lowered to what each drafter can
+    depths: tuple[Depth, ...] = DEPTHS  # default depths are lowered to each drafter's limit
     drafters: tuple[str, ...] = ()  # empty: default_drafters
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)
     prefix_caching: tuple[bool, ...] = (True, False)
-    preemption: tuple[bool, ...] = (True, False)  # True: so few blocks that running sequences lose theirs
+    preemption: tuple[bool, ...] = (True, False)  # True: so few KV blocks that running sequences are preempted
     thread_counts: tuple[int, ...] = ()  # empty: run.default_threads
     seeds: tuple[int, ...] = (0,)
     against: str | None = None
@@ -56,7 +56,8 @@ class VerifyOptions:
 
 
 def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:
-    """The head by its kind (None: the model has none), lookup, both, and other heads shipped with the model."""
+    """Returns the drafters to verify: the head of kind `head` (None: the model has none), lookup, both together, and
+    other heads shipped with the model."""
     if head is None:
         return ("ngram",)
     shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
@@ -69,8 +70,8 @@ MAX_CANDIDATES, NUM_SAMPLED = 4096, 256
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0, at_least: int = 0) -> list[GridCell]:
-    """Returns a greedy covering array of strength 2: always the cell with most pairs not covered yet, until none is
-    left. Fewer cells than `at_least` are filled up with random others, as long as there are any."""
+    """Returns a greedy covering array of strength 2: repeatedly adds the cell that covers most uncovered pairs of
+    levels. Then adds random cells until there are `at_least` cells, if so many exist."""
     names = list(factors)
     levels = [range(len(factors[name])) for name in names]
     rng = np.random.default_rng(seed)
@@ -92,7 +93,7 @@ def _pairs(row: tuple[int, ...]) -> set[LevelPair]:
 
 
 def _candidates(levels: list[range], rng: np.random.Generator, missing: set[LevelPair]) -> list[tuple[int, ...]]:
-    """Returns all cells in random order, or random ones when there are too many, each covering a missing pair."""
+    """Returns all cells in random order; if there are too many, random cells that each cover a missing pair."""
     total = int(np.prod([len(each) for each in levels]))
     if total <= MAX_CANDIDATES:
         rows = list(product(*levels))

@@ -1,5 +1,5 @@
-"""References of `headstart verify`: a float64 engine that judges ties, and transformers, which reads the same weights
-(GGUF files through its own reader) and is no dependency of headstart."""
+"""References of `headstart verify`: a float64 engine that decides whether differences are ties, and transformers, an
+optional dependency that reads the same weights (GGUF files with its own reader)."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from headstart.kernels.backend import ORACLE
 from headstart.tools.prompts import builtin_prompts, first_difference
 from headstart.tools.verify.options import VerifyOptions
 
-TIE = 1e-3  # scores closer than this are a tie: float32 rounding may order them either way
+TIE = 1e-3  # scores closer than this are a tie, whose order may depend on float32 rounding
 
 
 class TieReferee:
-    """Recomputes single rows on a float64 reference engine, which is loaded at the first difference. `tie`: the
-    difference of scores below which rounding may decide; 0 where it excuses nothing."""
+    """Recomputes single rows with a float64 reference engine, which is loaded at the first difference. `tie`: largest
+    difference of scores that rounding can explain; 0: none."""
 
     def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
         self._model, self._tie = model, tie
@@ -31,8 +31,8 @@ class TieReferee:
         self._llm: LLM | None = None
 
     def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:
-        """Returns |score(a) - score(b)| of the token after `context` at these parameters (temperature and seed), and
-        whether that is a tie. score = logit / T + Gumbel noise, or the logit when greedy."""
+        """Returns |score(a) - score(b)| of tokens a and b after `context`, and whether that is a tie. score = logit / T
+        + Gumbel noise by the seed of `params`, or the logit for greedy decoding."""
         self._llm = self._llm or LLM(self._model, self._config)
         # the raw log-softmax differs from the logits by a constant of the row only
         scores = [_forced_logprob(self._llm, context, token) for token in (a, b)]
@@ -44,15 +44,15 @@ class TieReferee:
 
 
 def _forced_logprob(llm: LLM, context: Sequence[int], token: int) -> float:
-    """Returns the raw logprob of `token` after `context`; a bias forces the token, which raw logprobs do not show."""
+    """Returns the raw logprob of `token` after `context`. A logit bias, which raw logprobs ignore, forces the token."""
     params = SamplingParams(max_tokens=1, logprobs=0, logit_bias={token: 100.0}, ignore_eos=True)
     entry = llm.generate([list(context)], params)[0].logprobs[0]
-    assert entry.token == token, "a bias of 100 is more than any trunk says"
+    assert entry.token == token, "a bias of 100 exceeds any difference of logits"
     return entry.logprob
 
 
 def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
-    """Compares greedy answers to every prompt. Raises UsageError where transformers is not installed."""
+    """Compares greedy answers with those of transformers. Raises UsageError if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))

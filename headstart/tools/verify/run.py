@@ -29,10 +29,10 @@ GRID_SEED = 0  # of the choice of cells; `VerifyOptions.seeds` are those of the 
 class TokenDifference:
     cell: GridCell
     prompt: int
-    position: int  # output token, from 0
-    plain: int  # token ids; -1: one text ends there
-    other: int
-    margin: float | None = None  # |score of plain - score of other| in float64, where that says something
+    position: int  # index of the output token
+    plain: int  # token id of plain decoding; -1: one of the texts ends there
+    other: int  # token id of the cell
+    margin: float | None = None  # |score of plain - score of other| in float64; None: not computed
     tie: bool = False
 
 
@@ -51,11 +51,12 @@ class DecodedPrompt(NamedTuple):
 
 
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
-    """Runs every cell. Raises UsageError for drafters that this model cannot feed."""
+    """Runs every cell and reports differences. Raises UsageError for a drafter or depth that the model lacks, and for
+    options that change the text on purpose."""
     if options.against:
         return compare_transformers(options, progress)
     if options.config.synthetic_acceptance:
-        raise UsageError("--synthetic-acceptance makes a text that is not the model's", "verify without it")
+        raise UsageError("--synthetic-acceptance changes the model's text", "verify without it")
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
     backend = select_backend(options.config)
@@ -74,13 +75,14 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
             config = replace(config, drafter=DRAFT_MODEL)
         work.run_cells(loaded.pop(count) if count in loaded else load_model(options.model, config), count)
     excusable = not exact and options.config.dtype != "float64"
-    if not exact:  # else float64 scores say nothing about what this backend computes
+    if not exact:  # an exact backend's scores cannot be compared with float64 scores
         work.judge_ties(TieReferee(options.model, options.config, TIE if excusable else 0.0))
     return summarize(work.name, backend.name, work.options, work.results, len(work.prompts), excusable)
 
 
 def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
-    """Returns the user's count, else 1 and 2 as far as there are cores; all cores where rounding depends on threads."""
+    """Returns the user's thread count, else 1 and 2 (as far as there are cores); for an inexact backend, whose rounding
+    depends on threads, only the number of cores."""
     if config.threads:
         return (config.threads,)
     usable = machine.threads().usable
@@ -88,7 +90,7 @@ def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
 
 
 def check_ranges(options: VerifyOptions) -> None:
-    """Raises UsageError for a value that no cell can have; checks each value alone."""
+    """Raises UsageError for a level that is invalid in every cell; checks each level separately."""
     levels = options.factors()
     for name, values in levels.items():
         for value in values:
@@ -108,11 +110,12 @@ class VerificationRun:
         check_ranges(options)
         self._plain: dict[tuple[float, int], list[DecodedPrompt]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
-        self._headed: Mapping[str, Model] = {}  # drafter -> model with another head than its own
+        self._headed: Mapping[str, Model] = {}  # drafter -> the model with another shipped head
         self._done, self._total = 0, (len(cells) + len(self._baselines)) * len(self.prompts)
 
     def run_cells(self, model: Model, threads: int) -> None:
-        """Runs all cells of one thread count, on a model loaded for it; plain decoding before the first."""
+        """Runs all cells of one thread count, on a model loaded for that count. The first call also runs plain
+        decoding, with which all cells are compared."""
         options = self.options
         self._headed = {} if options.config.head else other_heads(model)
         if not self._plain:
@@ -127,7 +130,8 @@ class VerificationRun:
                 self.results.append(self._run_cell(model, cell, f"cell {number}/{len(self._cells)}"))
 
     def _fit_depths(self, model: Model) -> None:
-        """Lowers default depths to what drafters can. Raises UsageError for a depth that was asked for."""
+        """Lowers default depths to the drafters' limits. Raises UsageError for a depth above the limit that the user
+        gave."""
         options, limits = self.options, {}
         deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
         is_default = options.depths in (DEPTHS, FULL_DEPTHS)
@@ -148,7 +152,7 @@ class VerificationRun:
         model = self._headed.get(cell["drafter"], model)
         llm = LLM(model, _with_few_blocks(config, expected, model.config.max_length) if cell["preemption"] else config)
         llm.engine.head_health.is_enabled = False
-        if cell["cache"]:  # a first visit, so that the second one starts from cached blocks
+        if cell["cache"]:  # fills the prefix cache, so that the compared run starts from cached blocks
             llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw)
         decoded, differences = self._decode(llm, cell, text), []
         for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True)):
@@ -165,7 +169,7 @@ class VerificationRun:
             self._progress(self._done, self._total, text)
 
         order = list(range(len(self.prompts)))
-        if cell["preemption"]:  # the longest meet, and need more blocks than there are
+        if cell["preemption"]:  # the longest prompts run together, and need more blocks than there are
             expected = self._plain[_key(cell)]
             order.sort(key=lambda index: -len(expected[index].prompt))
         params = [params_of(cell, index, self.options.max_tokens) for index in order]
@@ -175,7 +179,8 @@ class VerificationRun:
         return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
 
     def judge_ties(self, referee: TieReferee) -> None:
-        """Adds a margin to every difference but the end of a text. Comes last: loading may change torch's threads."""
+        """Sets `margin` and `tie` of each difference except where a text ends. Must run last, since loading the referee
+        may change torch's thread count."""
         for each in (each for result in self.results for each in result.differences if each.plain >= 0):
             plain = self._plain[_key(each.cell)][each.prompt]
             context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, each.prompt, 1)
@@ -183,7 +188,7 @@ class VerificationRun:
 
 
 def _key(cell: GridCell) -> tuple[float, int]:
-    """Plain decoding depends on temperature and seed only."""
+    """Returns (temperature, seed), on which plain decoding depends."""
     return cell["temperature"], cell["seed"]
 
 
@@ -195,7 +200,8 @@ def _config(options: VerifyOptions, cell: GridCell) -> EngineConfig:
 
 
 def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: int) -> EngineConfig:
-    """Leaves blocks for the two longest prompts, but not for their answers too, so that one sequence is preempted."""
+    """Returns a config with KV blocks for the two longest prompts, but not for their answers, so that one sequence is
+    preempted."""
 
     def blocks(num_tokens: int) -> int:
         return -(-num_tokens // config.block_size)
@@ -208,7 +214,7 @@ def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: 
 
 
 def params_of(cell: GridCell, index: int, max_tokens: int) -> SamplingParams:
-    """Each prompt has a seed of its own, the same in every cell."""
+    """Returns the sampling parameters of prompt `index`; each prompt has its own seed, the same in every cell."""
     return SamplingParams(temperature=cell["temperature"], seed=cell["seed"] * 1_000_003 + index, max_tokens=max_tokens)
 
 
@@ -261,7 +267,7 @@ def summarize(
 
 
 def _preempted(results: list[CellResult], num_prompts: int) -> str:
-    """The number of preemptions, and of the cells in which sequences could preempt each other."""
+    """Returns a text with the number of preemptions, and of cells in which preemption was possible."""
     made = [result for result in results if result.cell["preemption"]]
     able = [each for each in made if min(each.cell["batch"], each.cell["chunk"], num_prompts) > 1]
     if not able:

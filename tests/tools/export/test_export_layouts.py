@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "bare.gguf gguf": ("gguf", "nextn_predict_layers is not set"),
     "hollow.gguf gguf": ("gguf", "no tensors of an MTP head in blocks 2 and up"),
     "bare.gguf xllm": ("xllm", "is a single file"),
-    "mimo vllm-eagle3": ("vllm-eagle3", "has no head of its own directory"),
+    "mimo vllm-eagle3": ("vllm-eagle3", "has no separate head"),
 }
 
 
@@ -350,4 +350,4 @@ def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytes
 def test_an_activation_that_gguf_files_cannot_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = support.write_model(tmp_path / "model", *support.family_of("glm4_moe").tiny(hidden_act="gelu"))
     assert main(["export", str(source), "--to", "gguf", "-o", str(tmp_path / "out")]) == 2
-    assert "hidden_act is 'gelu', for which GGUF files have no word" in " ".join(capsys.readouterr().err.split())
+    assert "hidden_act is 'gelu', which GGUF files cannot express" in " ".join(capsys.readouterr().err.split())

@@ -1,9 +1,9 @@
-"""A GGUF file of the head alone for llama.cpp (`--spec-type draft-mtp` or `draft-eagle3`).
+"""Exports a head as a GGUF file for llama.cpp (`--spec-type draft-mtp` or `draft-eagle3`).
 
-An MTP head comes from a Hugging Face directory (`gguf_model`), or is cut out of a GGUF file that holds it: the blocks
-after the trunk's last, the embedding, the final norm and the LM head, with all metadata. llama.cpp recognizes such a
-file by the missing first block. An EAGLE-3 head is an architecture of its own with the trunk's tokenizer. Source:
-llama.cpp b11434, `conversion/`, `src/models/`.
+An MTP head comes from a Hugging Face directory (`gguf_model`), or is copied from a GGUF file of the whole model: the
+blocks after the trunk's last, embedding, final norm and LM head, with all metadata. llama.cpp recognizes such a file by
+the missing first block. An EAGLE-3 head has its own architecture and the trunk's tokenizer. Source: llama.cpp b11434,
+`conversion/`, `src/models/`.
 """
 
 import math
@@ -57,7 +57,7 @@ NAMES = {
 
 
 def plan(request: Request) -> Plan:
-    """Raises ModelError for a head that llama.cpp has no graph for."""
+    """Plans the GGUF file of a head. Raises ModelError for a head that llama.cpp has no graph for."""
     if request.has_own_head:
         return _eagle3(request.source("eagle3"))
     path = hub.resolve(request.model)
@@ -71,7 +71,7 @@ def _converted(source: Checkpoint) -> Plan:
         raise ModelError(f"llama.cpp has no graph for the MTP head of {model_type}: {why}", "use another --to")
     model = head_model(source)
     if model is None:
-        raise ModelError(f"{model_type} is not turned into GGUF here", CONVERT)
+        raise ModelError(f"{model_type} cannot be converted to GGUF here", CONVERT)
     for needed in ("tokenizer.json", "tokenizer_config.json"):
         if not (source.path / needed).is_file():
             raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
@@ -108,7 +108,7 @@ def _introduce(writer: Any, name: str) -> None:
 
 
 def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
-    """A byte-level BPE tokenizer. Ids that mean nothing get a name, since every row of the embedding needs one."""
+    """Adds a byte-level BPE tokenizer. Unused ids get a name, since every row of the embedding needs one."""
     from gguf import SpecialVocab, TokenType
 
     document = read_object(source.path / "tokenizer.json")
@@ -184,7 +184,7 @@ def _copy_metadata(reader: Any, writer: Any, prefix: str) -> None:
 
 
 def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> None:
-    """One at a time: nothing else is held."""
+    """Writes the header, then one tensor at a time, so that only one is in memory."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -203,7 +203,7 @@ def _eagle3(source: Source) -> Plan:
         raise ModelError(f"the head taps {head.spec.tap}, but llama.cpp wants {NUM_TAPS} layers")
     if trunk.format != "gguf":
         hint = "name the trunk's .gguf"
-        raise ModelError(f"{source.name} is no GGUF file, but its tokenizer is taken from one", hint)
+        raise ModelError(f"{source.name} is not a GGUF file, from which the tokenizer is taken", hint)
     if unknown := [name for name in source.head.tensors if name not in NAMES]:
         raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
     if head.spec.recycle == "post_norm":
@@ -236,7 +236,8 @@ def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
 
 
 def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[[], NDArray[Any]]]:
-    """Matrices in bfloat16, norms in float32; q and k rows in llama.cpp's interleaved rope order."""
+    """Returns the GGUF type of a tensor and a function that loads it: matrices in bfloat16, norms in float32; rows of q
+    and k in llama.cpp's interleaved RoPE order."""
     from gguf import GGMLQuantizationType
 
     if len(tensor.shape) == 1:

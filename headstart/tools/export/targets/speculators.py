@@ -1,4 +1,4 @@
-"""The speculators container, for EAGLE-3 heads, block drafters and Qwen's MTP modules.
+"""Exports EAGLE-3 heads, block drafters and Qwen's MTP modules in the layout of vllm-project/speculators.
 
 Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `models/eagle3/config.py`; vLLM 0.32
 `transformers_utils/configs/speculators` (it has no entry for "mtp").
@@ -25,7 +25,7 @@ from headstart.tools.export.source import Request, Source
 from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE
 
 DEPTH = 3
-MODULE = "mtp.0."  # ours; speculators calls the parts of a module as MiMo does
+MODULE = "mtp.0."  # canonical prefix; speculators uses MiMo's names for the parts of a module
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
@@ -38,7 +38,7 @@ OUTSIDE = (
 
 
 def plan(request: Request) -> Plan:
-    """Raises ModelError for a head whose formula speculators has no class for."""
+    """Plans the directory. Raises ModelError for a head whose formula no class of speculators computes."""
     if request.has_own_head:
         source = request.source("eagle3")
         return block_plan(source, as_speculators, SERVE) if source.head.spec.block else _eagle3(source)
@@ -113,7 +113,7 @@ def _renamed(place: ModulePlace, name: str) -> str:
 
 
 def _fused(planned: Sequence[Planned]) -> list[Planned]:
-    """Experts stacked: gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]."""
+    """Stacks the experts' tensors: gate_up_proj [experts, 2 * inner, hidden], down_proj [experts, hidden, inner]."""
     stacked: list[Planned] = []
     experts: dict[tuple[str, int, str], Planned] = {}
     for each in planned:

@@ -19,7 +19,7 @@ SHARED = ("embed_tokens.", "shared_head.head.")
 
 
 def plan(request: Request) -> Plan:
-    """Raises ModelError where no EAGLE class of vLLM has the module's formula."""
+    """Plans the directory. Raises ModelError if no EAGLE class of vLLM has the module's formula."""
     if request.has_own_head:
         hint = "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head"
         raise ModelError("an EAGLE drafter has no norms around its projection, but heads trained here have", hint)

@@ -8,7 +8,7 @@ USE = vllm_use("eagle3", 3)
 
 
 def plan(request: Request) -> Plan:
-    """The head's files. Raises ModelError for a head of another kind."""
+    """Plans copies of the head's files. Raises ModelError for a head of another kind."""
     source = request.source("eagle3")
     if source.head.spec.kind != "eagle3":
         hint = "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo"

@@ -71,7 +71,7 @@ def check(source: Source) -> None:
 
 
 def _is_qwen2s(layer: LayerConfig) -> bool:
-    """Does it differ in nothing but sizes, rope and biases of q, k and v?"""
+    """Returns whether a layer differs from Qwen2's only in sizes, RoPE and biases of q, k and v."""
     mixer, mlp = layer.mixer, layer.mlp
     if not (isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)):
         return False
@@ -87,7 +87,7 @@ def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
 
 
 def plan(request: Request) -> Plan:
-    """Trunk and head under MiMo's names, in bfloat16. Raises ModelError where MiMo's formula is another one."""
+    """Plans trunk and head under MiMo's names, in bfloat16. Raises ModelError for a formula that MiMo lacks."""
     source = request.source("mtp")
     check(source)
     tensors = {name: tensor for name, tensor in source.tensors.items() if not name.startswith("mtp.")}
@@ -125,7 +125,7 @@ def _head(source: Source) -> list[Planned]:
 
 
 def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Columns [embedding ; hidden] in the order [hidden ; embedding]."""
+    """Reorders the columns of a projection from [embedding ; hidden] to [hidden ; embedding]."""
     half = values.shape[1] // 2
     return np.hstack((values[:, half:], values[:, :half]))
 

@@ -1,7 +1,7 @@
-"""A draft checkpoint in the layout of xLLM's `tools/export_mtp.py`.
+"""Exports a draft checkpoint in the layout of xLLM's `tools/export_mtp.py`.
 
-Names, config keys, files and bytes are those of that tool. Where the tool silently writes wrong data (quantized
-tensors, missing parts or shards, stray files), this export writes right data or refuses.
+Names, config keys, files and bytes are the same as from that tool. Where the tool silently writes wrong data (quantized
+tensors, missing parts or shards, stray files), this export writes correct data or refuses.
 """
 
 import re
@@ -26,11 +26,11 @@ USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens 1"
 ROTATION = {"rot.weight": "model.rot.weight"}
 NESTED = "text_config"
 BESIDE_BLOCK = ("embed_tokens", "shared_head", "eh_proj", "enorm", "hnorm")
-"""First parts of names inside a trailing module that are not its block's."""
+"""First parts of names in a trailing module that do not belong to its decoder block."""
 
 
 def plan(request: Request) -> Plan:
-    """What to write. Raises ModelError for a checkpoint that has no module, not all of it, or not in this layout."""
+    """Plans the directory. Raises ModelError for a missing or incomplete module, or a model type that xLLM lacks."""
     source = request.directory
     place, draft = _find_draft(source, request.model_type)
     count = count_modules(place, several=draft.several)
@@ -73,7 +73,7 @@ def _find_draft(source: Checkpoint, model_type: str | None) -> tuple[ModulePlace
 
 
 def _check_variant(source: Checkpoint, place: ModulePlace, draft: XllmDraft) -> None:
-    """Raises ModelError for a forced model type that is the checkpoint's own but for having experts or none."""
+    """Raises ModelError for a forced model type that is another variant (dense, experts) of the checkpoint's own."""
     own, forced = find_module(source.config), find_mtp_family({"model_type": place.model_type})
     is_variant = forced and forced.layout.xllm and draft.variants and forced.layout.xllm.variants == draft.variants
     if own and forced and is_variant and own.model_type != forced.key:
@@ -82,7 +82,7 @@ def _check_variant(source: Checkpoint, place: ModulePlace, draft: XllmDraft) -> 
 
 
 def _renamed(name: str, place: ModulePlace, draft: XllmDraft) -> str | None:
-    """The name in the draft; None for what is left behind."""
+    """Returns a tensor's name in the draft; None for a tensor that is left out."""
     if draft.shared and place.family.names.canonical(name) in ("embed_tokens.weight", "lm_head.weight"):
         return name
     if not draft.several and name in ROTATION:
@@ -125,7 +125,7 @@ def _filled(declared: Mapping[str, object], count: int) -> dict[str, Any]:
 
 
 def _sparse_indexer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The draft computes its own top-k rows once and shares them between its steps."""
+    """Returns config keys with which the draft computes its top-k rows once and shares them between its steps."""
     if not all(as_size(config.get(key)) for key in INDEXER_KEYS) or not config.get("index_share_for_mtp_iteration"):
         return {}
     every = config.get("index_topk_freq") or 1
@@ -142,7 +142,7 @@ def _notes(source: Checkpoint, place: ModulePlace, draft: XllmDraft, tensors: Ma
     if place.trailing and not draft.shared:
         absent = [each for each in ("embed_tokens.weight", "shared_head.head.weight") if each not in inside]
         if absent:
-            notes.append(f"the module has no {' and no '.join(absent)} of its own: the engine must share the model's")
+            notes.append(f"the module has no {' and no '.join(absent)}: the engine must share the model's")
     if later := _later_modules(source, place):
         notes.append(f"only the first module is exported; {later[0]} belongs to another one")
     if other := other_weights(source.path):
@@ -151,7 +151,7 @@ def _notes(source: Checkpoint, place: ModulePlace, draft: XllmDraft, tensors: Ma
 
 
 def _later_modules(source: Checkpoint, place: ModulePlace) -> list[str]:
-    """Tensors of a second module, which the draft has no room for."""
+    """Returns the names of tensors of a second module, which the draft cannot contain."""
     if match := re.fullmatch(r"(.*?)(\d+)\.", place.prefix):
         following = f"{match[1]}{int(match[2]) + 1}."
         return [name for name in source.tensors if strip_wrapper(name).startswith(following)]
