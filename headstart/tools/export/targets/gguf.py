@@ -1,4 +1,4 @@
-"""Exports a head as a GGUF file for llama.cpp (`--spec-type draft-mtp` or `draft-eagle3`).
+"""A GGUF file with only the head, for llama.cpp (`--spec-type draft-mtp` or `draft-eagle3`).
 
 An MTP head comes from a Hugging Face directory (`gguf_model`), or is copied from a GGUF file of the whole model: the
 blocks after the trunk's last, embedding, final norm and LM head, with all metadata. llama.cpp recognizes such a file by

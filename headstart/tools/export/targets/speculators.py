@@ -1,4 +1,4 @@
-"""Exports EAGLE-3 heads, block drafters and Qwen's MTP modules in the layout of vllm-project/speculators.
+"""The layout of vllm-project/speculators, for EAGLE-3 heads, block drafters and Qwen's MTP modules.
 
 Source: vllm-project/speculators `convert/mtp/converter.py`, `models/mtp`, `models/eagle3/config.py`; vLLM 0.32
 `transformers_utils/configs/speculators` (it has no entry for "mtp").

@@ -1,4 +1,4 @@
-"""Exports a draft checkpoint in the layout of xLLM's `tools/export_mtp.py`.
+"""A draft checkpoint in the layout of xLLM's `tools/export_mtp.py`.
 
 Names, config keys, files and bytes are the same as from that tool. Where the tool silently writes wrong data (quantized
 tensors, missing parts or shards, stray files), this export writes correct data or refuses.

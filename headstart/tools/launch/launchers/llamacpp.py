@@ -1,4 +1,4 @@
-"""llama.cpp launcher: `--spec-type` switches drafting on; its flags were renamed in 2026."""
+"""llama.cpp: `--spec-type` switches drafting on; its flags were renamed in 2026."""
 
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import Version

@@ -1,4 +1,4 @@
-"""SGLang launcher: steps and draft tokens are separate flags; while drafting SGLang runs 48 requests by default."""
+"""SGLang: steps and draft tokens are separate flags; while drafting SGLang runs 48 requests by default."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM launcher: speculation is configured in a YAML file.
+"""TensorRT-LLM: speculation is configured in a YAML file.
 
 Version 1.3 renamed the key of the depth and added depths by batch size for MTP and EAGLE-3. From 1.3 on,
 draft_len_schedule maps the largest batch size of each row to its depth; older versions use the smallest.

@@ -1,4 +1,4 @@
-"""vLLM launcher: speculation is one JSON flag; old flags, keys and method names are translated into it."""
+"""vLLM: speculation is one JSON flag; old flags, keys and method names are translated into it."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""xLLM launcher: an MTP head is exported to a separate checkpoint first; each device has its own process."""
+"""xLLM: an MTP head is exported to a separate checkpoint first; each device has its own process."""
 
 from headstart.tools.launch.launcher import CommandBuilder, EngineLauncher, ServerBuilder
 from headstart.tools.launch.spec import VISIBLE, LaunchStep
