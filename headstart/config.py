@@ -42,8 +42,8 @@ DRAFTER_WORDS = ("auto", "none")
 def _flag(
     default: Any, doc: str, low: int | None = None, high: int | None = None, hint: str = "", metavar: str = ""
 ) -> Any:
-    """`low`, `high`: smallest and largest number; `hint`: of the error for another value; `metavar`: the value in
-    --help."""
+    """A field with its help text. low, high: smallest and largest number. hint: added to the error for other values.
+    metavar: name of the value in --help."""
     return field(default=default, metadata={"doc": doc, "range": (low, high, hint), "metavar": metavar})
 
 
@@ -174,7 +174,7 @@ class EngineConfig:
 
     @property
     def rounding(self) -> Quantization | None:
-        """What weights are rounded to at load."""
+        """Format to which weights are rounded at load; None: they keep the file's precision."""
         return self.quantization if self.quantization in ("int8", "int4") else None
 
     @property

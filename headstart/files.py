@@ -179,4 +179,4 @@ def _cannot_write(out: Path, error: OSError) -> CapacityError:
     if error.errno in DISK_FULL:
         hint = "make room (or raise the limit on file sizes), then try again: nothing was left behind"
         return CapacityError(f"no space to write {out}: {error.strerror}", hint)
-    return CapacityError(f"cannot write {out}: {error.strerror}", "may you write there?")
+    return CapacityError(f"cannot write {out}: {error.strerror}", "check the permissions of this path")

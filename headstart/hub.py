@@ -140,7 +140,7 @@ def chat_sampling(name: str) -> Mapping[str, float]:
 
 
 def is_builtin(name: str) -> bool:
-    """Is the name a built-in alias, or a model in the package?"""
+    """True if the name is a built-in alias, or a model in the package."""
     return name in builtin_names()
 
 
@@ -199,7 +199,7 @@ def remove(name: str) -> None:
 
 
 def is_repo(name: str) -> bool:
-    """Does a name look like a Hub repo id (org/model, or org/model@revision)?"""
+    """True if a name has the form of a Hub repo id (org/model, or org/model@revision)."""
     return _REPO.fullmatch(repo_name(name).partition("@")[0]) is not None
 
 
@@ -328,7 +328,8 @@ def _hub_file(repo: str, file: str, revision: str = "") -> Path:
 
 
 def is_reachable() -> bool:
-    """Does the Hub's address accept connections? Its client takes half a minute to find out. True behind a proxy."""
+    """True if the Hub's address accepts connections, which its client takes half a minute to find out; or if there is a
+    proxy."""
     from huggingface_hub import constants
 
     return _listens(constants.ENDPOINT)

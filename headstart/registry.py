@@ -98,7 +98,7 @@ def find(kind: KindName, name: str) -> ModuleType:
 
 
 def is_available(kind: KindName, name: str) -> bool:
-    """Does a plug-in of this name exist? Reads fewer files than `available`."""
+    """True if a plug-in of this name exists. Reads fewer files than `available`."""
     key = name.replace("-", "_")
     if any((folder / f"{key}.py").is_file() for folder in _search_paths[kind]):
         return True
@@ -162,7 +162,7 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def _defines(kind: KindName, path: Path) -> bool:
-    """Does a file define its kind's constant? Searched in its text: an import takes time."""
+    """True if a file defines its kind's constant. Searches the text, since an import takes longer."""
     found = path.stat()
     return KINDS[kind].constant in _constants(path, found.st_mtime_ns, found.st_size)
 

@@ -100,7 +100,7 @@ def end_with_parent() -> None:
 
 
 def has_terminal() -> bool:
-    """Does this process have a controlling terminal? False on Windows."""
+    """True if this process has a controlling terminal. False on Windows."""
     if sys.platform == "win32":
         return False
     try:
@@ -111,7 +111,7 @@ def has_terminal() -> bool:
 
 
 def has_no_reader(stream: TextIO) -> bool:
-    """Has the reader of a pipe closed it? False if the system does not report it."""
+    """True if the reader of a pipe has closed it. False if the system does not report it."""
     if sys.platform != "win32":
         with suppress(OSError, AttributeError):  # no file behind it
             poll = select.poll()
@@ -121,7 +121,7 @@ def has_no_reader(stream: TextIO) -> bool:
 
 
 def has_input(seconds: float) -> bool:
-    """Does stdin, a terminal, have input within this time? False on Windows, which can wait for sockets only."""
+    """Waits for input on stdin, a terminal; True if some came in time. False on Windows, which cannot wait for it."""
     return not WINDOWS and bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
@@ -170,7 +170,7 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
 
 
 def supports_escapes(stream: TextIO) -> bool:
-    """Is the stream a terminal that interprets escape sequences? On Windows only newer terminals do."""
+    """True if the stream is a terminal that interprets escape sequences. On Windows only newer terminals do."""
     known = "WT_SESSION" in os.environ if sys.platform == "win32" else os.environ.get("TERM", "dumb") != "dumb"
     return stream.isatty() and known
 

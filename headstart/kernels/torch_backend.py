@@ -108,7 +108,7 @@ class TorchBackend:
         return f"{self.name} {torch.__version__} {self.torch_device.type} {kinds} {self.rounding()}"
 
     def rounding(self) -> str:
-        """What the rounding of results depends on, for `fingerprint`."""
+        """Names of everything that the rounding of results depends on, for `fingerprint`."""
         return ""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

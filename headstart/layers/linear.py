@@ -17,7 +17,8 @@ from headstart.kernels.ops import Buffer, Ops, Weight
 
 Array = NDArray[np.float32]
 SHRINK = 0.3
-"""Share of its own second moment that is added to each feature: few hundred states say little about covariances."""
+"""Ridge: share of its second moment that is added to each feature's, since a few hundred states estimate covariances
+badly."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ ONE_STREAM = StreamSpec(1, 0, 0.0)
 
 @dataclass(frozen=True)
 class Magnitude:
-    """For rows as wide as `norm`, whose weight is ones."""
+    """Splits rows into direction and rms."""
 
-    norm: RMSNorm
-    mean: Linear
+    norm: RMSNorm  # with a weight of ones [W]
+    mean: Linear  # [1, W], 1 / W each
 
     def split(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
         """[R, W] -> (x / rms(x) [R, W], rms(x) [R, 1]): rms(x) is the mean of x * (x / rms(x))."""
@@ -39,7 +39,7 @@ def scale_rows(ops: Ops, x: Buffer, factors: Buffer) -> Buffer:
 
 
 def build_magnitude(weights: Weights, width: int) -> Magnitude:
-    """For rows [R, width]."""
+    """The Magnitude of rows [R, width]."""
     mean = weights.constant(f"mean of {width}", np.full((1, width), 1 / width))
     return Magnitude(weights.unweighted_norm(width, TINY), Linear(mean))
 
@@ -97,7 +97,7 @@ class GaussianTopK:
 
 
 def build_gaussian_topk(weights: Weights, width: int, cutoff: float) -> GaussianTopK:
-    """Of rows [R, width]."""
+    """The GaussianTopK of rows [R, width]."""
     threshold = weights.constant(f"{width} times {-cutoff}", np.full(width, -cutoff))
     return GaussianTopK(build_magnitude(weights, width), threshold)
 

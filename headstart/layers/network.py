@@ -1,4 +1,4 @@
-"""A network is anything with layers: trunk, head, block drafter, draft model. A runner treats all alike."""
+"""`Network`: interface of a trunk, head, block drafter or draft model to the engine's runner."""
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class Network(Protocol):
         """A row at position q reads the stored hidden state of position q - hidden_offset; None: its rows read none."""
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
-        """Its programs over these pools, by name."""
+        """The network's programs over these pools, by name."""
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ class NetworkHandle:
 
     @property
     def pool_specs(self) -> list[KVSpec]:
-        """Specs of its KV pools, which keep all positions whatever the window."""
+        """Specs of the network's KV pools, without windows: a pool keeps all positions."""
         specs = self.network.kv_specs
         return [replace(spec, window=0) if isinstance(spec, AttentionSpec) else spec for spec in specs]
 

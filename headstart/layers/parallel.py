@@ -140,7 +140,7 @@ class ParallelMoEConfig:
 
 @dataclass(frozen=True)
 class ParallelMoE:
-    """Its input is the stream before any norm."""
+    """Sum of an MLP and experts. The input is the stream before any norm."""
 
     mlp_norm: RMSNorm
     mlp_output_norm: RMSNorm

@@ -112,10 +112,10 @@ class FeedForwardConfig(Protocol):
 
     @property
     def num_kernels(self) -> int:
-        """As MixerConfig.num_kernels."""
+        """See MixerConfig.num_kernels."""
 
     def routed_experts(self, hidden: int) -> RoutedExperts:
-        """Sizes of its experts."""
+        """Sizes of the part's experts; NO_EXPERTS for an MLP."""
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
         """Builds it from the tensors under `prefix` (no trailing dot)."""
@@ -143,7 +143,7 @@ class PostBlockConfig(Protocol):
 
 @dataclass(frozen=True)
 class EmptyMixer(MixerConfig, Mixer):
-    """Of a layer with a feed-forward part only, which reads the first norm."""
+    """Mixer of a layer that has only a feed-forward part, which then reads the first norm."""
 
     num_kernels: ClassVar[int] = 0
 
@@ -160,7 +160,7 @@ class EmptyMixer(MixerConfig, Mixer):
 
 @dataclass(frozen=True)
 class EmptyFeedForward:
-    """Of a layer with a mixer only."""
+    """Feed-forward part of a layer that has only a mixer."""
 
     num_kernels: ClassVar[int] = 0
 

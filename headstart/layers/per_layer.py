@@ -72,7 +72,7 @@ class PerLayerConfig:
 
 @dataclass(frozen=True)
 class PerLayer:
-    """The addition of one layer."""
+    """Computes the addition of one layer to the stream."""
 
     table: Weight  # [V, width]
     projection: Linear

@@ -120,7 +120,7 @@ def max_rope_length(config: Mapping[str, Any], length: int) -> int:
 
 
 def _exceeds_original(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
-    """Is the requested context longer than the original one?"""
+    """True if the requested context is longer than the original one."""
     requested: int | None = config.get(CONTEXT)
     return requested is not None and requested > _number(scaling, "original_max_position_embeddings")
 

@@ -1,7 +1,7 @@
-"""What Qwen3-Next and Qwen3.5 share: Gated DeltaNet beside gated attention, (1 + w) norms, MTP under `mtp.`.
+"""Common part of Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention layers, (1 + w) norms, MTP under `mtp.`.
 
 Formulas: transformers 5.23, `modeling_qwen3_next.py` and `modeling_qwen3_5.py`; the MTP module: vLLM 0.32,
-`qwen3_next_mtp.py`. Names in GGUF files and what is folded into them: llama.cpp's `conversion/qwen.py`.
+`qwen3_next_mtp.py`. Names and values in GGUF files: llama.cpp's `conversion/qwen.py`.
 """
 
 import math
@@ -52,16 +52,17 @@ NAMES = Names(
     },
     parts={".mlp.shared_expert.": ".mlp.shared_experts.", ".linear_attn.dt_bias": ".linear_attn.decay_bias"},
 )
-"""Of a text model, or the text part of a multimodal wrapper; MTP modules share what is not their block."""
+"""Names in text models and in the text part of multimodal wrappers. MTP modules share all tensors but their blocks."""
 
 
 SHARED = tuple(MTP_NAMES.values())
 GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
-"""What all MTP modules read, in files' names too: GGUF files have it in the first one only."""
+"""Tensors that all MTP modules share, by canonical names and by those of GGUF files, which store them in the first
+module only."""
 
 
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
-    """`tiled`: the value heads are in llama.cpp's order."""
+    """Family.parse. tiled: the value heads are in llama.cpp's order (DeltaSpec.tiled)."""
     config, tied = keys.text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
@@ -80,7 +81,7 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
 
 
 def _feed_forward(config: Config, index: int | None = None) -> FeedForwardConfig:
-    """Of layer `index`, or of an MTP module."""
+    """The feed-forward part of layer `index`, or (None) of an MTP module."""
     if not config.get("num_experts"):
         return keys.mlp(config)
     if index is not None and not keys.has_experts(config, index):
@@ -120,11 +121,11 @@ def _layer_types(config: Config) -> list[str]:
     return list(kinds)
 
 
-# From files' tensors to ours.
+# Files' tensors -> canonical tensors.
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Norms as factors, the projections of a linear layer apart, the modules' shared tensors for each of them."""
+    """Family.adapt: adds 1 to norms, splits fused projections, and gives each MTP module the shared tensors."""
     ours = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
     mixer = _attention(config)
     if mixer.gated:
@@ -141,7 +142,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def _attention(config: DecoderConfig) -> AttentionConfig:
-    """That of full layers and MTP modules."""
+    """The attention of full layers and MTP modules."""
     assert config.mtp_layer and isinstance(config.mtp_layer.mixer, AttentionConfig)
     return config.mtp_layer.mixer
 
@@ -169,7 +170,7 @@ def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> 
 
 
 def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """llama.cpp has folded the norms and the decay rate."""
+    """Canonical tensors of a GGUF file, in which 1 + w of norms and the decay rate are already computed."""
     renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
     ours: dict[str, RawTensor] = {}
     linear = _linear_layers(config)
@@ -188,7 +189,7 @@ def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str
 
 
 def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dict[str, RawTensor]:
-    """Rows of q_proj are [query, gate] by head."""
+    """Splits q_proj, whose rows are [query, gate] for each head, into q_proj and gate_proj."""
     spec = mixer.spec
     if tensor.shape[0] != 2 * spec.num_heads * spec.head_dim:
         return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
@@ -198,7 +199,7 @@ def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dic
 
 
 def _taps(tensor: RawTensor) -> RawTensor:
-    """[channels, (1,) width] -> [width * channels], so that a tap's channels lie side by side."""
+    """Convolution weights [channels, (1,) width] -> [width * channels], all channels of a tap together."""
     channels, size = tensor.shape[0], math.prod(tensor.shape)
     return tensor.shaped(channels, size // max(channels, 1)).transposed().shaped(size)
 
@@ -210,7 +211,8 @@ def _split(tensor: RawTensor, prefix: str, rows: dict[str, NDArray[np.int64]]) -
 
 
 def _by_key_head(spec: DeltaSpec, sizes: Seq[int]) -> list[NDArray[np.int64]]:
-    """Rows of parts that alternate within each key head."""
+    """Row indices of each part of a fused matrix, whose rows for each key head are those of all parts in turn. sizes:
+    rows of each part per key head."""
     ends = np.cumsum([0, *sizes])
     rows = np.arange(spec.num_key_heads * ends[-1], dtype=np.int64).reshape(spec.num_key_heads, -1)
     return [rows[:, first:last].reshape(-1) for first, last in pairwise(ends)]
@@ -230,16 +232,16 @@ def _ba_rows(config: DeltaConfig) -> dict[str, NDArray[np.int64]]:
 
 
 JOINED = {"in_proj_qkvz.weight": _qkvz_rows, "in_proj_ba.weight": _ba_rows}
-"""Tensors that hold several projections, and the rows of each."""
+"""Name of a fused tensor -> function that returns the rows of each projection in it."""
 PLUS_ONE = re.compile(r"norm(_embedding|_hidden)?\.weight$")
-"""Norms that are 1 + w in files, but for those inside linear layers."""
+"""Norms outside linear layers, which multiply by 1 + w."""
 
 
-# And back.
+# Canonical tensors -> Hugging Face's.
 
 
 def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
-    """`joined`: the projections of a linear layer are in two tensors, by key head."""
+    """Family.restore. joined: the projections of a linear layer are fused into two tensors (JOINED)."""
     theirs: Arrays = {}
     for name, array in arrays.items():
         stem, _, part = name.partition(".linear_attn.")
@@ -275,15 +277,15 @@ DEFAULTS = {
 }  # fmt: skip
 HARMLESS = {
     "mamba_ssm_dtype": "states are float32 here",
-    "full_attention_interval": "layer_types says it",
-    "sliding_window": "of use_sliding_window only, which is refused",
-    "max_window_layers": "of use_sliding_window only, which is refused",
-    **dict.fromkeys((*DEFAULTS, "linear_inner_size"), "of linear or full layers, where there are any"),
-    "intermediate_size": "of dense layers, where there are any",
+    "full_attention_interval": "given by layer_types",
+    "sliding_window": "used only with use_sliding_window, which is refused",
+    "max_window_layers": "used only with use_sliding_window, which is refused",
+    **dict.fromkeys((*DEFAULTS, "linear_inner_size"), "used only if there are linear or full layers"),
+    "intermediate_size": "used only by dense layers",
 }
 WITHOUT_EXPERTS = dict.fromkeys(
     ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "norm_topk_prob"),
-    "of experts, where there are any",
+    "used only by experts",
 )
 
 # Small models.
@@ -292,7 +294,7 @@ SMALL = {
     "head_dim": 16, "partial_rotary_factor": 0.5, "full_attention_interval": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-"""Linear and full layers in turn, three value heads to a key head."""
+"""Config keys of a test model: linear and full layers alternate, with three value heads for each key head."""
 SMALL_EXPERTS = {
     "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
 }  # fmt: skip
@@ -307,7 +309,7 @@ LINEAR_KEYS = (
     "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "full_attention_interval",
     "expert_shared_feed_forward_length",
 )  # fmt: skip
-"""Metadata keys of GGUF files of these families."""
+"""Metadata keys of GGUF files for linear layers, without the architecture before them."""
 NEWER: dict[str, Any] = {
     "norm": "1+w",
     "count_key": "mtp_num_hidden_layers",
@@ -322,11 +324,11 @@ NEWER: dict[str, Any] = {
         },
     ),
 }  # fmt: skip
-"""Of the MTPLayout of Qwen3.5 and later ones."""
+"""MTPLayout fields that Qwen3.5 and later families share."""
 
 
 def llama_cpp_draft(architecture: str) -> LlamaCppDraft:
-    """Of Qwen3.5 and later ones."""
+    """LlamaCppDraft of Qwen3.5 and later families."""
     names = LLAMA_CPP_KEYS + LINEAR_KEYS
     return LlamaCppDraft(
         architecture=architecture, pre_tokenizer="qwen35", keys=names, norm_shift=1.0, rotary=0.25, recurrent=True
@@ -337,7 +339,8 @@ def family(
     *, mtp: MTPLayout, aliases: tuple[str, ...], small: Mapping[str, Any], defaults: Mapping[str, Any],
     joined: bool = False, tiled: str = "", experts: bool = False,
 ) -> Family:  # fmt: skip
-    """`tiled`: llama.cpp's name of the family, where its files have the value heads in another order."""
+    """A Family over this file's functions. tiled: llama.cpp's architecture, if its files have the value heads in
+    another order. joined: see `restore`. experts: layers may have experts."""
     return Family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),
         defaults={**DEFAULTS, **defaults}, harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)}, names=NAMES,

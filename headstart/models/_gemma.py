@@ -1,4 +1,4 @@
-"""What the Gemma families share: tensor names of wrappers, whose text part is served, and keys."""
+"""Common part of the Gemma families: tensor names (the text part of multimodal wrappers is loaded) and config keys."""
 
 from collections.abc import Sequence
 
@@ -26,48 +26,48 @@ NAMES = Names(
         **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE},
     }
 )
-"""Of a text model, or the text part of a multimodal wrapper; pictures and sounds are left out."""
+"""Names in text models and in the text part of multimodal wrappers. Vision and audio tensors are ignored."""
 DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
     "hidden_size": 2304, "intermediate_size": 9216,
 }  # fmt: skip
 HARMLESS = {
-    "hidden_act": "hidden_activation says it",
+    "hidden_act": "given by hidden_activation",
     **dict.fromkeys(("mm_tokens_per_image", "vision_soft_tokens_per_image"), "of pictures"),
     **dict.fromkeys(
         ("boi_token_index", "eoi_token_index", "image_token_index", "boi_token_id", "eoi_token_id", "boa_token_id",
          "eoa_token_id", "eoa_token_index"),
         "of pictures and sounds",
     ),
-    "rope_local_base_freq": "rope_parameters says it",
-    "rope_theta": "rope_parameters says it",
-    "sliding_window_pattern": "layer_types says it",
+    "rope_local_base_freq": "given by rope_parameters",
+    "rope_theta": "given by rope_parameters",
+    "sliding_window_pattern": "given by layer_types",
     "cache_implementation": "how another program keeps keys and values",
 }  # fmt: skip
 
 
 def plus_one(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Norms of (1 + w) as factors; llama.cpp has folded them."""
+    """Family.adapt: adds 1 to norm weights, which multiply by 1 + w. GGUF files hold 1 + w already."""
     if from_gguf:
         return tensors
     return {name: each.affine(1, 1) if name.endswith("norm.weight") else each for name, each in tensors.items()}
 
 
 def minus_one(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back, for arrays."""
+    """Family.restore: inverse of `plus_one`."""
     return {name: array - 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
 
 
 def one_direction(config: Config, served: object = None) -> None:
-    """Raises ModelError for a model whose rows see those behind them (`use_bidirectional_attention`)."""
+    """Raises ModelError for bidirectional attention (`use_bidirectional_attention`). served: a supported value."""
     if config.get("use_bidirectional_attention") not in (None, False, served):
         keys.refuse_others(config, {"use_bidirectional_attention": False})
 
 
 def score_scalar(config: Config, layers_27b: int) -> int:
-    """What q . k is divided by the root of. GGUF files do not say it (0): then it is the width of a head, but in 27B,
-    whose heads are not as wide as hidden_size / heads."""
+    """query_pre_attn_scalar s: scores are q . k / sqrt(s). GGUF files have 0: s is then head_dim, except in the 27B
+    model (recognized by `layers_27b` layers), where it is hidden_size / heads."""
     if written := keys.number(config, "query_pre_attn_scalar", least=0):
         return written
     hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
@@ -75,7 +75,8 @@ def score_scalar(config: Config, layers_27b: int) -> int:
 
 
 def shared_layer(kinds: Sequence[str], first: int, index: int) -> int | None:
-    """The layer whose keys and values layer `index` reads; from `first` on the last of its kind. Raises ModelError."""
+    """The layer whose keys and values layer `index` reads: None (its own) below `first`, else the last layer below
+    `first` of the same kind. Raises ModelError if there is none."""
     if index < first:
         return None
     before = [i for i in range(max(first, 0)) if kinds[i] == kinds[index]]
@@ -86,7 +87,7 @@ def shared_layer(kinds: Sequence[str], first: int, index: int) -> int | None:
 
 
 def mlp(config: Reading, index: int) -> MLPConfig:
-    """Of layer `index`, where each may have a width of its own. Raises ModelError."""
+    """The MLP of layer `index`; `intermediate_size` may be a list. Raises ModelError for a list that is too short."""
     inner = config.get("intermediate_size")
     if isinstance(inner, list):
         if len(inner) <= index:
@@ -96,7 +97,7 @@ def mlp(config: Reading, index: int) -> MLPConfig:
 
 
 def attention(config: Reading, window: int, source_layer: int | None, keys_are_values: bool = False) -> AttentionConfig:
-    """Of Gemma 3n and 4: scores are not scaled, q, k and v are normed. `window`: 0 in full layers."""
+    """Attention of Gemma 3n and 4: scores are not scaled; q, k and v are normalized. window: 0 in full layers."""
     bias = keys.flag(config, "attention_bias")
     return keys.attention(
         config, scale=1.0, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True, v_norm=True,
@@ -105,7 +106,7 @@ def attention(config: Reading, window: int, source_layer: int | None, keys_are_v
 
 
 def own_keys(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """Without keys and values of layers that read those of others."""
+    """The tensors without unused K and V projections of layers that read another layer's keys and values."""
     sharing = {f"layers.{i}" for i, each in enumerate(config.layers) if each.mixer.source_layer is not None}
     parts = ((name, name.partition(".self_attn.")) for name in tensors)
     return {

@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 and GLM-4.7-Flash share: latent attention, experts chosen by sigmoids in groups, MTP at layer N.
+"""Common part of DeepSeek-V3 and GLM-4.7-Flash: latent attention, sigmoid router with groups, MTP at layer N.
 
 Formula: DeepSeek-V3 report, sections 2.1 and 2.2; transformers `models/deepseek_v3`. The two inner norms of attention
 have their own epsilon, 1e-6, whatever the config says (as in DeepSeek's code).
@@ -58,7 +58,7 @@ def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:
 
 
 def _temperature(config: Config) -> float:
-    """YaRN's sharpening of the softmax, squared since it is meant for q and k each."""
+    """YaRN's factor on attention scores: the square of mscale, which applies to q and to k."""
     scaling = scaling_of(config)
     if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
@@ -67,8 +67,8 @@ def _temperature(config: Config) -> float:
 
 HARMLESS = {
     "num_key_value_heads": "all heads share the latent",
-    "intermediate_size": "of dense layers, where there are any",
-    **dict.fromkeys(("head_dim", "qk_head_dim"), "its parts say it"),
+    "intermediate_size": "used only by dense layers",
+    **dict.fromkeys(("head_dim", "qk_head_dim"), "given by its parts"),
 }
 SMALL: dict[str, Any] = {
     "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6,

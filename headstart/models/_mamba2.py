@@ -1,7 +1,7 @@
-"""What families with Mamba2 layers share: sizes as their configs and GGUF files say them, and names of tensors.
+"""Common part of families with Mamba2 layers: config keys and tensor names of Hugging Face and GGUF files.
 
-Formulas: transformers 5.23, `models/granitemoehybrid`, `models/nemotron_h`, `models/falcon_h1`; what llama.cpp folds
-into its files: its `conversion/mamba.py`.
+Formulas: transformers 5.23, `models/granitemoehybrid`, `models/nemotron_h`, `models/falcon_h1`; values in GGUF files:
+llama.cpp's `conversion/mamba.py`.
 """
 
 import math
@@ -24,20 +24,20 @@ MAMBA, FULL = "linear_attention", keys.FULL
 KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers as older files call them
 MAX_TAPS, MAX_FEATURES = 16, 1 << 16
 PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
-"""Hugging Face's names inside a Mamba2 layer, and ours; `A_log` and `D` are turned by `adapt`."""
+"""Hugging Face's names in a Mamba2 layer -> canonical names; `adapt` converts `A_log` and `D`."""
 HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), "the same numbers in pieces"),
-    **dict.fromkeys(("mamba_expand", "expand"), "the number of heads and their size say it"),
+    **dict.fromkeys(("mamba_expand", "expand"), "given by the number and size of heads"),
     **dict.fromkeys(("use_mamba_kernels", "mamba_ssm_cache_dtype", "mamba_ssm_dtype"), "states are float32 here"),
     **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "init_method",
                      "rescale_prenorm_residual", "residual_in_fp32"), "training only"),
-    "linear_inner_size": "the number of heads and their size say it",
+    "linear_inner_size": "given by the number and size of heads",
     "num_logits_to_keep": "how to generate",
 }  # fmt: skip
 
 
 def mixer(config: Config, **switches: Any) -> Mamba2Config:
-    """By the keys of any of these families; `switches`: other fields of Mamba2Config."""
+    """Mamba2Config by the keys of any of these families. switches: further fields of Mamba2Config."""
     heads = number(config, "mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", needs="Mamba2")
     groups = number(config, "mamba_n_groups", "n_groups", "linear_num_key_heads", default=1)
     state = number(config, "mamba_d_state", "ssm_state_size", "linear_key_head_dim", needs="Mamba2")
@@ -74,7 +74,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 
 def _check_limit(limit: object) -> None:
-    """Steps of any size are served. JSON has no infinity: transformers 5 writes it as an object."""
+    """Raises ModelError unless step sizes are limited by 0 and infinity (in transformers 5 an object) or not at all."""
     ends = limit if isinstance(limit, list | tuple) else [0.0, math.inf]
     ends = [float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each for each in ends]
     if ends != [0.0, math.inf]:
@@ -82,14 +82,14 @@ def _check_limit(limit: object) -> None:
 
 
 def kinds(config: Config, told: object, known: tuple[str, ...] = (MAMBA, FULL)) -> list[str]:
-    """Of each layer its kind, under transformers 5's names. Raises ModelError for others."""
+    """Kind of each layer, under transformers 5's names. Raises ModelError for kinds that are not `known`."""
     named = [KINDS.get(str(kind), str(kind)) for kind in told] if isinstance(told, list) else told
     keys.check_kinds(named, keys.num_layers(config), known)
     assert isinstance(named, list)
     return named
 
 
-# From files' tensors to ours.
+# Files' tensors -> canonical tensors.
 
 _GGUF = {
     "ssm_in": "in_proj", "ssm_conv1d": "conv", "ssm_dt.bias": "step_bias", "ssm_a": "decay_rate", "ssm_d": "skip",
@@ -97,7 +97,8 @@ _GGUF = {
 
 
 def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Decay rates and skips of Mamba2 layers; of a GGUF file all their tensors, whose rates are made already."""
+    """Family.adapt: converts decay rates and renames skips. Tensors of GGUF files, which hold the rates themselves, are
+    renamed."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         if from_gguf:
@@ -126,7 +127,7 @@ def _from_gguf(name: str) -> str:
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back to Hugging Face's, for arrays."""
+    """Family.restore: inverse of `adapt` for Hugging Face's names."""
     theirs: Arrays = {}
     for name, array in arrays.items():
         stem, _, part = name.rpartition(".mamba.")

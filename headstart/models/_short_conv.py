@@ -1,4 +1,4 @@
-"""What dense LFM2 and LFM2 with experts share: gated short convolutions beside attention with q and k norms.
+"""Common part of dense LFM2 and LFM2 with experts: layers of gated short convolutions or of attention.
 
 Formulas: transformers 5.23, `models/lfm2` and `models/lfm2_moe`; names in GGUF files: llama.cpp's `conversion/lfm2.py`.
 No native MTP: the published drafters (DSpark) are block drafters.
@@ -36,7 +36,7 @@ NAMES = Names(
 
 
 def parse(config: Config, dense: MLPConfig, feed_forward: Callable[[int], FeedForwardConfig]) -> DecoderConfig:
-    """`dense`: a feed-forward part without experts; `feed_forward`: that of a layer by its index."""
+    """Family.parse. dense: feed-forward part without experts. feed_forward: layer index -> its feed-forward part."""
     keys.refuse_others(config, {"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True})
     kinds, kv_heads = _kinds(config)
     eps = real(config, "norm_eps", real(config, "rms_norm_eps", 1e-5))
@@ -57,7 +57,7 @@ def parse(config: Config, dense: MLPConfig, feed_forward: Callable[[int], FeedFo
 
 
 def _kinds(config: Config) -> tuple[list[str], int]:
-    """Of each layer, convolution or attention; and the number of kv heads of the latter."""
+    """(CONV or FULL for each layer, number of KV heads)."""
     count, (attends, kv_heads), full = keys.num_layers(config), keys.attending(config), config.get("full_attn_idxs")
     kinds = config.get("layer_types")
     if attends is not None:
@@ -71,17 +71,17 @@ def _kinds(config: Config) -> tuple[list[str], int]:
 
 
 HARMLESS = {
-    **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size says it"),
-    "num_heads": "num_attention_heads says it",
-    "block_norm_eps": "norm_eps says it",
-    "theta": "rope_theta says it",
+    **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "given by hidden_size"),
+    "num_heads": "given by num_attention_heads",
+    "block_norm_eps": "given by norm_eps",
+    "theta": "given by rope_theta",
     **dict.fromkeys(
         ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"),
         "training only",
     ),
     "attention_bias": "there are none: a tensor of one is refused",
     **dict.fromkeys(("hidden_act", "mlp_bias"), "the feed-forward part is always SwiGLU without biases"),
-    "full_attn_idxs": "layer_types says it",
-    **dict.fromkeys(("conv_L_cache", "num_key_value_heads"), "of convolutions or attention, where there are any"),
+    "full_attn_idxs": "given by layer_types",
+    **dict.fromkeys(("conv_L_cache", "num_key_value_heads"), "used only by layers of that kind"),
 }
 DEFAULTS: dict[str, Any] = {"max_position_embeddings": 128_000, "rope_theta": 1e6}

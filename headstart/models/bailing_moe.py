@@ -49,7 +49,7 @@ FAMILY = Family(
     harmless={
         **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
         **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
-        "rotary_dim": "partial_rotary_factor says it",
+        "rotary_dim": "given by partial_rotary_factor",
         "rope_interleave": "of another attention",
         "max_window_layers": "no layer has a window",
         "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
@@ -57,7 +57,7 @@ FAMILY = Family(
             ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             "the width of one times their number",
         ),
-        "intermediate_size": "of dense layers, where there are any",
+        "intermediate_size": "used only by dense layers",
     },
     names=Names(
         {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},

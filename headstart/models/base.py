@@ -1,4 +1,4 @@
-"""`Family`: what the file of a model family declares. One file per family here; its name is the `model_type` of
+"""`Family`: the declaration of a model family. Each family has a file here, named after the `model_type` of
 config.json."""
 
 from collections.abc import Callable, Mapping
@@ -24,31 +24,31 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: how its config.json and tensors are read, and what its MTP modules are."""
+    """A model family: how to read its config.json and tensors, and its native MTP modules."""
 
     parse: Callable[[Config], DecoderConfig]  # config.json -> sizes and layers
-    small: Mapping[str, Any] = field(default_factory=dict)  # config keys of its tiny test model, over small.TINY
+    small: Mapping[str, Any] = field(default_factory=dict)  # config keys of the tiny test model, added to small.TINY
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's defaults of absent config keys
-    harmless: Mapping[str, str] = field(default_factory=dict)  # unread config keys that change nothing -> the reason
+    harmless: Mapping[str, str] = field(default_factory=dict)  # config key that may be ignored -> the reason
     names: Names = field(default_factory=Names)  # tensor names
     build: Callable[[Weights, DecoderConfig], Decoder] = build_decoder  # builds the trunk
-    head: HeadSpec | None = None  # how native MTP modules work; None: no such modules
+    head: HeadSpec | None = None  # formula of native MTP modules; None: the family has none
     mtp: MTPLayout | None = None  # where checkpoints keep MTP modules
-    interleaved_rope: bool = False  # GGUF files have the rows of q and k in llama.cpp's interleaved order
-    interleaved_files: bool = False  # all files have: the two halves of a rotary pair are side by side
-    # canonical names -> canonical tensors; arguments: tensors, sizes, is it a GGUF file
+    interleaved_rope: bool = False  # GGUF files store the two elements of a rotary pair (rows of q and k) side by side
+    interleaved_files: bool = False  # all files store rotary pairs like that
+    # (tensors under canonical names, sizes, whether they come from a GGUF file) -> canonical tensors
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
-    aliases: tuple[str, ...] = ()  # other model types: text parts of wrappers, llama.cpp's architectures
-    scratch: Mapping[str, Any] = field(default_factory=dict)  # keys of `train --from-scratch`, over small.SCRATCH
-    unsupported: str = ""  # the feature that the engine lacks (models/described.py); empty: the family runs
+    aliases: tuple[str, ...] = ()  # other model types of the family: text parts of wrappers, llama.cpp's architectures
+    scratch: Mapping[str, Any] = field(default_factory=dict)  # for `train --from-scratch`: keys added to small.SCRATCH
+    unsupported: str = ""  # feature that the engine lacks (models/described.py); empty: the engine runs the family
 
     def read(
         self, config: Config, where: str = "config.json", *, beside: Mapping[str, str] = NOTHING, strict: bool = True,
         context: int | None = None,
     ) -> DecoderConfig:  # fmt: skip
-        """Sizes and layers of a config. Raises ModelError for what is wrong; `strict`: also for unknown keys. `beside`:
-        more harmless keys. `context`: the longest text asked for, on which some ropes depend."""
+        """Sizes and layers of a config. Raises ModelError for wrong values and, if strict, for unknown keys. where:
+        file name for errors. beside: further harmless keys. context: requested context length, for some ropes."""
         reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
         if self.mtp:
@@ -58,7 +58,7 @@ class Family:
         return sizes
 
     def _num_mtp(self, mtp: MTPLayout, config: Config, strict: bool) -> int:
-        """MTP modules that a config means. Raises ModelError for more than the engine runs, if `strict`."""
+        """Number of MTP modules of a config. Raises ModelError, if strict, for more than the engine runs."""
         declared = mtp.declared(config)
         if not mtp.serves(config):
             return 0
@@ -70,7 +70,7 @@ class Family:
         return declared.modules
 
     def tiny_config(self, **changes: Any) -> dict[str, Any]:
-        """config.json of a small model; `changes`: keys of it."""
+        """config.json of the tiny test model. changes: keys to add or replace."""
         return {**TINY, **self.small, **changes}
 
     def tiny(self, **changes: Any) -> tuple[dict[str, Any], Arrays]:
@@ -85,7 +85,7 @@ class Family:
         return config.shapes() | (head_kind(head.kind).shapes(head, config.hidden_size) if head else {})
 
     def head_of(self, config: DecoderConfig) -> HeadSpec | None:
-        """What a config of this family promises of a head; None: nothing."""
+        """Spec of the native MTP modules that a config declares; None if it declares none."""
         if self.head is None or not config.num_mtp:
             return None
         recycle = config.mtp_recycle or self.head.recycle
@@ -94,7 +94,7 @@ class Family:
         return replace(self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=own)
 
     def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
-        """Canonical arrays, as Hugging Face's files have them."""
+        """Converts canonical arrays to the names and shapes of Hugging Face's files."""
         if self.restore:
             arrays = self.restore(arrays, config)
         if self.head and not self.names.of_modules:

@@ -1,7 +1,7 @@
-"""What a checkpoint is as a drafter: a drafter's own format, a model with native MTP modules, or a whole draft model.
+"""Classifies a checkpoint as a drafter: a published head format, a model with native MTP modules, or a draft model.
 
-inspect, launch, export, plan and train all ask here: `classify` of a config.json, `classify_path` of a directory, a
-.gguf file or a Hub repo.
+inspect, launch, export, plan and train all use `classify` (for a config.json) or `classify_path` (for a directory, a
+.gguf file or a Hub repo).
 """
 
 from collections.abc import Container, Mapping
@@ -24,41 +24,42 @@ MTP, MODEL, UNKNOWN = "mtp", "draft_model", "unknown"
 OTHERS = {
     MTP: "a model with native MTP modules",
     MODEL: "a whole model without MTP modules",
-    UNKNOWN: "a speculators file of an algorithm that is not known",
+    UNKNOWN: "a speculators file with an unknown algorithm",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterKind:
-    """A kind of drafter, and what its config says."""
+    """A drafter's kind, with the sizes in its config."""
 
     kind: str  # `DrafterFormat.key`, or one of OTHERS
     method: str
-    """vLLM's word, which launchers map to their own; `headstart`: must be exported first; empty for `unknown`."""
+    """`method` of vLLM's --speculative-config, which launchers map to their own names; `headstart` if the head must be
+    exported first; empty for UNKNOWN."""
     title: str
-    format: DrafterFormat | None = None
+    format: DrafterFormat | None = None  # None: one of OTHERS
     container: str = "safetensors"  # safetensors, gguf, or speculators, which nests the drafter's config
     num_modules: int = 1  # native MTP modules, Medusa heads, or layers
-    block: int | None = None  # rows that one pass of a block drafter computes; None for drafters that go token by token
+    block: int | None = None  # rows of one pass of a block drafter; None for other drafters
     max_drafts: int | None = None  # tokens that such a pass drafts
-    hidden_size: int | None = None  # the target's, as `vocab_size`; None where nothing says it
-    vocab_size: int | None = None
+    hidden_size: int | None = None  # of the target; None: not in the config
+    vocab_size: int | None = None  # of the target; None: not in the config
     draft_vocab_size: int | None = None
 
     @property
     def separate(self) -> bool:
-        """Is it a checkpoint of its own, which no engine serves by itself?"""
+        """True for a head in its own checkpoint, which no engine can serve without a trunk."""
         return self.format is not None
 
     @property
     def reduced_vocabulary(self) -> bool:
-        """Does it draft from a part of the target's tokens only?"""
+        """True if the draft vocabulary is smaller than the target's."""
         return bool(self.draft_vocab_size and self.vocab_size and self.draft_vocab_size < self.vocab_size)
 
 
 def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> DrafterKind:
-    """The kind of a config.json; `names`: of tensors, which decide where the config does not (None: not known). Raises
-    ModelError for an absurd number of modules."""
+    """The kind of a config.json. names: tensor names, used if the config is not enough; None: unknown. Raises
+    ModelError for an impossible number of modules."""
     if (found := identify(config, names)) is not None:
         return _described(found, config)
     algorithm = config.get("speculators_model_type")
@@ -87,7 +88,7 @@ def _described(found: DrafterFormat, config: Mapping[str, Any]) -> DrafterKind:
 
 
 def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, modules: int) -> DrafterKind:
-    """A model that is no drafter alone."""
+    """The kind of a whole model, with or without MTP modules."""
     sizes = Sizes(config)
     hidden, vocabulary = sizes.get("hidden"), sizes.get("vocabulary")
     return DrafterKind(
@@ -96,7 +97,8 @@ def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, module
 
 
 def classify_path(name: str | Path) -> DrafterKind:
-    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError for none, ModelError for damaged ones."""
+    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError for anything else, ModelError for damaged
+    files."""
     path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
     if gguf.detect(path):
         return _of_gguf(read_gguf(path))
@@ -114,7 +116,7 @@ def classify_path(name: str | Path) -> DrafterKind:
 
 
 def _names(path: Path) -> Container[str] | None:
-    """Names of its tensors; None where they cannot be read, which is for others to say."""
+    """Names of a directory's tensors; None if they cannot be read, which loading reports later."""
     try:
         return find_checkpoint(path).tensors
     except ModelError:
@@ -122,7 +124,7 @@ def _names(path: Path) -> Container[str] | None:
 
 
 def _of_gguf(file: GgufFile) -> DrafterKind:
-    """The kind of a GGUF file, by its architecture and the keys that all of them share."""
+    """The kind of a GGUF file, by its architecture and the metadata keys common to all architectures."""
     architecture = str(file.metadata.get("general.architecture", ""))
 
     def number(key: str) -> int | None:

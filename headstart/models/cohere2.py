@@ -32,9 +32,9 @@ FAMILY = Family(
     parse=parse,
     defaults={"max_position_embeddings": 8192, "tie_word_embeddings": True},
     harmless={
-        "order_of_interleaved_layers": "layer_types says it", "layer_switch": "sliding_window_pattern says it",
-        "position_embedding_type": "positions are rotated", "use_embedding_sharing": "tie_word_embeddings says it",
-        "use_parallel_embedding": "of training", "sliding_window_pattern": "layer_types says it",
+        "order_of_interleaved_layers": "given by layer_types", "layer_switch": "given by sliding_window_pattern",
+        "position_embedding_type": "positions are rotated", "use_embedding_sharing": "given by tie_word_embeddings",
+        "use_parallel_embedding": "of training", "sliding_window_pattern": "given by layer_types",
         "sliding_window": "of layers with windows, where there are any", "model_max_length": "of the tokenizer",
     },
     interleaved_files=True,

@@ -49,7 +49,8 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config, feeds: list[str], prefix: int) -> list[str]:
-    """Of each layer, SLIDING or FULL; layers with an MLP have a pattern of their own, and those behind begin anew."""
+    """SLIDING or FULL for each layer. The first layers, which have an MLP, follow a pattern of period `prefix`; after
+    them the pattern of period `sliding_window_pattern` begins anew."""
     pattern = config.get("sliding_window_pattern")
     if config.get("layer_types") is not None or isinstance(pattern, list | bool):
         return keys.kinds_in_turn(config, 4)
@@ -59,7 +60,7 @@ def _kinds(config: Config, feeds: list[str], prefix: int) -> list[str]:
 
 
 def _experts(config: Config) -> MoEConfig:
-    """The softmax is over those that are chosen: normalized, whatever `norm_topk_prob` says."""
+    """The experts. The softmax is over the selected experts, so weights are normalized despite `norm_topk_prob`."""
     inner = number(config, "moe_intermediate_size", default=0, least=0) or number(config, "intermediate_size")
     experts = keys.softmax_experts(config, inner=inner)
     told = config.get("expert_selection_fn") or SCORES.get(number(config, "expert_gating_func", default=0, least=0))
@@ -81,7 +82,7 @@ def _experts(config: Config) -> MoEConfig:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """A module without a norm of its own takes the trunk's."""
+    """Family.adapt: an MTP module without its own norm uses the trunk's."""
     layer = f"layers.{config.num_layers}"
     norm = f"{layer}.shared_head.norm.weight"
     if f"{layer}.eh_proj.weight" in tensors and norm not in tensors:
@@ -96,12 +97,12 @@ FAMILY = Family(
         "sliding_window": 4096, "expert_selection_fn": "softmax", "head_dim": 128, "vocab_size": 256000,
     },
     harmless={
-        **dict.fromkeys(("first_k_dense_replace", "mlp_layer_types"), "of layers with an MLP, where there are any"),
-        **dict.fromkeys(("sliding_window_pattern", "prefix_dense_sliding_window_pattern"), "layer_types says it"),
+        **dict.fromkeys(("first_k_dense_replace", "mlp_layer_types"), "used only by layers with an MLP"),
+        **dict.fromkeys(("sliding_window_pattern", "prefix_dense_sliding_window_pattern"), "given by layer_types"),
         **dict.fromkeys(("layer_norm_eps", "rms_norm_eps"), "one of the two norms"),
-        **dict.fromkeys(("num_shared_experts", "n_shared_experts"), "of experts, where there are any"),
+        **dict.fromkeys(("num_shared_experts", "n_shared_experts"), "used only by experts"),
         "intermediate_size": "of experts, or of layers with an MLP",
-        "order_of_interleaved_layers": "layer_types says it",
+        "order_of_interleaved_layers": "given by layer_types",
         "prefix_dense_intermediate_size": "of layers with an MLP, where there are any",
         "shared_expert_intermediate_size": "that of one times their number",
     },

@@ -59,7 +59,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _rates(config: Config) -> dict[str, int]:
-    """Positions for one entry, by kind of layer."""
+    """Kind of layer -> number of positions that one compressed entry covers."""
     told = config.get("compress_rates") or {}
     if not isinstance(told, dict) or not {*told} <= {*RATES}:
         raise ModelError(f"config.json: compress_rates is {told!r}", f"known: {', '.join(RATES)}")
@@ -71,7 +71,7 @@ def _rates(config: Config) -> dict[str, int]:
 
 
 def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
-    """Of each layer, by its name or its ratio."""
+    """Kind of each layer, from its name (`layer_types`) or its ratio (`compress_ratios`)."""
     count, kinds, ratios = keys.num_layers(config), config.get("layer_types"), config.get("compress_ratios")
     if kinds is None and ratios is not None:
         by_ratio = {0: SLIDING, 1: SLIDING, **{rate: kind for each in (RATES, rates) for kind, rate in each.items()}}
@@ -83,7 +83,7 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
         ):
             known = ", ".join(map(str, by_ratio))
             raise ModelError(f"config.json: compress_ratios must name {count} layers, by one of {known}")
-        kinds = [by_ratio[ratio] for ratio in ratios[:count]]  # modules have theirs behind
+        kinds = [by_ratio[ratio] for ratio in ratios[:count]]  # ratios of MTP modules may follow
     if kinds is None:
         kinds = [HEAVY if i < 2 or i % 2 == 0 else SPARSE for i in range(count)]
     keys.check_kinds(kinds, count, (SLIDING, SPARSE, HEAVY))
@@ -115,8 +115,8 @@ def _mixer(config: Config, kind: str, rates: dict[str, int]) -> CompressedConfig
 
 
 def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
-    """Of the last features of a head. Layers that compress have a base of their own and YaRN, whose temperature is left
-    out (transformers, DeepseekV4Config)."""
+    """RoPE of the last features of a head. Layers with compression have another base, and YaRN without its attention
+    temperature (transformers, DeepseekV4Config)."""
     told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(told, dict):
         raise ModelError(f"config.json: rope_parameters is {told!r}, but must be an object")
@@ -157,13 +157,14 @@ def _experts(config: Config, *, hashed: bool) -> MoEConfig:
 GGUF_PARTS = {
     ".q_a_layernorm.": ".q_a_norm.", ".kv_a_layernorm.": ".kv_norm.", ".indexer.wq_b.": ".indexer.q_b_proj.",
 }  # fmt: skip
-"""What llama.cpp's files call as other families do -> ours."""
+"""Parts of names in GGUF files -> canonical parts."""
 BIAS = ".mlp.gate.e_score_correction_bias"
 UNUSED = re.compile(r".*\.gate\.bias_vl")  # of pictures
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The two projections of a module side by side; no bias where the token names its experts."""
+    """Family.adapt: joins an MTP module's two projections, and drops the router's bias in layers whose experts are
+    selected by token id."""
     ours: dict[str, RawTensor] = {}
     for written, tensor in tensors.items():
         name = written
@@ -182,7 +183,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back."""
+    """Family.restore: inverse of `adapt`."""
     theirs: Arrays = {}
     for name, array in arrays.items():
         if name.startswith("mtp.") and name.endswith(".projection.weight"):
@@ -250,8 +251,8 @@ FAMILY = Family(
     },
     harmless={
         "intermediate_size": "all layers have experts",
-        "compress_ratios": "layer_types says it",
-        "num_hash_layers": "mlp_layer_types says it",
+        "compress_ratios": "given by layer_types",
+        "num_hash_layers": "given by mlp_layer_types",
         "expert_dtype": "read with the tensors",
         "qk_nope_head_dim": "the rest of head_dim",
         "n_mtp_layers": "of a DSpark drafter, which is left",

@@ -1,7 +1,7 @@
-"""Families that the engine does not run, described for `plan`, `launch` and `inspect`: layers, sizes and the reason.
+"""Families that the engine cannot run, with their sizes and the missing feature, for `plan`, `launch` and `inspect`.
 
-All are read by the keys that most config.json files share (`read_common`), which also serves unknown families. Layers
-whose formula no file of layers/ has are `DeclaredMixer`s: tensor shapes, cache and states, and no code.
+`read_common` reads their configs, and those of unknown families, by the keys that most config.json files share. Layers
+that layers/ cannot compute are `DeclaredMixer`s: tensor shapes, cache and states, without code.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,12 @@ SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_exper
 FIRST_SPARSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 SPARSE_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
 INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
-UNGATED = ("relu2", "relu", "gelu_ungated")  # activations of a feed-forward part of two matrices, up and down
+UNGATED = ("relu2", "relu", "gelu_ungated")  # values of `mlp_hidden_act` for an MLP without gate_proj
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredMixer(MixerConfig):
-    """A mixer known by its sizes alone."""
+    """A mixer of which only the sizes are known; `build` raises ModelError."""
 
     matrices: tuple[tuple[int, ...], ...]  # shapes: (out, in) of each
     num_kernels: int = 0  # launches per layer
@@ -53,7 +53,7 @@ class DeclaredMixer(MixerConfig):
     source_layer: None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
-        raise ModelError(f"{weights.source}: {prefix} has a kind of layer that is described only")
+        raise ModelError(f"{weights.source}: {prefix} is of a kind that headstart describes, but cannot run")
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         return {f"{prefix}.mixer.{i}.weight": shape for i, shape in enumerate(self.matrices)}
@@ -83,13 +83,13 @@ def read_common(config: Config) -> DecoderConfig:
 
 
 def _object(config: Config, key: str) -> dict[str, Any]:
-    """An object inside the config; empty where there is none."""
+    """The object under a key of the config; empty if there is none."""
     inner = config.get(key)
     return inner if isinstance(inner, dict) else {}
 
 
 def _kinds(config: Config, count: int) -> list[str]:
-    """Of each layer: FULL, SLIDING, LINEAR, MAMBA, or another word of `layer_types`, which then means FULL."""
+    """Kind of each layer: FULL, SLIDING, LINEAR, MAMBA, or another word of `layer_types`, which is treated as FULL."""
     every, group = (number(config, key, default=0, least=0) for key in ("full_attention_interval", "layer_group_size"))
     linear = _object(config, "linear_attn_config")
     if isinstance(kinds := config.get("layer_types"), list) and len(kinds) >= count:
@@ -135,7 +135,7 @@ def _mixer(config: Config, kind: str, hidden: int) -> MixerConfig:
 
 
 def _block_index(config: Config) -> IndexSpec | None:
-    """Of attention whose rows choose blocks of positions (MiniMax-M3, Qwen4-Exp)."""
+    """The indexer of attention over selected blocks of positions (MiniMax-M3, Qwen4-Exp); None without one."""
     own = {**config, **_object(config, "sparse_attention_config")}
     heads = number(own, "sparse_num_index_heads", "indexer_n_heads", default=0, least=0)
     heads = heads or (number(own, "index_n_heads", default=0, least=0) if own.get("index_topk_blocks") else 0)
@@ -147,8 +147,9 @@ def _block_index(config: Config) -> IndexSpec | None:
 
 
 def _linear(config: Config, hidden: int) -> MixerConfig:
-    """Gated DeltaNet; without its keys Kimi delta attention (arXiv 2510.26692), whose decay and gate come by feature
-    from low ranks (transformers 5.24, KimiLinearDeltaAttention); lightning attention has a state of the same size."""
+    """Gated DeltaNet if the config has its keys; else Kimi delta attention (arXiv 2510.26692; transformers 5.24,
+    KimiLinearDeltaAttention), whose decay and gate are per feature and low-rank. The state of lightning attention has
+    the same size."""
     value_heads = number(config, "linear_num_value_heads", default=0, least=0)
     if value_heads:
         sizes = (
@@ -181,7 +182,7 @@ def _latent(config: Config) -> MLAConfig:
 
 
 def _index_sources(config: Config, count: int) -> dict[int, int]:
-    """Layers without an indexer of their own, and the earlier layers whose choice they take."""
+    """Layer without its own indexer -> the earlier layer whose selection it uses."""
     kinds = config.get("indexer_types") or config.get("index_topk_pattern")
     every = number(config, "index_topk_freq", default=1)
     offset = number(config, "index_skip_topk_offset", default=2, least=0)
@@ -197,7 +198,7 @@ def _without_indexer(layer: LayerConfig, source: int) -> LayerConfig:
 
 
 def _sparse_layers(config: Config, count: int) -> list[bool]:
-    """Which layers have experts."""
+    """For each layer, whether it has experts."""
     if not _num_experts(config):
         return [False] * count
     for key, word in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
@@ -272,5 +273,5 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen4_exp": _family("several residual streams (hyper-connections)", "qwen4_exp_text", "qwen4exp"),
 }
 DESCRIBED: Mapping[str, Family] = {name: replace(each, mtp=LAYOUTS.get(name)) for name, each in _FAMILIES.items()}
-"""model_type -> its family, with the reason why it is not run."""
-UNKNOWN = _family("a family file")  # any other config.json
+"""model_type -> a family that the engine cannot run; `Family.unsupported` names the missing feature."""
+UNKNOWN = _family("a family file")  # for a config.json of any other model_type

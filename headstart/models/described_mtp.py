@@ -1,4 +1,4 @@
-"""MTP modules of families that the engine does not run: the tensors that other engines load, as far as they are known.
+"""MTP modules of families that the engine cannot run: the tensors that other engines load, as far as known.
 
 Sources: vLLM 0.32 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transformers 5.23, SGLang 0.5.23, llama.cpp
 b11434 (src/models, conversion/).
@@ -15,12 +15,12 @@ SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
 LAYER = "layers.{layer}."
 Present = Container[str]
 Part = Callable[[str, Sizes, Present], DeclaredShapes]
-"""(prefix of the names, sizes, names that are there) -> some tensors of a module."""
+"""(prefix of names, sizes, names in the files) -> declared shapes of some tensors of a module."""
 
 
 def _module(at: str, *parts: Part, first: Part | None = None) -> Callable[[Sizes, int, int, Present], DeclaredShapes]:
-    """MTPLayout.tensors of modules under the prefix `at`: {i} is a module's number, {layer} that after the trunk's
-    layers. `first`: what all modules share, under names of its own."""
+    """Makes MTPLayout.tensors from parts under the prefix `at`; {i} stands for the module's number, {layer} for its
+    layer number after the trunk's layers. first: tensors that all modules share, declared with module 0."""
 
     def tensors(s: Sizes, i: int, layer: int, present: Present) -> DeclaredShapes:
         shapes = first("", s, present) if first and not i else {}
@@ -55,7 +55,7 @@ def _deepseek(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 
 def _latent(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    """Latent attention, with a gate and sinks or without."""
+    """Latent attention with optional gate and sinks."""
     at = f"{at}self_attn."
     return {
         **latent_shapes(at, s, compressed=bool(s.config.get("q_lora_rank"))),
@@ -80,7 +80,7 @@ def _attention(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 
 def _windowed(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    """MiMo-V2's attention with a window, whose heads have sizes of their own, and its sinks."""
+    """MiMo-V2's sliding-window attention, whose head sizes differ from those of full attention, and its sinks."""
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
     own = {"num_key_value_heads": 2 * s["kv_heads"]}
     own |= {key: s.config[f"swa_{key}"] for key in keys if s.config.get(f"swa_{key}") is not None}
@@ -101,7 +101,7 @@ def _dense(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 
 def _experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    """Router and experts, one by one or in stacks of either order."""
+    """Router and experts; experts as single matrices, or stacked in either orientation."""
     hidden, inner, count = s["hidden"], s["expert_inner"], s["experts"]
     found: DeclaredShapes = {f"{at}mlp.gate.weight": (count, hidden)}
     if f"{at}mlp.experts.gate_up_proj" in present:
@@ -190,7 +190,7 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         architectures=("mimov2",),
         released=3,
         rope="sliding",
-        not_xllm="its modules stand under model.mtp.layers and are of another formula",
+        not_xllm="its modules are under model.mtp.layers and have another formula",
         trailing=False,
         tensors=_module(
             "mtp.layers.{i}.", _fusion, _final_norm, _vectors("input_layernorm", "pre_mlp_layernorm"), _windowed, _dense
@@ -242,4 +242,4 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         tensors=_module(LAYER, _fusion, _vectors("shared_head.norm"), first=_dots3_embedding),
     ),
 }
-"""By the family's name in described.py."""
+"""Name of a family in described.py -> its MTP modules."""

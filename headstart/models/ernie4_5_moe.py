@@ -36,7 +36,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _experts(config: Config) -> MoEConfig:
-    """Their number is a list in files of models that see."""
+    """The experts. Multimodal models have lists of numbers; the first is for text."""
     named = {
         "num_experts": number(config, "moe_num_experts", "num_experts", needs="a mixture of experts"),
         "num_experts_per_tok": number(config, "moe_k", "num_experts_per_tok", default=6),
@@ -48,7 +48,7 @@ def _experts(config: Config) -> MoEConfig:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Hugging Face's biases of the choice are [1, experts]."""
+    """Family.adapt: the router's selection bias has shape [1, experts] in Hugging Face's files."""
     return {
         name: tensor.shaped(tensor.shape[-1]) if name.endswith(BIAS) and tensor.shape[:-1] == (1,) else tensor
         for name, tensor in tensors.items()
@@ -80,7 +80,7 @@ FAMILY = Family(
         **dict.fromkeys(
             ("moe_num_experts", "num_experts", "moe_k", "num_experts_per_tok", "moe_intermediate_size",
              "moe_num_shared_experts", "n_shared_experts"),
-            "of experts, where there are any",
+            "used only by experts",
         ),
         "shared_expert_intermediate_size": "of a GGUF file, whose converter divides another width",
     },

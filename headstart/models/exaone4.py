@@ -29,7 +29,7 @@ FAMILY = Family(
     parse=parse,
     defaults={"max_position_embeddings": 2048, "num_key_value_heads": 32, "rms_norm_eps": 1e-5},
     harmless={
-        "sliding_window_pattern": "layer_types says it",
+        "sliding_window_pattern": "given by layer_types",
         "use_qk_norm": "q and k are normed in every file",
         "layer_types": "of windows, where there are any",
         "mtp_share_layers": "of more than one module",

@@ -34,7 +34,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _attention(config: Config, window: int, some_slide: bool) -> AttentionConfig:
-    """Where some layers have a window, only those rotate positions."""
+    """Attention of one layer. If some layers have a window, only those have RoPE."""
     still: dict[str, Any] = {"rope": None} if some_slide and not window else {}
     return keys.attention(config, window=window, qk_norm=True, **still)
 
@@ -46,9 +46,9 @@ FAMILY = Family(
         "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "moe_intermediate_size": 1024, "n_shared_experts": 1,
     },
     harmless={
-        **dict.fromkeys(("first_k_dense_replace", "first_last_k_dense_replace"), "mlp_layer_types says it"),
-        "is_moe_layer": "mlp_layer_types says it",
-        "sliding_window_pattern": "layer_types says it",
+        **dict.fromkeys(("first_k_dense_replace", "first_last_k_dense_replace"), "given by mlp_layer_types"),
+        "is_moe_layer": "given by mlp_layer_types",
+        "sliding_window_pattern": "given by layer_types",
         "layer_types": "of windows, where there are any",
         "shared_expert_intermediate_size": "the width of one times their number",
         "mtp_share_layers": "of more than one module",

@@ -1,4 +1,4 @@
-"""Compares the tensors that a head should have with those that a checkpoint has, by headers alone."""
+"""Compares a head's expected tensors with those of a checkpoint, by headers only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 from headstart.formats.quantization import WeightHeader
 
 Dims = tuple[int | str | None, ...]
-"""A shape: numbers, names of sizes that no config says (equal where the name is), and None for any size."""
+"""A shape. Each size is a number, the name of a size that is not in the config (equal names mean equal sizes), or None
+for any size."""
 TABLES = ("d2t", "t2d", "token_map", "token_ordering", "draft_token_ids")
-"""Last words of tensors that hold token ids or masks."""
+"""Last part of the names of tensors that hold token ids or masks."""
 ID_TYPES = ("I64", "I32", "I16", "U16", "U32", "I8", "U8", "BOOL")
 
 
 class Slot(NamedTuple):
-    """A tensor that a module should have. `shape` None: not known."""
+    """An expected tensor of a module."""
 
     name: str
-    shape: Dims | None
+    shape: Dims | None  # None: unknown
     optional: bool = False
 
     @property
@@ -36,7 +37,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class WrongShape:
-    """A tensor of another shape than the config asks for; None is any size."""
+    """A tensor whose shape differs from the one that the config implies."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,26 +46,25 @@ class WrongShape:
 
 @dataclass(frozen=True)
 class ModuleCheck:
-    """One module: which of its tensors are there, and what is wrong with them."""
+    """Result of comparing one module with its files."""
 
-    index: int
-    layer: int | None  # in the trunk's numbering, where the module continues it
-    found: int
-    required: int
-    missing: list[str]
+    index: int  # the module's number, from 0
+    layer: int | None  # its layer number, if MTP layers follow the trunk's layers
+    found: int  # number of its tensors in the files
+    required: int  # number of required tensors
+    missing: list[str]  # names of required tensors that are not in the files
     wrong_shape: list[WrongShape]
-    unusable: list[str] = field(default_factory=list)
-    """Tensors that are there and that engines cannot take, with the reason."""
+    unusable: list[str] = field(default_factory=list)  # "name reason" of tensors that engines cannot use
 
 
 def slots_of(shapes: Mapping[str, tuple[Any, ...]]) -> Iterator[Slot]:
-    """Declared shapes, whose optional names begin with `?`, as slots."""
+    """Slots of declared shapes, in which names of optional tensors begin with `?`."""
     for name, shape in shapes.items():
         yield Slot(name.removeprefix("?"), shape, name.startswith("?"))
 
 
 def require_alike(modules: list[list[Slot]], present: Mapping[str, WeightHeader]) -> None:
-    """Makes optional tensors required, in place, in all modules when one module has them."""
+    """Makes an optional tensor required in all modules, in place, if any module has it."""
     there = {slot.template for slots in modules for slot in slots if slot.optional and slot.name in present}
     for slots in modules:
         slots[:] = [slot._replace(optional=slot.optional and slot.template not in there) for slot in slots]
@@ -73,7 +73,7 @@ def require_alike(modules: list[list[Slot]], present: Mapping[str, WeightHeader]
 def compare(
     index: int, layer: int | None, slots: list[Slot], present: Mapping[str, WeightHeader], wrapper: str = ""
 ) -> ModuleCheck:
-    """One module's slots against the tensors that are there. `wrapper` goes before reported names."""
+    """Compares one module's slots with the tensors in the files. wrapper: prefix of reported names."""
     there = [(slot, present[slot.name]) for slot in slots if slot.name in present]
     sizes = _free_sizes(there)
     expected = {slot.name: tuple(sizes.get(each, each) for each in slot.shape) for slot, _ in there if slot.shape}
@@ -91,7 +91,7 @@ def compare(
 
 
 def _free_sizes(there: list[tuple[Slot, WeightHeader]]) -> dict[object, int]:
-    """Sizes that the config does not say, as most tensors that have them say."""
+    """Name of a size that is not in the config -> its most frequent value in the files."""
     seen: dict[str, Counter[int]] = {}
     for slot, weight in there:
         if slot.shape and weight.shape is not None and len(slot.shape) == len(weight.shape):
@@ -102,7 +102,7 @@ def _free_sizes(there: list[tuple[Slot, WeightHeader]]) -> dict[object, int]:
 
 
 def why_unusable(name: str, weight: WeightHeader) -> str:
-    """Why engines cannot take a tensor; empty for one that they can."""
+    """Why engines cannot use a tensor; empty if they can."""
     table = name.rpartition(".")[2] in TABLES
     if table != (weight.kind in ID_TYPES):
         return f"is {weight.kind}, but {'whole numbers are' if table else 'a weight is'} wanted"
@@ -110,7 +110,7 @@ def why_unusable(name: str, weight: WeightHeader) -> str:
 
 
 def fits(shape: tuple[int, ...], expected: Dims) -> bool:
-    """Scalars may be written with or without a dimension."""
+    """True if a shape equals the expected one. A scalar equals a vector of one element."""
     if expected in ((1,), (None,)) and shape == ():
         return True
     return (
@@ -125,11 +125,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class HeaderTensor:
-    """A RawTensor of which only the header was read. `files`: the checkpoint's tensors that it is made of."""
+    """A RawTensor of which only the header was read."""
 
     name: str
     shape: Shape
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # names of the checkpoint's tensors that form it
     dtype: str = "F32"
 
     def take_rows(self, rows: NDArray[np.int64]) -> HeaderTensor:
@@ -161,7 +161,7 @@ class HeaderTensor:
 
 
 def files_of(tensor: Any) -> tuple[str, ...]:
-    """The checkpoint's tensors that a HeaderTensor, or what formats/rows.py makes of some, is made of."""
+    """Names of the checkpoint's tensors that form a HeaderTensor or a view of several (formats/rows.py)."""
     if isinstance(tensor, HeaderTensor):
         return tensor.files
     parts = getattr(tensor, "parts", None) or (tensor.source,)
@@ -170,7 +170,7 @@ def files_of(tensor: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """A numpy array of which only the shape is known: enough for what `Family.restore` does to heads."""
+    """Stands for a numpy array of which only the shape is known, in the operations of `Family.restore`."""
 
     shape: Shape
 

@@ -51,7 +51,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _projection_bias(config: Config) -> bool:
-    """Have the projections of Mamba2 biases? Two keys say it."""
+    """True if the projections of Mamba2 have biases. Two keys must agree."""
     both = {key: flag(config, key) for key in ("mamba_proj_bias", "projectors_bias")}
     if len({*both.values()}) > 1:
         raise ModelError(f"config.json: {' and '.join(both)} differ, which is not supported", "known: both or none")
@@ -65,7 +65,7 @@ def _norm(config: Config) -> Literal["gated", "before_gate", "none"]:
 
 
 def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
-    """Multipliers under one key."""
+    """The `count` multipliers under one key; 1.0 each without it."""
     told = config.get(key)
     factors = [1.0] * count if told is None else told
     numbers = isinstance(factors, list) and all(
@@ -77,7 +77,7 @@ def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """llama.cpp leaves out the end of one norm's name."""
+    """Family.adapt. llama.cpp omits `.weight` from the name of one norm."""
     named = {f"{name}.weight" if name.endswith("layernorm") else name: tensor for name, tensor in tensors.items()}
     return _mamba2.adapt(named, config, from_gguf)
 
@@ -87,9 +87,9 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 8192, "num_key_value_heads": 8},
     harmless={
         **_mamba2.HARMLESS,
-        "mamba_norm_before_gate": "of a norm, where there is one",
-        "mlp_expansion_factor": "intermediate_size says it",
-        "mamba_d_ssm": "the number of heads and their size say it",
+        "mamba_norm_before_gate": "used only with the norm",
+        "mlp_expansion_factor": "given by intermediate_size",
+        "mamba_d_ssm": "given by the number and size of heads",
     },
     names=Names(
         {**PREFIXES, "model.final_layernorm.": "norm."},

@@ -17,7 +17,7 @@ DRAFTS: Mapping[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
     "gemma4-assistant": "name that model, and the safetensors of this one with --head",
 }
-"""model_type of a drafter for another model -> what to do."""
+"""model_type of a drafter that is no model by itself -> the hint of the error."""
 SIZE_KEYS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "tie_word_embeddings",
@@ -38,7 +38,7 @@ def family_named(model_type: str) -> Family:
 
 
 def is_known(model_type: str) -> bool:
-    """Does a family here run `model_type`?"""
+    """True if the engine can run `model_type`."""
     return _runnable(model_type) is not None
 
 
@@ -55,18 +55,18 @@ def all_families() -> dict[str, Family]:
 
 
 class FoundFamily(NamedTuple):
-    """A family with MTP modules, by the name that reports have for it."""
+    """A family with MTP modules."""
 
-    key: str
+    key: str  # the family's name in reports
     family: Family
     layout: MTPLayout
 
 
 def find_mtp_family(config: Mapping[str, Any], *, from_gguf: bool = False) -> FoundFamily | None:
-    """The family with MTP modules of a config.json, or of a GGUF file's metadata in that shape; None: another one."""
+    """The family of a config.json, or of GGUF metadata as such a config, if it may have MTP modules; else None."""
     kinds = [config.get("model_type"), *([] if from_gguf else [text_config(config).get("model_type")])]
     for kind in dict.fromkeys(each for each in kinds if isinstance(each, str) and each):
-        for key, layout in LAYOUTS.items():  # variants first: a config key tells them
+        for key, layout in LAYOUTS.items():  # variants first: a config key identifies them
             if layout.variant_of == kind and layout.serves(config):
                 return FoundFamily(layout.key or key, _described_families()[key], layout)
         if not (found := _runnable(kind) or _described(kind)):
@@ -83,14 +83,15 @@ def find_mtp_family(config: Mapping[str, Any], *, from_gguf: bool = False) -> Fo
 
 
 def mtp_families() -> dict[str, MTPLayout]:
-    """Every MTP layout by the name that reports have for its family. Imports all families."""
-    families = reversed(all_families().items())  # of two by one name the one that runs
+    """The family's name in reports -> its MTP layout, for all families. Imports all families."""
+    families = reversed(all_families().items())  # if two families have the same name, the one that runs is kept
     found = {family.mtp.key or name: family.mtp for name, family in families if family.mtp}
     return dict(sorted(found.items()))
 
 
 def _runnable(model_type: str) -> tuple[str, Family] | None:
-    """Name and family; families whose names are like the type's come first, so that few are imported."""
+    """(name, family) that runs a model type; None if there is none. Tries families with similar names first, so that
+    few files are imported."""
     if registry.is_available("models", model_type):
         return model_type, registry.find("models", model_type).FAMILY
     for name in sorted(registry.available("models"), key=lambda name: (not model_type.startswith(name), -len(name))):
@@ -130,7 +131,7 @@ def read_any(config: Mapping[str, Any]) -> tuple[Family, DecoderConfig, str]:
 
 
 def with_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A text model's config with the sizes that its family takes where the config names none."""
+    """A text model's config, with its family's default sizes for missing keys."""
     family = known_family(config.get("model_type"))
     defaults = family.defaults if family else {}
     return {key: defaults[key] for key in SIZE_KEYS if key in defaults} | dict(config)

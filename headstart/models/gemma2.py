@@ -41,7 +41,7 @@ FAMILY = Family(
         "attn_logit_softcapping": 50.0,
     },
     harmless={
-        "hidden_act": "hidden_activation says it", "sliding_window_size": "sliding_window says it",
+        "hidden_act": "given by hidden_activation", "sliding_window_size": "given by sliding_window",
         "cache_implementation": "of other programs",
     },
     small={

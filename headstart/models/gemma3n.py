@@ -18,7 +18,7 @@ from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number
 from headstart.models.reading import Reading
 
-SPARSE_LAYERS, SPARSITY = 10, 0.95  # of a config that does not say it
+SPARSE_LAYERS, SPARSITY = 10, 0.95  # for a config without activation_sparsity_pattern
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -59,8 +59,8 @@ def _altup(config: Config) -> AltUpConfig:
 
 
 def _cutoffs(config: Config, count: int) -> list[float | None]:
-    """Of each layer, the standard deviations above the mean from which on activations are kept; None: all are. Of a
-    normal distribution a share of `activation_sparsity_pattern` lies below; a GGUF file says the cutoffs themselves."""
+    """For each layer the cutoff in standard deviations above the mean below which activations become 0; None: none do.
+    `activation_sparsity_pattern` has the share of a normal distribution below it, GGUF files the cutoff itself."""
     written = config.get("activation_sparsity_scale")
     if written is not None:
         found = written if isinstance(written, list) else [written] * count
@@ -86,7 +86,7 @@ def _attention(config: Reading, kind: str, source_layer: int | None) -> Attentio
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Without keys and values of layers that read those of others; llama.cpp stacks the projections of streams."""
+    """Family.adapt: drops unused K and V projections (`own_keys`), and splits llama.cpp's stacks of projections."""
     ours = _gemma.own_keys(tensors, config)
     for name in (BEGIN, END):
         if stack := ours.pop(f"{name}.weight", None):

@@ -59,7 +59,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _own(config: Reading, kind: str, index: int) -> Mapping[str, Any]:
-    """Sizes of one layer that are not those of all: of each layer (newer files), or of each kind."""
+    """Config keys of one layer that override the common ones: from `per_layer_config` (newer files), else by kind."""
     told = config.get("per_layer_config")
     if told is not None:
         own = told.get(str(index), {}) if isinstance(told, dict) else None
@@ -101,7 +101,7 @@ def _layer(config: Reading, mixer: AttentionConfig, mlp: MLPConfig, **more: Any)
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Without keys and values of layers that read those of others; llama.cpp's names of the experts are of an MLP's."""
+    """Family.adapt: drops unused K and V projections (`own_keys`). GGUF names have the experts inside the MLP."""
     ours = {}
     for name, tensor in _gemma.own_keys(tensors, config).items():
         layer = name.partition(".self_attn.")[0]
@@ -128,7 +128,7 @@ FAMILY = Family(
         **dict.fromkeys(("vocab_size_per_layer_input",), "of per-layer embeddings, where there are any"),
         **dict.fromkeys(
             ("num_experts", "top_k_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            "of experts, where there are any",
+            "used only by experts",
         ),
         **dict.fromkeys(
             ("global_head_dim", "num_global_key_value_heads", "per_layer_config"), "of full layers, each in one of them"

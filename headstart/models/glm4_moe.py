@@ -29,7 +29,7 @@ FAMILY = Family(
         "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 8, "num_experts_per_tok": 8,
     },
-    harmless={"intermediate_size": "of dense layers, where there are any"},
+    harmless={"intermediate_size": "used only by dense layers"},
     head=HeadSpec(),
     mtp=mtp.MTPLayout(
         title="GLM-4.5, 4.6, 4.7, Air",

@@ -34,8 +34,8 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def indexer_kinds(config: Config) -> list[str]:
-    """Of each layer: `indexer_types`, or a pattern of letters, or each `index_topk_freq`th layer from an offset on is
-    full; files have several of them."""
+    """FULL (has an indexer) or SHARED for each layer: from `indexer_types`, else from the letters of
+    `index_topk_pattern`, else each `index_topk_freq`th layer from an offset on is FULL."""
     count, kinds = keys.num_layers(config), config.get("indexer_types")
     every = number(config, "index_topk_freq", default=1)
     offset = number(config, "index_skip_topk_offset", default=2, least=0)
@@ -52,7 +52,7 @@ def indexer_kinds(config: Config) -> list[str]:
 
 
 def _sharing(layer: LayerConfig, index: int) -> LayerConfig:
-    """The layer without its indexer: it takes the choice of layer `index`."""
+    """The layer without its indexer: it uses the selection of layer `index`."""
     assert isinstance(layer.mixer, MLAConfig)
     return replace(layer, mixer=replace(layer.mixer, indexer=None, source_layer=index))
 

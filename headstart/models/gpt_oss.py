@@ -44,7 +44,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _with_rope(config: Config) -> Config:
-    """With YaRN where the file does not say it, and with what llama.cpp's files have no word for."""
+    """The config with default YaRN if it has no RoPE scaling, and with `truncate`, which GGUF files lack."""
     told = config.get("rope_parameters") or config.get("rope_scaling")
     if config.get("model_type") != LLAMA_CPP:
         return config if told else keys.inside(config, {"rope_parameters": YARN})
@@ -52,7 +52,7 @@ def _with_rope(config: Config) -> Config:
 
 
 def _experts(config: Config) -> MoEConfig:
-    """Of the width that files of Hugging Face call intermediate_size."""
+    """The experts. Hugging Face's files have their width under `intermediate_size`."""
     inner = number(config, "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size")
     experts = keys.softmax_experts(keys.inside(config, {"moe_intermediate_size": inner, "norm_topk_prob": True}))
     return replace(experts, activation="clamped", biases=True)
@@ -63,7 +63,7 @@ EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|gate|up|down)_proj(_blocks|_bias|
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Stacks of Hugging Face, and all stacked biases, expert by expert."""
+    """Family.adapt: splits Hugging Face's stacks of experts, and all stacks of biases, into single tensors."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         match = EXPERTS.fullmatch(name)
@@ -82,7 +82,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Stacks as transformers has them, without MXFP4."""
+    """Family.restore: stacks experts as transformers does, without MXFP4."""
     theirs: Arrays = {}
     stacks: dict[tuple[str, str], dict[tuple[int, str], np.ndarray]] = {}
     for name, array in arrays.items():
@@ -107,8 +107,8 @@ FAMILY = Family(
         "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "sliding_window": 128,
     },
     harmless={
-        **dict.fromkeys(("initial_context_length", "experts_per_token"), "another key says it"),
-        "intermediate_size": "moe_intermediate_size says it, of a GGUF file",
+        **dict.fromkeys(("initial_context_length", "experts_per_token"), "given by another key"),
+        "intermediate_size": "in a GGUF file, given by moe_intermediate_size",
         "hidden_act": "experts always have the clamped SwiGLU",
     },
     names=Names(PREFIXES, parts={".mlp.router.": ".mlp.gate."}),

@@ -47,7 +47,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> tuple[list[str], object]:
-    """Of each layer, Mamba2 or attention; and the number of kv heads of the latter."""
+    """(MAMBA or FULL for each layer, number of KV heads)."""
     told, (attends, kv_heads) = config.get("layer_types"), keys.attending(config)
     if attends is not None:
         told = [FULL if each else MAMBA for each in attends]
@@ -58,13 +58,13 @@ def _kinds(config: Config) -> tuple[list[str], object]:
 
 
 def _rotated(config: Config) -> bool:
-    """Does attention rotate positions? A GGUF file says it in a key of its own; Granite 3 always does."""
+    """True if attention has RoPE: by `position_embedding_type`, or a GGUF file's own key. Granite 3 always has it."""
     rotated = config.get("position_embedding_type") == "rope"
     return flag(config, "rope_finetuned", rotated or config.get("model_type") in ALL_ROTATED)
 
 
 def _feed_forward(config: Config) -> MLPConfig | MoEConfig:
-    """Experts and a part that every row takes, or that part alone."""
+    """Experts with a shared expert, or only an MLP of the shared expert's size."""
     shared = number(config, "shared_intermediate_size", "shared_expert_intermediate_size", default=0, least=0)
     if not number(config, "num_local_experts", "num_experts", default=0, least=0):
         inner = shared or number(config, "intermediate_size")
@@ -81,7 +81,7 @@ def _dense(config: DecoderConfig) -> set[str]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The part that every row takes is the feed-forward part where there are no experts; its gate and up are one."""
+    """Family.adapt: in layers without experts the shared expert is the MLP. Fused gate and up are split."""
     dense = _dense(config)
     named = {
         name.replace(SHARED, ".mlp.") if name.partition(SHARED)[0] in dense else name: tensor
@@ -91,7 +91,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Gate and up joined, experts stacked, the dense part under the shared one's name."""
+    """Family.restore: fuses gate and up, stacks experts, and names dense MLPs as shared experts."""
     dense = _dense(config)
     joined = join(_mamba2.restore(arrays, config), config, qkv=False, gate_up=True)
     return {
@@ -115,7 +115,7 @@ FAMILY = Family(
              "linear_key_head_dim", "linear_conv_kernel_dim"),
             "of Mamba2, where there is any",
         ),
-        "position_embedding_type": "attention says it",
+        "position_embedding_type": "given by attention",
     },
     names=Names(
         PREFIXES,

@@ -1,4 +1,4 @@
-"""One word for the state of a checkpoint's heads, the reason, and what to do; loading refuses with the same words."""
+"""Verdict on a checkpoint's native heads: one word, the reason and the remedy, for `inspect` and for loading errors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,23 +12,24 @@ from headstart.models.native_heads import NativeHeads, examine
 from headstart.models.tensors import find_family, read_config
 
 Word = Literal["alive", "stripped", "partial", "undeclared", "mismatch", "none", "unchecked", "dead"]
-SHOWN = 3
+SHOWN = 3  # names listed in a message
 
 
 @dataclass(frozen=True)
 class HeadState:
-    """The verdict on heads. `broken`: the config promises heads that are not (all) there."""
+    """The verdict on heads."""
 
     word: Word
     reason: str
-    fix: str = ""
+    fix: str = ""  # what to do; empty if nothing
 
     @property
     def broken(self) -> bool:
+        """True if heads that the config declares are missing, incomplete, wrong or dead."""
         return self.word in ("stripped", "partial", "mismatch", "dead")
 
     def as_error(self, name: str) -> ModelError:
-        """The refusal to load heads in this state; `name` is the checkpoint's."""
+        """The error for loading heads in this state. name: the checkpoint."""
         return ModelError(f"{name}: {self.reason}", self.fix)
 
     def document(self) -> dict[str, Any]:
@@ -36,7 +37,7 @@ class HeadState:
 
 
 def state_of(heads: NativeHeads, checkpoint: Checkpoint) -> HeadState:
-    """The state of native heads, from headers."""
+    """The state of a checkpoint's native heads, by tensor names and shapes."""
     words = _Words(heads, checkpoint)
     promise = words.promise()
     if not heads.parts and heads.promised.modules:
@@ -54,7 +55,7 @@ def state_of(heads: NativeHeads, checkpoint: Checkpoint) -> HeadState:
 
 
 def _compared(heads: NativeHeads, wanted: list[ModuleCheck], words: "_Words") -> HeadState:
-    """Of the modules that engines load."""
+    """The state by the checks of the modules that engines load."""
     promise = words.promise()
     if not any(module.found for module in wanted):
         return HeadState("stripped", f"{promise}, but none of their tensors is there", words.graft)
@@ -78,14 +79,14 @@ class UsableHeads(NamedTuple):
     """The native heads of a checkpoint that loading may use."""
 
     num_modules: int | None
-    """MTP modules that the engine runs; None for a family without them, and for one that the engine does not run."""
-    broken: HeadState | None  # the state of heads that the config promises and that are not whole
+    """MTP modules to load; None for a family without MTP modules, and for one that the engine cannot run."""
+    broken: HeadState | None  # set if the config declares heads that cannot be used
 
 
 def usable_heads(checkpoint: Checkpoint) -> UsableHeads:
     """Finds the native heads that loading may use, from headers and by the same rules as `headstart inspect`.
 
-    Raises ModelError for heads at another layer than the config says: that config leaves out layers of the trunk.
+    Raises ModelError if the heads are at another layer than num_hidden_layers says, which then is wrong for the trunk.
     """
     heads = examine(checkpoint)
     if heads.layout is None or heads.layout.tensors:
@@ -97,7 +98,7 @@ def usable_heads(checkpoint: Checkpoint) -> UsableHeads:
 
 
 class _Words:
-    """What advice calls a checkpoint's config: config.json, or the metadata of a GGUF file."""
+    """Names for messages about one checkpoint: its config file, the key of the number of modules, the graft command."""
 
     def __init__(self, heads: NativeHeads, checkpoint: Checkpoint) -> None:
         self.heads = heads
@@ -123,19 +124,20 @@ class _Words:
 
 
 def unchecked(promise: str) -> HeadState:
-    """Of a config.json without weights."""
+    """The state for a config.json without weights. promise: what the config declares."""
     return HeadState("unchecked", f"{promise}; there are no weights here to check", "inspect it with its *.safetensors")
 
 
 def dead(acceptance: float) -> HeadState:
-    """Of a head that was measured."""
+    """The state of a head whose measured acceptance rate of first tokens (0..1) is too low."""
     reason = f"it is there, but of its first drafts {acceptance:.1%} are accepted"
     fix = "is it this model's, and of its norm convention? graft it again, or train another: headstart train"
     return HeadState("dead", reason, fix)
 
 
 def misread(deep: Mapping[str, Any]) -> HeadState:
-    """Of a drafter whose weights draft better when they are read otherwise than config.json says."""
+    """The state of a drafter whose weights draft better with another setting than config.json has. deep: result of
+    `inspect --deep`."""
     better, written = deep["better"], deep["depths"][-1]["acceptance_length"]
     lengths = f"acceptance length {better['acceptance_length']:.2f} instead of {written:.2f}"
     return HeadState("mismatch", f"its weights fit {better['what']}: {lengths}", f"in config.json: {better['fix']}")
@@ -157,7 +159,7 @@ def _without(heads: NativeHeads, words: _Words, checkpoint: Checkpoint) -> HeadS
 
 
 def _how_to_train(checkpoint: Checkpoint) -> str:
-    """Advice by the decision that `headstart train` makes before it loads the model."""
+    """Advice for a model without heads: the command that trains one, if `headstart train` accepts this model."""
     try:
         new_head_spec("mtp", read_config(checkpoint, find_family(checkpoint)))
     except HeadstartError:
@@ -179,16 +181,16 @@ def _moved_state(there: int, wanted: int) -> HeadState:
 
 
 def tensors(count: int) -> str:
-    """`1 tensor is`, `2 tensors are`."""
+    """Start of a sentence about `count` tensors: `1 tensor is`, `2 tensors are`."""
     return "1 tensor is" if count == 1 else f"{count} tensors are"
 
 
 def some(names: list[str]) -> str:
-    """The first few."""
+    """The first SHOWN names, comma-separated, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def shape_text(shape: Iterable[int | str | None]) -> str:
-    """A shape with * for what may be of any size."""
+    """A shape as text, with * for sizes that are not known."""
     return f"[{', '.join(str(size) if isinstance(size, int) else '*' for size in shape)}]"

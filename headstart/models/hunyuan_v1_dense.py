@@ -25,7 +25,7 @@ FAMILY = Family(
     names=Names(PREFIXES, {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}),
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     harmless={
-        **dict.fromkeys(("cla_share_factor", "attention_head_dim"), "of variants that are refused; head_dim says it"),
+        **dict.fromkeys(("cla_share_factor", "attention_head_dim"), "of variants that are refused; given by head_dim"),
         **dict.fromkeys(("eod_token_id", "sep_token_id", "im_start_id", "im_end_id", "text_start_id"), "ids of tokens"),
         "use_rotary_pos_emb": "positions are rotated", "norm_type": "RMS norms", "mlp_bias": "read",
     },

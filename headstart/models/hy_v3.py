@@ -43,9 +43,9 @@ FAMILY = Family(
             ("enable_moe_fp32_combine", "enable_lm_head_fp32", "enable_attention_fp32_softmax", "use_grouped_mm"),
             "of sums, which are float32 here",
         ),
-        **dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace"), "another key says it"),
+        **dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace"), "given by another key"),
         "shared_expert_intermediate_size": "the width of one times their number",
-        "intermediate_size": "of dense layers, where there are any",
+        "intermediate_size": "used only by dense layers",
     },
     names=Names(
         parts={

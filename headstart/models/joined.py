@@ -1,4 +1,4 @@
-"""Projections that a file keeps in one matrix: q, k and v; gate and up; in MTP modules after the trunk's layers too."""
+"""Splits and joins fused projections (q, k and v; gate and up) and stacked experts, in layers and MTP modules."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ QKV, GATE_UP, SHARED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.sh
 
 
 def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """Joined matrices and biases apart, as rows of the whole. llama.cpp calls gate and up together `ffn_up`."""
+    """Tensors with fused matrices and biases split by rows. llama.cpp calls fused gate and up `ffn_up`."""
     found = dict(tensors)
     for prefix, layer in (*_layers(config), *_modules(config, "layers.{}", config.num_layers)):
         for joined, parts in _parts(layer).items():
@@ -34,19 +34,19 @@ def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dic
 
 
 def _layers(config: DecoderConfig) -> Iterator[tuple[str, LayerConfig]]:
-    """What names of layers, and of blocks of MTP modules, begin with."""
+    """(prefix of tensor names, config) of all layers and of the blocks of MTP modules."""
     yield from ((f"layers.{i}", layer) for i, layer in enumerate(config.layers))
     yield from _modules(config, "mtp.{}.block")
 
 
 def _modules(config: DecoderConfig, prefix: str, first: int = 0) -> Iterator[tuple[str, LayerConfig]]:
-    """What names of MTP modules' blocks begin with: the prefix with a number, from `first` on."""
+    """(prefix of tensor names, config) of the blocks of MTP modules. first: number of the first one in the prefix."""
     for i in range(max(config.num_mtp, 1)) if config.mtp_layer else ():
         yield prefix.format(first + i), config.mtp_layer  # type: ignore[misc]  # mypy forgets the condition
 
 
 def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
-    """Joined matrices that a layer may have, and what they hold: names and rows."""
+    """Name of each fused matrix that a layer may have -> {name of a part: its number of rows}."""
     found = {}
     if isinstance(layer.mixer, AttentionConfig):
         spec = layer.mixer.spec
@@ -71,7 +71,7 @@ def _apart(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> 
 
 
 def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> Arrays:
-    """The way back, for arrays."""
+    """Inverse of `split_joined` for arrays. qkv, gate_up: which matrices are fused in the files."""
     found = dict(arrays)
     wanted = {QKV: qkv, GATE_UP: gate_up, SHARED_GATE_UP: gate_up}
     for prefix, layer in _layers(config):
@@ -90,7 +90,8 @@ STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 def turned_stacks(
     tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool = False
 ) -> dict[str, RawTensor]:
-    """Expert by expert, where a stack's shape is that of one turned (a square one is); gate first, then up."""
+    """Splits stacks whose experts are transposed, [in, out], into single matrices; rows of gate precede those of up.
+    Square matrices count as transposed. Other stacks are left to layers/moe.py."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         match = STACK.fullmatch(name)
@@ -108,12 +109,12 @@ def turned_stacks(
 
 
 def _turned(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int, int]:
-    """Shape of an item [in, out]."""
+    """Shape [in, out] of one transposed expert."""
     return (config.hidden_size, 2 * part.inner) if kind == "gate_up" else (part.inner, config.hidden_size)
 
 
 def stacked_experts(arrays: Arrays, config: DecoderConfig, *, turned: bool = False) -> Arrays:
-    """Experts in stacks, gate above up; `turned`: the other way round, as `turned_stacks` reads them."""
+    """Arrays with experts stacked, gate above up. turned: experts are transposed, as `turned_stacks` expects them."""
     theirs: Arrays = {}
     experts: dict[str, dict[tuple[str, int], np.ndarray]] = {}
     for name, array in arrays.items():

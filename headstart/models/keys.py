@@ -1,5 +1,5 @@
-"""What config.json says, read into the configs of layers. Each function raises ModelError for a key that is missing,
-impossible, or names a variant that is not served."""
+"""Reads keys of config.json into layer configs. Each function raises ModelError for a missing or impossible value, and
+for a value that selects an unsupported variant."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ Config = Mapping[str, Any]
 
 
 def inside(config: Config, inner: Mapping[str, Any]) -> Reading:
-    """The config with the keys of an object inside, which hold before the others."""
+    """The config with the keys of `inner`, an object inside it, which take precedence."""
     return (config if isinstance(config, Reading) else Reading(config, {})).inside(inner)
 
 
 def text_config(config: Config) -> tuple[Reading, bool]:
-    """The language model's part of a multimodal wrapper's config, or a text model's own; does it tie the LM head?"""
+    """(the text part of a multimodal wrapper's config, or a text model's config; whether the LM head is tied)."""
     inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
     if inner is not None and not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
@@ -36,7 +36,8 @@ def text_config(config: Config) -> tuple[Reading, bool]:
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
-    """The first of some keys that is there. `needs`: who cannot do without it."""
+    """Whole number under the first of these keys that is present. least: minimum. needs: the part of the model that
+    requires the key, for the error's hint."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         hint = f"{needs} needs it" if needs else "is this a model directory?"
@@ -64,7 +65,7 @@ def real(config: Config, key: str, default: float) -> float:
 
 
 def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
-    """`served`: keys that name variants -> the one that is served."""
+    """Raises ModelError if a key has another value than the supported one. served: key -> supported value."""
     for key, only in served.items():
         if config.get(key, only) != only:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
@@ -91,10 +92,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows(config: Config) -> list[int]:
-    """Of each layer, the positions that it sees; 0 for all. As Qwen2 has them: `layer_types` says which layers have a
-    window, else those from `max_window_layers` on."""
+    """Sliding window of each layer in positions, 0: unlimited; by Qwen2's keys. `layer_types` names the layers with a
+    window; without it they are those from `max_window_layers` on."""
     count = num_layers(config)
-    written = number(config, "sliding_window", default=0, least=0)  # most files say one that is not used
+    written = number(config, "sliding_window", default=0, least=0)  # unused in most files
     window = written if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
     kinds = config.get("layer_types")
@@ -105,14 +106,14 @@ def windows(config: Config) -> list[int]:
 
 
 def kinds_in_turn(config: Config, every: int) -> list[str]:
-    """Of each layer, SLIDING or FULL: `layer_types`, or each `sliding_window_pattern`th layer is full (by default each
-    `every`th; in a GGUF file also a list of which layers slide)."""
+    """SLIDING or FULL for each layer, from `layer_types`. Without it each `sliding_window_pattern`th layer is full, by
+    default each `every`th. GGUF files may have a list of flags (True: sliding) instead of that number."""
     kinds, count = config.get("layer_types"), num_layers(config)
     if kinds is None:
         told = config.get("sliding_window_pattern")
-        if isinstance(told, str) and told:  # as often as it fits: LLLG
+        if isinstance(told, str) and told:  # a repeated pattern such as LLLG
             told = [letter == "L" for letter in (told * count)[:count]]
-        if isinstance(told, bool):  # of all layers, in a GGUF file
+        if isinstance(told, bool):  # GGUF file: one flag for all layers
             told = [told] * count
         if isinstance(told, list):
             kinds = [SLIDING if sliding else FULL for sliding in told]
@@ -124,16 +125,16 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
 
 
 ROPES: Mapping[str, str] = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-"""Kinds of layers -> the key of their rope's base."""
+"""Kind of layer -> config key of its RoPE base."""
 
 
 def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Reading]:
-    """The config as each kind of layer reads its rope: `rope_parameters` by kind (transformers 5); in older files
-    `rope_scaling` is that of full layers. `bases`: the key of each kind's base."""
+    """Kind of layer -> the config with the RoPE keys of that kind. Source: `rope_parameters` by kind (transformers 5),
+    or in older files `rope_scaling`, which is for full layers only. bases: kind -> key of its RoPE base."""
     told = config.get("rope_parameters")
     ropes = {FULL: config.get("rope_scaling")} if told is None else told
     if not isinstance(ropes, dict) or not all(isinstance(rope, dict | None) for rope in ropes.values()):
-        raise ModelError(f"config.json: rope_parameters is {told!r}, but must say the rope of each kind of layer")
+        raise ModelError(f"config.json: rope_parameters is {told!r}, but must have a rope for each kind of layer")
     if unknown := sorted(set(ropes) - set(bases)):
         raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(bases)}")
     return {
@@ -143,8 +144,8 @@ def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Read
 
 
 def windows_in_turn(config: Config, every: int = 1) -> list[int]:
-    """Of each layer, the positions that it sees; 0 for all: `sliding_window`, of sliding layers. `every` as in
-    kinds_in_turn; 1: with no word on kinds, all layers slide."""
+    """Sliding window of each layer in positions, 0: unlimited. Kinds of layers as in `kinds_in_turn`; with every = 1
+    and no key that names kinds, all layers are sliding."""
     window, count = number(config, "sliding_window", default=0, least=0), num_layers(config)
     if not window:
         return [0] * count
@@ -154,7 +155,7 @@ def windows_in_turn(config: Config, every: int = 1) -> list[int]:
 
 
 def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
-    """`layer_types` names one of the known kinds for each of `count` layers. Raises ModelError."""
+    """Raises ModelError unless `kinds` is a list of `count` known kinds."""
     if not isinstance(kinds, list) or len(kinds) != count:
         raise ModelError(f"config.json: layer_types must name {count} layers")
     if unknown := sorted({str(kind) for kind in kinds} - {*known}):
@@ -162,8 +163,8 @@ def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
 
 
 def attending(config: Config) -> tuple[list[bool] | None, Any]:
-    """Of each layer, has it keys and values (None: nothing tells)? And the number of kv heads where it has. GGUF files
-    say both at once, with 0 for a layer of another kind."""
+    """(for each layer, whether it is attention; number of KV heads). The list is None if the config has one number for
+    all layers. GGUF files have a list, with 0 for layers without attention."""
     told = config.get("num_key_value_heads")
     if not isinstance(told, list):
         return None, told
@@ -177,11 +178,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
-"""Hugging Face's names of the ones that are served."""
+"""Hugging Face's name of an activation -> that of Ops."""
 
 
 def activation(config: Config) -> Activation:
-    """By the key `hidden_act`, or Gemma's `hidden_activation`."""
+    """Activation of the MLP, from `hidden_act` or Gemma's `hidden_activation`."""
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         hint = f"known: {', '.join(ACTIVATIONS)}"
@@ -190,12 +191,12 @@ def activation(config: Config) -> Activation:
 
 
 def mlp(config: Config, **switches: Any) -> MLPConfig:
-    """`switches`: more fields of MLPConfig."""
+    """MLPConfig of a config. switches: further fields of MLPConfig."""
     return MLPConfig(inner=number(config, "intermediate_size"), activation=activation(config), **switches)
 
 
 def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, **more: Any) -> LayerConfig:
-    """`more`: fields of LayerConfig."""
+    """LayerConfig of these parts, with the config's epsilon. more: further fields of LayerConfig."""
     fields = {"eps": real(config, "rms_norm_eps", 1e-6), **more}
     return LayerConfig(mixer=mixer, mlp=feed_forward, **fields)
 
@@ -205,10 +206,9 @@ def stack(
     mixer: Mapping[str, Any] = MappingProxyType({}), layer: Mapping[str, Any] = MappingProxyType({}),
     feed_forward: FeedForwardConfig | None = None, **more: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """A decoder of layers like each other: of each its window (none: no layer has one), and whether positions are
-    rotated (none: in all). `windowed`: what attention with a window reads in place of `config`. `mixer`: fields of
-    AttentionConfig, or as in `attention`; `layer`: of LayerConfig; `more`: of DecoderConfig; `feed_forward` None: an
-    MLP."""
+    """A decoder of equal layers, except for windows and RoPE. windows: of each layer; empty: none. rotated: whether
+    each layer has RoPE; empty: all have. windowed: the config for layers with a window; None: `config`. feed_forward:
+    None: an MLP. mixer: arguments of `attention`; layer: fields of LayerConfig; more: fields of DecoderConfig."""
     feed = feed_forward or mlp(config)
 
     def one(index: int) -> LayerConfig:
@@ -221,7 +221,7 @@ def stack(
 
 
 def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
-    """`more`: fields of DecoderConfig."""
+    """DecoderConfig of these layers. more: further fields of DecoderConfig."""
     fields = {
         "vocab_size": number(config, "vocab_size"),
         "hidden_size": number(config, "hidden_size"),
@@ -233,7 +233,7 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
     return DecoderConfig(**{**fields, **more})
 
 
-_layer = layer  # where a name hides it
+_layer = layer  # for `stack`, whose parameter has the same name
 MAX_LAYERS = 10_000
 
 
@@ -250,8 +250,8 @@ DENSE, SPARSE = "dense", "sparse"
 def feed_kinds(
     config: Config, *first: str, default: int = 0, known: tuple[str, str] = (DENSE, SPARSE), listed: bool = True
 ) -> list[str]:
-    """The kind of each layer's feed-forward part: `mlp_layer_types` (if `listed`); else known[0] in the first layers,
-    as many as one of the keys `first` says, and known[1] in the others. Raises ModelError for other kinds."""
+    """Kind of each layer's feed-forward part, from `mlp_layer_types` (if listed). Without that key it is known[0] in
+    the first layers, whose number is under one of the keys `first`, and known[1] in the others."""
     count, kinds = num_layers(config), config.get("mlp_layer_types") if listed else None
     begin = min(number(config, *first, default=default, least=0), count)
     if kinds is None:
@@ -263,14 +263,14 @@ def feed_kinds(
 def dense_or_sparse(
     config: Config, mixer: MixerConfig, sparse: LayerConfig, *, listed: bool = True
 ) -> list[LayerConfig]:
-    """All layers: `sparse`, or with an MLP in place of experts, as in `feed_kinds`."""
+    """All layers: `sparse`, or where `feed_kinds` says DENSE the same mixer with an MLP."""
     kinds = feed_kinds(config, "first_k_dense_replace", listed=listed)
     dense = layer(config, mixer, mlp(config)) if DENSE in kinds else sparse
     return [dense if kind == DENSE else sparse for kind in kinds]
 
 
 def rotated_layers(config: Config, flags: object) -> list[bool]:
-    """Which layers rotate: by flags, or (None) all but each `no_rope_layer_interval`th. Raises ModelError."""
+    """For each layer, whether it has RoPE: by flags, or (None) all but each `no_rope_layer_interval`th."""
     count, every = num_layers(config), number(config, "no_rope_layer_interval", default=4)
     if flags is None:
         return [(i + 1) % every != 0 for i in range(count)]
@@ -280,14 +280,14 @@ def rotated_layers(config: Config, flags: object) -> list[bool]:
 
 
 def num_mtp(config: Config) -> int:
-    """MTP modules that the config promises, by any spelling of the key."""
+    """Number of MTP modules that the config declares under any of the known keys."""
     return declared(config).modules
 
 
 def mtp_recycle(
     config: Config, default: Literal["post_norm", "pre_norm"] = "post_norm"
 ) -> Literal["post_norm", "pre_norm"]:
-    """Which vector the MTP module recycles, where config.json says so (`mtp_recycle`); else `default`."""
+    """HeadSpec.recycle of the MTP module, from the key `mtp_recycle`; `default` without it."""
     recycle = config.get("mtp_recycle", default)
     if recycle not in ("post_norm", "pre_norm"):
         raise ModelError(f"config.json: mtp_recycle is {recycle!r}", "known: post_norm, pre_norm")
@@ -295,7 +295,8 @@ def mtp_recycle(
 
 
 def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoEConfig:
-    """Experts chosen by a softmax, `inner` wide (0: `moe_intermediate_size`), and a gated one, `shared` wide."""
+    """Mixture of experts with a softmax router. inner: intermediate size of an expert; 0: `moe_intermediate_size`.
+    shared: intermediate size of the gated shared expert; 0: none."""
     router = RouterSpec(
         num_experts=number(config, "num_local_experts", "num_experts", needs="a mixture of experts"),
         top_k=number(config, "num_experts_per_tok", needs="a mixture of experts"),
@@ -305,7 +306,7 @@ def softmax_experts(config: Config, *, shared: int = 0, inner: int = 0) -> MoECo
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Is layer `index` one of those that have experts chosen by a softmax?"""
+    """True if layer `index` has experts (Qwen's keys `decoder_sparse_step` and `mlp_only_layers`)."""
     step = number(config, "decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
@@ -322,7 +323,7 @@ SIGMOID = {
 
 
 def sigmoid_experts(config: Config) -> MoEConfig:
-    """Experts chosen by sigmoids with a bias, in groups."""
+    """Mixture of experts with DeepSeek-V3's router: sigmoid scores, selection bias, groups of experts."""
     refuse_others(config, SIGMOID)
     router = RouterSpec(
         num_experts=number(config, "n_routed_experts", "num_experts", needs="a mixture of experts"),
@@ -343,8 +344,8 @@ def sigmoid_experts(config: Config) -> MoEConfig:
 
 
 def experts(config: Config, router: RouterSpec, *, inner: int = 0, **more: Any) -> MoEConfig:
-    """Experts `inner` wide (0: `moe_intermediate_size`); `more`: fields of MoEConfig. Raises ModelError for a router
-    that takes more experts than there are."""
+    """MoEConfig of a router. inner: intermediate size of an expert; 0: `moe_intermediate_size`. more: further fields of
+    MoEConfig. Raises ModelError for a router that selects more experts than there are."""
     among = router.num_experts // router.num_groups * router.top_groups
     if router.top_k > among:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {among} experts")

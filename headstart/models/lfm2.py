@@ -13,7 +13,8 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _inner(config: Config) -> int:
-    """Width of the feed-forward part: two thirds of what the config says, rounded up, unless it says otherwise."""
+    """Intermediate size of the MLP: two thirds of the config's value, rounded up to a multiple, unless
+    `block_auto_adjust_ff_dim` is false."""
     inner = number(config, "block_ff_dim", "intermediate_size")
     factor, multiple = real(config, "block_ffn_dim_multiplier", 1.0), number(config, "block_multiple_of", default=256)
     if not flag(config, "block_auto_adjust_ff_dim", True):
@@ -24,7 +25,7 @@ def _inner(config: Config) -> int:
 FAMILY = Family(
     parse=parse,
     defaults=_short_conv.DEFAULTS,
-    harmless={**_short_conv.HARMLESS, "intermediate_size": "block_ff_dim says it"},
+    harmless={**_short_conv.HARMLESS, "intermediate_size": "given by block_ff_dim"},
     names=_short_conv.NAMES,
     small={
         "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "norm_eps": 1e-5, "full_attn_idxs": [1],

@@ -22,7 +22,7 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 2048},
     harmless={
         "is_llama_config": "SmolLM2's name for this layout",
-        "max_sequence_length": "max_position_embeddings says it",
+        "max_sequence_length": "given by max_position_embeddings",
     },
     interleaved_rope=True,
     small={"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True},

@@ -49,7 +49,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _sparse(config: Config, count: int) -> list[bool]:
-    """Which layers have experts: those listed, or each `interleave_moe_layer_step`th."""
+    """For each layer, whether it has experts: if listed in `moe_layers`, else each `interleave_moe_layer_step`th."""
     listed, step = config.get("moe_layers"), number(config, "interleave_moe_layer_step", default=1)
     if listed is not None and not (isinstance(listed, list) and all(isinstance(each, int) for each in listed)):
         raise ModelError(f"config.json: moe_layers is {listed!r}, but must be a list of layers")
@@ -85,11 +85,11 @@ FAMILY = Family(
     },
     harmless={
         **dict.fromkeys(("boi_token_index", "eoi_token_index", "image_token_index"), "of pictures"),
-        **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step"), "another key says it"),
+        **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step"), "given by another key"),
         **dict.fromkeys(("floor_scale", "attn_scale", "attn_temperature_tuning"), "of full layers, if there are any"),
         **dict.fromkeys(("attention_chunk_size", "use_qk_norm"), "of chunked layers, if there are any"),
-        **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), "of experts, where there are any"),
-        "intermediate_size_mlp": "of dense layers, where there are any",
+        **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), "used only by experts"),
+        "intermediate_size_mlp": "used only by dense layers",
         **dict.fromkeys(("for_llm_compressor", "cache_implementation"), "of other programs"),
     },
     names=Names(

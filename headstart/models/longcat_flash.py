@@ -36,7 +36,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _num_layers(config: Config) -> int:
-    """Of two halves each: num_layers, or half of what transformers counts as num_hidden_layers."""
+    """Number of layers of two halves: `num_layers`, or half of transformers' `num_hidden_layers`."""
     told = config.get("num_hidden_layers")
     if config.get("num_layers") is None:
         halves = keys.num_layers(config)
@@ -48,7 +48,7 @@ def _num_layers(config: Config) -> int:
 
 
 def _mixer(config: Config) -> MLAConfig:
-    """Scores and latents with the factors of their ranks."""
+    """Latent attention with scores and latents scaled by sqrt(hidden size / rank)."""
     mixer = _latent.mixer(config)
     if not mixer.query_rank:
         raise ModelError("config.json: q_lora_rank is missing", "LongCat-Flash has queries of low rank")
@@ -81,7 +81,7 @@ ROUTER = {"router.classifier.weight": "gate.weight", "router.e_score": "gate.e_s
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Layers of two halves -> halves."""
+    """Family.adapt: renames the halves of layer i to layers 2 i and 2 i + 1."""
     return {_ours(name): tensor for name, tensor in tensors.items()}
 
 
@@ -98,7 +98,7 @@ def _ours(name: str) -> str:
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Halves -> layers of two."""
+    """Family.restore: inverse of `adapt`."""
     return {_theirs(name): array for name, array in arrays.items()}
 
 

@@ -44,8 +44,8 @@ FAMILY = Family(
         "norm_topk_prob": True, "sliding_window": 1024, "rope_theta": 5e5, "rope_local_base_freq": 1e4,
     },
     harmless={
-        "intermediate_size": "of dense layers, where there are any",
-        "use_sliding_window": "layer_types says it",
+        "intermediate_size": "used only by dense layers",
+        "use_sliding_window": "given by layer_types",
         **dict.fromkeys(("mtp_layer_types", "mtp_mlp_layer_types"), "of a module, where there is one"),
     },
     names=Names({**PREFIXES, **OWN_MODULE}),

@@ -46,7 +46,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> list[str]:
-    """Of each layer: by name, or a flag for those that slide; else the first and each sixth are full."""
+    """SLIDING or FULL for each layer: by name, or by flags (1: sliding); else the first and each sixth are full."""
     kinds, count = config.get("layer_types"), keys.num_layers(config)
     flags = config.get("hybrid_layer_pattern")
     flags = config.get("sliding_window_pattern") if flags is None else flags
@@ -54,7 +54,7 @@ def _kinds(config: Config) -> list[str]:
         flags = flags if isinstance(flags, list) else [flags] * count
         if any(each not in (0, 1) for each in flags) or len(flags) < count:
             raise ModelError(f"config.json: hybrid_layer_pattern must be a list of 0 and 1 for {count} layers")
-        kinds = [SLIDING if each else FULL for each in flags[:count]]  # in a GGUF file modules follow
+        kinds = [SLIDING if each else FULL for each in flags[:count]]  # in a GGUF file flags of MTP modules follow
     if kinds is None:
         kinds = [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     keys.check_kinds(kinds, count, (FULL, SLIDING))
@@ -62,7 +62,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _sparse(config: Config) -> list[bool]:
-    """Which layers have experts; by default all but the first."""
+    """For each layer, whether it has experts; by default all but the first."""
     count = keys.num_layers(config)
     if (kinds := config.get("mlp_layer_types")) is not None:
         keys.check_kinds(kinds, count, ("dense", "sparse"))
@@ -74,7 +74,8 @@ def _sparse(config: Config) -> list[bool]:
 
 
 def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
-    """Of the first layer of a kind; `index` past the last one: of an MTP module."""
+    """Attention of all layers of a kind. index: the first of them, or the number after the last layer for an MTP
+    module."""
     window = 0
     by_layer = config.get("num_key_value_heads")
     if isinstance(by_layer, list):  # a GGUF file's, with modules
@@ -116,12 +117,12 @@ FAMILY = Family(
     },
     harmless={
         **dict.fromkeys(("attention_chunk_size", "hybrid_block_size"), "no code reads it"),
-        **dict.fromkeys(("sliding_window", "swa_rope_theta", "rope_theta"), "another key says it"),
+        **dict.fromkeys(("sliding_window", "swa_rope_theta", "rope_theta"), "given by another key"),
         **dict.fromkeys((f"swa_{key}" for key in HEADS), "of layers with a window, where there are any"),
         **dict.fromkeys(
             ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor", "n_group",
              "topk_group", "norm_topk_prob", "scoring_func", "topk_method", "n_shared_experts"),
-            "of experts, where there are any",
+            "used only by experts",
         ),
     },
     names=NAMES,

@@ -29,7 +29,7 @@ def parse(config: Config) -> DecoderConfig:
 FAMILY = Family(
     parse=parse,
     defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
-    harmless={"mup_denominator": "training only", "rope_scaling_type": "rope_scaling says it"},
+    harmless={"mup_denominator": "training only", "rope_scaling_type": "given by rope_scaling"},
     interleaved_rope=True,
     small={
         "model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4,

@@ -1,4 +1,4 @@
-"""`MTPLayout`: where the checkpoints of a family keep their MTP modules, how many, and what other engines call them."""
+"""`MTPLayout`: where checkpoints of a family keep MTP modules, their number, and other engines' names for them."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +12,14 @@ COUNT_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers", "num_mtp_modules",
     "mtp_config.num_nextn_predict_layers", "num_nextn_layers", "mtp_num_layers", "n_mtp_layers",
 )  # fmt: skip
-"""Config keys of the number of MTP modules, at top level or under a key of NESTED; the first that is not 0 counts."""
+"""Config keys of the number of MTP modules, at top level or inside an object of NESTED. The first nonzero value is
+used."""
 
 LLAMA_CPP_KEYS = (
     "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
     "attention.layer_norm_rms_epsilon", "attention.key_length", "expert_used_count", "expert_feed_forward_length",
 )  # fmt: skip
-"""Metadata keys after the architecture that most GGUF files have."""
+"""Metadata keys, without the architecture before them, that most GGUF files have."""
 SIGMOID_EXPERT_KEYS = (
     "expert_group_count", "expert_group_used_count", "expert_shared_count", "leading_dense_block_count",
     "expert_weights_scale", "expert_weights_norm",
@@ -27,41 +28,41 @@ INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")  # config keys 
 SIGMOID = 2  # llama.cpp's number of the sigmoid as routing function
 
 DeclaredShapes = dict[str, tuple[Any, ...]]
-"""Tensor names -> shapes, of whole numbers, Unknown, or None for any size. A name that begins with `?` is optional."""
+"""Tensor name -> shape; a size is an int, Unknown, or None for any size. A name that begins with `?` is optional."""
 
 
 class Declared(NamedTuple):
-    """Number of MTP modules that a config promises, and the key that says so (dotted; None: no key does)."""
+    """Number of MTP modules that a config declares."""
 
     modules: int
-    key: str | None
+    key: str | None  # the config key with this number, dotted if nested; None: the config has no such key
 
 
 @dataclass(frozen=True, kw_only=True)
 class XllmDraft:
-    """What xLLM's export_mtp.py makes of a family's module."""
+    """How xLLM's export_mtp.py exports a family's MTP modules as a draft model."""
 
     architecture: str
     fp8_blocks: bool = False  # the tool dequantizes FP8 blocks of this family
-    sparse_indexer: bool = False  # the draft chooses positions once for all its steps
-    variants: Mapping[str, str] = field(default_factory=dict)  # config key that is set -> model type to take instead
-    as_layer: bool = False  # a module that has names of its own becomes layer 0
+    sparse_indexer: bool = False  # the draft's indexer selects positions once for all draft steps
+    variants: Mapping[str, str] = field(default_factory=dict)  # config key that is set -> model type to use instead
+    as_layer: bool = False  # a module that is stored outside the layers becomes layer 0
     several: bool = False  # the draft may have more than one module
-    shared: bool = False  # the draft has the trunk's embedding and LM head
-    config: Mapping[str, object] = field(default_factory=dict)  # more keys of the draft's config.json
-    nested_config: Mapping[str, object] = field(default_factory=dict)  # keys of its text_config
-    """A value `count` stands for the number of modules; a list of one is repeated for each module."""
+    shared: bool = False  # the draft includes the trunk's embedding and LM head
+    config: Mapping[str, object] = field(default_factory=dict)  # further keys of the draft's config.json
+    nested_config: Mapping[str, object] = field(default_factory=dict)  # further keys of its text_config
+    """In both, the value `count` stands for the number of modules; a list of one item is repeated for each module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCppDraft:
-    """What llama.cpp's converter writes of a family's module; `architecture` is its name there."""
+    """How llama.cpp's converter writes a family's MTP module."""
 
-    architecture: str
+    architecture: str  # llama.cpp's name of the family
     pre_tokenizer: str
-    keys: tuple[str, ...]  # metadata keys after the architecture, of those in formats/gguf_names.KEYS
+    keys: tuple[str, ...]  # metadata keys, a part of formats/gguf_names.KEYS, without the architecture before them
     norm_shift: float = 0.0  # added to norm weights
-    rotary: float = 1.0  # share of a head that is rotated, where the config does not say
+    rotary: float = 1.0  # share of a head's features that is rotated, if the config has no such key
     recurrent: bool = False  # the trunk has recurrent layers
     gating: int | None = None  # llama.cpp's number of the routing function
     special: Mapping[str, str] = field(default_factory=dict)  # special tokens by their text
@@ -69,62 +70,61 @@ class LlamaCppDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class MTPLayout:
-    """The MTP modules of one family. What their tensors are called and shaped follows from Family.names, Family.head
-    and the family's layers; here stands the rest."""
+    """The MTP modules of one family. Names and shapes of their tensors follow from Family.names, Family.head and the
+    family's layers, unless `tensors` is set."""
 
     title: str
-    key: str = ""  # the family's name in reports; empty: that of its file
-    norm: Literal["w", "1+w"] = "w"  # RMSNorm multiplies by the stored weight, or by one more
-    count_key: str = "num_nextn_predict_layers"  # the family's own key of the number of modules
-    default: int = 0  # modules where the config has no such key
-    released: int = 0  # modules of released checkpoints whose configs have no such key; there may be none
-    max_modules: int = 0  # modules that other engines load at most, `served`: that this engine runs; 0: any number
-    served: int = 0
-    spare: int = 0  # how many more than there are the key counts, where it counts more than one
-    architectures: tuple[str, ...] = ()  # parts of architecture names, for configs whose model_type is another
-    variant_of: str = ""  # a model_type that runs otherwise, of which these checkpoints have modules of another kind
-    requires: str = ""  # a config key that these checkpoints have; `unless`: one that they do not have
-    unless: str = ""
-    own: tuple[str, ...] = ()  # `embedding`, `lm_head`: of the module itself, not the trunk's
+    key: str = ""  # the family's name in reports; empty: the name of its file
+    norm: Literal["w", "1+w"] = "w"  # RMSNorm multiplies by the stored weight w, or by 1 + w
+    count_key: str = "num_nextn_predict_layers"  # the family's config key of the number of modules
+    default: int = 0  # number of modules if the config has no such key
+    released: int = 0  # modules of released checkpoints whose configs lack the key; copies may have lost them
+    max_modules: int = 0  # maximum that other engines load; 0: any number
+    served: int = 0  # maximum that headstart runs; 0: any number
+    spare: int = 0  # excess of the key's value over the number of modules, if the value is above 1
+    architectures: tuple[str, ...] = ()  # lower-case parts of `architectures`, if the model_type does not identify it
+    variant_of: str = ""  # model_type of a family that runs, of which this is a variant with other modules
+    requires: str = ""  # config key that checkpoints of this layout must have
+    unless: str = ""  # config key that checkpoints of this layout must not have
+    own: tuple[str, ...] = ()  # `embedding`, `lm_head`: parts that the module does not share with the trunk
     rope: Literal["trunk", "sliding", "none"] = "trunk"
-    """Rotary positions as in the trunk's full layers, as in its sliding layers, or none."""
-    per_layer: tuple[str, ...] = ()
-    """Config lists that must go on over the MTP layers; `per_module`: lists with one entry for each module."""
-    per_module: tuple[str, ...] = ()
+    """RoPE as in the trunk's full layers, as in its sliding layers, or none."""
+    per_layer: tuple[str, ...] = ()  # config lists with an entry for each trunk layer, then for each MTP layer
+    per_module: tuple[str, ...] = ()  # config lists with an entry for each module
     note: str = ""  # a warning about every such checkpoint
-    method: str = "mtp"  # vLLM's word in --speculative-config
-    vllm_eagle: bool = False  # vLLM has an EAGLE class of the module's formula
+    method: str = "mtp"  # `method` of vLLM's --speculative-config
+    vllm_eagle: bool = False  # vLLM has an EAGLE class with the module's formula
     speculators: tuple[str, ...] = ()  # model types for which speculators has an MTP class
     xllm: XllmDraft | None = None
-    not_xllm: str = ""  # why xLLM has no draft of this family, although its tool takes the name for another family's
+    not_xllm: str = ""  # why xLLM cannot draft for this family, although its tool would export the module
     llama_cpp: tuple[str, ...] = ()  # llama.cpp's architectures of the family with a graph for the module
     not_llama_cpp: str = ""  # why no GGUF file can hold the module
     llama_cpp_draft: LlamaCppDraft | None = None
-    # of families that are only described (models/described.py), whose layers do not name their tensors
+    # for families that the engine cannot run (models/described.py)
     tensors: Callable[[Sizes, int, int, Container[str]], DeclaredShapes] | None = None
-    """(sizes, module, its layer in the trunk's numbering, names that are there) -> tensors; what all modules share
-    comes with module 0. Names are without wrappers; other tensors may stand beside these unless `closed`."""
-    parts: Mapping[str, str] = field(default_factory=dict)  # parts of names in files -> what `tensors` calls them
-    closed: bool = False
+    """(sizes, module, its layer in the trunk's numbering, names in the files) -> tensors, names without wrappers.
+    Tensors that all modules share are declared with module 0."""
+    parts: Mapping[str, str] = field(default_factory=dict)  # part of a name in files -> the part in `tensors`
+    closed: bool = False  # a module has no tensors besides those of `tensors`
     trailing: bool = True  # the modules are the layers after the trunk's last
     concat: Literal["e;h", "h;e", "sum", ""] = "e;h"
-    """Order of embedding and hidden state in the projection's input; `sum`: each has a projection."""
+    """Order of embedding and hidden state in the projection's input; `sum`: each has its own projection."""
 
     def declared(self, config: Mapping[str, Any]) -> Declared:
-        """The modules that a config promises. Raises ModelError for an absurd number."""
+        """The MTP modules that a config declares. Raises ModelError for more than MAX_MODULES."""
         found = declared(config, self.count_key)
         if found.key is None:
             return Declared(self.default, None)
         return Declared(max(found.modules - self.spare, min(found.modules, 1)), found.key)
 
     def serves(self, config: Mapping[str, Any]) -> bool:
-        """Is the config that of this layout, among those of its family?"""
+        """True if the config has this layout (see `requires` and `unless`)."""
         return (not self.requires or self.requires in config) and not (self.unless and config.get(self.unless))
 
 
 def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0]) -> Declared:
-    """The modules that a config of any family promises, by any spelling of the key, `first` before others. Raises
-    ModelError for an absurd number."""
+    """The MTP modules that a config of any family declares, under any of COUNT_KEYS; the key `first` is read first.
+    Raises ModelError for more than MAX_MODULES."""
     promises = [
         (f"{prefix}{key}", value)
         for prefix in ("", *(f"{name}." for name in NESTED))
@@ -139,5 +139,5 @@ def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0]) -> Declared:
 
 
 def count_keys() -> tuple[str, ...]:
-    """COUNT_KEYS without the objects that they stand in."""
+    """COUNT_KEYS without the names of enclosing objects."""
     return tuple(dict.fromkeys(key.rpartition(".")[2] for key in COUNT_KEYS))

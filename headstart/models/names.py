@@ -1,4 +1,4 @@
-"""Hugging Face's tensor names and ours, each from the other by one table."""
+"""Converts between Hugging Face's tensor names and canonical ones, both ways by the same table."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,17 +23,17 @@ WRAPPED: Mapping[str, str | None] = {
         None,
     ),
 }
-"""Of a text model, or the text part of a multimodal one."""
+"""Prefixes in text models and in the text part of multimodal models."""
 TRAILING: Mapping[str, str | None] = {
     "layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
     "layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",
     "layers.{i}.eh_proj.": "mtp.{i}.projection.",
     "layers.{i}.shared_head.norm.": "mtp.{i}.norm.",
-    "layers.{i}.shared_head.head.": None,  # copies of the trunk's
+    "layers.{i}.shared_head.head.": None,  # copies of the trunk's tensors
     "layers.{i}.embed_tokens.": None,
     "layers.{i}.": "mtp.{i}.block.",
 }
-"""Parts of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} counts from the first of them."""
+"""Names of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} is 0 for the first of them."""
 
 
 OWN_MODULE: Mapping[str, str | None] = {
@@ -43,24 +43,27 @@ OWN_MODULE: Mapping[str, str | None] = {
     "mtp.pre_fc_norm_hidden.": "mtp.{i}.norm_hidden.",
     "mtp.norm.": "mtp.{i}.norm.",
 }
-"""Parts of one MTP module beside the layers (Qwen's names)."""
+"""Names of MTP modules that are stored outside the trunk's layers (Qwen's names)."""
 
 
 Rule = tuple[re.Pattern[str], str | None]
-"""How a name begins -> how it begins on the other side (None: not the model's)."""
+"""(prefix to replace, its replacement; None: the tensor is ignored)."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """`prefixes`: how theirs begin -> how ours do (None: not the model's); `{i}` is a number, the same on both sides,
-    and 0 where only ours has one. The longest that fits holds; of several ways back, the first. `parts`: what has
-    another name wherever it stands, theirs -> ours. Wrappers before theirs do not count."""
+    """Table of a family's tensor names.
 
+    The longest matching prefix is used. `{i}` stands for a number, equal on both sides; it is 0 if only the canonical
+    prefix has it. If several published prefixes have one canonical prefix, the first is written.
+    """
+
+    # published prefix -> canonical prefix; None: the tensor is ignored
     prefixes: Mapping[str, str | None] = field(default_factory=lambda: PREFIXES)
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)  # published -> canonical text anywhere in a name
 
     def canonical(self, name: str) -> str | None:
-        """Ours; None for a tensor to leave out."""
+        """Canonical name of a published tensor, with or without wrapper prefixes; None for a tensor to ignore."""
         if name.endswith("rotary_emb.inv_freq"):
             return None
         name = strip_wrapper(name)
@@ -69,7 +72,7 @@ class Names:
         return next(_replaced(name, self._there), name)
 
     def theirs(self, name: str) -> str:
-        """Hugging Face's."""
+        """Hugging Face's name of a canonical tensor."""
         name = next((new for new in _replaced(name, self._back) if new), name)
         for theirs, ours in self.parts.items():
             name = name.replace(ours, theirs)
@@ -77,7 +80,7 @@ class Names:
 
     @property
     def of_modules(self) -> bool:
-        """Do MTP modules have names of their own?"""
+        """True if MTP modules are stored outside the trunk's layers."""
         return any(ours and ours.startswith("mtp.") for ours in self.prefixes.values())
 
     @cached_property
@@ -90,13 +93,13 @@ class Names:
 
 
 def _rules(prefixes: Iterable[tuple[str, str | None]]) -> list[Rule]:
-    """The longest beginning first."""
+    """Rules of (prefix, replacement) pairs, longest prefix first."""
     ordered = sorted(prefixes, key=lambda pair: -len(pair[0]))
     return [(re.compile(re.escape(old).replace(r"\{i\}", r"(\d+)")), new) for old, new in ordered]
 
 
 def _replaced(name: str, rules: Iterable[Rule]) -> Iterator[str | None]:
-    """The name with another beginning, by each rule that fits."""
+    """The name with its prefix replaced, by each rule that matches; None for a tensor to ignore."""
     for old, new in rules:
         if match := old.match(name):
             number = next(iter(match.groups()), "0")
@@ -107,7 +110,7 @@ _TRAILING = Names(TRAILING)
 
 
 def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[str, RawTensor]:
-    """Tensors of layers N, N + 1, ... become those of MTP modules 0, 1, ..."""
+    """Renames tensors of layers N, N + 1, ... (N = num_layers) to those of MTP modules 0, 1, ..."""
     renamed = {}
     for name, tensor in tensors.items():
         layer = re.match(r"layers\.(\d+)\.", name)
@@ -121,7 +124,7 @@ def trailing_modules(tensors: Mapping[str, RawTensor], num_layers: int) -> dict[
 
 
 def trailing_name(name: str, num_layers: int) -> str:
-    """The way back, for one name."""
+    """Inverse of `trailing_modules` for one name."""
     if not name.startswith("mtp."):
         return name
     _, module, rest = _TRAILING.theirs(name).split(".", 2)

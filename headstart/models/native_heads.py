@@ -1,7 +1,7 @@
-"""The state of a checkpoint's native MTP modules: what the config promises against the tensors that are there.
+"""Compares the native MTP modules that a config declares with the tensors in the files, by headers only.
 
-One decision for `inspect` and for loading. Of a family that runs, the checkpoint's headers go through the loader's own
-renaming (models/tensors.py), and what comes out is compared with the shapes that the head's layers declare.
+`inspect` and loading share this check. For a family that runs, the headers pass through the loader's renaming
+(models/tensors.py), and the resulting shapes are compared with those that the head's layers declare.
 """
 
 import re
@@ -44,37 +44,36 @@ from headstart.models.mtp import MAX_MODULES, Declared, MTPLayout, declared
 from headstart.models.names import trailing_modules, trailing_name
 from headstart.models.tensors import renamed_tensors
 
-MAX_EXPERTS = 4096  # more are not listed one by one: a config may name any number
+MAX_EXPERTS = 4096  # experts that are listed one by one, since a config may name any number
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MODULE = re.compile(r"mtp\.(\d+)\.")
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj|(?:gate|up|down)_proj\.weight)")
 _EXPERT = re.compile(r"\.experts\.(\d+\.|(?=gate_up_proj$|down_proj$))")
 MARKERS = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
-"""Tensors that only an MTP layer has, where MTP layers continue the trunk's numbering."""
+"""Name endings that identify an MTP layer in families whose MTP layers follow the trunk's layers."""
 COPIES = {
     "embed_tokens.weight": "embedding", "emb.tok_emb.weight": "embedding", "shared_head.head.weight": "lm_head",
     "head.weight": "lm_head",
 }  # fmt: skip
-"""Names inside a module, of copies of the trunk's tensors."""
+"""Name inside a module -> the trunk's tensor of which it is a copy."""
 Parts = dict[str, dict[str, WeightHeader]]  # weights of each part of a model, by name
 
 
 @dataclass(frozen=True)
 class NativeHeads:
-    """All that headers say of a checkpoint's native heads."""
+    """Result of comparing a checkpoint's native heads with its config."""
 
-    found: FoundFamily | None
-    promised: Declared
-    num_layers: int  # of the trunk
+    found: FoundFamily | None  # None: the family is unknown or has no MTP modules
+    promised: Declared  # MTP modules that the config declares
+    num_layers: int  # layers of the trunk
     parts: Parts
-    gguf: str = ""  # llama.cpp's architecture, of a GGUF file
+    gguf: str = ""  # llama.cpp's architecture of a GGUF file; empty for other formats
     modules: list[ModuleCheck] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
-    """Names without wrappers -> the checkpoint's, of tensors of the heads."""
-    extra: list[str] = field(default_factory=list)  # tensors that the family's head does not have
-    moved_to: tuple[int, ...] = ()  # layers that hold heads, where they are not those that the config asks for
-    unread: ModelError | None = None  # why the config could not be read, so that nothing was checked
-    unchecked: bool = False  # the family is not known, so that nothing was checked
+    names: dict[str, str] = field(default_factory=dict)  # heads' tensors: name without wrappers -> name in the files
+    extra: list[str] = field(default_factory=list)  # MTP tensors in the files that the family's head does not have
+    moved_to: tuple[int, ...] = ()  # layers with MTP tensors, if they do not start after num_hidden_layers
+    unread: ModelError | None = None  # set if the config could not be read, so that nothing was checked
+    unchecked: bool = False  # the family is unknown, so that nothing was checked
 
     @property
     def layout(self) -> MTPLayout | None:
@@ -90,7 +89,7 @@ class NativeHeads:
 
     @property
     def copies(self) -> dict[str, str]:
-        """`embedding`, `lm_head` -> the first module's copy of the trunk's."""
+        """`embedding`, `lm_head` -> name of the first module's copy of the trunk's tensor, if there is one."""
         trailing = f"layers.{self.num_layers}."
         found: dict[str, str] = {}
         for short, name in self.names.items():
@@ -101,15 +100,15 @@ class NativeHeads:
 
     @property
     def count(self) -> int:
-        """MTP modules that the engine runs."""
+        """Number of MTP modules that the engine would run."""
         return self.promised.modules or (len(self.modules) if self.layout and self.layout.released else 0)
 
 
 def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None = None) -> NativeHeads:
-    """Compares the MTP modules that a config declares with the tensors that are there, for `inspect` and for loading.
+    """Compares the MTP modules that a config declares with the tensors in the files.
 
-    weights: headers of the whole checkpoint; None: only of what may belong to heads. Raises ModelError for an absurd
-    config.
+    weights: headers of the whole checkpoint; None: only headers of tensors that may belong to heads are read. Raises
+    ModelError for impossible numbers in the config.
     """
     config, from_gguf = checkpoint.config, checkpoint.format == "gguf"
     found = find_mtp_family(config, from_gguf=from_gguf)
@@ -133,8 +132,8 @@ def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None =
 def examine_alone(
     found: FoundFamily, config: Mapping[str, Any], weights: Mapping[str, WeightHeader]
 ) -> ModuleCheck | None:
-    """A module without its trunk, under the names that it would have beside the trunk; None where its config cannot be
-    read, or the family does not run."""
+    """The check of a module that is published without its trunk, under the same names as with it. None if its config
+    cannot be read, or the engine cannot run the family."""
     if found.layout.tensors:
         return None
     num_layers = Sizes(config).get("layers") or 0
@@ -143,7 +142,7 @@ def examine_alone(
 
 
 def by_part(weights: Mapping[str, WeightHeader], num_layers: int) -> Parts:
-    """The weights of each part that has some, in the order of PARTS."""
+    """Weights grouped by part of the model, in the order of PARTS; without empty parts."""
     parts: Parts = {part: {} for part in PARTS}
     for name, weight in weights.items():
         parts[part_of(name, num_layers)][name] = weight
@@ -182,7 +181,7 @@ def _as_loaded(
 
 
 def _count_present(names: Iterable[str], family: Family, num_layers: int, *, trailing: bool) -> int:
-    """MTP modules of which a tensor is there."""
+    """Number of MTP modules with at least one tensor in the files, up to the last such module."""
     if trailing:
         numbers = [int(match[1]) - num_layers for name in names if (match := _LAYER.match(name))]
     else:
@@ -192,7 +191,7 @@ def _count_present(names: Iterable[str], family: Family, num_layers: int, *, tra
 
 
 def _read(config: Mapping[str, Any], family: Family, promised: int, count: int) -> DecoderConfig:
-    """Sizes and layers with so many modules, or as many as are promised where that cannot be."""
+    """Sizes and layers with `count` modules; with the declared number if the family cannot read that many."""
     if count != promised:
         try:
             found = family.read({**config, "num_nextn_predict_layers": count}, strict=False)
@@ -204,7 +203,7 @@ def _read(config: Mapping[str, Any], family: Family, promised: int, count: int) 
 
 
 class _LoadCheck:
-    """The modules' tensors under canonical names, as the loader makes them, against the shapes that it takes."""
+    """Compares the modules' canonical tensors, as the loader makes them, with the shapes that the loader requires."""
 
     def __init__(
         self, heads: NativeHeads, family: Family, config: DecoderConfig, trailing: bool,
@@ -222,13 +221,13 @@ class _LoadCheck:
         self.reported: set[str] = set()
 
     def _renamed(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RawTensor]:
-        """Headers through the loader's renaming, experts one by one."""
+        """Passes headers through the loader's renaming, and splits stacks of experts."""
         read = {name: HeaderTensor(name, shape, (name,)) for name, shape in shapes.items()}
         tensors = renamed_tensors(read, self.family, self.config, from_gguf=bool(self.heads.gguf))
         return _unstacked(trailing_modules(tensors, self.config.num_layers))
 
     def module(self, index: int) -> ModuleCheck:
-        """Of one module, with what all modules share if it is the first."""
+        """The check of one module; the first one includes tensors that all modules share."""
         prefix = f"mtp.{index}."
         files: dict[str, None] = {}
         lacking: list[str] = []
@@ -250,7 +249,7 @@ class _LoadCheck:
         )  # fmt: skip
 
     def _provided(self, name: str, shape: tuple[int, ...]) -> tuple[str, ...] | None:
-        """The checkpoint's tensors that one canonical tensor is made of; None where it is not there in that shape."""
+        """Names of the checkpoint's tensors that form a canonical tensor; None if missing or of another shape."""
         tensor = self.there.get(name)
         if tensor is None:
             return self._latent_parts(name, shape)
@@ -269,7 +268,7 @@ class _LoadCheck:
         return files_of(parts[0]) + files_of(parts[1]) if whole == shape and (count, width) == (heads, latent) else None
 
     def _is_copy(self, name: str, index: int) -> bool:
-        """Is it a copy of the trunk's embedding or LM head beside this module, which the loader leaves out?"""
+        """True if the tensor is this module's copy of the trunk's embedding or LM head, which the loader ignores."""
         if name not in self.dropped or name.endswith("inv_freq"):
             return False
         match = re.search(r"\d+", strip_wrapper(name))
@@ -277,13 +276,13 @@ class _LoadCheck:
         return index == (number - self.heads.num_layers if self.trailing else number)
 
     def _problems(self, lacking: list[str]) -> tuple[list[str], list[WrongShape]]:
-        """Canonical tensors that are not there as they should be -> names and shapes of the checkpoint's."""
+        """(missing, wrong shapes) by the checkpoint's names. lacking: canonical tensors that are not provided."""
         missing: dict[str, None] = {}
         wrong: dict[str, WrongShape] = {}
         for name in lacking:
             files = [file for file in self._files_of[name] if file not in self.reported]
             there = {file: self.heads.names.get(strip_wrapper(file)) for file in files}
-            if len(files) == 1 and name in self.there:  # under another of its names
+            if len(files) == 1 and name in self.there:  # the checkpoint uses another known name
                 there = dict.fromkeys(files, next(iter(files_of(self.there[name])), None))
             flawed = {file: self._flaw(file, held) for file, held in there.items()}
             for file, flaw in flawed.items():
@@ -292,19 +291,19 @@ class _LoadCheck:
                 elif there[file] is None:
                     missing[self._written(file)] = None
             if files and there[files[0]] and not any(flawed.values()) and None not in there.values():
-                held = str(there[files[0]])  # its parts are in shape, and do not make the whole
+                held = str(there[files[0]])  # the parts have the right shapes, but do not form the canonical tensor
                 wrong[files[0]] = WrongShape(held, self.weights[held].shape or (), self.expected[name])
             self.reported |= {*files} & ({*wrong} | {file for file in files if there[file] is None})
         return list(missing), list(wrong.values())
 
     def _flaw(self, file: str, there: str | None) -> WrongShape | None:
-        """Of a tensor that is there in another shape than the family's own files have it."""
+        """The error for a tensor `there` that differs in shape from `file` in the family's own files; None if equal."""
         shape = self.weights[there].shape if there else None
         expected = self._file_shapes[file]
         return WrongShape(str(there), shape, expected) if shape is not None and not fits(shape, expected) else None
 
     def _written(self, name: str) -> str:
-        """A name of the family's files as this checkpoint would have it."""
+        """The name that this checkpoint would use for a tensor of the family's own files."""
         if self.heads.gguf:
             return gguf_name(name) or name
         there = next(iter(self.heads.names.items()), None)
@@ -312,7 +311,7 @@ class _LoadCheck:
 
     @cached_property
     def _file_shapes(self) -> Shapes:
-        """The tensors of these modules in the family's own files, or in GGUF files."""
+        """Name -> shape of the modules' tensors in the family's own files, or in GGUF files."""
         outlines: Any = {name: Outline(shape) for name, shape in self.expected.items()}
         if not self.heads.gguf:
             return {name: each.shape for name, each in self.family.as_written(outlines, self.config).items()}
@@ -324,7 +323,7 @@ class _LoadCheck:
         return shapes
 
     def _gguf_shapes(self, name: str, shape: tuple[int, ...]) -> Shapes:
-        """One tensor as GGUF files have it: experts in a stack, kv_b_proj in two parts where a part is there."""
+        """Names and shapes of one tensor in GGUF files: experts are stacked; kv_b_proj has two parts if one exists."""
         layer = self.spec.layer
         if _EXPERT.search(name) and layer and isinstance(layer.mlp, MoEConfig):
             return {_EXPERT.sub(".experts.", name): (layer.mlp.router.num_experts, *shape)}
@@ -337,7 +336,7 @@ class _LoadCheck:
 
     @cached_property
     def _files_of(self) -> dict[str, tuple[str, ...]]:
-        """Canonical name -> the tensors of such files that it is made of."""
+        """Canonical name -> names in `_file_shapes` of the tensors that form it."""
         renamed = self._renamed(self._file_shapes)
         files = {name: files_of(tensor) for name, tensor in renamed.items()}
         for name in self.expected.keys() - files.keys():
@@ -349,7 +348,7 @@ class _LoadCheck:
 
 
 def _unstacked(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
-    """Stacks of experts one by one (layers/moe.py reads both)."""
+    """Tensors with stacks of experts split into single matrices (layers/moe.py reads both)."""
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         match = _STACK.fullmatch(name)
@@ -368,7 +367,7 @@ def _unstacked(tensors: Mapping[str, RawTensor]) -> dict[str, RawTensor]:
 
 
 def _capped(spec: HeadSpec) -> HeadSpec:
-    """With no more experts than are listed."""
+    """The spec with at most MAX_EXPERTS experts."""
     layer = spec.layer
     if layer is None or not isinstance(layer.mlp, MoEConfig) or layer.mlp.router.num_experts <= MAX_EXPERTS:
         return spec
@@ -377,7 +376,7 @@ def _capped(spec: HeadSpec) -> HeadSpec:
 
 
 def _moved(heads: NativeHeads, weights: Mapping[str, WeightHeader]) -> tuple[int, ...]:
-    """The layers that hold heads, where they are not the first ones after the trunk's."""
+    """Layers with MTP tensors, if they are not the first layers after num_hidden_layers; else empty."""
     matches = (_LAYER.match(strip_wrapper(name)) for name in weights if name.endswith(MARKERS))
     marked = sorted({int(match[1]) for match in matches if match})
     if marked and heads.num_layers and marked[0] != heads.num_layers and len(marked) >= heads.promised.modules:
@@ -386,7 +385,7 @@ def _moved(heads: NativeHeads, weights: Mapping[str, WeightHeader]) -> tuple[int
 
 
 def _at_another_layer(heads: NativeHeads, weights: Mapping[str, WeightHeader], moved: tuple[int, ...]) -> NativeHeads:
-    """Nothing more is said of heads that engines do not look for where they are."""
+    """The result for heads at layers where engines do not look for them; their shapes are not checked."""
     places = {layer: [] for layer in moved}  # type: dict[int, list[str]]
     for name in weights:
         if (match := _LAYER.match(strip_wrapper(name))) and int(match[1]) in places:
@@ -402,13 +401,13 @@ def _at_another_layer(heads: NativeHeads, weights: Mapping[str, WeightHeader], m
     return replace(heads, parts=parts, modules=modules, names=names, moved_to=moved)
 
 
-# Families that are described only, and files of unknown ones.
+# Families that the engine cannot run, and GGUF files that no family can read.
 
 
 def _as_declared(
     heads: NativeHeads, layout: MTPLayout, weights: Mapping[str, WeightHeader], sizes: Sizes
 ) -> NativeHeads:
-    """Against the tensors that other engines load."""
+    """Compares the modules with the tensors that other engines load (MTPLayout.tensors)."""
 
     def named(name: str) -> str:
         name = strip_wrapper(name)
@@ -446,7 +445,8 @@ def _checked(count: int) -> int:
 
 
 def _like_the_trunk(heads: NativeHeads, weights: Mapping[str, WeightHeader], sizes: Sizes) -> NativeHeads:
-    """Of a GGUF file whose metadata no family reads: llama.cpp's linking, a block like a trunk's layer."""
+    """The check for a GGUF file whose metadata no family can read: llama.cpp's module around a block that resembles a
+    layer of the trunk."""
     names = {name: name for name in heads.parts.get(MTP, ())}
     own = {name: weights[name] for name in names}
     layers = {int(match[1]) - heads.num_layers for name in names if (match := _LAYER.match(name))}
@@ -472,7 +472,7 @@ def _like_the_trunk(heads: NativeHeads, weights: Mapping[str, WeightHeader], siz
 def _trunk_block(
     weights: Mapping[str, WeightHeader], layer: int, num_layers: int, own: Mapping[str, WeightHeader]
 ) -> Iterator[Slot]:
-    """The attention and feed-forward part of the trunk's layer that is most like this one."""
+    """Slots for the attention and feed-forward tensors of the trunk layer that shares most names with `layer`."""
     blocks: dict[int, set[str]] = {}
     for name in weights:
         if (match := _LAYER.fullmatch(name)) and match[2].startswith(("self_attn.", "mlp.")):

@@ -58,7 +58,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _named(config: Config, key: str, default: str) -> Config:
-    """The config with an activation under the key that `keys.activation` reads."""
+    """The config with the activation of `key` under `hidden_act`, which `keys.activation` reads."""
     return keys.inside(config, {"hidden_act": config.get(key) or default})
 
 
@@ -78,7 +78,7 @@ def _experts(config: Config) -> MoEConfig:
 
 
 def _num_mtp(config: Config) -> int:
-    """MTP modules: one, of attention and experts, or none."""
+    """Number of MTP modules: 0, or 1 of attention and experts. Raises ModelError for others."""
     count = keys.num_mtp(config)
     if not count:
         return 0
@@ -94,8 +94,8 @@ def _num_mtp(config: Config) -> int:
 
 
 def _layers(config: Config) -> tuple[list[str], Config]:
-    """Of each layer its one part, and the config with numbers in place of a GGUF file's lists. There two of them say
-    the kinds: a layer with neither kv heads nor a feed-forward part is Mamba2."""
+    """(kind of each layer, config with numbers in place of a GGUF file's lists). Two of these lists determine the
+    kinds: a layer with neither KV heads nor a feed-forward part is Mamba2."""
     told, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
     if isinstance(config.get("num_key_value_heads"), list) or config.get("model_type") in GGUF:
         count, part = keys.num_layers(config), MOE if config.get("num_experts") else MLP
@@ -112,7 +112,7 @@ def _layers(config: Config) -> tuple[list[str], Config]:
 
 
 def _by_layer(config: Config, key: str, count: int) -> list[int]:
-    """One number, or one for each of `count` layers and the modules behind them."""
+    """The number of each of `count` layers under a key that has one number, or a list that MTP modules may extend."""
     told = config.get(key)
     listed: list[Any] = told if isinstance(told, list) else [told] * count
     if len(listed) < count or not all(isinstance(each, int) and each >= 0 for each in listed):
@@ -139,7 +139,7 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 8},
     harmless={
         **_mamba2.HARMLESS,
-        **dict.fromkeys(("norm_eps", "rms_norm_eps", "layer_norm_eps"), "layer_norm_epsilon says it"),
+        **dict.fromkeys(("norm_eps", "rms_norm_eps", "layer_norm_eps"), "given by layer_norm_epsilon"),
         **dict.fromkeys(("rope_theta", "partial_rotary_factor"), "positions are not rotated"),
         **dict.fromkeys(
             ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "mlp_hidden_act",
@@ -152,11 +152,11 @@ FAMILY = Family(
             ("mtp_hybrid_override_pattern", "mtp_layers_block_type"), "of the MTP module, where there is one"
         ),
         "moe_shared_expert_overlap": "in which order the same numbers are made",
-        "hidden_act": "mlp_hidden_act says it",
+        "hidden_act": "given by mlp_hidden_act",
         "attention_bias": "there are none: a tensor of one is refused",
-        "num_hidden_layers": "the kinds of layers say it, as in transformers",
-        "hybrid_override_pattern": "layers_block_type says it",
-        "layer_types": "layers_block_type says it",
+        "num_hidden_layers": "given by the kinds of layers, as in transformers",
+        "hybrid_override_pattern": "given by layers_block_type",
+        "layer_types": "given by layers_block_type",
     },
     names=Names(
         {

@@ -26,7 +26,8 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _windows(config: Config) -> list[int]:
-    """Every other one of the first layers has a window, unless `layer_types` says it (transformers 5.23)."""
+    """Sliding window of each layer, 0: unlimited. Without `layer_types` every other one of the first layers has a
+    window (transformers 5.23)."""
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
     kinds = config.get("layer_types")
@@ -46,7 +47,7 @@ FAMILY = Family(
         SHARED: 5632,
     },
     harmless={
-        "intermediate_size": "of dense layers, where there are any",
+        "intermediate_size": "used only by dense layers",
         "attention_bias": "q, k and v have one in every file",
         "n_shared_experts": "one, whose width is said",
         "sliding_window": "of use_sliding_window only",

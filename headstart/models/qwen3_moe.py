@@ -39,7 +39,7 @@ FAMILY = Family(
         "n_deepstack_layers": "of pictures, whose tensors are left out",
         "sliding_window": "of use_sliding_window only",
         "shared_expert_intermediate_size": "there is none",
-        "intermediate_size": "of dense layers, where there are any",
+        "intermediate_size": "used only by dense layers",
     },
     names=Names(WRAPPED),
     adapt=turned_stacks,

@@ -1,4 +1,4 @@
-"""Nothing of a config is ignored in silence: every key is read, known to change nothing, or refused by name."""
+"""Finds unknown config keys: a key that is neither read nor known to change nothing raises ModelError with its name."""
 
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -8,11 +8,11 @@ from headstart.errors import ModelError
 from headstart.models.mtp import count_keys
 from headstart.params import recommended_names
 
-_FILES = "which files and programs wrote it"
+_FILES = "names of the files and programs that wrote the config"
 _TRAINING = "training only"
-_OUTPUTS = "what a call returns beside logits"
-_GENERATION = "how to generate: generation_config.json says it"
-_TOKENS = "ids that the tokenizer and generation_config.json say"
+_OUTPUTS = "additional results of transformers' forward call"
+_GENERATION = "generation settings, which are read from generation_config.json"
+_TOKENS = "token ids, which are read from the tokenizer and generation_config.json"
 _CLASSES = "names of classes, for models that classify"
 _WEIGHTS = "read with the tensors (formats/quantization.py)"
 _REASONS: Mapping[str, tuple[str, ...]] = {
@@ -48,15 +48,15 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
     ),
     _CLASSES: ("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "classifier_bias"),
-    "the same numbers in slices": ("pretraining_tp", "chunk_size_feed_forward", "ep_size", "tp_size"),
-    "of a picture or sound tower, whose tensors are left out": (
+    "the same computation in slices": ("pretraining_tp", "chunk_size_feed_forward", "ep_size", "tp_size"),
+    "a vision or audio part, whose tensors are not loaded": (
         "vision_config", "audio_config", "language_model_only", "visual", "vision_feature_layer",
     ),
-    "read by its own part": ("model_type", "mtp_recycle", "text_config"),
+    "read elsewhere in headstart": ("model_type", "mtp_recycle", "text_config"),
     _WEIGHTS: ("quantization_config", "quantization", "compression_config", "weight_block_size"),
 }  # fmt: skip
 HARMLESS: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
-"""Keys that change nothing of a forward pass, of any family and at any value, and why."""
+"""Config key -> why it changes no forward pass, in any family and at any value."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_sliding_window",
@@ -71,18 +71,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,), "per_layer_config": ({},), "scale_emb": (1,), "sliding_window_pattern": (0, 1),
     "recurrent_layers": (0, []), "mlp_only_layers": ([],), "decoder_sparse_step": (1,), "full_attention_interval": (1,),
 }  # fmt: skip
-"""Keys of variants -> values that choose none, where a family does not read them."""
-WANTED = "if the model's output does not depend on it, take it out; if it does, this model is not served"
+"""Keys that select a variant -> values that select none and are harmless if the family does not read the key."""
+WANTED = "if the model's output does not depend on it, remove it; if it does, headstart cannot run this model"
 
 
 class Reading(Mapping[str, Any]):
-    """A config that knows which of its keys were read. `defaults`: what holds where a key is not there."""
+    """A config that records which of its keys were read. defaults: values of missing keys."""
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self._parts: tuple[Mapping[str, Any], ...] = (config,)  # the first that has a key says it
+        self._parts: tuple[Mapping[str, Any], ...] = (config,)  # in order of precedence
         self._defaults = defaults
-        self._used: set[str] = set()
-        self._all = [config]
+        self._used: set[str] = set()  # keys read so far, shared with copies from `inside`
+        self._all = [config]  # all parts, shared with copies from `inside`
 
     def __getitem__(self, key: str) -> Any:
         self._used.add(key)
@@ -98,15 +98,15 @@ class Reading(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def inside(self, inner: Mapping[str, Any]) -> "Reading":
-        """With the keys of an object inside, which hold before the others."""
+        """A copy in which the keys of `inner`, an object inside the config, take precedence."""
         both = copy(self)
         both._parts = (inner, *self._parts)
         self._all.append(inner)
         return both
 
     def check(self, harmless: Mapping[str, str], where: str) -> None:
-        """Raises ModelError, naming every key that nobody has read and that may change what the model says. `harmless`:
-        keys that the family knows to change nothing, and why."""
+        """Raises ModelError naming all keys that were not read and may change the model's output. harmless: further
+        keys that change nothing -> the reason. where: file name for the error."""
         unread = ((key, value) for part in self._all for key, value in part.items() if key not in self._used)
         strange = [f"{key} is {_short(value)}" for key, value in unread if not _says_nothing(key, value, harmless)]
         if strange:
@@ -115,7 +115,7 @@ class Reading(Mapping[str, Any]):
 
 
 def _says_nothing(key: str, value: Any, harmless: Mapping[str, str]) -> bool:
-    private = key.startswith("_")  # of the program that wrote it
+    private = key.startswith("_")  # bookkeeping of the program that wrote the file
     known = key in HARMLESS or key in harmless
     neutral = (0,) if key in count_keys() else NEUTRAL.get(key, ())
     return value is None or private or known or value in neutral

@@ -1,4 +1,4 @@
-"""Sizes of the small models that tests run and `train --from-scratch` begins with, and random tensors for them."""
+"""Sizes and random tensors of small models, for tests and `train --from-scratch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,13 +21,13 @@ SCRATCH: Mapping[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
-"""About a million parameters, in sizes that other engines take too: heads of 32, widths that 32 divides."""
+"""config.json keys for about a million parameters, in sizes that other engines support: multiples of 32."""
 SCRATCH_EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
 
 def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Arrays:
-    """Matrices ~ N(0, 1 / in), so that logits are of order 1 to 10; norm weights near 1; convolutions of order
-    1 / sqrt(width); decay rates of states that forget in some three to thirty rows."""
+    """Random tensors. Matrices ~ N(0, 1 / in), so that logits are of order 1 to 10; norm weights near 1; convolutions
+    of order 1 / sqrt(width); decay rates with which states forget within about 3 to 30 rows."""
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, shape in shapes.items():

@@ -26,9 +26,9 @@ FAMILY = Family(
     parse=parse,
     defaults={"max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
     harmless={
-        "rope_pct": "partial_rotary_factor says it", "norm_eps": "layer_norm_eps says it",
+        "rope_pct": "given by partial_rotary_factor", "norm_eps": "given by layer_norm_eps",
         "rotary_scaling_factor": "of another implementation", "hidden_dropout": "training only",
-        "rms_norm_eps": "layer_norm_eps says it",
+        "rms_norm_eps": "given by layer_norm_eps",
     },
     small={
         "model_type": "stablelm", "architectures": ["StableLmForCausalLM"], "layer_norm_eps": 1e-5,

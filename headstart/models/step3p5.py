@@ -34,7 +34,7 @@ SERVED = {
     "sink": False, "use_mfa": False, "att_impl_type": "GQA", "use_bidirectional_attention": False,
 }  # fmt: skip
 LIMITS: dict[float, Activation] = {0.0: "silu", 7.0: "silu_7", 16.0: "silu_16"}
-"""Of a layer, as files say them -> the activation."""
+"""Limit of a layer in the config -> its activation."""
 FIRST_SPARSE = 3
 
 
@@ -64,7 +64,7 @@ def _of_llama_cpp(config: Config) -> bool:
 
 
 def _kinds(config: Config, count: int) -> list[str]:
-    """Of each layer and module; without a word all are full."""
+    """SLIDING or FULL for each layer and MTP module; all are full if the config has no key for kinds."""
     kinds, flags = config.get("layer_types"), config.get("sliding_window_pattern")
     if kinds is None and flags is not None:  # a GGUF file's
         flags = flags if isinstance(flags, list) else [flags] * count
@@ -80,7 +80,7 @@ def _kinds(config: Config, count: int) -> list[str]:
 
 
 def _sparse(config: Config, count: int) -> list[bool]:
-    """Which layers and modules have experts: listed, or of the trunk all but the first few."""
+    """For each layer and MTP module, whether it has experts: as listed, else all trunk layers but the first few."""
     trunk = keys.num_layers(config)
     if (kinds := config.get("mlp_layer_types")) is not None:
         more = config.get("mtp_mlp_layer_types") or []
@@ -100,7 +100,7 @@ def _sparse(config: Config, count: int) -> list[bool]:
 
 
 def _limits(config: Config, key: str, count: int) -> list[Activation]:
-    """Of each layer and module the activation that its limit means."""
+    """Activation of each layer and MTP module, from the limits under `key`."""
     told = config.get(key)
     values = told if isinstance(told, list) else [told] * count  # a GGUF file's list of one number
     values = [*values, *[0.0] * (count - len(values))]
@@ -111,7 +111,7 @@ def _limits(config: Config, key: str, count: int) -> list[Activation]:
 
 
 def _listed(config: Config, key: str, index: int) -> Any:
-    """A number of all layers, or that of one."""
+    """The value of layer `index` under a key that has a list for all layers or a single value."""
     value = config.get(key)
     if isinstance(value, list):
         if len(value) <= index:
@@ -121,7 +121,7 @@ def _listed(config: Config, key: str, index: int) -> Any:
 
 
 def _ropes(config: Reading, kinds: list[str]) -> dict[str, Reading]:
-    """The config as each kind of layer reads its rope; a scaling is that of full layers."""
+    """Kind of layer -> the config with its RoPE keys. RoPE scaling applies to full layers only."""
     if config.get("rope_parameters"):
         return keys.by_kind(config)
     gguf, scaling = _of_llama_cpp(config), config.get("rope_scaling")
@@ -130,7 +130,7 @@ def _ropes(config: Reading, kinds: list[str]) -> dict[str, Reading]:
         index = kinds.index(kind) if kind in kinds else 0
         theta = config.get("rope_local_base_freq") if gguf and kind == SLIDING else None
         share = _listed(config, "partial_rotary_factors", index)
-        if gguf:  # half of a full layer's head turns
+        if gguf:  # full layers rotate half of a head
             share = 0.5 if kind == FULL else 1.0
         rope = {
             "rope_theta": _listed(config, "rope_theta", index) if theta is None else theta,
@@ -142,7 +142,7 @@ def _ropes(config: Reading, kinds: list[str]) -> dict[str, Reading]:
 
 
 def _cut(scaling: Any, head_dim: int, share: float | None) -> Any:
-    """Divisors of a GGUF file are padded to a whole head's."""
+    """The scaling with as many frequency divisors as are rotated; GGUF files pad them to a whole head."""
     if not isinstance(scaling, dict) or not isinstance(scaling.get("factors"), list):
         return scaling
     return {**scaling, "factors": scaling["factors"][: int(head_dim * (share or 1)) // 2]}
@@ -191,7 +191,8 @@ OWN_HEAD = re.compile(r"layers\.(\d+)\.shared_head\.head\.weight")
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Norms of Hugging Face's files are 1 + w; LM heads of modules are no copies. llama.cpp has one name for gates."""
+    """Family.adapt: adds 1 to norms of Hugging Face's files, keeps the MTP modules' own LM heads, and renames
+    llama.cpp's gates."""
     ours = {}
     for name, tensor in tensors.items():
         name = name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj.")
@@ -202,7 +203,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Norms as files have them, experts in stacks."""
+    """Family.restore: inverse of `adapt`; also stacks experts."""
     theirs: Arrays = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, array in arrays.items():
@@ -231,7 +232,7 @@ FAMILY = Family(
              "num_experts_per_tok", "moe_intermediate_size", "share_expert_dim", "share_expert_dims",
              "shared_expert_intermediate_size", "moe_router_scaling_factor", "routed_scaling_factor",
              "norm_topk_prob", "expert_gating_func"),
-            "of experts, where there are any",
+            "used only by experts",
         ),
         **dict.fromkeys(("need_fp32_gate", "use_qk_norm", "max_seq_len", "true_head_dim", "gating"), "always so here"),
         **dict.fromkeys(("image_token_id", "projector_bias", "understand_projector_stride", "use_im_start_end",

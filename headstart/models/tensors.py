@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder: its family, its tensors under canonical names, its weights on a backend."""
+"""Loads a checkpoint's decoder: finds the family, renames the tensors, and builds the layers on a backend."""
 
 import math
 import re
@@ -37,7 +37,8 @@ class LoadedDecoder:
 def load_decoder(
     checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress, context: int | None = None
 ) -> LoadedDecoder:
-    """Read the trunk of a checkpoint; `progress` counts weights, `context`: the longest text. Raises ModelError."""
+    """Loads the trunk of a checkpoint. progress: counts weights. context: requested context length. Raises
+    ModelError."""
     family = find_family(checkpoint)
     config = read_config(checkpoint, family, context)
     tensors = canonical_tensors(checkpoint, family, config)
@@ -48,28 +49,28 @@ def load_decoder(
 
 
 def read_config(checkpoint: Checkpoint, family: Family, context: int | None = None) -> DecoderConfig:
-    """Sizes and layers of a checkpoint. Raises ModelError for a key that nobody knows."""
+    """Sizes and layers of a checkpoint. Raises ModelError for wrong values and unknown config keys."""
     if not checkpoint.canonical_names:
         return family.read(checkpoint.config, str(checkpoint.path / "config.json"), context=context)
     return family.read(checkpoint.config, str(checkpoint.path), beside=FOUND, context=context)
 
 
 LEFT: Mapping[str, str] = {
-    r"rope_freqs\.weight": "read with the rope's keys",
-    rf".*\.({'|'.join(ACTIVATIONS)})": "scales of activations, which are not rounded here",
-    r".*\.rotary_emb\.inv_freq": "made from the config",
+    r"rope_freqs\.weight": "read with the RoPE keys of the config",
+    rf".*\.({'|'.join(ACTIVATIONS)})": "scales of quantized activations, which headstart does not quantize",
+    r".*\.rotary_emb\.inv_freq": "computed from the config",
 }
-"""Names of tensors that nobody takes, and why."""
+"""Patterns of tensor names that may stay unused -> the reason."""
 
 
 def untaken(weights: Weights, modules: int | None = None) -> list[str]:
-    """Tensors that nobody has taken: of the trunk, or of the first `modules` MTP modules."""
+    """Names of tensors that no layer has used: of the trunk (modules None), or of the first `modules` MTP modules."""
     left = {name: each for name, each in weights.tensors.items() if name not in weights.used}
     return sorted(name for name, each in left.items() if 0 not in each.shape and not _may_be_left(name, modules))
 
 
 def check_taken(weights: Weights) -> None:
-    """Raises ModelError for a tensor of the trunk that nobody has taken: it would be another model."""
+    """Raises ModelError for a trunk tensor that no layer has used: the model would compute something else."""
     left = untaken(weights)
     for name in left:
         if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
@@ -78,9 +79,9 @@ def check_taken(weights: Weights) -> None:
         tied = name == "lm_head.weight"
         raise ModelError(
             f"{weights.source}: the config leaves no place for {name}{others}",
-            "tie_word_embeddings is true, but it differs from the embedding: one of the two is wrong"
+            "tie_word_embeddings is true, but lm_head.weight differs from the embedding: one of the two is wrong"
             if tied
-            else "the config and the weights do not belong together, or this variant of the family is not served",
+            else "the config and the weights do not belong together, or headstart cannot run this variant",
         )
 
 
@@ -103,7 +104,7 @@ def _same(one: RawTensor, other: RawTensor) -> bool:
 
 
 def find_family(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint by its model_type. Raises ModelError for one that is not known."""
+    """The family of a checkpoint by its model_type. Raises ModelError for a missing or unknown model_type."""
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type")
@@ -123,7 +124,7 @@ def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderCon
 def renamed_tensors(
     read: Mapping[str, RawTensor], family: Family, config: DecoderConfig, *, from_gguf: bool
 ) -> dict[str, RawTensor]:
-    """Tensors under canonical names, joined matrices apart; MTP modules after the trunk's layers stay there."""
+    """Tensors under canonical names, with fused matrices split. MTP modules keep layer names (layers.N, N + 1, ...)."""
     tensors = dict(read)
     if not from_gguf:
         named = ((family.names.canonical(name), tensor) for name, tensor in read.items())
@@ -133,7 +134,7 @@ def renamed_tensors(
 
 
 def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """Rows of q and k from llama.cpp's order into that of Ops.rope, in layers without positions too."""
+    """Reorders the rows of q and k from llama.cpp's interleaved order to that of Ops.rope, in all layers."""
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
     spec, rotary = mixers[0].spec, next((mixer.rope.rotary_dim for mixer in mixers if mixer.rope), None)
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}
@@ -145,7 +146,7 @@ def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict
 
 
 def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:
-    """Layers beyond the config's can only be MTP modules; they need not be used. Raises ModelError."""
+    """Raises ModelError for layers beyond the config's number that are no MTP modules."""
     names = set(tensors)
     held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
     for layer in sorted(each for each in held if each >= num_layers):
@@ -155,7 +156,7 @@ def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, check
 
 
 def _counter(tensors: Mapping[str, RawTensor], progress: Progress) -> Callable[[RawTensor], None]:
-    """Tells how many weights have been taken, in millions."""
+    """Callback for Weights.on_take that reports the number of loaded weights, in millions, to `progress`."""
     total, done = sum(math.prod(tensor.shape) for tensor in tensors.values()), 0
 
     def taken(tensor: RawTensor) -> None:

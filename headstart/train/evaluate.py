@@ -1,4 +1,4 @@
-"""What a head is worth: held-out acceptance against the trunk's greedy tokens, and the measured speed-up."""
+"""Evaluates a head: held-out acceptance against the trunk's greedy tokens, and the measured speed-up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ def evaluate(
     modules: Sequence[Any], spec: HeadSpec, target: DistillationTarget, examples: Sequence[Example],
     features: FeatureSource, config: LossConfig,
 ) -> dict[str, Acceptance]:  # fmt: skip
-    """Acceptance per kind of text, and of "all"."""
+    """Kind of text, or "all" -> acceptance over the held-out examples."""
     depth, config = len(config.steps), replace(config, anchors=ANCHORS)
     results = {"all": Acceptance((0,) * depth, 0, (0.0,) * depth)}
     for numbers in plan_epoch([len(example) for example in examples], BATCH_TOKENS, 0, 0):

@@ -36,7 +36,7 @@ class FrozenModel:
     native_model: Model | None = None  # the same model on the native backend: faster, and the arithmetic of run time
 
     def feature_extractor(self) -> FeatureExtractor:
-        """What fills the feature cache."""
+        """The trunk that computes hidden states for the cache: native if there is one, else torch."""
         return NativeTrunk(self.native_model, self.trunk.tap) if self.native_model else self.trunk
 
     def with_spec(self, spec: HeadSpec) -> "FrozenModel":
@@ -88,7 +88,7 @@ def load_frozen_model(
 def make_frozen_model(
     model: Model, engine_config: EngineConfig, kind: str = "mtp", depth: int = 3, modules: int = 1
 ) -> FrozenModel:
-    """A loaded model for a head kind, a number of draft steps and (kinds that stack) a number of modules."""
+    """The FrozenModel of a loaded model, for a kind of head, draft steps and (for kinds that stack) modules."""
     exact = "float64" if engine_config.dtype == "float64" else "float32"
     head_name = lm_head_tensor(model.weights, model.config)
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))

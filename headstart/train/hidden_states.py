@@ -39,7 +39,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """What the trunk computes for one example of T tokens."""
+    """The trunk's outputs for one example of T tokens."""
 
     hidden: Tensor  # [T, (taps + 1) x W] bfloat16: tapped streams, then the state after the final norm
     best: Tensor  # [T] int64: argmax of the trunk, -1 at rows without loss

@@ -168,7 +168,7 @@ def confidence_loss(module: BlockModule, y: Tensor, before: Tensor | None, share
 
 @dataclass(frozen=True, eq=False)
 class DistillationTarget:
-    """The trunk's tables for V draft tokens: what the head reads and imitates."""
+    """The trunk's tables for V draft tokens: input embeddings of the head, and logits that it imitates."""
 
     embedding: Tensor  # [vocabulary, W]
     norm: Tensor  # [W], weight of the trunk's final norm
@@ -201,7 +201,7 @@ class DistillationTarget:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """What a batch's loss consists of."""
+    """Weights and sampling of a batch's loss."""
 
     steps: tuple[float, ...] = (1.0, 0.8, 0.6)  # weight of each draft step, or row of a block
     terms: LossTerms = field(default_factory=LossTerms)

@@ -91,7 +91,7 @@ def test_scores_of_27b_in_gguf_files() -> None:
 @pytest.mark.parametrize(("changes", "said"), [
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True, which is not supported"),
     ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0, which is not known for gemma3_text"),
-    ({"rope_parameters": {"rope_type": "linear"}}, "must say the rope of each kind of layer"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "must have a rope for each kind of layer"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
 ])  # fmt: skip
 def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None:

@@ -46,7 +46,7 @@ def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
     config, _ = found.tiny()
     with pytest.raises(ModelError, match=r"a\.json: qk_clip is 3, new_thing is 'x', which are not known for") as error:
         found.read({**config, "qk_clip": 3, "new_thing": "x", "nothing": None, "_private": 1}, "a.json")
-    assert "take it out" in error.value.hint
+    assert "remove it" in error.value.hint
     found.read({**config, "qk_clip": 3}, strict=False)
     found.read({**config, **dict.fromkeys(HARMLESS.keys() - {"text_config", "mtp_recycle", "model_type"}, "x")})
     neutral = {key: values[0] for key, values in NEUTRAL.items()} | dict.fromkeys(count_keys(), 0)
