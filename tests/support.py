@@ -186,6 +186,12 @@ def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int]
     return head_of(model, spec, eagle3_arrays(model, spec, draft_ids), draft_ids)
 
 
+def peagle_spec(model: Model, tap: tuple[int, ...] = (0, 1, 2)) -> HeadSpec:
+    """Of two layers; the mask is a token of no text."""
+    block = BlockSpec(block_size=8, num_layers=2, mask_token_id=1, causal=True, anchor_predicts=True)
+    return replace(eagle3_spec(model, tap), kind="peagle", num_layers=2, block=block)
+
+
 def block_spec(model: Model, tap: tuple[int, ...] = (0, 1), **facts: Any) -> HeadSpec:
     """Of a small block drafter: DSpark without its heads, but for `facts` of BlockSpec; `qk_norm` is the layer's."""
     layer = plain_layer(model.config)
@@ -250,6 +256,9 @@ def headed_model(family: str, kind: str = "mtp") -> Model:
         return replace(model, head=make_eagle3(model))
     if kind == "medusa":
         return replace(model, head=make_medusa(model))
+    if kind == "peagle":
+        spec = peagle_spec(model, (0, 1))
+        return replace(model, head=head_of(model, spec, eagle3_arrays(model, spec)))
     if kind == "block":
         return replace(model, head=make_block(model, markov_rank=8, confidence=True))
     if kind == "draft_model":

@@ -1,6 +1,8 @@
 """The drafter interface: attach to a target model, propose drafts, release sequences. One file per drafter, named after
 its method."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -234,7 +236,7 @@ class Drafter:
         return self.max_depth
 
     @classmethod
-    def attach(cls, target: TargetModel) -> Self:
+    def attach(cls, target: TargetModel) -> Drafter:
         """Creates the drafter for a target and opens its networks. Raises UsageError or ModelError for a misfit."""
         return cls()
 

@@ -1,9 +1,10 @@
-"""Block drafters (heads/block.py): one pass over the last token and mask tokens drafts a whole block.
+"""Block drafters (heads/block.py) and P-EAGLE: one pass over the last token and mask tokens drafts a whole block.
 
-KV of the trunk's hidden states at position p ("features") is stored at slot p. Each draft first computes the features
-of tokens committed since the last draft, then runs the block's rows at the slots after them; the next draft overwrites
-these slots. All tokens are sampled at once, unless a token's distribution depends on the tokens before it (Markov head,
-penalties, masks): then one by one.
+What true positions leave in the KV cache is stored at their slots: of a block drafter the trunk's hidden states
+("features"), of a P-EAGLE head pairs as drafters/head.py has them. Each draft first computes those of tokens committed
+since the last draft, then runs the block's rows at the slots after them; the next draft overwrites these slots. All
+tokens are sampled at once, unless a token's distribution depends on the tokens before it (Markov head, penalties,
+masks): then one by one.
 """
 
 import math
@@ -13,20 +14,21 @@ from itertools import accumulate
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.core import Float32, Rows, Sequence
 from headstart.drafters.base import Drafter, DraftPrograms, DraftRequest, GrowingDraft, TargetModel
 from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
-from headstart.heads.base import STATES, BlockSpec, Head
-from headstart.heads.block import BlockModule
+from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
+from headstart.heads.block import BlockModule, MarkovHead
 from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
 from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import LMHead
-from headstart.layers.network import NetworkProgram, Pools
+from headstart.layers.network import Network, NetworkProgram, Pools
 
-FEATURES, BLOCK, MARKOV = "features", "block", "markov"
+FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
 MAX_LOGIT = 80.0  # exp of a larger number is clipped
 
 
@@ -83,31 +85,37 @@ class BlockNetwork:
 
 
 class BlockDrafter(Drafter):
-    """Drafts with one block module; the maximum depth is the block size."""
+    """Drafts in one pass over the last token and mask tokens; the maximum depth is the block size. `programs`: the
+    network's that keeps what true positions leave, and that gives the logits of a block."""
 
     costs_per = "pass"
 
-    def __init__(self, target: TargetModel, head: Head) -> None:
+    def __init__(
+        self, target: TargetModel, head: Head, network: Network, programs: tuple[str, str],
+        token_ids: NDArray[np.int64] | None, markov: MarkovHead | None = None,
+    ) -> None:  # fmt: skip
         assert head.spec.block
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
-        self.method, self._spec, ids = head.spec.kind, head.spec.block, head.draft_token_ids
-        sketch = None
-        if ids is None:
-            ids, sketch = target.vocabulary.token_ids, target.vocabulary.sketch
-        self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
-        self._token_ids = None if ids is None else target.backend.index(ids)
-        self._module: BlockModule = head.modules[0]
-        embedding = target.model.embedding if head.embedding is None else head.embedding
-        width, lm_head = tap_width(head.spec.tap, target.config.hidden_size), sketch or lm_head_of(target, head, ids)
-        self._network = target.runner.open(BlockNetwork(self._module, embedding, lm_head, width))
-        between = [(MARKOV, -1)] if self._module.markov else []
-        self._steps = DraftPrograms(self._network, BLOCK, between, self._token_ids, is_block=True)
+        self.method, self._spec, self.max_depth = head.spec.kind, head.spec.block, head.spec.depth_limit
+        self.tap = None if network.hidden_offset is None else head.spec.tap
+        self._token_ids = None if token_ids is None else target.backend.index(token_ids)
+        self._network, self._programs, self._markov = target.runner.open(network), programs, markov
+        between = [(MARKOV, -1)] if markov else []
+        self._steps = DraftPrograms(self._network, programs[1], between, self._token_ids, is_block=True)
 
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
-        if target.head is None or target.head.spec.block is None:
+        head, vocabulary = target.head, target.vocabulary
+        if head is None or head.spec.block is None:
             raise UsageError("the model has no block drafter", "attach one with --head DIR, or use --drafter ngram")
-        return cls(target, target.head)
+        has_own = head.draft_token_ids is not None
+        ids, sketch = (head.draft_token_ids, None) if has_own else (vocabulary.token_ids, vocabulary.sketch)
+        embedding = target.model.embedding if head.embedding is None else head.embedding
+        module, hidden, lm_head = head.modules[0], target.config.hidden_size, sketch or lm_head_of(target, head, ids)
+        if isinstance(module, BlockModule):
+            block = BlockNetwork(module, embedding, lm_head, tap_width(head.spec.tap, hidden))
+            return cls(target, head, block, (FEATURES, BLOCK), ids, module.markov)
+        return cls(target, head, HeadNetwork(head, hidden, embedding, [lm_head]), (PAIRS, PAIRS), ids)
 
     def num_uncached(self, sequence: Sequence) -> int:
         return max(len(sequence.tokens) - 2 - self._runner.filled(self._network, sequence), 0)
@@ -128,13 +136,13 @@ class BlockDrafter(Drafter):
 
     def _draft(self, requests: Seq[DraftRequest], parts: Seq[Rows]) -> None:
         """Drafts with one pass, then samples, the requests that the backend cannot draft in one call."""
-        output = self._runner.run(self._network, BLOCK, parts)
+        output = self._runner.run(self._network, self._programs[1], parts)
         firsts = accumulate([request.depth for request in requests], initial=0)
         pairs = zip(requests, firsts, strict=False)
         growing = [GrowingDraft.start(request, self.method, first) for request, first in pairs]
         confidence = output.get("confidence")
         confidences = None if confidence is None else self._backend.numpy(confidence)[:, 0].copy()
-        if self._module.markov or any(_depends_on_draft(each.sequence) for each in growing):
+        if self._markov or any(_depends_on_draft(each.sequence) for each in growing):
             self._draw_in_turn(growing, output["logits"], confidences)
         else:
             self._draw(output["logits"], [(each, i) for each in growing for i in range(each.depth)], confidences)
@@ -147,7 +155,7 @@ class BlockDrafter(Drafter):
             start, end = self._runner.filled(self._network, sequence), len(sequence.tokens) - 1
             while start < end:
                 count = min(end - start, rows_left)
-                parts.append(Rows(sequence, start, sequence.tokens[start : start + count], 0))
+                parts.append(Rows(sequence, start, self._own(sequence.tokens[start : start + count]), 0))
                 start, rows_left = start + count, rows_left - count
                 if not rows_left:
                     self._keep(parts)
@@ -156,11 +164,17 @@ class BlockDrafter(Drafter):
             self._keep(parts)
 
     def _keep(self, parts: list[Rows]) -> None:
-        self._runner.run(self._network, FEATURES, parts)
+        self._runner.run(self._network, self._programs[0], parts)
         self._runner.fill(self._network, parts)
 
+    def _own(self, tokens: Seq[int]) -> list[int]:
+        """The network's ids of the trunk's tokens."""
+        return list(tokens)
+
     def _rows(self, request: DraftRequest) -> Rows:
-        return block_rows(self._spec, request.sequence, len(request.sequence.tokens) - 1, request.depth)
+        anchor = len(request.sequence.tokens) - 1
+        (token,) = self._own(request.sequence.tokens[-1:])
+        return block_rows(self._spec, request.sequence, anchor, request.depth, token)
 
     def _draw_in_turn(self, growing: list[GrowingDraft], logits: Buffer, confidences: Float32 | None) -> None:
         """Samples the first token of each draft, then the second of each, and so on."""
@@ -173,7 +187,7 @@ class BlockDrafter(Drafter):
             if carry is not None:
                 row_logits[:, -carry.shape[1] :] = carry[kept]
             confidence = None if confidences is None else confidences[rows]
-            if self._module.markov:
+            if self._markov:
                 before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in growing]
                 parts = [
                     Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(growing, before, strict=True)
@@ -201,10 +215,10 @@ class BlockDrafter(Drafter):
             each.append(sampled, row, confidence)
 
 
-def block_rows(spec: BlockSpec, sequence: Sequence, anchor: int, depth: int) -> Rows:
-    """Rows of a block: the token at position `anchor`, and mask tokens as far as `depth` draft tokens need them."""
+def block_rows(spec: BlockSpec, sequence: Sequence, anchor: int, depth: int, token: int) -> Rows:
+    """Rows of a block: `token` at position `anchor`, and mask tokens as far as `depth` draft tokens need them."""
     count = spec.rows_for(depth)
-    ids = [sequence.tokens[anchor], *[spec.mask_token_id] * (count - 1)]
+    ids = [token, *[spec.mask_token_id] * (count - 1)]
     return Rows(sequence, anchor, ids, depth, visible_end=None if spec.all_causal else anchor + count - 1)
 
 

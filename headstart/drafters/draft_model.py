@@ -1,4 +1,4 @@
-"""A second, smaller model drafts token by token, one pass per token; it uses the trunk's block tables.
+"""A second, smaller model drafts, one pass per token, or a PARD model in one; it uses the trunk's block tables.
 
 Each draft first computes all tokens committed since the last draft; the newest token's row gives the first draft token.
 KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Self
 
 from headstart.core import Rows, Sequence
 from headstart.drafters.base import Drafter, DraftRequest, GrowingDraft, TargetModel, draw_next
+from headstart.drafters.block import BlockDrafter
 from headstart.errors import UsageError
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
@@ -41,10 +41,10 @@ class DraftModelDrafter(Drafter):
         self._unverified: dict[Sequence, _Unverified] = {}
 
     @classmethod
-    def attach(cls, target: TargetModel) -> Self:
+    def attach(cls, target: TargetModel) -> Drafter:
         if not isinstance(target.head, DraftModel):
             raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
-        return cls(target, target.head)
+        return ParallelDraftModelDrafter(target, target.head) if target.head.spec.block else cls(target, target.head)
 
     def num_uncached(self, sequence: Sequence) -> int:
         self._fill_accepted(sequence)
@@ -105,6 +105,23 @@ class DraftModelDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         self._unverified.pop(sequence, None)
+
+
+class ParallelDraftModelDrafter(BlockDrafter):
+    """Drafts with a PARD model, as with a block drafter."""
+
+    def __init__(self, target: TargetModel, model: DraftModel) -> None:
+        network, programs = DecoderNetwork(model.decoder), (FORWARD, FORWARD)
+        super().__init__(target, model, network, programs, model.draft_token_ids)
+        self._model = model
+
+    def propose(self, requests: Seq[DraftRequest]) -> None:
+        longest = self._model.max_length
+        super().propose([each for each in requests if len(each.sequence.tokens) + each.depth <= longest])
+
+    def _own(self, tokens: Seq[int]) -> list[int]:
+        ids = self._model.own_ids
+        return list(tokens) if ids is None else ids[tokens].tolist()
 
 
 DRAFTER = DraftModelDrafter

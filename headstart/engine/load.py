@@ -1,24 +1,22 @@
 """Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
 import logging
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart import hub, machine, registry
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, no_progress
+from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
 from headstart.heads.base import Head, HeadSpec, limit_window
-from headstart.heads.draft_model import DraftModel
+from headstart.heads.draft_model import DraftModel, parallel_block
 from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
@@ -36,7 +34,6 @@ log = logging.getLogger("headstart.engine")
 NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
 DRAFT_MODEL = "draft_model"
 NEED_HEAD = ("mtp", "mixed")  # values of --drafter that ask for the model's own head
-MAX_UNSHARED = 0.01  # share of tokens that one vocabulary may have and the other lack: added later, or never used
 
 
 @dataclass(frozen=True)
@@ -177,8 +174,8 @@ def _check_fit(trunk: Model, path: Path, **sizes: int) -> None:
 
 
 def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
-    """Loads a second model as drafter. Raises ModelError for another vocabulary, naming sizes and the first different
-    token, and for recurrent layers."""
+    """Loads a second model as drafter. Raises ModelError for a vocabulary that has little in common, and for recurrent
+    layers."""
     path = checkpoint.path
     with trunk.backend.reading(checkpoint.files):
         loaded = load_decoder(checkpoint, trunk.backend)
@@ -186,68 +183,23 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
             hint = "use a draft model that has only attention layers"
             raise ModelError(f"{path} has recurrent layers, which cannot draft yet", hint)
         trunk_size, draft_size = trunk.config.vocab_size, loaded.config.vocab_size
-        vocabulary = _vocabulary(checkpoint, path, same_size=trunk_size == draft_size)
+        tokenizer = _tokenizer(checkpoint, same_size=trunk_size == draft_size)
         matching = Matching(range(min(trunk_size, draft_size)), None)
-        if vocabulary is not None:
-            matching = match(
-                trunk.tokenizer.vocabulary(), vocabulary, (trunk_size, draft_size), (trunk.name, str(path))
-            )
+        if tokenizer is not None:
+            matching = match(trunk.tokenizer, tokenizer, (trunk_size, draft_size), (trunk.name, str(path)))
         decoder = loaded.decoder if matching.rows is None else _with_rows(loaded, matching.rows)
     return DraftModel(
-        spec=HeadSpec(kind=DRAFT_MODEL), modules=(), source=str(path),
+        spec=HeadSpec(kind=DRAFT_MODEL, block=parallel_block(checkpoint.config, loaded.config)), modules=(),
+        source=str(path),
         draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64), decoder=decoder,
         max_length=loaded.config.max_length, own_ids=matching.own_ids(trunk_size),
     )  # fmt: skip
 
 
-class Matching(NamedTuple):
-    """Tokens that trunk and draft model share."""
-
-    ids: range | list[int]  # ascending trunk ids
-    rows: list[int] | None  # the draft model's id of each; None: its ids 0, 1, ... in order, all of them
-
-    def own_ids(self, size: int) -> NDArray[np.int64] | None:
-        """[size] draft model id of each trunk id, 0 for unknown tokens; None: the ids are equal."""
-        if len(self.ids) == size and self.rows is None:
-            return None
-        table = np.zeros(size, np.int64)
-        table[self.ids] = self.ids if self.rows is None else self.rows
-        return table
-
-
-def match(
-    trunk_vocab: Mapping[str, int], draft_vocab: Mapping[str, int], sizes: tuple[int, int], names: tuple[str, str]
-) -> Matching:
-    """Compares two vocabularies (token -> id). sizes: rows of the embeddings, trunk's first. Rows without a token and a
-    few extra tokens are harmless. Raises ModelError for larger differences."""
-    pairs = sorted((trunk_vocab[token], draft_vocab[token]) for token in trunk_vocab.keys() & draft_vocab.keys())
-    pairs = [pair for pair in pairs if pair[0] < sizes[0] and pair[1] < sizes[1]]
-    if len(pairs) < (1 - MAX_UNSHARED) * max(len(trunk_vocab), len(draft_vocab)):
-        raise ModelError(
-            f"the draft model {names[1]} has another vocabulary than {names[0]}: {len(draft_vocab)} tokens, not "
-            f"{len(trunk_vocab)}{_first_difference(trunk_vocab, draft_vocab)}",
-            "use a draft model of the same family",
-        )
-    if all(trunk_id == draft_id for trunk_id, draft_id in pairs):  # equal ids mean the same token, or padding
-        shared = min(sizes)
-        return Matching(range(shared), None if sizes[1] == shared else list(range(shared)))
-    return Matching([trunk_id for trunk_id, _ in pairs], [draft_id for _, draft_id in pairs])
-
-
-def _first_difference(trunk_vocab: Mapping[str, int], draft_vocab: Mapping[str, int]) -> str:
-    trunk_tokens, draft_tokens = (
-        {index: token for token, index in each.items()} for each in (trunk_vocab, draft_vocab)
-    )
-    for index in sorted(trunk_tokens.keys() & draft_tokens.keys()):
-        if trunk_tokens[index] != draft_tokens[index]:
-            return f"; token {index} is {draft_tokens[index][:40]!r}, not {trunk_tokens[index][:40]!r}"
-    return ""
-
-
-def _vocabulary(checkpoint: Checkpoint, path: Path, *, same_size: bool) -> Mapping[str, int] | None:
-    """The draft model's vocabulary; None if it has no tokenizer, but as many tokens as the trunk."""
+def _tokenizer(checkpoint: Checkpoint, *, same_size: bool) -> Tokenizer | None:
+    """The draft model's tokenizer; None if it has none, but as many tokens as the trunk."""
     try:
-        return checkpoint.load_tokenizer().vocabulary()
+        return checkpoint.load_tokenizer()
     except ModelError:
         if same_size:
             return None

@@ -223,7 +223,7 @@ def _end_blocks(engine: Engine, handle: NetworkHandle, sequences: Seq[Sequence],
     for sequence, prompt in zip(sequences, prompts, strict=True):
         engine.runner.run(handle, FEATURES, [Rows(sequence, 0, prompt[:-size], 0)])
     return [
-        block_rows(block, sequence, len(prompt) - size, block.block_size)
+        block_rows(block, sequence, len(prompt) - size, block.block_size, prompt[-size])
         for sequence, prompt in zip(sequences, prompts, strict=True)
     ]
 

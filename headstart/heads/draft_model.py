@@ -1,16 +1,37 @@
-"""Draft model: a second, smaller model with the same tokens.
+"""Draft model: a second, smaller model; with another tokenizer it drafts the tokens whose texts both have.
 
-It has no modules and reads nothing of the trunk; engine/load.py loads it.
+It has no modules and reads nothing of the trunk; engine/load.py loads it. A PARD model (arXiv 2504.18583; AMD-AGI/PARD
+`pard/pard_infer.py`) names a mask token in config.json: it drafts several tokens in one pass, from the last token and
+mask tokens behind it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.heads.base import Head
+from headstart.errors import ModelError
+from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
+from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
+
+MASK_KEYS = ("pard_token", "ptd_token_id")  # as vLLM reads them
+NUM_DRAFTS = 12  # of a pass: PARD's own default
+
+
+def parallel_block(document: Mapping[str, Any], config: DecoderConfig) -> BlockSpec | None:
+    """Of a PARD model's config.json; None for a model that drafts token by token. Raises ModelError for a mask that is
+    no token."""
+    mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
+    if mask is None:
+        return None
+    if type(mask) is not int or not 0 <= mask < config.vocab_size:
+        what = f"the draft model's mask token is {mask!r}, but must be below {config.vocab_size}"
+        raise ModelError(what, f"correct {MASK_KEYS[0]} in its config.json")
+    return BlockSpec(block_size=NUM_DRAFTS, num_layers=1, mask_token_id=mask, causal=True, anchor_predicts=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +40,7 @@ class DraftModel(Head):
 
     decoder: Decoder
     max_length: int  # context length
-    own_ids: NDArray[np.int64] | None = None  # [V] the draft model's id of each trunk id; None: the ids are equal
+    own_ids: NDArray[np.int64] | None = None  # [V] what it reads for each trunk id (engine/matching.py); None: the same
 
 
 HEAD = HeadKind(

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError, UsageError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.sizes import Sizes
-from headstart.heads.base import HeadSpec
+from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import (
     HeadCheckpoint,
     HeadKind,
@@ -62,6 +63,9 @@ FEWEST_LAYERS = 3
 WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # EAGLE-3.1: norm of all streams together, norms of each stream
 STREAM = re.compile(r"fc_norm\.\d+\.weight")  # published name of the norm of one stream
 COPIES = ("lm_head.weight", "embed_tokens.weight")  # optional tensors that are also in the trunk
+MASK = "mask_hidden"  # P-EAGLE (heads/peagle.py): what rows of the mask token read in place of the streams
+MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # config.json keys of the mask token: speculators', vLLM's
+NUM_DEPTHS = 8  # drafts per pass where config.json has no number, as in speculators' training
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Eagle3Module:
     whole: Weight | None  # [num_taps * H] norm of all streams together, before `fuse`
     each: Weight | None  # [num_taps * H] norms of the single streams, before `fuse`
     num_taps: int  # number of streams
+    mask: Weight | None  # [num_taps * H] P-EAGLE: input of rows of the mask token in place of stored states
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -85,7 +90,9 @@ class Eagle3Module:
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
     ) -> tuple[Buffer, Buffer]:
         """See heads.base.Module. Stored states [R, taps x H] are fused; recycled vectors [R, H] are not."""
-        g = step.hidden if recycled else self.fuse(ops, self._normed(ops, step.hidden))
+        g = step.hidden
+        if not recycled:
+            g = self.fuse(ops, self._normed(ops, self._masked(ops, spec, step)))
         h = self.hidden_norm(ops, g)
         x = ops.concat(self.block.input_norm(ops, embedded), h)
         first, *others = split_pools(pool)
@@ -96,6 +103,11 @@ class Eagle3Module:
             delta, residual = layer(ops, delta, residual, step.positions, own)
         y, stream = self.norm.add(ops, delta, residual)
         return y, y if spec.recycle == "post_norm" else stream
+
+    def _masked(self, ops: Ops, spec: HeadSpec, step: StepInputs) -> Buffer:
+        if self.mask is None or spec.block is None:
+            return step.hidden
+        return ops.put_where(step.hidden, step.token_ids, spec.block.mask_token_id, self.mask)
 
     def _normed(self, ops: Ops, streams: Buffer) -> Buffer:
         if self.whole is not None:
@@ -118,6 +130,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
             whole=whole,
             each=each,
             num_taps=num_taps,
+            mask=weights.get(MASK, width) if spec.block else None,
         )
     ]
 
@@ -125,8 +138,10 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     """Canonical tensors except the optional ones: LM head, embedding, and norms of EAGLE-3.1."""
     assert spec.layer is not None
+    width = len(tapped_layers(spec.tap)) * hidden
     return {
-        "fuse.weight": (hidden, len(tapped_layers(spec.tap)) * hidden),
+        "fuse.weight": (hidden, width),
+        **({MASK: (width,)} if spec.block else {}),
         "block.hidden_norm.weight": (hidden,),
         **spec.layer.shapes("block", hidden, in_features=2 * hidden),
         **further_shapes(spec, hidden),
@@ -158,8 +173,13 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     layer, num_layers, hidden, vocab_size = plain_block(inner, named, path, "pre", "an EAGLE-3 head")
     if "fuse.weight" not in named:
         raise ModelError(f"{path} holds no fc.weight", "is this an EAGLE-3 head?")
+    block = None
+    if MASK in named:
+        named[MASK] = named[MASK].shaped(int(np.prod(named[MASK].shape)))
+        block = _block(document, num_layers, vocab_size, path)
     spec = HeadSpec(
-        kind="eagle3",
+        kind="peagle" if block else "eagle3",
+        block=block,
         layer=layer,
         tap=tuple(_taps(document)),
         recycle="post_norm" if document.get("norm_output") else "pre_norm",
@@ -174,6 +194,19 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         draft_token_ids=draft_ids(tensors.get("d2t") or tensors.get("model.d2t"), vocab_size, path), tensors=named,
         trunk=str(ours.get("trunk", "")), trunk_fingerprint=str(ours.get("trunk_fingerprint", "")),
         training=dict(ours.get("training") or {}),
+    )  # fmt: skip
+
+
+def _block(document: Document, num_layers: int, vocab_size: int, path: Path) -> BlockSpec:
+    """Of a P-EAGLE head, whose last pair drafts too."""
+    mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
+    if type(mask) is not int:
+        raise ModelError(f"{path / 'config.json'}: mask_token_id is {mask!r}, but must be a token", "is it P-EAGLE?")
+    methods = (document.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    depth = int(methods[0].get("speculative_tokens") or NUM_DEPTHS)
+    return BlockSpec(
+        block_size=min(depth, MAX_DEPTH), num_layers=num_layers, mask_token_id=mask, causal=True, anchor_predicts=True,
+        vocab_size=vocab_size,
     )  # fmt: skip
 
 
@@ -225,10 +258,13 @@ def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[st
     named = {theirs(name): array for name, array in arrays.items()}
     if EACH in named:
         named |= _parts(named.pop(EACH), head.hidden_size)
+    if block := head.spec.block:
+        named[MASK] = named[MASK].reshape(1, 1, -1)
     ids = head.draft_token_ids
     named |= vocabulary_maps(ids, head.vocab_size)
     norms = {key: True for key, name in (("norm_before_fc", WHOLE), ("fc_norm", EACH)) if name in arrays}
-    return _document(head, head.vocab_size if ids is None else len(ids)) | norms, named
+    masked = {"ptd_token_id": block.mask_token_id} if block else {}
+    return _document(head, head.vocab_size if ids is None else len(ids)) | norms | masked, named
 
 
 def _parts(norms: Any, hidden: int) -> dict[str, Any]:
@@ -292,6 +328,7 @@ def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
         "?embed_tokens.weight": (s["vocabulary"], hidden),
         "?fc.bias": (hidden,),
         "?input_norm.weight": (s["taps"] * wide,),
+        f"?{MASK}": (1, 1, s["taps"] * wide),
         **{f"?{name}": (wide,) for name in (f"fc_norm.{i}.weight" for i in range(5)) if name in present},
     }
 
@@ -314,29 +351,6 @@ EAGLE3 = DrafterFormat(
     reduced=True,
 )
 
-
-def _peagle_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    mask = {} if index else {"mask_hidden": (1, 1, s["taps"] * s["target_hidden"])}
-    return tensors(s, index, present) | mask
-
-
-def _refuse_peagle(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    raise ModelError(f"{path} is a P-EAGLE head (parallel drafting), which headstart cannot run", "use an EAGLE-3 head")
-
-
-PEAGLE = replace(
-    EAGLE3,
-    key="peagle",
-    title="P-EAGLE",
-    read=_refuse_peagle,
-    write=None,
-    tensors=_peagle_tensors,
-    speculators=("peagle",),
-    gguf=(),
-    architectures=("peagle",),
-    keys=(),
-    markers=("mask_hidden",),
-)
 
 # Training.
 
@@ -365,7 +379,7 @@ HEAD = HeadKind(
     modules=modules,
     shapes=shapes,
     fit=fit,
-    formats=(PEAGLE, EAGLE3),
+    formats=(EAGLE3,),
     training=Training(
         spec=trained_spec, initial=initial, own_lm_head=True, layer=partial(published_layer, qk_norm=False, biases=True)
     ),

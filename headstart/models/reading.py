@@ -15,6 +15,7 @@ _GENERATION = "generation settings, which are read from generation_config.json"
 _TOKENS = "token ids, which are read from the tokenizer and generation_config.json"
 _CLASSES = "names of classes, for models that classify"
 _WEIGHTS = "read with the tensors (formats/quantization.py)"
+_MASKS = "the mask of a model that drafts in one pass (heads/draft_model.py)"
 _REASONS: Mapping[str, tuple[str, ...]] = {
     _FILES: (
         "architectures", "auto_map", "transformers_version", "name_or_path", "model_name", "unsloth_version",
@@ -22,6 +23,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "task_specific_params", "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "pruned_heads",
         "transformers.js_config", "license", "language", "tags",
     ),
+    _MASKS: ("pard_token", "ptd_token_id"),
     _TRAINING: (
         "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
         "attn_pdrop", "dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",

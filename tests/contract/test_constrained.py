@@ -107,7 +107,8 @@ def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = Fal
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "none"])
 def test_drafting_changes_nothing(drafter: str) -> None:
-    model = headed_model(FAMILY, drafter if drafter in ("eagle3", "medusa", "draft_model", "block") else "mtp")
+    kinds = ("eagle3", "peagle", "medusa", "draft_model", "block")
+    model = headed_model(FAMILY, drafter if drafter in kinds else "mtp")
     found = [check(model, drafter, cell) for cell in CROWDED]
     forced, preemptions = map(sum, zip(*found, strict=True))
     assert preemptions > 0, "no cell ran out of blocks"

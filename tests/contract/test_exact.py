@@ -60,7 +60,7 @@ def plain(kind: str, family: str, temperature: float) -> support.Outputs:
 
 def head_kind(drafter: str) -> str:
     """What a drafter must find at the model."""
-    return drafter if drafter in ("eagle3", "medusa", "draft_model", "block") else "mtp"
+    return drafter if drafter in ("eagle3", "peagle", "medusa", "draft_model", "block") else "mtp"
 
 
 def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[int, int]:

@@ -147,6 +147,74 @@ def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path)
     assert spec.scale == pytest.approx(expected.attention_scaling)
 
 
+PEAGLE = {"speculative_tokens": 5}
+MASK_TOKEN = 1  # of support.peagle_spec
+
+
+def written_peagle(model: Any, path: Path) -> Path:
+    """A P-EAGLE head of two layers, as speculators writes it."""
+    spec = support.peagle_spec(model)
+    path = support.write_head(path, model.config, spec, support.eagle3_arrays(model, spec, DRAFT_IDS), DRAFT_IDS)
+    document = json.loads((path / "config.json").read_text())
+    container = as_speculators({**document, "architectures": ["PEagleSpeculator"]}) | {
+        "speculators_model_type": "peagle", "mask_token_id": document.pop("ptd_token_id"),
+        "speculators_config": {"algorithm": "peagle", "proposal_methods": [PEAGLE]},
+        "eagle_aux_hidden_state_layer_ids": document["eagle_aux_hidden_state_layer_ids"],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(container))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_peagle_drafts_as_trained(tmp_path: Path, backend: str) -> None:
+    """speculators' core.py: rows of the mask's embedding and of `mask_hidden` stand behind the last pair, all causal;
+    the pairs that stay are those of true states. The text is the trunk's."""
+    folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
+    made, path = support.tiny_model("llama"), written_peagle(support.tiny_model("llama"), tmp_path / "head")
+    settings: dict[str, Any] = {"backend": backend, "dtype": {"reference": "float64", "native": "float32"}[backend]}
+    model = support.model_at(folder, **settings)
+    settings["block_size"] = 16
+    prompts = [support.prompt_of(18, 1), support.prompt_of(18, 1)[:10] + support.prompt_of(4, 2)]
+    requests = [support.request(each, name=f"r{i}", max_tokens=10, stops=()) for i, each in enumerate(prompts)]
+    plain = support.run(support.make(model, drafter="none", **settings), requests)
+    model = replace(model, head=attach_head(model, path))
+    assert model.head.spec.depth_limit == 5
+    engine = support.make(model, drafter="peagle", depth=4, max_num_batched_tokens=8, **settings)
+    drafts: list[tuple[list[int], list[int]]] = []
+    propose = engine.drafting.drafter.propose
+
+    def noted(asked: Any) -> None:
+        propose(asked)
+        drafts.extend((list(each.sequence.tokens), list(each.sequence.draft.tokens)) for each in asked)
+
+    engine.drafting.drafter.propose = noted
+    assert {k: each.tokens for k, each in support.run(engine, requests).items()} == {
+        k: each.tokens for k, each in plain.items()
+    }
+    files = read_file(path / "model.safetensors").items()
+    t = {name: torch.from_numpy(each.float32().copy()).double() for name, each in files if name not in MAPS}
+    layer, same, streams_of = support.plain_layer(made.config), list[bool](), trunk_streams(made)
+    for tokens, drafted in drafts:
+        masks = len(drafted) - 1
+        streams = torch.cat((streams_of(tokens)[:-1], t["mask_hidden"].view(1, -1).expand(masks, -1)))
+        ids = torch.tensor([*tokens[1:], *[MASK_TOKEN] * masks])
+        logits, _ = plain_eagle3(
+            t, streams, made.decoder.embedding[ids], layer.mixer.spec,
+            torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
+        )  # fmt: skip
+        wanted = logits[-len(drafted) :].argmax(-1).tolist()
+        same += [DRAFT_IDS[a] == b for a, b in zip(wanted, drafted, strict=True)]
+    assert len(same) > 40 and not any(MASK_TOKEN in tokens for tokens, _ in drafts)
+    assert np.mean(same) > (0.75 if backend == "native" else 0.9999)  # there a drafter's weights are int4
+
+
+def trunk_streams(model: Any) -> Any:
+    """tokens -> the streams [T, 3 H] that the trunk's layers 0, 1, 2 read."""
+    code = model.decoder.program([model.backend.kv_pool(128, each) for each in model.decoder.kv_specs], None, (0, 1, 2))
+    return lambda tokens: model.backend.run(code, support.plan_at(0, tokens))["tapped"]
+
+
 def as_speculators(document: dict[str, Any]) -> dict[str, Any]:
     outside = {key: document.pop(key) for key in ("architectures", "draft_vocab_size")}
     return {**outside, "speculators_model_type": "eagle3", "transformer_layer_config": document}

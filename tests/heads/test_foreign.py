@@ -192,7 +192,8 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("changes", "more", "said"), [
-    ({"speculators_model_type": "peagle"}, {"mask_hidden": torch.ones(3)}, "is a P-EAGLE head"),
+    ({"speculators_model_type": "peagle"}, {}, "holds no mask_hidden"),
+    ({"speculators_model_type": "peagle"}, {"mask_hidden": torch.ones(3)}, "mask_token_id is None, but must be"),
     ({"num_hidden_layers": 2, "model_type": "eagle"}, {}, "no tensor layers.1"),
     ({"num_hidden_layers": 99, "model_type": "eagle"}, {}, "num_hidden_layers 99 is missing or wrong"),
     ({}, {"embedding_layernorm.weight": torch.ones(48)}, "embedding_layernorm.weight is not known of"),

@@ -59,12 +59,12 @@ def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
     own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
     if own >= other:
         return [FitCheck("MTP modules", 0, "one or more", False)]
-    from headstart.engine.load import match  # it needs more than headers do
+    from headstart.engine.matching import match  # it needs more than headers do
 
     sizes = [Sizes(each.config).get("vocabulary") or 0 for each in (target, checkpoint)]
     fits = sizes[0] == sizes[1]
     with suppress(ModelError):  # some checkpoints have no tokenizer
-        ours, theirs = (each.load_tokenizer().vocabulary() for each in (target, checkpoint))
+        ours, theirs = (each.load_tokenizer() for each in (target, checkpoint))
         fits = False
         match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name))
         fits = True
