@@ -171,8 +171,7 @@ class LLM:
         return self.chat_template is not None
 
     def use_chat_template(self, template: ChatTemplate) -> None:
-        """Replace the model's chat template. Its `turn_end` becomes an end-of-text id if it is a special token, else a
-        stop string."""
+        """Replace the chat template. Its `turn_end` becomes an end-of-text id if it is a special token, else a stop."""
         bos, end = self.tokenizer.bos_id, template.turn_end
         begins = bos in self.tokenizer.encode("", add_special=True)
         tokens = {} if bos is None or (end and not begins) else {"bos_token": self.tokenizer.token_text(bos)}
@@ -273,8 +272,7 @@ class LLM:
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
-        """Banned words as token ids: all ids of a word but the last -> the last ids that are then banned. Each word is
-        banned as written and with a space before it."""
+        """All ids of a word but the last -> banned last ids. Words are banned as written and after a space."""
         banned: dict[tuple[int, ...], frozenset[int]] = {}
         for text in (spelled for word in words for spelled in (word, f" {word.lstrip()}")):
             *before, last = self.tokenizer.encode(text, parse_special=False)
@@ -347,8 +345,7 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> Iterator[TextDelta]:
-        """Yield the output of one prompt piece by piece (n must be 1). Closing the iterator aborts the request. Raises
-        as `generate`."""
+        """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
         params = params or self.default_params
         request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
         if params.n != 1:

@@ -95,8 +95,7 @@ class Session:
         self._shared.close(self._inbox)
 
     def submit(self, request: Request, since: float | None = None) -> None:
-        """Hand a request to the engine. `since`: the time.perf_counter() at which it was due; None: now. Raises what
-        `Engine.submit` raises."""
+        """Hand a request to the engine. `since`: time.perf_counter() at which it was due. Raises as `Engine.submit`."""
         started = time.perf_counter() if since is None else since
         method = self._shared.engine.drafting.method
         for sequence in self._shared.submit(request, self._inbox):

@@ -1,4 +1,4 @@
-"""Checkpoint formats, one file each: `FORMAT = Format(detect, open_checkpoint)`; and opening by detection."""
+"""Checkpoint formats, one file each (`FORMAT = Format(detect, open_checkpoint)`), and opening with the right format."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hug
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a checkpoint by detection; only headers are read. ModelError if nothing is there or no format knows it."""
+    """Open a checkpoint in the format that detects it; reads only headers. ModelError for no file or unknown format."""
     path = Path(path).expanduser()
     if not path.exists():
         raise ModelError(f"{path} does not exist", HINT)
@@ -24,14 +24,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Does a format know it, by its name and first bytes?"""
+    """Whether a format detects the path, by its name and first bytes."""
     formats: list[Format] = [registry.find("formats", name).FORMAT for name in registry.available("formats")]
     return any(each.detect(path) for each in formats)
 
 
 def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Checkpoint:
-    """A path, an alias, or a repo on the Hub, of which nothing but headers is fetched. Raises ModelError for damaged
-    or missing files, UsageError for an unknown name or when the Hub cannot be reached."""
+    """Open a path, an alias, or a repo on the Hub, from which only headers are fetched. Raises ModelError for damaged
+    or missing files, UsageError for an unknown name or if the Hub cannot be reached."""
     asked = None if isinstance(name, Path) else hub.repo_of(name)
     if asked is not None:
         from headstart.formats.remote import open_repo  # the Hub's client is slow to import
@@ -48,7 +48,7 @@ def _why_unknown(path: Path) -> str:
     if not any(path.iterdir()):
         return f"{path} is an empty directory"
     if partial := next(partial_files(path), None):
-        return f"{path} holds {partial}: a download that has not ended"
+        return f"{path} holds {partial}, an incomplete download"
     if files := sorted(path.glob("*.gguf")):
         return f"{path} is a directory with GGUF files; name one of them, such as {files[0].name}"
     if not (path / "config.json").exists():

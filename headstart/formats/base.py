@@ -1,4 +1,4 @@
-"""What every checkpoint format yields: named tensors as the file has them, a config, a tokenizer.
+"""The result of every checkpoint format: tensors by name in the file's encoding, a config, a tokenizer.
 
 Canonical tensor names are Hugging Face's Llama names without the `model.` prefix: `embed_tokens.weight`,
 `layers.{i}.input_layernorm.weight`, `layers.{i}.self_attn.q_proj.weight`, `layers.{i}.mlp.gate_proj.weight`,
@@ -33,13 +33,13 @@ ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Plain types that can be read: bytes per element."""
+"""Plain dtype that can be read -> bytes per element."""
 
 BITS: Mapping[str, int] = {
     **{dtype: 8 * size for dtype, size in ITEM_BYTES.items()},
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
-"""Bits per element of every dtype of safetensors. Every other dtype name is a ggml block type."""
+"""dtype of safetensors -> bits per element. Every other dtype name is a ggml block type or one of formats.grouped."""
 
 _NUMPY: Mapping[str, str] = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2",
@@ -51,22 +51,22 @@ NAME_OF: Mapping[np.dtype[Any], str] = {np.dtype(code): name for name, code in _
 """numpy dtype (little-endian) -> plain type name."""
 
 WIDENED = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"})
-"""Types of ggml whose blocks no kernel takes: such weights are float32 in memory, up to twenty times the file."""
-_UNREAD = frozenset({"Q8_1", "Q8_K"})  # types of ggml that hold activations of a step, never weights
+"""ggml types that no kernel supports: such weights become float32 in memory, up to twenty times the file's size."""
+_UNREAD = frozenset({"Q8_1", "Q8_K"})  # ggml types of activations, never of weights
 CONVERT = "convert the file to another quantization, such as Q8_0 or Q4_K_M"
 
 WRAPPER = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
-"""Regular expression of what may stand before a language model's tensor names, in files of any family."""
+"""Regular expression of the prefixes that a language model's tensor names may have, in files of any family."""
 _WRAPPER = re.compile(WRAPPER)
 
-PIECE_BYTES = 1 << 22  # of what is read piece by piece
-END_BYTES = 4096
+PIECE_BYTES = 1 << 22  # size of a piece in Tensor.pieces
+END_BYTES = 4096  # bytes at each end of a tensor that its fingerprint covers
 
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """A file that tensors lie in. `here`: it is on this machine; of others only headers were read. `mapped`: bytes are
-    mapped, else read into memory each time, for files larger than it."""
+    """A file that holds tensors. `here`: it is on this machine (of remote files only headers were read). `mapped`:
+    its bytes are memory-mapped; False: they are read at each access, so that a file may exceed the memory."""
 
     path: Path
     here: bool = True
@@ -77,7 +77,7 @@ class File:
         return map_file(self.path)
 
     def bytes_at(self, begin: int, nbytes: int) -> Bytes:
-        """Bytes [begin, begin + nbytes), uint8: a view of the mapped file, or an array of its own."""
+        """uint8 [nbytes] from byte `begin` on: a view of the mapped file, or a new array."""
         if self.mapped:
             return self._all[begin : begin + nbytes]
         return np.frombuffer(self.read(begin, nbytes), np.uint8)
@@ -90,7 +90,7 @@ class File:
 
 
 def map_file(path: Path) -> Bytes:
-    """The file's bytes, uint8 [size], mapped and not read. ModelError for a missing, unreadable or empty file."""
+    """The file's bytes, uint8 [size], memory-mapped. Raises ModelError for a missing, unreadable or empty file."""
     try:
         if not path.is_file():
             raise ModelError(f"{path} is not a file")
@@ -103,11 +103,11 @@ def map_file(path: Path) -> Bytes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tensor:
-    """One tensor of a checkpoint, by its place: nothing of it is read before it is asked for.
+    """One tensor of a checkpoint. Stores where its bytes are; they are read when a method needs them.
 
-    `source` is a file or an array in memory (uint8 [size]); `begin` and `nbytes` count its bytes. `dtype` is a key of
-    BITS, the name of a ggml block type (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, ...), whose blocks run along a row, or a type of
-    formats.grouped.
+    `source` is a file or an array in memory (uint8 [size]), and the tensor is its bytes [begin, begin + nbytes).
+    `dtype` is a key of BITS, a ggml block type (Q4_0, Q8_0, Q6_K, ..., with blocks along a row), or a type of
+    formats.grouped. `shape` counts elements.
     """
 
     name: str
@@ -119,12 +119,12 @@ class Tensor:
 
     @property
     def file(self) -> Path:
-        """The file it lies in; an empty path in memory."""
+        """The tensor's file; an empty path for a tensor in memory."""
         return self.source.path if isinstance(self.source, File) else Path()
 
     @property
     def here(self) -> bool:
-        """Can its bytes be read?"""
+        """Whether the bytes can be read: False for tensors of remote files."""
         return not isinstance(self.source, File) or self.source.here
 
     @property
@@ -136,29 +136,29 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an item of the first dimension."""
+        """Bytes of one index of the first dimension."""
         return self.nbytes // max(self.shape[0], 1)
 
     def read_bytes(self, begin: int, nbytes: int) -> Bytes:
-        """Bytes [begin, begin + nbytes) of the tensor, uint8, not mapped. ModelError when the file is shorter now."""
+        """uint8 [nbytes] from the tensor's byte `begin` on, without mapping. ModelError if the file became shorter."""
         if not isinstance(self.source, File):
             return self.source[self.begin + begin : self.begin + begin + nbytes]
         data = self.source.read(self.begin + begin, nbytes)
         if len(data) != nbytes:
-            raise ModelError(f"{self.file} ends inside tensor {self.name}", "was the file changed meanwhile?")
+            raise ModelError(f"{self.file} ends inside tensor {self.name}", "was the file changed after it was opened?")
         return np.frombuffer(data, np.uint8)
 
     def pieces(self) -> Iterator[Bytes]:
-        """All bytes, a piece at a time, not mapped."""
+        """Yield all bytes in pieces of PIECE_BYTES, read without mapping."""
         for begin in range(0, self.nbytes, PIECE_BYTES):
             yield self.read_bytes(begin, min(PIECE_BYTES, self.nbytes - begin))
 
     def fingerprint(self) -> int:
-        """A checksum of the first and last 4 KiB: tensors of one name may hold other rows."""
+        """crc32 of the first and last 4 KiB, to tell apart tensors of one name with different content."""
         return ends_crc(self.data.reshape(-1))
 
     def float32(self) -> NDArray[np.float32]:
-        """The values, [*shape] (possibly a read-only view of the file). ModelError if the type holds no floats."""
+        """The values, [*shape], possibly a read-only view of the file. ModelError for integer and unreadable dtypes."""
         if self.dtype in ("F32", "F16", "F64"):
             values = self._view(_NUMPY[self.dtype])
         elif self.dtype == "BF16":
@@ -170,7 +170,7 @@ class Tensor:
         elif self.dtype == "F8_E8M0":
             values = np.where(self.data == 255, np.nan, np.ldexp(1.0, self.data.astype(np.int32) - 127))
         elif self.dtype in ITEM_BYTES:
-            raise ModelError(f"tensor {self.name} holds {self.dtype}, but floating-point weights are wanted here")
+            raise ModelError(f"tensor {self.name} holds {self.dtype}, but floating-point weights are needed here")
         elif layout := layout_of(self.dtype):
             rows = self.data.reshape(math.prod(self.shape[:-1]), -1)
             values = grouped_values(layout, rows, self.shape[-1], e4m3_table())
@@ -180,14 +180,14 @@ class Tensor:
         return np.require(values.reshape(self.shape), np.float32, ["C", "A"])
 
     def numpy(self) -> NDArray[Any]:
-        """The values of an integer or boolean tensor (or plain float but BF16 and F8), [*shape], a view."""
+        """The values in the file's dtype, [*shape], a view. ModelError if numpy lacks the dtype (BF16, F8)."""
         if self.dtype not in _NUMPY:
             raise ModelError(f"tensor {self.name} holds {self.dtype}, which numpy does not have", "use float32()")
         return self._view(_NUMPY[self.dtype]).reshape(self.shape)
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
-        """Rows [n] of the first dimension, as raw bytes, so exact for quantized rows too: gathered, or by their place
-        where they follow each other."""
+        """A tensor of rows [n] (indices of the first dimension), with their raw bytes: a view of the file if they are
+        consecutive, else a copy in memory. Raises ModelError for a tensor that has no rows."""
         if not self.shape:
             raise ModelError(f"tensor {self.name} is a scalar and has no rows")
         if len(self.shape) == 1 and self.dtype not in ITEM_BYTES:
@@ -199,44 +199,44 @@ class Tensor:
         return make_tensor(self.name, (len(rows), *self.shape[1:]), self.dtype, taken.reshape(-1))
 
     def span(self, begin: int, count: int) -> Tensor:
-        """Rows [begin, begin + count) of the first dimension, by their place."""
+        """Rows [begin, begin + count) of the first dimension, without a copy."""
         size = self.row_bytes
         shape = (count, *self.shape[1:])
         return replace(self, shape=shape, begin=self.begin + begin * size, nbytes=count * size)
 
     def part(self, index: int) -> Tensor:
-        """Item `index` of the first dimension, a view: one expert of a stack, one row as a vector."""
+        """Index `index` of the first dimension, without a copy: one expert of a stack, or one row as a vector."""
         if not 0 <= index < self.shape[0]:
             raise ModelError(f"tensor {self.name} {list(self.shape)} has no part {index}")
         return replace(self.span(index, 1), name=f"{self.name}[{index}]", shape=self.shape[1:])
 
     def shaped(self, *shape: int) -> Tensor:
-        """The same values in the same order under another shape."""
+        """The same values in the same order with another shape."""
         return replace(self, shape=shape)
 
     def affine(self, factor: float, offset: float) -> Tensor:
-        """factor * value + offset, in float32."""
+        """A tensor of factor * value + offset, in float32."""
         return self._changed(np.float32(factor) * self.float32() + np.float32(offset))
 
     def exp(self) -> Tensor:
-        """e^value, in float32."""
+        """A tensor of e^value, in float32."""
         return self._changed(np.exp(self.float32()))
 
     def transposed(self) -> Tensor:
-        """A matrix with rows and columns exchanged: bfloat16 and float16 stay, any other type becomes float32."""
+        """The transposed matrix, in memory. BF16 and F16 keep their dtype, any other becomes F32."""
         narrow = self.dtype in ("BF16", "F16")
         grid = (self._view("<u2") if narrow else self.float32()).reshape(self.shape)
         turned = np.ascontiguousarray(grid.T).reshape(-1).view(np.uint8)
         return make_tensor(f"{self.name}.T", self.shape[::-1], self.dtype if narrow else "F32", turned)
 
     def plain(self) -> Tensor:
-        """Without quantization: a plain floating-point type stays, any other becomes float32."""
+        """The tensor itself if its dtype is BF16, F16 or F32, else its values as F32 in memory."""
         if self.dtype in ("BF16", "F16", "F32"):
             return self
         return self._changed(self.float32())
 
     def _changed(self, values: NDArray[np.float32]) -> Tensor:
-        """Other values under this name."""
+        """An F32 tensor in memory with other values, and this name and shape."""
         return make_tensor(self.name, self.shape, "F32", np.ascontiguousarray(values, np.float32).view(np.uint8))
 
     def _view(self, dtype: str) -> NDArray[Any]:
@@ -253,13 +253,13 @@ class Tensor:
 
 
 def strip_wrapper(name: str) -> str:
-    """A tensor's name without the wrappers before a language model."""
+    """A tensor's name without the prefixes of WRAPPER."""
     match = _WRAPPER.match(name)
     return name[match.end() :] if match else name
 
 
 def check_types(tensors: Iterable[Tensor]) -> None:
-    """Raises ModelError for blocks of ggml that nobody reads, from their types alone."""
+    """Raise ModelError if a tensor has a dtype that cannot be read. Reads no values."""
     unread = [each for each in tensors if each.dtype in _UNREAD]
     if unread:
         others = f" and {len(unread) - 1} more are" if len(unread) > 1 else " is"
@@ -268,18 +268,18 @@ def check_types(tensors: Iterable[Tensor]) -> None:
 
 
 def widened(tensors: Iterable[Tensor]) -> tuple[list[str], int]:
-    """The types of WIDENED that are among them, and the bytes of such weights as float32."""
+    """The sorted dtypes of `tensors` that are in WIDENED, and the bytes of these tensors as float32."""
     found = [each for each in tensors if each.dtype in WIDENED]
     return sorted({each.dtype for each in found}), 4 * sum(math.prod(each.shape) for each in found)
 
 
 def in_int4(size: int) -> float:
-    """Bytes that so many of float32 become with --quantization int4: 4 bits each, and a factor for 32 of them."""
+    """Bytes that `size` bytes of float32 take with --quantization int4: 20 bytes for 32 values."""
     return size * 5 / 32
 
 
 def e4m3_table() -> NDArray[np.float32]:
-    """float32 [256]: the values of F8_E4M3 (no infinities; 0x7f and 0xff are NaN)."""
+    """float32 [256]: the value of each F8_E4M3 code (no infinities; 0x7f and 0xff are NaN)."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -288,7 +288,7 @@ def e4m3_table() -> NDArray[np.float32]:
 
 
 def make_tensor(name: str, shape: tuple[int, ...], dtype: str, raw: Bytes) -> Tensor:
-    """A Tensor over `raw` (uint8 of exactly the right size) in memory."""
+    """A Tensor in memory over `raw`, uint8 with exactly the bytes of this shape and dtype."""
     return Tensor(name, shape, dtype, raw.reshape(-1), 0, raw.size)
 
 
@@ -303,13 +303,13 @@ def _no_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """An opened checkpoint: nothing is read but headers and configs until a tensor's values are asked for.
+    """An opened checkpoint. Only headers and configs are read until a tensor's values are needed.
 
-    `config` has the shape of Hugging Face's config.json. `canonical_names` is False where `tensors` carries the names
-    of the model's own Hugging Face implementation. `stray` are tensors of files that the index does not name;
-    `tensors` has the MTP heads among them. `path` is the repo's name for files that are not on this machine.
-    `load_tokenizer` raises ModelError when there is none or it cannot be read, `chat_template` (None: there is none)
-    when it does not compile.
+    `config` has the structure of Hugging Face's config.json. `canonical_names`: tensor names are canonical (see the
+    module); False: they are those of the model's Hugging Face implementation. `stray`: tensors of files that the index
+    does not name; the MTP heads among them are also in `tensors`. `path`: the repo's name for a remote checkpoint.
+    `load_tokenizer` raises ModelError if there is no readable tokenizer. `chat_template` returns None without a
+    template and raises ModelError if it does not compile.
     """
 
     path: Path
@@ -317,10 +317,10 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     canonical_names: bool
-    files: tuple[Path, ...] = ()  # that hold the tensors
+    files: tuple[Path, ...] = ()  # files that hold `tensors`
     generation_config: dict[str, Any] = field(default_factory=dict)
     stray: dict[str, Tensor] = field(default_factory=dict)
-    name: str = ""  # what the user called it; else its path
+    name: str = ""  # the name that the user gave; default: the path
     load_tokenizer: Callable[[], Tokenizer] = _no_tokenizer
     chat_template: Callable[[], ChatTemplate | None] = lambda: None
 
@@ -335,8 +335,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Format:
-    """What a format file offers as `FORMAT`: whether a path is in the format (by its name and first bytes), and
-    opening it (ModelError for anything wrong with the files)."""
+    """The `FORMAT` of a format's file. `detect`: whether a path has the format, by its name and first bytes.
+    `open_checkpoint` raises ModelError for damaged or missing files."""
 
     detect: Callable[[Path], bool]
     open_checkpoint: Callable[[Path], Checkpoint]

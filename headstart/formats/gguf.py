@@ -1,7 +1,6 @@
 """GGUF files: one file (or numbered parts) with weights, metadata and tokenizer.
 
-Rows of q_proj and k_proj stay in the file's order: a family whose converter permutes them says so and uses
-`rows.unpermute_rows`.
+Rows of q_proj and k_proj stay in the file's order. Families whose converter permutes them call `rows.unpermute_rows`.
 """
 
 import math
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
     from headstart.text.tokenizer import Tokenizer
 
-_OF_EXPERTS = "router.per_expert_scale"
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_OF_EXPERTS = "router.per_expert_scale"  # end of the canonical name of a scale per expert
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # name of one part of a split model
 
 
 def detect(path: Path) -> bool:
@@ -42,16 +41,16 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file. Raises ModelError for a damaged file or one that holds no model."""
+    """Open a GGUF file with all its parts. Raises ModelError for a damaged file or one without a model."""
     return join_files(path, [read(part) for part in parts_of(path)])
 
 
 def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
-    """The model that the parts make. Raises ModelError if they hold none."""
+    """The checkpoint of a model's parts. `path`: the file that the user named. Raises as `open_checkpoint`."""
     first = files[0]
     tensors = _tensors(path, files)
     config = _config(first, tensors)
-    if config.get("rope_scaling", {}).get("rope_type") == "longrope":  # which has read them
+    if config.get("rope_scaling", {}).get("rope_type") == "longrope":  # the config now has the factors
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("rope_factors_")}
     return Checkpoint(
         path=path, format="gguf", config=config, tensors=tensors, canonical_names=True,
@@ -61,14 +60,14 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
 
 
 def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """In the words of generation_config.json, from which llama.cpp's converter has it."""
+    """The fields of generation_config.json, which llama.cpp's converter stores in the metadata."""
     said = {name: metadata[key] for name, key in gguf_names.SAMPLING.items() if key in metadata}
     rounded = {name: float(str(np.float32(each))) if isinstance(each, float) else each for name, each in said.items()}
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
 
 
 def _tokenizer(file: GgufFile, path: Path) -> "Tokenizer":
-    from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
+    from headstart.text.tokenizer import Tokenizer  # slow to import, and headers do not need it
 
     return Tokenizer.from_gguf(file.metadata, str(path))
 
@@ -80,7 +79,7 @@ def _template(file: GgufFile, path: Path) -> "ChatTemplate | None":
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all numbered parts of the model that a file belongs to; its own name if it is whole."""
+    """File names of all parts of the split model that a file belongs to; only `name` for a model in one file."""
     match = _PART.fullmatch(name)
     if not match or not int(match[3]):
         return [name]
@@ -89,7 +88,7 @@ def part_names(name: str) -> list[str]:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The file, or all numbered parts of the model that it belongs to. ModelError for a part that is missing."""
+    """Paths of all parts of the model that a file belongs to. Raises ModelError for a missing part."""
     names = part_names(path.name)
     for name in names:
         if len(names) > 1 and not path.with_name(name).exists():
@@ -106,7 +105,7 @@ def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
     for name in [each for each in found if each.endswith(_OF_EXPERTS)]:
         layer = name.removesuffix(_OF_EXPERTS)
         stack = found.get(f"{layer}mlp.experts.down_proj.weight")
-        if stack and stack.dtype == "NVFP4" and f"{layer}router.scale" not in found:  # its matrices' own scales
+        if stack and stack.dtype == "NVFP4" and f"{layer}router.scale" not in found:  # NVFP4's scale of each matrix
             own = f"{layer}mlp.experts.down_proj.scale"
             found[own] = replace(found.pop(name), name=own)
     return found
@@ -121,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 
 BIASED = ("q_proj", "q_a_proj", "kv_a_proj_with_mqa", "qkv_proj")
-"""Projections of which one has a bias where attention has biases."""
+"""If attention has biases, at least one of these projections has one."""
 
 
 def _positive(value: object, *, per_layer: bool) -> bool:
@@ -140,10 +139,10 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if (value := metadata.get(f"{arch}.{key}")) is not None:
             config[name] = _plain(value)
             if not isinstance(config[name], int | float | list):
-                what = f"{path}: {arch}.{key} is {value!r}, but a number is wanted"
+                what = f"{path}: {arch}.{key} is {value!r}, but must be a number"
                 raise ModelError(what, "convert the model again")
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-        # Only the number of heads may differ by layer.
+        # of these only the number of heads may differ by layer
         if not _positive(config.get(name), per_layer=name == "num_attention_heads"):
             raise ModelError(f"{path}: {name} of {arch!r} is {config.get(name)!r}", "convert the model again")
     heads = config.get("num_nextn_predict_layers", 0)
@@ -172,7 +171,7 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _undeclared_heads(tensors: dict[str, Tensor], num_blocks: int) -> int:
-    """Blocks at the end that are MTP modules, where the metadata promises none."""
+    """Number of blocks at the end that are MTP modules, for files whose metadata does not declare them."""
     count = 0
     while count < num_blocks - 1 and f"layers.{num_blocks - 1 - count}.eh_proj.weight" in tensors:
         count += 1
@@ -180,7 +179,7 @@ def _undeclared_heads(tensors: dict[str, Tensor], num_blocks: int) -> int:
 
 
 def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads, and of values that are not as wide as keys."""
+    """Config keys of attention heads: num_key_value_heads, head_dim, and v_head_dim if it differs from head_dim."""
     num_heads, arch = config["num_attention_heads"], config["model_type"]
     heads = {"num_key_value_heads": config.get("num_key_value_heads", num_heads)}
     if "head_dim" not in config and isinstance(num_heads, int):
@@ -192,7 +191,7 @@ def _heads(config: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
-    """bos_token_id, and all ids that end a text: end of sequence, of turn, of message."""
+    """Config keys bos_token_id and eos_token_id. The latter has all ids that end a sequence, a turn or a message."""
     special: dict[str, Any] = {}
     if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
         special["bos_token_id"] = bos
@@ -203,13 +202,13 @@ def _special_ids(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every Llama 3.1 to 3.3 uses; its GGUF files hold the resulting factors only."""
+"""RoPE scaling of Llama 3.1 to 3.3. Their GGUF files only have the resulting factors (rope_freqs)."""
 
 
 def rope_config(
     metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The rope part of the config; `config` has model_type, head_dim and perhaps rope_theta."""
+    """The RoPE keys of the config. `config`: has model_type, head_dim and perhaps rope_theta. Raises ModelError."""
     arch, head_dim = config["model_type"], config.get("head_dim")
     theta = config.get("rope_theta", 10000.0)
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
@@ -218,7 +217,7 @@ def rope_config(
     rotary = metadata.get(f"{arch}.rope.dimension_count")
     if rotary is not None and not isinstance(rotary, int):
         raise ModelError(f"{arch}.rope.dimension_count is {rotary!r}, but must be a number", "convert the model again")
-    if "kv_lora_rank" not in config and isinstance(head_dim, int):  # latent attention has the rotated part apart
+    if "kv_lora_rank" not in config and isinstance(head_dim, int):  # MLA has separate rotated features
         rope["partial_rotary_factor"] = rotary / head_dim if isinstance(rotary, int) else 1.0
     if longrope := _longrope(metadata, arch, tensors):
         return rope | {"rope_scaling": longrope}
@@ -233,7 +232,7 @@ def rope_config(
 
 
 def _longrope(metadata: Mapping[str, Any], arch: str, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """LongRoPE: divisors for texts within the original context and for longer ones, and what sin and cos are times."""
+    """rope_scaling of LongRoPE: frequency divisors for short and long contexts, factor of sin and cos; or None."""
     both = [tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
     if not all(each is not None and each.here for each in both):
         return None
@@ -258,9 +257,9 @@ def _declared(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any] | None
 
 
 def _from_factors(factors: NDArray[np.float32], theta: float) -> dict[str, Any] | None:
-    """The llama3 scaling whose divisors of the frequencies are `factors` [rotary_dim / 2]; None when all are 1.
+    """rope_scaling whose frequency divisors are `factors` [rotary_dim / 2]; None if all are 1.
 
-    Factors that are not Llama 3.1's are taken as they are."""
+    If Llama 3's formula gives these factors, type llama3; else type rope_freqs with the factors themselves."""
     if factors.size == 0 or np.all(factors == 1):
         return None
     largest = float(factors.max())

@@ -1,6 +1,6 @@
-"""The container of a GGUF file: header, metadata, tensor table. Every number is checked against the file's size.
+"""Parses a GGUF file: header, metadata, tensor table. Every number is checked against the file's size.
 
-Nothing but the header is read, so the first bytes of a remote file will do.
+No tensor data is read, so the first bytes of a remote file suffice.
 """
 
 import math
@@ -32,13 +32,13 @@ BLOCKS: Mapping[int, tuple[str, int, int]] = {
     21: ("IQ3_S", 256, 110), 19: ("IQ1_S", 256, 50), 29: ("IQ1_M", 256, 56), 20: ("IQ4_NL", 32, 18),
     23: ("IQ4_XS", 256, 136),
 }  # fmt: skip
-"""ggml's types by number: name, elements of a block, its bytes. gguf has them too, but takes 50 ms to import."""
+"""Number of a ggml type -> its name, elements of a block, bytes of a block. Importing these from gguf takes 50 ms."""
 _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """Metadata (strings, numbers, lists of strings, numpy arrays of numbers) and tensors under the file's names."""
+    """Metadata (strings, numbers, lists of strings, numpy arrays of numbers), and tensors by the file's names."""
 
     path: Path
     metadata: dict[str, Any]
@@ -49,11 +49,11 @@ _SIZE = struct.Struct("<Q")
 
 
 class MoreNeeded(Exception):
-    """The header goes on after the piece of the file that was given."""
+    """The header is longer than the given piece of the file."""
 
 
 class _Cursor:
-    """Reads little-endian values from the first bytes of a file of `size` bytes, never past their end."""
+    """Reads values from `raw`, a file's first bytes. Raises MoreNeeded at its end, ModelError at the file's end."""
 
     def __init__(self, path: Path, raw: Bytes, size: int) -> None:
         self.path, self.raw, self.view, self.size, self.at = path, raw, raw.data, size, 0
@@ -98,8 +98,8 @@ class _Cursor:
         return self.raw[begin : self.at].view(dtype).copy()
 
     def texts(self, count: int) -> list[str]:
-        """A vocabulary has hundreds of thousands: no call for each of them but where one is cut off by the end of a
-        piece, or something is wrong."""
+        """`count` strings. A vocabulary has hundreds of thousands, so they are read from pieces of the file in a loop
+        without calls; only a string that crosses the end of a piece is read with `text`."""
         self.plausible(count, 8, "strings")
         found, sized = list[str](), _SIZE.unpack_from
         while len(found) < count:
@@ -121,18 +121,18 @@ class _Cursor:
 
     def plausible(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self.size - self.at:
-            raise self.fail(f"the file claims {count} {what}, more than it has room for")
+            raise self.fail(f"the file claims {count} {what}, more than its size allows")
 
 
 def read(path: Path) -> GgufFile:
-    """Parse one GGUF file (versions 2 and 3, little-endian). ModelError for anything else or out of bounds."""
+    """Parse one GGUF file (version 2 or 3, little-endian). Raises ModelError for other or damaged files."""
     raw = map_file(path)
     return parse(path, raw, len(raw))
 
 
 def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
-    """Parse the first bytes of a file of `size` bytes; tensors whose bytes are not among them cannot be read. Raises
-    MoreNeeded when the header goes on, ModelError as `read`."""
+    """Parse `raw`, the first bytes of a file of `size` bytes. Tensors beyond `raw` cannot be read. Raises MoreNeeded if
+    `raw` ends inside the header, ModelError as `read`."""
     cursor = _Cursor(path, raw, size)
     _check_version(cursor)
     num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
@@ -162,7 +162,7 @@ def _check_version(cursor: _Cursor) -> None:
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """name, shape (Hugging Face order), ggml type, offset."""
+    """A tensor's name, shape (Hugging Face order), number of its ggml type, and offset."""
     name, num_dims = cursor.text(), cursor.scalar("<I")
     if not 0 < num_dims <= _MAX_DIMS:
         raise cursor.fail(f"tensor {name} has {num_dims} dimensions")
@@ -189,7 +189,7 @@ def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]]
 
 
 def _size(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
-    """Type name and bytes of a tensor; a row must be a whole number of blocks."""
+    """Type name and bytes of a tensor. Raises ModelError for an unknown type and for rows that are not whole blocks."""
     if kind not in BLOCKS:
         hint = "convert the file to a usual quantization, such as Q8_0 or Q4_K_M"
         raise ModelError(f"{cursor.path}: tensor {name} has the unknown ggml type {kind}", hint)

@@ -1,4 +1,4 @@
-"""Tensor names and configuration keys of GGUF files -> canonical names and Hugging Face's config keys. Data only."""
+"""Tables from tensor names and metadata keys of GGUF files to canonical names and Hugging Face's config keys."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ _TOP: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
     "output_norm.weight": "norm.weight",
     "output_norm.bias": "norm.bias",
-    "token_embd_norm.weight": "norm.weight",  # so called in files with short convolutions
+    "token_embd_norm.weight": "norm.weight",  # its name in files of models with short convolutions (LFM2)
     "output.weight": "lm_head.weight",
     "output.scale": "lm_head.scale",
     "rope_freqs.weight": "rope_freqs.weight",
@@ -78,8 +78,8 @@ _BLOCK: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b": "mlp.gate.e_score_correction_bias",  # of Hunyuan 3
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # of this suffix only, which is not ours
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",  # Hunyuan 3, without suffix
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # other models; the canonical name has no suffix
     "ffn_latent_down": "mlp.fc1_latent_proj",
     "ffn_latent_up": "mlp.fc2_latent_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
@@ -114,7 +114,7 @@ _BLOCK: Mapping[str, str] = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_head": "shared_head.head",
-    "layer_output_norm": "shared_head.norm",  # of modules of MiMo-V2
+    "layer_output_norm": "shared_head.norm",  # in MTP modules of MiMo-V2
     "nextn.shared_head_norm": "shared_head.norm",
 }
 
@@ -131,7 +131,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
     **dict.fromkeys(("exaone-moe", "bailingmoe2", "deepseek32", "glm-dsa"), _EXPERTS),
-    "hy-v3": {**_EXPERTS, "mlp_layer_types": None},  # told by the tensors alone
+    "hy-v3": {**_EXPERTS, "mlp_layer_types": None},  # gguf._config derives it from the tensors
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
@@ -140,11 +140,11 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
     "cohere2moe": {"expert_selection_fn": None, "expert_gating_func": 2, "norm_topk_prob": False},
-    "gemma3n": {"vocab_size_per_layer_input": None},  # as many tokens as all
+    "gemma3n": {"vocab_size_per_layer_input": None},  # None: the whole vocabulary
     "falcon-h1": {"mamba_norm_before_gate": False},
-    "mimo2": {"attention_value_scale": 1.0, "v_head_dim": 0},  # as wide as keys
+    "mimo2": {"attention_value_scale": 1.0, "v_head_dim": 0},  # 0: values are as wide as keys
 }  # fmt: skip
-"""What llama.cpp takes of an architecture where the file says nothing."""
+"""Architecture -> config keys and the values that llama.cpp assumes if the file does not set them."""
 
 KEYS: Mapping[str, str] = {
     "block_count": "num_hidden_layers",
@@ -161,7 +161,7 @@ KEYS: Mapping[str, str] = {
     "activation_sparsity_scale": "activation_sparsity_scale",
     "attention.q_lora_rank": "q_lora_rank",
     "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.key_length_mla": "qk_head_dim",  # of a head, where key_length is that of the cache
+    "attention.key_length_mla": "qk_head_dim",  # width of a head's key; key_length is then that of the cached latent
     "attention.value_length_mla": "v_head_dim",
     "attention.indexer.head_count": "index_n_heads",
     "attention.indexer.key_length": "index_head_dim",
@@ -219,7 +219,7 @@ KEYS: Mapping[str, str] = {
     "full_attention_interval": "full_attention_interval",
     "attention.recurrent_layers": "recurrent_layers",
 }
-"""Keys below `{arch}.` -> config.json keys."""
+"""Metadata keys after `{arch}.` -> config.json keys."""
 
 FOUND: Mapping[str, str] = {
     **dict.fromkeys(
@@ -231,7 +231,7 @@ FOUND: Mapping[str, str] = {
     "expert_gating_func": "of sigmoids, where it is not the family's own",
     "num_nextn_predict_layers": "which blocks are modules; those need not be used",
 }
-"""Keys of our making, which a family need not read, and why."""
+"""Config keys that gguf.py derives and that a family need not read -> the reason."""
 HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
     "rope.dimension_sections": "all axes have the same position in a text",
@@ -243,7 +243,7 @@ HARMLESS: Mapping[str, str] = {
     "rope.dimension_count_swa": "all of a head",
     "rope.dimension_count": "read with the rope's keys",
 }
-"""Keys below `{arch}.` that change nothing, and why."""
+"""Metadata keys after `{arch}.` that are ignored -> the reason."""
 ROPE_KEYS: Mapping[str, str] = {
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
@@ -251,20 +251,21 @@ ROPE_KEYS: Mapping[str, str] = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""Keys below `{arch}.rope.scaling.` -> keys of `rope_scaling`."""
+"""Metadata keys after `{arch}.rope.scaling.` -> keys of `rope_scaling`."""
 
 
 SCALING_NEUTRAL: Mapping[str, tuple[float, ...]] = {"attn_factor": (1.0,), "yarn_ext_factor": (1.0, -1.0)}
-"""Keys there that are served at these values."""
+"""Metadata keys after `{arch}.rope.scaling.` -> the only values that are supported; they have no effect."""
 SCALING = ("type", "yarn_log_multiplier", *ROPE_KEYS, *SCALING_NEUTRAL)
 SAMPLING = {name: f"general.sampling.{name}" for name in recommended_names()} | {
     "temperature": "general.sampling.temp", "repetition_penalty": "general.sampling.penalty_repeat",
 }  # fmt: skip
-"""Fields of generation_config.json -> keys of a GGUF file."""
+"""Fields of generation_config.json -> metadata keys."""
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """File name -> canonical name, for all tensors of a file; names not in the tables stay as they are."""
+    """GGUF name -> canonical name, for all tensors of a file; names outside the tables stay. Raises ModelError if two
+    tensors get the same name."""
     names = list(names)
     post_norms = {name for name in names if ".post_attention_norm" in name}
     renamed: dict[str, str] = {}
@@ -283,7 +284,7 @@ def _canonical(name: str, post_norms: set[str]) -> str:
     if not match:
         return _TOP.get(name, name)
     layer, stem, suffix = match.groups()
-    # With a norm after attention of its own, the norm before the feed-forward part is a third one.
+    # If a layer has a norm after attention, ffn_norm is not that norm but a further one before the MLP.
     if stem == "ffn_norm" and f"blk.{layer}.post_attention_norm{suffix}" in post_norms:
         return f"layers.{layer}.pre_feedforward_layernorm{suffix}"
     if stem + suffix in _BLOCK:
@@ -291,12 +292,12 @@ def _canonical(name: str, post_norms: set[str]) -> str:
     return f"layers.{layer}.{_BLOCK[stem]}{suffix}" if stem in _BLOCK else name
 
 
-_BACK = {ours: theirs for theirs, ours in _BLOCK.items()}  # of the norms after attention, the one that is called so
-_BACK["self_attn.gate_proj"] = "attn_gate"  # of Step-3.5; its Family.adapt knows it from Qwen3-Next's
+_BACK = {ours: theirs for theirs, ours in _BLOCK.items()}  # of two GGUF names for one tensor the later one
+_BACK["self_attn.gate_proj"] = "attn_gate"  # models/step3p5.py gives linear_attn.in_proj_z this name
 
 
 def gguf_name(name: str) -> str | None:
-    """The way back for one canonical name: the file's; None where the tables have none."""
+    """The GGUF name of a canonical name; None if the tables have none."""
     if top := next((theirs for theirs, ours in _TOP.items() if ours == name), None):
         return top
     match = re.fullmatch(r"layers\.(\d+)\.(.+?)((?:\.weight|\.bias)?)", name)

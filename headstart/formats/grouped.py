@@ -1,14 +1,15 @@
-"""Rows of small codes in groups of columns that share a scale: how weights reach the kernels without being widened.
+"""Types for weights of small codes in groups of columns that share a scale. Kernels compute on them directly.
 
-A type is spelled `codes:group:scale`, such as `E4M3:64:F32`. A row is units of `group` columns, the last one filled up:
-the scale, a zero point (one byte) for U4 and U8, the codes; of 4 bits two in a byte, the even column in the low half.
-With scales of E4M3 a float32 comes before the units, which multiplies the row's scales. The value of a column is
+A type is spelled `codes:group:scale`, such as `E4M3:64:F32`. A row is a sequence of units of `group` columns; the last
+unit is padded with zeros. A unit holds the scale, a zero point (one byte, only U4 and U8), and the codes. Codes of 4
+bits are two in a byte, the even column in the low half. A row with E4M3 scales begins with a float32 factor, which
+multiplies its scales. The value of a column is
 
-    E4M3, E2M1, NF4, FP4    what the code stands for * scale
+    E4M3, E2M1, NF4, FP4    level of the code * scale
     U4, U8                  (code - zero point) * scale
     I8                      (code - 128) * scale
 
-in float32, rounded once. csrc/packing_sources.cpp names the types that the kernels take.
+in float32, rounded once. csrc/packing_sources.cpp names the types that the kernels support.
 """
 
 from functools import cache
@@ -27,12 +28,12 @@ NF4 = np.array(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0], np.float32,
 )  # fmt: skip
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, -0.0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
-LEVELS = {"E2M1": E2M1, "NF4": NF4, "FP4": FP4}
+LEVELS = {"E2M1": E2M1, "NF4": NF4, "FP4": FP4}  # codes -> float32 [16], the value of each code
 _SCALE_TYPES = {"F16": "<f2", "F32": "<f4", "BF16": "<u2", "E4M3": "u1"}
 
 
 class Layout(NamedTuple):
-    """How a row of such a type lies."""
+    """The byte layout of a row: type of the codes, columns in a unit, and type of the scales."""
 
     codes: str
     group: int
@@ -44,7 +45,7 @@ class Layout(NamedTuple):
 
     @property
     def code_bytes(self) -> int:
-        """Of a unit."""
+        """Bytes of the codes of a unit."""
         return self.group // (1 if self.codes in ("E4M3", "U8", "I8") else 2)
 
     @property
@@ -66,15 +67,15 @@ class Layout(NamedTuple):
 
 @cache
 def layout_of(dtype: str) -> Layout | None:
-    """Of a type's name; None for one that is not of this kind."""
+    """The layout of a type's name; None for other types."""
     codes, _, rest = dtype.partition(":")
     group, _, scale = rest.partition(":")
     return Layout(codes, int(group), scale) if scale else None
 
 
 def joined(layout: Layout, codes: Bytes, scales: NDArray[Any], points: Any = None, factors: Any = None) -> Bytes:
-    """Rows of such a type. codes [n, bytes] (of a whole row; units are filled up with zeros), scales [n, units] as they
-    are stored, points [n, units] for U4 and U8, factors [n] for scales of E4M3."""
+    """Encode rows in a layout, uint8 [n, bytes of a row]. codes: [n, bytes of the codes of a row]. scales: [n, units],
+    as the layout stores them. points: zero points [n, units] for U4 and U8. factors: [n] for E4M3 scales."""
     rows, units = scales.shape
     out = np.zeros((rows, layout.head_bytes + units * layout.unit_bytes), np.uint8)
     if factors is not None:
@@ -93,8 +94,8 @@ def joined(layout: Layout, codes: Bytes, scales: NDArray[Any], points: Any = Non
 
 
 def split(layout: Layout, rows: Bytes, e4m3: Floats) -> tuple[Bytes, Floats, Bytes | None]:
-    """Rows of such a type -> codes [n, units, bytes], scales [n, units] with the row's factor, and zero points
-    [n, units] where there are any. `e4m3`: what each of the 256 codes stands for."""
+    """Decode rows of a layout: codes [n, units, bytes], scales [n, units] times the row's factor, and zero points
+    [n, units] or None. `e4m3`: float32 [256], the value of each E4M3 code."""
     body = rows[:, layout.head_bytes :].reshape(len(rows), -1, layout.unit_bytes)
     scales = _scales(layout, np.ascontiguousarray(body[..., : layout.scale_bytes]), e4m3)
     if layout.head_bytes:
@@ -104,7 +105,7 @@ def split(layout: Layout, rows: Bytes, e4m3: Floats) -> tuple[Bytes, Floats, Byt
 
 
 def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
-    """Rows of such a type -> what they stand for, [n, columns]; `e4m3` as in `split`."""
+    """The values of rows of a layout, [n, columns]; `e4m3` as in `split`."""
     codes, scales, points = split(layout, rows, e4m3)
     if layout.code_bytes < layout.group:
         codes = np.stack((codes & 15, codes >> 4), axis=-1).reshape(*codes.shape[:2], -1)
@@ -121,7 +122,7 @@ def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
 
 
 def _scales(layout: Layout, stored: Bytes, e4m3: Floats) -> Floats:
-    """[n, units, bytes] -> float32 [n, units]."""
+    """Scales of stored bytes [n, units, bytes], float32 [n, units]."""
     numbers = stored.view(_SCALE_TYPES[layout.scale])[..., 0]
     if layout.scale == "E4M3":
         return np.asarray(e4m3[numbers])

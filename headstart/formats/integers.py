@@ -1,5 +1,5 @@
-"""Weights that are integers times scales: in ggml's blocks where those hold every value, in groups with zero points, or
-as floats. Sums of their products are exact integers inside a group."""
+"""Quantized weights that are integers times scales, repacked for the kernels: into ggml blocks if these hold every
+value, else into groups with zero points (formats.grouped), else as floats."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Integers:
-    """Row r and column c is (codes[r, c] - zeros[r, g]) * scales[r, g], with g the group of column c. `codes`: rows [n]
-    -> [n, columns], of `bits` bits; zeros and scales [rows, groups]; `groups` [columns]. Raises ModelError for scales
-    that are no numbers, and for a column of a group that is not there."""
+    """A weight [rows, columns]: value[r, c] = (codes[r, c] - zeros[r, g]) * scales[r, g], with g = groups[c].
+
+    `codes` returns the codes, of `bits` bits, of rows [n] as [n, columns]. zeros and scales: [rows, groups]. `groups`:
+    [columns]. Raises ModelError for scales that are not finite, and for columns of a missing group."""
 
     name: str
     codes: Callable[[Rows], NDArray[np.int32]]
@@ -36,7 +37,7 @@ class Integers:
             raise ModelError(f"the scales of {self.name} are not all numbers", "download the model again")
         if self.groups.min() < 0 or self.groups.max() >= self.scales.shape[1]:
             what = f"columns of {self.name} are of groups {self.groups.min()} to {self.groups.max()}"
-            raise ModelError(f"{what}, but it has {self.scales.shape[1]}", "were its scales written for another size?")
+            raise ModelError(f"{what}, but it has {self.scales.shape[1]}", "are its scales of another group size?")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -44,11 +45,11 @@ class Integers:
 
     @cached_property
     def dtype(self) -> str:
-        """A type that holds every value: one of ggml's, or of formats.grouped; F16 where groups of columns are mixed,
-        F32 where such scales are no float16."""
+        """The dtype of the repacked weight, which holds every value: Q4_0 or Q8_0 of ggml, a type of formats.grouped,
+        else F16, or F32 if the scales do not fit float16."""
         lowest, highest = -int(self.zeros.max()), (1 << self.bits) - 1 - int(self.zeros.min())
         group, scale = self._group, self._scale
-        if group and len(self.groups) % BLOCK == 0 and scale == "F16":  # what ggml's blocks hold
+        if group and len(self.groups) % BLOCK == 0 and scale == "F16":  # required by ggml's blocks
             if lowest >= -8 and highest <= 7:
                 return "Q4_0"
             if self.bits > 4 and lowest >= -128 and highest <= 127:
@@ -63,7 +64,7 @@ class Integers:
 
     @cached_property
     def _group(self) -> int:
-        """Neighbouring columns that share scales: 64, 32, or 0 for fewer."""
+        """64 or 32 if every aligned run of so many columns is in one group, else 0."""
         for size in (GROUP, BLOCK):
             filled = np.pad(self.groups, (0, -len(self.groups) % size), mode="edge")
             if not np.ptp(filled.reshape(-1, size), axis=1).any():
@@ -72,28 +73,28 @@ class Integers:
 
     @cached_property
     def _scale(self) -> str:
-        """The narrowest type that holds the scales."""
+        """The narrowest of F16, BF16 and F32 that holds all scales exactly."""
         with np.errstate(over="ignore"):
             if np.array_equal(self.scales.astype(np.float16).astype(np.float32), self.scales):
                 return "F16"
         return "F32" if (np.ascontiguousarray(self.scales).view(np.uint32) & 0xFFFF).any() else "BF16"
 
     def centered(self, rows: Rows) -> NDArray[np.int32]:
-        """Codes without their zero points, [n, columns]."""
+        """Codes minus their zero points, [n, columns]."""
         return np.asarray(self.codes(rows) - self.zeros[rows][:, self.groups])
 
     def values(self, rows: Rows) -> NDArray[np.float32]:
         return np.asarray(self.centered(rows) * self.scales[rows][:, self.groups], np.float32)
 
     def raw(self, rows: Rows) -> NDArray[np.uint8]:
-        """Rows as a file of `dtype` has them, [n, bytes]."""
+        """Rows encoded as `dtype`, uint8 [n, bytes of a row]."""
         if self.dtype in ("F16", "F32"):
             return self.values(rows).astype(np.float16 if self.dtype == "F16" else np.float32).view(np.uint8)
         if layout := layout_of(self.dtype):
             return self._grouped(rows, layout)
         codes = self.centered(rows).reshape(len(rows), -1, BLOCK)
         scales = self.scales[rows][:, self.groups[::BLOCK]].astype(np.float16)[..., None].view(np.uint8)
-        if self.dtype == "Q4_0":  # column i beside column 16 + i
+        if self.dtype == "Q4_0":  # a byte holds columns i and 16 + i
             nibbles = (codes + 8).astype(np.uint8)
             body = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
         else:
@@ -114,8 +115,8 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class Regrouped(Deferred):
-    """A RawTensor of such a weight, made when it is wanted: scales and zero points are read again each time, as numbers
-    of 32 bits they would be an eighth of the file."""
+    """A RawTensor of an `Integers` weight, repacked at each access. Scales and zero points are not kept in memory: as
+    32-bit numbers they would be an eighth of the file."""
 
     name: str
     shape: tuple[int, int]
@@ -144,8 +145,8 @@ class Regrouped(Deferred):
 
 
 def unpacked(words: NDArray[np.int32], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:
-    """32-bit words [n, w] -> the numbers in them [n, w * 32 / bits]. The lowest bits of a word are its number 0, or
-    order[0], the next ones 1, or order[1], and so on."""
+    """The numbers of `bits` bits in 32-bit words [n, w], int32 [n, w * 32 / bits]. The i-th lowest bits of a word are
+    its number i, or order[i] if `order` is given."""
     count = 32 // bits
     shifts = np.arange(count, dtype=np.uint32) * bits
     places = np.argsort(order) if order else np.arange(count)

@@ -1,4 +1,4 @@
-"""Reading JSON files of a checkpoint, with errors that name the file."""
+"""Reads JSON files of a checkpoint, with errors that name the file."""
 
 import json
 from functools import cache
@@ -21,25 +21,25 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object. ModelError naming `where` otherwise."""
+    """Parse a JSON object. Raises ModelError, which names `where`, for anything else or a duplicate key."""
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{where} is not valid JSON: {error}", "download the file again") from error
     if not isinstance(value, dict):
-        what = f"{where} holds a JSON {type(value).__name__}, but an object is wanted"
+        what = f"{where} holds a JSON {type(value).__name__}, but must be an object"
         raise ModelError(what, "is it the right file?")
     return value
 
 
 @cache
 def read_packaged(package: str, file: str) -> Any:
-    """A JSON file that comes with a package; callers must not change it."""
+    """The document of a JSON file in a Python package, cached; callers must not change it."""
     return json.loads(resources.files(package).joinpath(file).read_text("utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. ModelError when it is missing, unreadable or something else."""
+    """The JSON object in a file. Raises ModelError if it is missing, unreadable or not a JSON object."""
     try:
         text = read_regular(path, MAX_BYTES)
     except OSError as error:

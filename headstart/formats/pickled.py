@@ -1,7 +1,7 @@
-"""Heads that are published as PyTorch's pickles (EAGLE, Medusa): the tensors of such a file, by place, without torch.
+"""Reads heads that are published as PyTorch pickles (EAGLE, Medusa), without torch.
 
-A file is a zip archive: `*/data.pkl` says which tensor is which part of which storage, `*/data/KEY` are the storages,
-not compressed. The pickle can name nothing but what is in KNOWN, so that reading it runs no code: other names are
+A file is a zip archive. `*/data.pkl` maps each tensor to a part of a storage; `*/data/KEY` are the storages, not
+compressed. The pickle may only name the entries of KNOWN, so reading it runs no code of the file; other names are
 refused, as torch's `weights_only` does. Layout: torch 2.13, `serialization.py`, `_utils._rebuild_tensor_v2`.
 """
 
@@ -19,8 +19,8 @@ from headstart.errors import ModelError
 from headstart.formats.base import ITEM_BYTES, File, Tensor
 from headstart.hub import HEAD_PICKLES
 
-MAX_PICKLE_BYTES = 1 << 24  # bytes of the pickle itself, which holds names and sizes; of a head it has a few thousand
-LOCAL_HEADER = struct.Struct("<26xHH")
+MAX_PICKLE_BYTES = 1 << 24  # of data.pkl, which holds names and sizes; a head's has a few thousand
+LOCAL_HEADER = struct.Struct("<26xHH")  # zip's local file header, up to the lengths of its name and extra field
 CONVERT = (
     'convert it: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '
     "torch.load('FILE', weights_only=True).items()}, 'model.safetensors')\""
@@ -41,7 +41,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _View:
-    """Items of a storage from `begin` on, in rows."""
+    """A contiguous tensor in a storage. `begin`: index of its first item."""
 
     storage: _Storage
     begin: int
@@ -49,7 +49,7 @@ class _View:
 
 
 class _Items(dict[Any, Any]):
-    """An OrderedDict, whose own attributes say nothing of tensors."""
+    """Stands for OrderedDict; ignores the attributes that the pickle sets."""
 
     def __setstate__(self, state: object) -> None:
         pass
@@ -88,7 +88,7 @@ KNOWN: Mapping[tuple[str, str], Callable[..., Any] | str] = {
     ("collections", "OrderedDict"): _Items,
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
 }
-"""What a pickle may name -> what stands for it here."""
+"""(module, name) that a pickle may use -> the function, class or dtype that replaces it here."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -107,13 +107,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickles_in(path: Path) -> list[Path]:
-    """The files of a directory that hold a head as a pickle."""
+    """The files of a directory whose names are those of pickled heads."""
     return [path / name for name in HEAD_PICKLES if (path / name).is_file()]
 
 
 def read_pickle(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, by name; nothing of their values is read. Raises ModelError for a file that is none,
-    that names anything but tensors, or whose numbers do not fit."""
+    """The tensors of one file, by name, without reading their values. Raises ModelError if the file is not a pickle of
+    tensors, uses other names than KNOWN, or has sizes that do not fit."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {each.filename: each for each in archive.infolist()}
@@ -124,16 +124,16 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
             order = f"{folder}byteorder"
             if order in members and archive.read(order).strip() != b"little":
                 raise ValueError("values are not little-endian")
-            found = _Unpickler(io.BytesIO(archive.read(main))).load()  # names no code: see KNOWN
+            found = _Unpickler(io.BytesIO(archive.read(main))).load()  # runs no code of the file: see KNOWN
         if not isinstance(found, dict) or not all(isinstance(each, _View) for each in found.values()):
-            raise ValueError("it holds something else than tensors by name")
+            raise ValueError("it holds something other than tensors by name")
         source, size = File(path, mapped=False), path.stat().st_size
         return {str(name): _tensor(str(name), view, members, folder, source, size) for name, view in found.items()}
     except (
         zipfile.BadZipFile, pickle.UnpicklingError, OSError, EOFError, ValueError, TypeError, AttributeError, KeyError,
         IndexError, RecursionError, OverflowError, NotImplementedError, RuntimeError, struct.error,
     ) as error:  # fmt: skip
-        raise ModelError(f"{path} is no file of tensors: {error}", CONVERT.replace("FILE", path.name)) from error
+        raise ModelError(f"{path} is not a file of tensors: {error}", CONVERT.replace("FILE", path.name)) from error
 
 
 def _tensor(
@@ -144,10 +144,10 @@ def _tensor(
         raise ValueError(f"the storage of {name} is compressed or too short")
     begin = member.header_offset + 30 + sum(LOCAL_HEADER.unpack(source.read(member.header_offset, 30)))
     if begin + member.file_size > size:
-        raise ValueError(f"the storage of {name} ends behind the file")
+        raise ValueError(f"the storage of {name} ends after the end of the file")
     return Tensor(name, view.shape, view.storage.dtype, source, begin + view.begin * item, math.prod(view.shape) * item)
 
 
 def read_pickles(paths: Seq[Path]) -> dict[str, Tensor]:
-    """The tensors of several files."""
+    """The tensors of several files, by name."""
     return {name: tensor for path in paths for name, tensor in read_pickle(path).items()}

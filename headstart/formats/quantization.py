@@ -1,7 +1,7 @@
-"""Weights that a checkpoint stores as codes: the one table that load, inspect, export and plan read.
+"""Quantized weights of checkpoints, for load, inspect, export and plan.
 
-A quantization is a file of `quantized/` that defines `QUANTIZATION = Quantization(...)`. Its names say which tensors
-belong together, `describe` what they stand for, `decode` what their values are.
+Each file of `quantized/` defines one quantization as `QUANTIZATION = Quantization(...)`: the names of the tensors that
+make up a weight, the weight's shape (`describe`), and its values (`keep`, `integers` or `decode`).
 """
 
 import math
@@ -24,22 +24,22 @@ from headstart.formats.sizes import lookup
 Shape = tuple[int, ...]
 Settings = Mapping[str, Any]  # quantization_config of a config.json
 Decode = Callable[[NDArray[np.int64]], NDArray[np.float32]]
-"""Rows [n] of a weight whose leading dimensions are one -> their values [n, columns]."""
+"""Row indices [n] of a weight, whose leading dimensions are flattened into rows -> values [n, columns]."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 ACTIVATIONS = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale",
                "output_zero_point", "activation_scale")  # fmt: skip
-"""Last words of static scales of activations: of no use once weights are plain."""
+"""Last words of the names of activation scales, which are ignored."""
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "prob_scale"})
-"""Scales of keys and values: they belong to no weight."""
-ORDINARY = frozenset({"scale", "scales", "biases"})  # words that models use for tensors of their own, too
-SLAB_VALUES = 1 << 20
+"""Last words of the names of attention and KV cache scales, which belong to no weight and are ignored."""
+ORDINARY = frozenset({"scale", "scales", "biases"})  # last words that models also use for unquantized tensors
+SLAB_VALUES = 1 << 20  # values that `planned` writes at a time
 AGAIN = "is a shard missing? download the model again"
 
 
 class Stored(NamedTuple):
-    """A weight as a checkpoint has it. `name` is that of the weight (packed ones end in `.weight` too); `beside`: what
-    belongs to `main`, by the last word of the name, or by what follows the whole name."""
+    """A weight with the tensors that store it. `name` ends in `.weight` also for packed weights. `main`: its codes.
+    `beside`: its further tensors, by the last word of their names, or by their ending after the weight's whole name."""
 
     name: str
     main: Tensor
@@ -53,55 +53,55 @@ class Stored(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Does another word stand in the place of `weight`?"""
+        """Whether the main tensor's name has another last word than the weight's, such as qweight."""
         return self.name != self.main.name
 
     @property
     def scale(self) -> Tensor | None:
-        """The scales, under any of the names that most quantizations give them."""
+        """The tensor of scales, under one of its usual names; None without one."""
         words = ("weight_scale_inv", "weight_scale", "scale", "_scale_inv", "_weight_scale", "_scale")
         return next((self.beside[word] for word in words if word in self.beside), None)
 
 
 class Kept(NamedTuple):
-    """A weight in a type that holds its values in about its own size: a ggml block type, or one of formats.grouped."""
+    """A weight repacked in a dtype of about the same size: a ggml block type, or one of formats.grouped."""
 
     dtype: str
     rows: Callable[[NDArray[np.int64]], NDArray[np.uint8]]
-    """Rows [n] (leading dimensions are one) -> their bytes [n, bytes of a row]."""
+    """Row indices [n], as in Decode -> the rows' bytes [n, bytes of a row]."""
 
 
 class Described(NamedTuple):
-    """What a stored weight stands for. `shape` None: the packing hides it."""
+    """Shape and kind of a stored weight, by its tensors' names, types and shapes."""
 
-    shape: Shape | None
-    kind: str
+    shape: Shape | None  # None: headers do not tell it
+    kind: str  # such as FP8 or int4 (gptq), for reports and errors
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of one weight by part of a model, scales included. `compute` is the precision that products run in."""
+    """Bytes per weight in each part of a model, scales included. `compute`: precision of the matrix products."""
 
     attention: float
     mlp: float
     experts: float
     lm_head: float
     compute: str = "bf16"
-    head: float | None = None  # the blocks of a drafting head; None: as the trunk's
+    head: float | None = None  # blocks of a drafting head; None: the same as the trunk's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
     """One way to store weights.
 
-    `detect`: does a quantization_config ask for it? `excludes`: quant_method -> the key of such a config that names
-    modules left alone. `packed`: last words of names that stand in the place of `weight`; `beside`: of tensors beside
-    it; `after`: what follows the whole name of a weight; `needs`: of each of these, one word must be beside it.
-    `types`: of tensors that are its own whatever stands beside them.
-    `describe`: None for what another quantization has stored (types and shapes decide, not values). `decode` gives None
-    where the values cannot be read here; `integers`: where they are such, in place of `decode`; `keep`: as a type that
-    kernels take as it is, in place of both (None: this one is widened); `check` raises ModelError where scales do not
-    fit, from headers. `bits` of a weight, roughly. `plans`: what `headstart plan` calls it; the first is the config's.
+    Recognition: `detect`: whether a quantization_config asks for it. `describe`: shape and kind of a weight; None if
+    another quantization has stored it (names, types and shapes decide, not values). `types`: dtypes that belong to this
+    quantization alone. `excludes`: quant_method -> config key of the modules that are not quantized.
+    Names: `packed`: last words that replace `weight`. `beside`: last words of further tensors of a weight. `after`:
+    endings of further tensors after the weight's whole name. `needs`: of each tuple, one word must be present.
+    Values, the first that is not None: `keep` (a dtype that kernels support), `integers`, `decode` (floats, then BF16).
+    `check` raises ModelError if the scales' headers do not fit the weight.
+    For plan: `bits`: bits of a weight, roughly. `plans`: name in `headstart plan` -> sizes; the first is the config's.
     """
 
     describe: Callable[[Stored], Described | None]
@@ -121,12 +121,12 @@ class Quantization:
 
 
 def quantizations() -> dict[str, Quantization]:
-    """All that are known, by name."""
+    """Name -> quantization, for all files of `quantized/`."""
     return {name: registry.find("quantizations", name).QUANTIZATION for name in registry.available("quantizations")}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The quantization settings of a config.json; empty where there are none."""
+    """The quantization settings of a config.json; empty if it has none."""
     for place in ("quantization_config", "text_config.quantization_config", "quantization", "compression_config"):
         if isinstance(settings := lookup(config, place), dict):
             return settings
@@ -134,7 +134,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bits_of(settings: Settings) -> int:
-    """Bits of integer-packed weights, as the config says; 4 where it does not."""
+    """Bits of integer codes according to the settings; 4 if they give none."""
     groups = settings.get("config_groups")
     first: Any = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
     bits = settings.get("bits") or settings.get("w_bit") or lookup(first, "weights.num_bits")
@@ -142,20 +142,20 @@ def bits_of(settings: Settings) -> int:
 
 
 def declared(config: Mapping[str, Any]) -> Quantization | None:
-    """The quantization that a config.json asks for; None for one that is not known, and without one."""
+    """The quantization that a config.json asks for; None if it asks for none or an unknown one."""
     settings = settings_of(config)
     return next((each for each in quantizations().values() if settings and each.detect(settings)), None)
 
 
 def declared_name(config: Mapping[str, Any]) -> str:
-    """The name of the quantization that a config.json asks for; empty without one."""
+    """The name of the quantization that a config.json asks for; empty if it asks for none or an unknown one."""
     found = declared(config)
     return next((name for name, each in quantizations().items() if each is found), "").replace("_", "-")
 
 
 class Weights:
-    """The weights of a checkpoint, by name, each with what belongs to it. `loose`: tensors that belong to a weight by
-    their name, which is not there."""
+    """Groups the tensors of a checkpoint by weight. `stored`: weight name -> Stored. `loose`: names of tensors that by
+    their name belong to a weight that is missing."""
 
     def __init__(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
         self.settings = settings_of(config)
@@ -189,7 +189,7 @@ class Weights:
             self.stored[name] = Stored(name, tensor, beside.get(name, {}), self.settings)
 
     def _owner(self, name: str, base: str, last: str, tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """The weight that a tensor belongs to, and its word there; None for one that is a weight itself."""
+        """(weight name, key in Stored.beside) of a tensor that belongs to a weight; None for other tensors."""
         if last in self._beside:
             there = any(f"{base}.{word}" in tensors for word in ("weight", *self._packed))
             return (f"{base}.weight", last) if there else None
@@ -201,14 +201,14 @@ class Weights:
         return None
 
     def look(self, stored: Stored) -> tuple[Quantization | None, Described]:
-        """The quantization of a weight (None: plain, or not known), and what it stands for."""
+        """The quantization of a weight (None: unquantized or unknown), and its shape and kind."""
         key = _kind_of(stored)
         if key not in self._seen:
             self._seen[key] = self._describe(stored)
         return self._seen[key]
 
     def problem(self, stored: Stored) -> str:
-        """What headers say against a weight: what it lacks, or what does not fit; empty for a whole one."""
+        """A fault of a weight that its headers show, such as missing scales; empty without a fault."""
         key = _kind_of(stored)
         if key not in self._problems:
             self._problems[key] = self._problem(stored)
@@ -239,7 +239,7 @@ class Weights:
         return None, Described(stored.main.shape, stored.main.dtype)
 
     def decode(self, stored: Stored) -> Decode | None:
-        """How the values of a weight are read; None for a plain one. ModelError for one that cannot be read."""
+        """The function that reads a weight's values; None if it is unquantized. ModelError if it cannot be read."""
         main, marks = stored.main, stored.beside.keys() - ORDINARY - {*ACTIVATIONS}
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
@@ -249,8 +249,8 @@ class Weights:
         if make := self.integers(stored):
             return make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
-            beside = f"{main.name} is {main.dtype}, but scales {stored.scale.name} stand beside it"
-            raise ModelError(beside, "no quantization that is known here stores weights so")
+            beside = f"{main.name} is {main.dtype}, but has scales {stored.scale.name}"
+            raise ModelError(beside, "no known quantization stores weights in this way")
         if quantization or marks or stored.packed:
             raise self.unreadable(main.name, described.kind)
         if main.dtype.startswith("F8_E"):
@@ -258,14 +258,14 @@ class Weights:
         return None
 
     def kept(self, stored: Stored) -> Kept | None:
-        """The weight in about its own size, if kernels take it so. ModelError for one that is not whole."""
+        """The weight repacked in a dtype that kernels support, or None. Raises ModelError for an incomplete weight."""
         quantization, described = self.look(stored)
         if quantization is None or described.shape is None:
             return None
         return quantization.keep(stored)
 
     def integers(self, stored: Stored) -> Callable[[], Integers] | None:
-        """What reads the weight as integers and scales, if it is stored so. ModelError for one that is not whole."""
+        """The function that reads a weight as integers and scales, or None. ModelError for an incomplete weight."""
         quantization, described = self.look(stored)
         if quantization is None or quantization.integers is None or described.shape is None:
             return None
@@ -286,8 +286,8 @@ class Weights:
 
 
 class WeightHeader(NamedTuple):
-    """What headers say of one weight. `shape` is None where packing hides it; `nbytes` counts its scales too.
-    `problem`: what headers say against it, such as scales that are not there."""
+    """Facts from the headers of one weight. `shape`: None if the headers do not tell it. `nbytes`: with scales.
+    `problem`: see `Weights.problem`."""
 
     shape: Shape | None
     kind: str
@@ -297,11 +297,11 @@ class WeightHeader(NamedTuple):
     problem: str = ""
 
 
-_TABLES = ("BOOL", "I64", "I32", "I16")  # types of masks and token ids: no parameters
+_TABLES = ("BOOL", "I64", "I32", "I16")  # dtypes of masks and token ids, which do not count as parameters
 
 
 def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, WeightHeader]:
-    """Weights by name, packed ones with the shape that they stand for; their names end in `.weight` too."""
+    """Weight name -> facts from the headers. Names and shapes are those of the unpacked weights."""
     weights = Weights(tensors, config)
     described = {}
     for name, stored in weights.stored.items():
@@ -315,15 +315,15 @@ def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 
 def _kind_of(stored: Stored) -> tuple[Any, ...]:
-    """Weights that are stored alike; a file has few kinds, but one whose values tell its shape is one of its own."""
+    """Cache key, equal for weights that are stored alike; own for a column of bytes, whose shape depends on values."""
     beside = tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
     own = stored.name if stored.main.shape[-1:] == (1,) else ""
     return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside, own
 
 
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's tensors with every quantized weight and what belongs to it made one. ModelError for a weight, or a
-    quantization_config, of a kind that nobody knows or that cannot be read."""
+    """RawTensors of a checkpoint by name: each quantized weight and its scales become one. Raises ModelError for a
+    weight or quantization_config that is unknown or cannot be read."""
     weights = Weights(tensors, config)
     method = weights.settings.get("quant_method")
     if method and declared(config) is None:
@@ -359,8 +359,8 @@ def _values_of(kept: Kept, name: str, shape: Shape) -> Decode:
 
 @dataclass(frozen=True, eq=False)
 class Made(Deferred):
-    """A RawTensor [..., rows, columns] whose bytes are made when they are wanted. `first`: the weight's row (leading
-    dimensions are one) that its rows begin with."""
+    """A RawTensor [..., rows, columns] of a quantized weight, repacked at each access. `first`: the row of the weight
+    (leading dimensions flattened into rows) with which this tensor begins."""
 
     stored: Stored
     kept: Kept
@@ -380,7 +380,6 @@ class Made(Deferred):
         return self.stored.main.fingerprint() + self.first
 
     def read(self) -> Tensor:
-        """The plain tensor, in memory."""
         return self._made(np.arange(math.prod(self.shape[:-1])), self.shape)
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -397,7 +396,7 @@ class Made(Deferred):
 
 
 def planned(name: str, shape: Shape, decode: Decode) -> Planned:
-    """A quantized weight to be written in bfloat16, a slab of rows at a time."""
+    """A plan that writes a quantized weight as BF16, a slab of rows at a time."""
     return Planned(name, "BF16", shape, lambda: _slabs(shape, decode))
 
 
@@ -408,5 +407,5 @@ def _slabs(shape: Shape, decode: Decode) -> Iterator[NDArray[np.uint16]]:
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The nearest bfloat16, ties to even; every NaN becomes the positive quiet one, as in torch."""
+    """Bits of the nearest bfloat16, ties to even. Every NaN becomes the positive quiet NaN, as in torch."""
     return np.where(np.isnan(values), np.uint16(0x7FC0), bfloat16(values)[0])

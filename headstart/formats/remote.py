@@ -1,7 +1,7 @@
 """Headers of a model on the Hub: JSON files through huggingface_hub's cache, headers of weights by range requests.
 
-HF_ENDPOINT, HF_HOME, HF_TOKEN and offline mode mean what they mean to huggingface_hub. Where the Hub does not answer,
-what is in the local cache is listed instead.
+HF_ENDPOINT, HF_HOME, HF_TOKEN and offline mode work as in huggingface_hub. If the Hub does not answer, the files in the
+local cache are used.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from headstart.formats.safetensors import CONFIG, GENERATION
 from headstart.hub import Repo, hub_errors, is_reachable
 
 T = TypeVar("T")
-FIRST = 128 * 1024  # bytes of the first request: most headers end within them
-AT_ONCE = 8
-RETRIES = 2
+FIRST = 128 * 1024  # bytes of the first request: most headers are shorter
+AT_ONCE = 8  # parallel requests
+RETRIES = 2  # of a request
 
 
 def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
-    """The headers of a repo. Raises UsageError when it is unknown or cannot be reached, ModelError for bad files."""
+    """A checkpoint of a repo's headers. UsageError for an unknown or unreachable repo, ModelError for damaged files."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or not is_reachable():
@@ -38,7 +38,7 @@ def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
         try:
             info = HfApi().model_info(asked.repo, revision=asked.revision or None)
         except (httpx.TransportError, OSError) as error:
-            if getattr(error, "response", None) is not None:  # the Hub has answered: no
+            if getattr(error, "response", None) is not None:  # the Hub has refused the request
                 raise
             try:
                 return _cached(asked)
@@ -49,7 +49,7 @@ def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
 
 
 def _cached(asked: Repo) -> Checkpoint:
-    """What an earlier download has left in the cache. UsageError when that is nothing."""
+    """The checkpoint in huggingface_hub's cache. Raises UsageError if the cache does not have it."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     with hub_errors(asked.repo):
@@ -61,7 +61,7 @@ def _cached(asked: Repo) -> Checkpoint:
 
 
 class _Remote:
-    """One revision of one repo."""
+    """Reads the headers of one revision of one repo. `files`: names of all its files."""
 
     def __init__(self, asked: Repo, revision: str, files: list[str], progress: Progress) -> None:
         self.asked, self.revision, self.files, self.progress = asked, revision, files, progress
@@ -120,7 +120,7 @@ class _Remote:
         return safetensors_file.parse_header(header, size, where, File(Path(file), here=False))
 
     def _all(self, fetch: Callable[[str], T], files: list[str]) -> list[T]:
-        """What `fetch` makes of each file, several at a time."""
+        """`fetch(file)` for each file, in order; AT_ONCE run in parallel."""
         results: list[T] = []
         with ThreadPoolExecutor(AT_ONCE) as pool:
             try:
@@ -148,12 +148,12 @@ class _Remote:
                     else b""
                 )
                 if not more:
-                    what = f"{path} ends, or is too long, before its header does"
+                    what = f"the header of {path} is cut off or too long"
                     raise ModelError(what, safetensors_file.AGAIN) from None
                 first += more
 
     def _bytes(self, file: str, begin: int, count: int) -> tuple[bytes, int]:
-        """At most `count` bytes of a file from byte `begin` on, and the file's size. UsageError if it cannot be had."""
+        """Up to `count` bytes of a file from byte `begin` on, and the file's size. UsageError if the request fails."""
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
@@ -171,8 +171,8 @@ class _Remote:
             ranged = answer.status_code == 206
             size = answer.headers.get("Content-Range" if ranged else "Content-Length", "").rpartition("/")[2]
             if not size.isdecimal():
-                raise UsageError(f"{url} does not say how long it is", "is HF_ENDPOINT a Hugging Face hub?")
-            skip = 0 if ranged else begin  # a server that does not know ranges sends the file from its beginning
+                raise UsageError(f"the response for {url} has no length", "is HF_ENDPOINT a Hugging Face hub?")
+            skip = 0 if ranged else begin  # a server without range requests sends the file from its beginning
             for piece in answer.iter_bytes():
                 data += piece
                 if len(data) >= skip + count:

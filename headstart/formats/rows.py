@@ -1,4 +1,4 @@
-"""Tensors that are made when they are wanted, so that nothing is kept twice; rows in another order, or some of them."""
+"""Tensors derived from others (row subsets, transposes, joined columns), computed at each access to save memory."""
 
 import zlib
 from abc import ABC, abstractmethod
@@ -13,14 +13,15 @@ from headstart.formats.base import Tensor, make_tensor
 
 
 class Deferred(ABC):
-    """A RawTensor, but for its name, shape, dtype and rows: everything else goes through the whole."""
+    """Base of RawTensors that are computed at each access. Subclasses define name, shape, dtype, `read` and
+    `take_rows`; all other methods read the whole tensor."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """The plain tensor, in memory."""
+        """The whole tensor, in memory."""
 
     def fingerprint(self) -> int:
-        """As Tensor's, without making the tensor."""
+        """A checksum like `Tensor.fingerprint`, without computing the tensor."""
         return 0
 
     def float32(self) -> NDArray[np.float32]:
@@ -43,12 +44,12 @@ class Deferred(ABC):
 
 
 def in_memory(tensor: Any) -> Tensor:
-    """The plain tensor that a RawTensor of this folder is, or stands for."""
+    """The RawTensor itself if it is a Tensor, else the Tensor that it computes."""
     return tensor.read() if isinstance(tensor, Deferred) else tensor
 
 
 class Source(Protocol):
-    """What rows can be taken of."""
+    """A tensor whose rows can be taken."""
 
     @property
     def name(self) -> str: ...
@@ -58,19 +59,19 @@ class Source(Protocol):
     def dtype(self) -> str: ...
     def fingerprint(self) -> int: ...
     def take_rows(self, rows: NDArray[np.int64]) -> Any:
-        """A Tensor."""
+        """A Tensor of rows [n]."""
 
 
 class Transposable(Source, Protocol):
     """A matrix that can be transposed."""
 
     def transposed(self) -> Any:
-        """A Tensor."""
+        """A Tensor in memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowSubset(Deferred):
-    """A RawTensor: rows [n] of the first dimension of `source`."""
+    """A RawTensor of rows [n] (indices of the first dimension) of `source`."""
 
     source: Source
     rows: NDArray[np.int64]
@@ -88,7 +89,6 @@ class RowSubset(Deferred):
         return self.source.dtype
 
     def read(self) -> Tensor:
-        """The plain tensor, in memory."""
         return self.take_rows(np.arange(len(self.rows)))
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -104,7 +104,7 @@ class RowSubset(Deferred):
 
 @dataclass(frozen=True, eq=False)
 class Transposed(Deferred):
-    """A RawTensor: the matrix `source` with rows and columns exchanged."""
+    """A RawTensor of the transpose of `source`."""
 
     source: Transposable
 
@@ -133,7 +133,7 @@ class Transposed(Deferred):
 
 @dataclass(frozen=True, eq=False)
 class JoinedColumns(Deferred):
-    """Matrices of as many rows each, as one with the columns of all, in float32."""
+    """A RawTensor, F32: matrices with the same number of rows, concatenated along their columns."""
 
     name: str
     parts: tuple[Any, ...]
@@ -150,7 +150,7 @@ class JoinedColumns(Deferred):
         return self.take_rows(np.arange(self.shape[0]))
 
     def plain(self) -> Any:
-        """Itself: it is floats."""
+        """The tensor itself, since its dtype is F32."""
         return self
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
@@ -162,9 +162,9 @@ class JoinedColumns(Deferred):
 
 
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> RowSubset:
-    """Undo llama.cpp's row order of q_proj and k_proj: [num_heads * head_dim, ...] with the two halves of a rotary
-    pair side by side -> Hugging Face's order, first halves then second halves of each head; of the first `rotary`
-    features of a head (None: all). Weights and biases."""
+    """q_proj or k_proj, weight or bias [num_heads * head_dim, ...], in Hugging Face's row order: all first elements of
+    a head's rotary pairs, then all second ones. llama.cpp puts the two of a pair side by side. `rotary`: number of
+    leading features of a head that are rotated; None: all. Raises ModelError if the rows do not make so many heads."""
     num_rows = tensor.shape[0]
     if num_heads <= 0 or num_rows % (2 * num_heads):
         raise ModelError(f"tensor {tensor.name} has {num_rows} rows, not {num_heads} heads of rotary pairs")

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json and one or many *.safetensors files, of which headers are read; and writing."""
+"""Reads Hugging Face directories (config.json and *.safetensors files), and writes safetensors files."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headstart.formats")
 CONFIG, GENERATION = "config.json", "generation_config.json"
 Array = NDArray[Any] | tuple[NDArray[Any], str]
-"""A numpy array, or raw bits with a dtype name for what numpy lacks: (uint16 array, "BF16")."""
+"""A numpy array, or the raw bits and the dtype's name for dtypes that numpy lacks: (uint16 array, "BF16")."""
 
 
 def detect(path: Path) -> bool:
@@ -39,13 +39,14 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open such a directory. Tensor names are those of the model's Hugging Face implementation."""
+    """Open a Hugging Face directory. Tensor names are those of the model's Hugging Face implementation. Raises
+    ModelError for damaged or missing files."""
     config = read_object(path / CONFIG)
     index = read_object(path / safetensors_file.INDEX) if (path / safetensors_file.INDEX).exists() else None
     here = sorted(file.name for file in path.glob("*.safetensors"))
     if index is not None and safetensors_file.is_stale(here, index, str(path / safetensors_file.INDEX)):
         log.warning(
-            "%s does not name %s beside it: the file is read, the index is not",
+            "%s does not name %s in the same directory: that file is used and the index ignored",
             path / safetensors_file.INDEX,
             safetensors_file.SINGLE,
         )
@@ -54,7 +55,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     shards = {file: safetensors_file.read_file(path / file) for file in files}
     tensors = safetensors_file.tensors_of(shards, index, str(path / safetensors_file.INDEX), str(path))
     for file in set(here) - shards.keys():
-        with suppress(ModelError):  # a file that is no part of the model may be anything
+        with suppress(ModelError):  # files that the index does not name may be anything
             shards[file] = safetensors_file.read_file(path / file)
     stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
     sidecar = sidecar_heads(tensors, stray, config)
@@ -75,14 +76,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def sidecar_heads(
     tensors: Mapping[str, Tensor], stray: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """MTP tensors of files that are no shards, such as mtp.safetensors. Empty where the shards hold MTP tensors."""
+    """The MTP tensors among `stray`, as of mtp.safetensors; empty if `tensors` already has MTP tensors."""
     num_layers = Sizes(config).get("layers") or 0
     found = {name: each for name, each in stray.items() if part_of(name, num_layers) == MTP}
     return {} if found and any(part_of(name, num_layers) == MTP for name in tensors) else found
 
 
 def _tokenizer(path: Path) -> "Tokenizer":
-    from headstart.text.tokenizer import Tokenizer  # more than headers need: only who asks for it waits for it
+    from headstart.text.tokenizer import Tokenizer  # slow to import, and headers do not need it
 
     return Tokenizer.from_directory(path)
 
@@ -94,9 +95,9 @@ def _template(path: Path) -> "ChatTemplate | None":
 
 
 def whole_directory(path: Path) -> dict[str, Tensor]:
-    """The tensors of all files, of those that the index does not name too: heads are often added so. Nothing is mapped,
-    so that no more than a piece is in memory. ModelError for a missing shard, an index that names an absent tensor, or
-    a tensor in two files."""
+    """The tensors of all files of a directory, also of files that the index does not name (added heads). Files are not
+    mapped, so that only a piece is in memory at a time. Raises ModelError for a missing shard, an index that names a
+    missing tensor, or a tensor in two files."""
     files = {file.name: safetensors_file.read_file(file, mapped=False) for file in sorted(path.glob("*.safetensors"))}
     if not any(files.values()):
         raise ModelError(f"{path} holds no tensors in *.safetensors files", "give a Hugging Face directory")
@@ -113,7 +114,7 @@ def whole_directory(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written. `pieces` yields arrays that hold its little-endian bytes in order, when it is written."""
+    """A tensor to be written. `pieces`, called while writing, yields arrays of its little-endian bytes in order."""
 
     name: str
     dtype: str
@@ -126,7 +127,7 @@ class Planned:
 
 
 def copied(name: str, tensor: Tensor) -> Planned:
-    """The same bytes under another name. ModelError for a type that is not written."""
+    """A plan that copies a tensor's bytes under the name `name`. Raises ModelError for a dtype outside ITEM_BYTES."""
     if tensor.dtype not in ITEM_BYTES:
         raise ModelError(f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}, which cannot be exported")
     return Planned(name, tensor.dtype, tensor.shape, tensor.pieces)
@@ -136,7 +137,7 @@ def write_stream(
     path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> None:  # fmt: skip
-    """Write one safetensors file, piece by piece. `wrote` is called with the bytes of each piece."""
+    """Write one new safetensors file, piece by piece. `wrote` is called with the number of bytes of each piece."""
     with path.open("xb") as file:
         for piece in _stream(tensors, metadata, wrote):
             file.write(piece)
@@ -145,9 +146,9 @@ def write_stream(
 def _stream(
     tensors: Sequence[Planned], metadata: Mapping[str, str] | None, wrote: Callable[[int], None] = lambda nbytes: None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a file."""
+    """The bytes of a safetensors file: its header, then the tensors' pieces."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # Widest types first: every tensor then starts at a multiple of its own item size.
+    # widest dtypes first, so that every tensor starts at a multiple of its item size
     order = sorted(tensors, key=lambda each: (-ITEM_BYTES[each.dtype], each.name))
     at = 0
     for each in order:
@@ -167,10 +168,7 @@ def _stream(
 
 
 def save(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file, whole or not at all (a temporary file, then a rename).
-
-    BF16 goes in as (uint16 bits, "BF16"); any other value as a numpy array of a plain type.
-    """
+    """Write one safetensors file atomically. Raises ModelError for a numpy dtype without a safetensors dtype."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic_chunks(path, _stream([_planned(name, value) for name, value in tensors.items()], metadata))
@@ -185,7 +183,7 @@ def _planned(name: str, value: Array) -> Planned:
 
 
 def bfloat16(values: NDArray[np.float32]) -> tuple[NDArray[np.uint16], str]:
-    """Finite float32 numbers rounded to the nearest bfloat16, ties to even, as `save` takes them."""
+    """Finite float32 values rounded to the nearest bfloat16, ties to even, as an Array for `save`."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16), "BF16"
 

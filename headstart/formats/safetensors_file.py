@@ -1,7 +1,7 @@
-"""The container of a safetensors file, and `model.safetensors.index.json`, which says which of many holds which tensor.
+"""Headers of safetensors files, and `model.safetensors.index.json`, which maps tensor names to files.
 
-A header is 8 bytes of length, then JSON. Every number is checked against the file's size. Nothing of the data is read,
-so a piece of the file will do. Layout: https://github.com/huggingface/safetensors.
+A header is 8 bytes of length, then JSON. Every number is checked against the file's size. No tensor data is read, so
+the first bytes of a file suffice. Layout: https://github.com/huggingface/safetensors.
 """
 
 import json
@@ -27,7 +27,7 @@ _WORDS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 
 
 def read_file(path: Path, *, mapped: bool = True) -> dict[str, Tensor]:
-    """The tensors of one file, by name. ModelError for what is no file, and for anything out of bounds."""
+    """The tensors of one file, by name. Raises ModelError for an unreadable file and an invalid header."""
     try:
         if not path.is_file():  # a pipe would wait for its writer
             path.stat()
@@ -45,7 +45,7 @@ def read_file(path: Path, *, mapped: bool = True) -> dict[str, Tensor]:
 
 
 def header_size(first: bytes, file_bytes: int, where: str) -> int:
-    """The header's length from the file's first 8 bytes. ModelError for more than the file or the limit holds."""
+    """The header's length from the file's first 8 bytes. Raises ModelError if it exceeds the file or MAX_HEADER."""
     size = int.from_bytes(first[:PREFIX], "little")
     if len(first) < PREFIX or size > file_bytes - PREFIX:
         raise ModelError(f"{where} is {file_bytes} bytes long, too short for its header of {size} bytes", AGAIN)
@@ -55,7 +55,8 @@ def header_size(first: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> dict[str, Tensor]:
-    """Tensors by name. ModelError for anything out of bounds or overlapping."""
+    """The tensors of a header's JSON, by name. `file_bytes`: size of the file. Raises ModelError for invalid entries,
+    and for tensors that overlap, leave gaps or end outside the file."""
     header = _object(text, f"the header of {where}")
     header.pop("__metadata__", None)
     base = PREFIX + len(text)
@@ -65,12 +66,12 @@ def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> dict[s
 
 
 def _object(text: bytes, where: str) -> dict[str, Any]:
-    """The header as an object in which no key appears twice."""
+    """The header's JSON object. Raises ModelError for other JSON or a duplicate key."""
     try:
         header = json.loads(text)
     except (ValueError, RecursionError):
         header = None
-    # Big headers: as many words as entries means that nothing is there twice. Else the slow parser has to say so.
+    # json.loads is fast but hides duplicate keys: without any, each word occurs once per entry; else parse slowly
     if isinstance(header, dict):
         count = len(header) - ("__metadata__" in header)
         if all(text.count(word) == count for word in _WORDS):
@@ -79,7 +80,7 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _tensor(where: str, name: str, row: Any, base: int, file_bytes: int, file: File) -> Tensor:
-    """One header entry, checked; its offsets count from byte `base` of the file."""
+    """The tensor of one header entry. Its offsets count from byte `base` of the file. Raises ModelError."""
     if not isinstance(row, dict):
         raise ModelError(f"{where}: the header entry of tensor {name} is not an object", AGAIN)
     dtype, shape, offsets = row.get("dtype"), row.get("shape"), row.get("data_offsets")
@@ -111,7 +112,7 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
 
 
 def _check_places(where: str, tensors: Iterable[Tensor], base: int, file_bytes: int) -> None:
-    """Tensors lie end to end, from byte `base` to the file's end: the safetensors library takes no other file."""
+    """Raise ModelError unless the tensors fill the file from byte `base` on, without gaps or overlaps."""
     last_name, end = "", base
     for begin, size, name in sorted([(tensor.begin, tensor.nbytes, tensor.name) for tensor in tensors]):
         if begin < end and size:
@@ -121,11 +122,11 @@ def _check_places(where: str, tensors: Iterable[Tensor], base: int, file_bytes: 
         if begin + size > end:
             last_name, end = name, begin + size
     if end != file_bytes:
-        raise ModelError(f"{where} goes on for {file_bytes - end} bytes after its last tensor", AGAIN)
+        raise ModelError(f"{where} has {file_bytes - end} bytes after its last tensor", AGAIN)
 
 
 def weight_map_of(index: Mapping[str, object], where: str) -> dict[str, str]:
-    """Tensor name -> shard's file name. ModelError for another shape, or for a shard outside the checkpoint."""
+    """Tensor name -> file name of its shard, from an index. Raises ModelError for an invalid map or a path in it."""
     files = index.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ModelError(f"{where} has no weight_map from tensor names to file names", AGAIN)
@@ -136,7 +137,7 @@ def weight_map_of(index: Mapping[str, object], where: str) -> dict[str, str]:
 
 
 def pick(weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """The tensors that the index names, by name. ModelError for one that its shard does not hold."""
+    """The tensors that the index names, by name. Raises ModelError if a shard lacks one of its tensors."""
     for name, file in weight_map.items():
         if name not in shards[file]:
             raise ModelError(f"{where} says tensor {name} is in {file}, but it is not", AGAIN)
@@ -144,7 +145,7 @@ def pick(weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Tensor
 
 
 def join(shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """The tensors of files without an index, by name. ModelError for a name in two files."""
+    """The tensors of files without an index, by name. Raises ModelError for a name in two files."""
     joined: dict[str, Tensor] = {}
     for file, tensors in shards.items():
         if twice := joined.keys() & tensors.keys():
@@ -154,15 +155,15 @@ def join(shards: Mapping[str, Mapping[str, Tensor]], where: str) -> dict[str, Te
 
 
 def is_stale(here: Iterable[str], index: Mapping[str, object], index_name: str) -> bool:
-    """Whether a whole file stands beside an index that does not name it. transformers reads the file; so do we."""
+    """Whether there is a SINGLE file that the index does not name. As in transformers, it is then used instead."""
     return SINGLE in here and SINGLE not in weight_map_of(index, index_name).values()
 
 
 def shards_of(
     here: Iterable[str], index: Mapping[str, object] | None, index_name: str, partial: Iterable[str] = ()
 ) -> list[str]:
-    """The files that make the checkpoint, of those that are there; `partial`: downloads that have not ended. ModelError
-    for a file that is missing."""
+    """The names of the checkpoint's files among the existing files `here`. `partial`: names of incomplete downloads.
+    Raises ModelError for a missing file."""
     here = list(here)
     if index is None:
         return [SINGLE] if SINGLE in here else here
@@ -170,7 +171,7 @@ def shards_of(
     for file in wanted:
         if file not in here:
             begun = next((name for name in partial if name.startswith(file)), None)
-            note = f": {begun} is a download that has not ended" if begun else ""
+            note = f": {begun} is an incomplete download" if begun else ""
             raise ModelError(f"{index_name} names the shard {file}, which is missing{note}", "download the model again")
     return wanted
 
@@ -178,5 +179,5 @@ def shards_of(
 def tensors_of(
     shards: Mapping[str, Mapping[str, Tensor]], index: Mapping[str, object] | None, index_name: str, where: str
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint's shards, by name: those that the index names, if there is one."""
+    """The tensors of a checkpoint's shards, by name. With an index, only those that it names."""
     return pick(weight_map_of(index, index_name), shards, index_name) if index else join(shards, where)

@@ -1,4 +1,4 @@
-"""Reads sizes from a config.json: one name for each size, whatever key a family writes it under."""
+"""Reads sizes from a config.json: one name for each size, whatever key a family uses for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
-"""Keys under which a config keeps that of its language model, or of its drafter's layers."""
-MAX_SIZE = 2**40  # no size is larger; a config may say anything
+"""Keys under which a config nests the config of its language model, or of its drafter's layers."""
+MAX_SIZE = 2**40  # larger values of a config are ignored
 SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
     "vocabulary": ("target_vocab_size", "vocab_size"),
@@ -38,11 +38,11 @@ SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
         "dspark_target_layer_ids",
     ),
 }  # fmt: skip
-"""Name of a size -> its keys in config.json, dots stepping into objects. A list counts its items."""
+"""Name of a size -> its keys in config.json, where dots step into objects. The size of a list is its length."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's own settings; a multimodal config nests them. Outer values stand where none are inside."""
+    """The language model's settings, which a multimodal config nests. Nested values override outer ones."""
     text = dict(config)
     for key in NESTED:
         if isinstance(inner := config.get(key), dict):
@@ -51,7 +51,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, dots stepping into objects; None where there is none."""
+    """The value of a key, where dots step into objects; None if it is missing."""
     value: Any = config
     for step in key.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
@@ -59,14 +59,15 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def as_size(value: object) -> int | None:
-    """A whole number that can be a size; a list counts its items. None for anything else."""
+    """`value` if it is an integer in [0, MAX_SIZE); the length of a list; None for anything else."""
     if isinstance(value, list):
         return len(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SIZE else None
 
 
 class Unknown(str):
-    """A size that no key says: any number, but the same number wherever the same Unknown stands in a module."""
+    """A size that the config does not give. It fits any number, but the same one wherever it occurs in a module.
+    Arithmetic with it gives another Unknown, whose text is the formula."""
 
     def __mul__(self, other: object) -> Unknown:
         return Unknown(f"{other} * {self}")
@@ -86,30 +87,30 @@ class Unknown(str):
 
 
 class Sizes:
-    """The sizes of one config, by the names of SIZE_KEYS; `config` is its text part."""
+    """The sizes of one config, by the names of SIZE_KEYS. `config`: `text_config` of the given config."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = text_config(config)
 
     def replaced(self, values: Mapping[str, Any]) -> Sizes:
-        """With other values of some config keys."""
+        """A copy in which some config keys have other values."""
         sizes = Sizes({})
         sizes.config = {**self.config, **values}
         return sizes
 
     def get(self, name: str) -> int | None:
-        """The number that the config says, or that follows from others; None for one that it does not say."""
+        """The size in the config, or one that follows from other sizes; None if it is unknown."""
         size = self[name]
         return size if isinstance(size, int) else None
 
     def __getitem__(self, name: str) -> Any:
-        """As `get`, but Unknown in place of None."""
+        """The same as `get`, but with an Unknown in place of None."""
         found = (as_size(lookup(self.config, key)) for key in SIZE_KEYS[name])
         size = next((each for each in found if each is not None), None)
         return self._implied(name) if size is None else size
 
     def _implied(self, name: str) -> Any:
-        """What a size is where no key says it."""
+        """The default of a size that the config does not give."""
         if name in (same := {"kv_heads": "heads", "value_dim": "head_dim", "target_hidden": "hidden",
                              "draft_vocabulary": "vocabulary"}):  # fmt: skip
             return self[same[name]]
@@ -121,5 +122,5 @@ class Sizes:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Experts of a layer that has them, by any spelling of the key; 0 without one."""
+    """Number of routed experts of an MoE layer, under any family's key; 0 without experts."""
     return Sizes(config).get("experts") or 0

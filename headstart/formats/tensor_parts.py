@@ -1,4 +1,4 @@
-"""Part of a model that a tensor belongs to, by its name."""
+"""Finds the part of a model that a tensor belongs to, by the tensor's name."""
 
 import re
 
@@ -12,8 +12,8 @@ _OTHER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_project
 
 
 def part_of(name: str, num_layers: int) -> str:
-    """Which of PARTS a tensor of any family belongs to, by its name; `num_layers` of the trunk, 0: not known."""
-    if ("mtp" in name or "nextn" in name) and _MTP.search(name):  # the first test is quick, and mostly enough
+    """The one of PARTS that a tensor of any family belongs to. `num_layers`: layers of the trunk; 0: unknown."""
+    if ("mtp" in name or "nextn" in name) and _MTP.search(name):  # the first test is fast and usually decides
         return MTP
     if match := _LAYER.match(name):
         if num_layers and int(match[1]) >= num_layers:

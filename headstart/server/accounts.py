@@ -126,8 +126,7 @@ class Account:
         self._check("tokens", 1)
 
     def begin(self, prompt_tokens: int) -> None:
-        """Charge a request and its prompt. Raises CapacityError if the prompt exceeds a token bucket's capacity, and
-        LimitError if a bucket has too little left."""
+        """Charge a request and its prompt. Raises LimitError, or CapacityError for a prompt above the capacity."""
         for bucket in self.buckets["tokens"]:
             if prompt_tokens > bucket.capacity:
                 what = f"the prompt has {prompt_tokens} tokens, but this API key has {bucket.capacity:g} at most"

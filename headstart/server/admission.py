@@ -27,8 +27,7 @@ class Admission:
 
     @contextmanager
     def reserve(self, count: int, owner: str = "") -> Iterator[None]:
-        """Reserve places for `count` choices of the account `owner` while their request is prepared. Raises BusyError,
-        CapacityError and LimitError as `begin` does."""
+        """Reserve `count` places for the account `owner` while a request is prepared. Raises as `begin` does."""
         taken, account = self.num_in_flight + self.num_preparing, self.accounts.named(owner)
         self._check_free(count, taken)
         account.check()

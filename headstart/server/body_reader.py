@@ -312,8 +312,7 @@ def _check_text(text: str, what: str) -> None:
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call. Text that is not a JSON object (for example cut off) is returned under the key
-    `INVALID_JSON`."""
+    """The arguments of a tool call. Text that is not a JSON object is returned under the key `INVALID_JSON`."""
     try:
         document = json.loads(text.strip() or "{}")
         check_values(document)

@@ -78,8 +78,8 @@ class ServedModel:
             self.metrics.recorder.stop()
 
     async def open(self, requests: Seq[Request], journal: Journal | None = None) -> RequestStream:
-        """Hand requests to the engine, which continues after the deltas of the journal's history. Raises what
-        `Admission.begin` and `Engine.submit` raise."""
+        """Hand requests to the engine, which continues after the journal's history. Raises what `Admission.begin` and
+        `Engine.submit` raise."""
         history, is_resumed = (journal.history, journal.is_resumed) if journal else ((), False)
         self.admission.begin(requests, is_resumed=is_resumed)
         try:
@@ -345,8 +345,7 @@ class ModelManager:
         return found
 
     async def release(self, name: str) -> bool:
-        """Unload a model: at once if it is idle, else when its requests have ended. Returns whether the model is out of
-        memory now. A fixed model stays (False)."""
+        """Unload a model that is not fixed: at once if idle (True), else after its requests (False)."""
         slot = self.find(name)
         if self.is_fixed:
             return False

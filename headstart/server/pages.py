@@ -34,8 +34,7 @@ INLINED = (
     ("script-src", "script", re.compile(r'<script src="web/(theme\.js)"></script>')),
     ("style-src", "style", re.compile(r'<link rel="stylesheet" href="web/(style\.css)">')),
 )
-"""Files that a page needs before its first paint: CSP directive, tag, and the reference that the file replaces. The
-page's policy allows them by their hashes."""
+"""Files to inline, as a page needs them before its first paint: CSP directive, tag, and the reference to replace."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

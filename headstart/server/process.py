@@ -12,8 +12,7 @@ from headstart.errors import UsageError
 
 
 def set_up_logs(log_format: str, access_log: bool = False, process: str = "") -> None:
-    """Log to stderr, as text or with one JSON object per line. `process`: this process's name in log lines, if the
-    server has several processes."""
+    """Log to stderr, as text or JSON lines. `process`: name of this one of several processes, shown in log lines."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s %(levelname)s {f'{process}: ' if process else ''}%(message)s")
     handler.setFormatter(_JsonFormatter(process) if log_format == "json" else text)

@@ -231,8 +231,7 @@ class RecordFiles:
 
 
 class TextRecorder:
-    """Writes finished texts to record files, in its own thread. If the queue or the disk is full, records are dropped
-    and counted; requests never wait."""
+    """Writes finished texts to record files, in its own thread. Drops and counts records if queue or disk is full."""
 
     def __init__(self, files: RecordFiles, size: int = MAX_QUEUED) -> None:
         self.kept = 0  # texts that were written

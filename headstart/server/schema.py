@@ -53,8 +53,7 @@ SENTINELS: Mapping[str, Any] = {
 
 
 class Body(BaseModel):
-    """Base of request bodies and of objects in them. Values of a wrong type are refused, not converted. null and
-    SENTINELS mean the default."""
+    """Base of bodies and objects in them. Values of a wrong type are refused. null and SENTINELS mean the default."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     harmless: ClassVar[frozenset[str]] = frozenset()  # undeclared members that are ignored without a report
@@ -229,8 +228,7 @@ class Common(with_sampling(Body, {name: name for name in parameters() if name !=
 
 
 def kind_of_prompt(value: Any) -> str | None:
-    """The tag of the member of Texts that a prompt's first element selects; without tags Pydantic would report the
-    errors of every member. None: no member."""
+    """The Tag in Texts for a prompt, by its first element, or None. Without tags Pydantic lists errors of all types."""
     if isinstance(value, str):
         return "text"
     if not isinstance(value, list):
@@ -418,8 +416,7 @@ _logged: set[str] = set()
 
 
 def ignored_fields_header(body: Body) -> dict[str, str]:
-    """The response header X-Ignored-Fields, which names the ignored fields of a body; {} if there are none. Raises
-    BodyError for refused fields."""
+    """The header X-Ignored-Fields, with the ignored fields of a body; {} without any. BodyError for refused fields."""
     unknown = list(dict.fromkeys([*getattr(body, "_left_out", ()), *body.unknown_members()]))
     for name, value in (body.model_extra or {}).items():
         if name in HARMLESS or value is None:

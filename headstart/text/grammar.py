@@ -79,8 +79,7 @@ class GrammarCompiler:
         return state.copy()
 
     def restart(self, spec: GrammarSpec, failed: SharedLexer) -> GrammarState | None:
-        """A start state of `spec` with another lexer than `failed`, for a text during generation. None if compiling
-        would take longer than RECOMPILE_SECONDS."""
+        """A start state of `spec` with another lexer than `failed`; None if compiling takes over RECOMPILE_SECONDS."""
         cached = self._cache.find(spec)
         if cached is not None and cached.lexer is not failed:
             return cached

@@ -108,8 +108,7 @@ def _text_of(kind: Kind, value: Any) -> str:
 
 
 def llguidance_source(spec: GrammarSpec, special: Mapping[str, int]) -> str:
-    """The grammar of `spec` in llguidance's Lark syntax. special: text -> id of special tokens. Raises UsageError for
-    errors that are found without compiling."""
+    """The grammar of `spec` in llguidance's Lark syntax. special: text -> id of special tokens. Raises UsageError."""
     if spec.kind == "tools":
         return _tools(spec.value, special)
     return _SOURCES[spec.kind](spec.plain)
@@ -263,8 +262,7 @@ def one_line(message: str) -> str:
 
 
 def error_cause(kind: Kind, message: str) -> str:
-    """The cause in an error message of llguidance. The position is kept only for kind grammar, whose source is the
-    user's own."""
+    """The cause in an error message of llguidance; with its position only in a grammar, which the user has written."""
     text = one_line(message)
     return text if kind == "grammar" else _POSITION.sub("", text)
 

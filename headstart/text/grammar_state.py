@@ -47,8 +47,7 @@ class GrammarState:
         self, matcher: Any, lexer: SharedLexer, end_ids: frozenset[int], with_text: Mask, ends: Mask, special: Mask,
         restart: "Callable[[SharedLexer], GrammarState | None]" = lambda _: None,
     ) -> None:  # fmt: skip
-        """restart: returns a start state of this grammar with another lexer than the given one, or None if compiling
-        takes too long."""
+        """restart: returns a start state with another lexer than the given one, or None if compiling takes too long."""
         self.lexer = lexer
         self._restart, self._restarts_left = restart, RESTARTS
         self._start = matcher  # never advanced
@@ -64,8 +63,7 @@ class GrammarState:
 
     def mask(self) -> Mask:
         """uint32 [ceil(vocab_size / 32)]: the allowed next tokens. End-of-text ids are allowed exactly where the text
-        may end (`accepting`), and are the only ones once it is `done`. All zero after an `error`, or if a `done` text's
-        vocabulary has no end-of-text id."""
+        may end (`accepting`), and are the only ones once it is `done`. All zero after an `error` or without them."""
         if not self._num_ends and not self._matcher.is_stopped():
             cached = self._masks.get(len(self._tokens))
             if cached is not None and not self._matcher.is_error():

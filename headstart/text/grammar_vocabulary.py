@@ -43,8 +43,7 @@ class TokenTable:
 
 
 class LibraryVocabulary:
-    """The tokenizer interface that llguidance expects: tokens, and a call that encodes text. vocab_size: number of
-    logits."""
+    """The tokenizer interface of llguidance: tokens, and a call that encodes text. vocab_size: number of logits."""
 
     def __init__(self, tokenizer: Tokenizer | TokenTable, vocab_size: int, end_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer

@@ -43,8 +43,7 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
-        """Load the first of FILES in a directory, with the directory's configs. Raises ModelError for a missing or
-        broken file."""
+        """Load the first of FILES in a directory, with the configs. Raises ModelError for a missing or broken file."""
         inner, tokens, file = _build(path, read_config(path / "tokenizer_config.json"))
         bos = inner.token_to_id(tokens["bos_token"]) if "bos_token" in tokens else None
         ends = _declared_ends(read_config(path / "generation_config.json"), read_config(path / "config.json"))
@@ -135,8 +134,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """A tokenizer that encodes names of special tokens as plain text. It shares the vocabulary, whose copy would
-        take seconds."""
+        """Encodes names of special tokens as plain text. Shares the vocabulary, since a copy would take seconds."""
         inner, literal = self._inner, tokenizers.Tokenizer(self._inner.model)
         for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
             if (value := getattr(inner, part)) is not None:

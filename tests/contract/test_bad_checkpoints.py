@@ -97,7 +97,7 @@ CASES = {
         "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}),
     "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
     "scales beside plain weights": Bad(
-        "qwen2", "is F32, but scales model.layers.0.mlp.up_proj.weight_scale stand beside it",
+        "qwen2", "is F32, but has scales model.layers.0.mlp.up_proj.weight_scale",
         change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)})),
     "a window that no key tells": Bad(
         "qwen2", "layer type 'sliding_attention' is not supported", {"layer_types": ["sliding_attention"] * 3}),

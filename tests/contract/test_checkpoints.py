@@ -112,7 +112,7 @@ def test_stacks_in_mxfp4_keep_their_values() -> None:
     np.testing.assert_array_equal(found.float32(), expected)
     np.testing.assert_array_equal(found.part(1).take_rows(np.arange(1, 40, 2)).float32(), expected[1, 1::2])
     tensors["e.up_proj_scales"] = make_tensor("", (3, 40, 2), "U8", scales[..., :2].copy().reshape(-1))
-    with pytest.raises(ModelError, match="MXFP4 has a byte for each 16 bytes"):
+    with pytest.raises(ModelError, match="MXFP4 needs one byte of scale for 16 bytes"):
         readable(tensors, {"quantization_config": {"quant_method": "mxfp4"}})
 
 

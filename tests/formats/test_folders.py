@@ -56,11 +56,11 @@ def test_a_download_that_has_not_ended_is_named(ending: str, tmp_path: Path) -> 
     folder = llama(tmp_path / "m")
     whole, begun = folder / "model.safetensors", folder / f"model-00001-of-00001.safetensors{ending}"
     whole.rename(begun)
-    with pytest.raises(ModelError, match=f"{begun.name}.* a download that has not ended"):
+    with pytest.raises(ModelError, match=f"{begun.name}.* an incomplete download"):
         open_checkpoint(folder)
     names = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(names))
-    with pytest.raises(ModelError, match=f"which is missing: {begun.name} is a download that has not ended"):
+    with pytest.raises(ModelError, match=f"which is missing: {begun.name} is an incomplete download"):
         open_checkpoint(folder)
 
 

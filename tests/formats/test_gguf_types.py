@@ -80,7 +80,7 @@ def test_a_scale_of_another_stack_is_refused() -> None:
         "a.weight": stored("a.weight", "NVFP4", blocks(Kind.NVFP4, 3, 20, 64), (3, 20, 64)),
         "a.scale": stored("a.scale", "F32", np.ones(2, np.float32), (2,)),
     }
-    with pytest.raises(ModelError, match=r"a\.scale \[2\] is no scale for a\.weight \[3, 20, 64\]"):
+    with pytest.raises(ModelError, match=r"a\.scale \[2\] is not a scale for a\.weight \[3, 20, 64\]"):
         readable(tensors, {})
 
 

@@ -217,8 +217,8 @@ class Harm:
 @pytest.mark.parametrize(("content", "said"), [
     ({"fc.weight": Harm()}, "it names __builtin__.print"),
     ({"fc.weight": torch.ones(4, 6).T}, "do not follow each other"),
-    ({"fc.weight": 3}, "something else than tensors"),
-    ([torch.ones(2)], "something else than tensors"),
+    ({"fc.weight": 3}, "something other than tensors"),
+    ([torch.ones(2)], "something other than tensors"),
     ({"fc.weight": torch.ones(2).to_sparse()}, "which no tensor needs"),
 ])  # fmt: skip
 def test_pickles_run_no_code(content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_damaged_pickles_are_named(tmp_path: Path) -> None:
             for tensor in read_pickle(path).values():
                 assert tensor.begin + tensor.nbytes <= path.stat().st_size
         except ModelError as error:
-            assert "is no file of tensors" in error.message and "torch.load" in error.hint
+            assert "is not a file of tensors" in error.message and "torch.load" in error.hint
     path.write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(ModelError, match="not a zip file"):
         read_pickle(path)
@@ -268,4 +268,4 @@ def test_inspect_reads_heads_in_pickles(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["inspect", str(model.checkpoint.path), "--head", str(path)]) == 0
     assert "attached head: eagle" in capsys.readouterr().out
     (path / "pytorch_model.bin").write_bytes(b"x")
-    assert main(["inspect", str(path)]) == 2 and "is no file of tensors" in capsys.readouterr().err
+    assert main(["inspect", str(path)]) == 2 and "is not a file of tensors" in capsys.readouterr().err

@@ -350,7 +350,7 @@ def test_compiled_once() -> None:
     ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "minLength"),
     ("json_schema", False, "no text satisfies"), ("regex", "(a", "unclosed group$"), ("regex", "(?=a)b", "look-around"),
     ("regex", "", "not empty"), ("regex", "a\\", "ends within an escape"), ("regex", "\\\\\\", "ends within an escape"),
-    ("regex", "\ud800", "half of a surrogate pair"), ("choice", ["a", "\udfff"], "half of a pair"),
+    ("regex", "\ud800", "half of a surrogate pair"), ("choice", ["a", "\udfff"], "half of a surrogate pair"),
     ("json_schema", {"properties": {"\ud800": {}}}, "half of a surrogate pair"),
     ("json_schema", '{"const": "\\ud800"}', "half of a surrogate pair"),
     ("json_schema", '{"items":' * 9000 + "{}" + "}" * 9000, "not valid JSON"),

@@ -9,18 +9,18 @@ from headstart.formats.quantization import Shape, Stored
 
 
 def unpacked(shape: Shape) -> Shape:
-    """The weight's shape from that of its bytes."""
+    """The shape of a weight from the shape of its bytes."""
     return (*shape[:-1], shape[-1] * 2)
 
 
 def codes(stored: Tensor) -> NDArray[np.float32]:
-    """Rows of bytes [n, b] -> the values of their codes [n, 2 b]."""
+    """The values of the codes in rows of bytes [n, b], float32 [n, 2 b]."""
     raw = stored.data
     return np.stack((E2M1[raw & 15], E2M1[raw >> 4]), axis=-1).reshape(len(raw), -1)
 
 
 def group_of(stored: Stored) -> int:
-    """Columns that share a scale where bytes and scales are those of FP4: 16 or 32; 0 for anything else."""
+    """Columns that share a scale, 16 or 32, if bytes and scales look like FP4; 0 for anything else."""
     main = stored.main
     if stored.word == "weight_packed":
         scale = stored.beside.get("weight_scale")

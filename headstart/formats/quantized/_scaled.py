@@ -1,4 +1,4 @@
-"""Codes times scales: one for a tensor, for each row, or for each block of rows and columns."""
+"""Weights that are codes times scales: one scale per tensor, per row, or per block of rows and columns."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from headstart.formats.base import Tensor
 from headstart.formats.quantization import Decode, Shape, Stored
 
 BLOCK = 128
-Codes = Callable[[Tensor], NDArray[np.float32]]  # rows of the stored tensor -> codes [n, columns]
+Codes = Callable[[Tensor], NDArray[np.float32]]  # rows of the stored tensor -> values of their codes [n, columns]
 
 
 def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | None = None) -> Decode:
-    """The values of a weight [..., rows, columns]: float32(code) * float32(scale). `block`: rows and columns that share
-    a scale; None: as the scales' shape says. ModelError where scales and weight do not fit."""
+    """A function that reads values float32(code) * float32(scale) of a weight [..., rows, columns]. `block`: rows and
+    columns that share a scale; None: by the scales' shape. Raises ModelError if scales and weight do not fit."""
     block = block or block_of(stored, shape)
     folded = stored.main.shaped(math.prod(shape[:-1]), stored.main.shape[-1])
     scales_of = scale_rows(stored, shape, block)
@@ -31,8 +31,8 @@ def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | 
 
 
 def scale_rows(stored: Stored, shape: Shape, block: tuple[int, int]) -> Decode:
-    """Rows [n] of a weight -> the scales of their blocks of columns [n, blocks]. ModelError for scales that are no
-    numbers, or of another shape."""
+    """A function from row indices [n] of a weight to the scales of their blocks [n, blocks of a row]. Raises ModelError
+    for scales that are not finite or have another shape."""
     scale, (rows, columns) = stored.scale, shape[-2:]
     assert scale is not None
     count = -(-rows // block[0]) * -(-columns // block[1])
@@ -52,12 +52,12 @@ def _floats(scale: Tensor) -> Tensor:
 
 
 def group_in(width: int, columns: int) -> int:
-    """Columns of the largest group that kernels know which divides a block of `width` columns; 0: none does."""
+    """The largest group of columns of the kernels (64, 32 or 16) that divides a block of `width` columns; else 0."""
     return next((group for group in (64, 32, 16) if width % group == 0 or width >= columns), 0)
 
 
 def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
-    """The values of a weight's scales [*shape]; bytes are powers of two (E8M0). ModelError unless all are numbers."""
+    """The values of a weight's scales, float32 [*shape]; U8 is read as E8M0. Raises ModelError if one is not finite."""
     values = _floats(scale).float32()
     if not np.isfinite(values).all():
         raise ModelError(f"the scales {scale.name} of {stored.name} are not all numbers", "download the model again")
@@ -65,14 +65,14 @@ def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
 
 
 def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
-    """Rows and columns of the weight that share one scale. ModelError where scales and weight do not fit."""
+    """The number of rows and of columns that share one scale. Raises ModelError if scales and weight do not fit."""
     scale = stored.scale
     assert scale is not None
     if not scale.dtype.startswith(("F", "BF")) and (scale.dtype != "U8" or not stored.main.dtype.startswith("F8_E")):
-        raise ModelError(f"the scales {scale.name} are {scale.dtype}, which is no floating-point type")
+        raise ModelError(f"the scales {scale.name} are {scale.dtype}, which is not a floating-point type")
     grid = scale.shape
     if len(shape) < 2:
-        raise ModelError(f"{stored.name} has scales, but is no matrix: its shape is {list(shape)}")
+        raise ModelError(f"{stored.name} has scales, but is not a matrix: its shape is {list(shape)}")
     if math.prod(grid) == 1:
         return shape[-2], shape[-1]
     if grid == shape[:-1]:
@@ -81,7 +81,7 @@ def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
         raise _misfit(stored, scale)
     sizes = _declared(stored) or tuple(map(_size, shape[-2:], grid[-2:]))
     fits = tuple(-(-size // each) for size, each in zip(shape[-2:], sizes, strict=True)) == grid[-2:]
-    if not fits and grid == (*shape[:-1], 1):  # one for each row, whatever the config says of blocks
+    if not fits and grid == (*shape[:-1], 1):  # one scale per row, although the config declares blocks
         return 1, shape[-1]
     if not fits:
         raise _misfit(stored, scale, sizes)
@@ -89,7 +89,7 @@ def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
 
 
 def _declared(stored: Stored) -> tuple[int, ...] | None:
-    """What the config says; 128 x 128 where it does not and the scales are called as in DeepSeek's files."""
+    """Block size of the config; 128 x 128 without one if scales have DeepSeek's name, else None."""
     match stored.settings.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
@@ -97,7 +97,7 @@ def _declared(stored: Stored) -> tuple[int, ...] | None:
 
 
 def _size(size: int, count: int) -> int:
-    """The usual 128 where it fits, else an even division."""
+    """Block size along a dimension of `size` with `count` scales: 128 if that fits, else an even division."""
     return BLOCK if -(-size // BLOCK) == count else -(-size // count)
 
 

@@ -1,6 +1,6 @@
 """AWQ (AutoAWQ's gemm layout): 4-bit integers in 32-bit words, stored [in, out].
 
-Words are packed along the output; the eight numbers of a word are interleaved.
+Words are packed along the output. The eight numbers of a word are interleaved (ORDER).
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def integers(stored: Stored) -> Integers | None:
         return None
 
     def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        chosen = np.unique(rows // 8)  # words that hold them
+        chosen = np.unique(rows // 8)  # columns of words that hold these rows
         numbers = unpacked(np.ascontiguousarray(words[:, chosen]), 4, ORDER)
         places = np.searchsorted(chosen, rows // 8) * 8 + rows % 8
         whole = len(places) == numbers.shape[1] and (np.diff(places) == 1).all()

@@ -1,9 +1,8 @@
-"""bitsandbytes: 8-bit rows (LLM.int8) and 4-bit blocks (nf4, fp4), double quantization too.
+"""bitsandbytes: 8-bit rows (LLM.int8) and 4-bit blocks (nf4, fp4), also with double quantization.
 
-An 8-bit weight has a scale per row (`SCB`). A 4-bit weight is one column of bytes, two codes in each, the first in the
-high half; its shape is in the JSON text of `quant_state`. Value = level of the code * largest magnitude of its block,
-in float32; bitsandbytes rounds that once to the model's type. Kernels keep codes and magnitudes and multiply levels as
-floats.
+An 8-bit weight has a scale per row (`SCB`). A 4-bit weight is one column of bytes with two codes each, the first in the
+high half; its shape is in the JSON text of `quant_state`. Value = level of the code * absmax of its block, in float32;
+bitsandbytes rounds that once to the model's dtype. Kernels use codes and absmax directly.
 """
 
 import json
@@ -23,8 +22,8 @@ from headstart.formats.quantization import Decode, Described, Kept, Quantization
 from headstart.formats.quantized._scaled import numbers
 
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
-BYTES = 0.5 + 1 / 64
-_SCALE = 0.007874015718698502  # of 8 bits: bitsandbytes' 1 / 127
+BYTES = 0.5 + 1 / 64  # per weight: a code, and a one-byte absmax for 64 weights
+_SCALE = 0.007874015718698502  # bitsandbytes' constant for 1 / 127: scale of a row = SCB * _SCALE
 
 
 def describe(stored: Stored) -> Described | None:
@@ -34,7 +33,7 @@ def describe(stored: Stored) -> Described | None:
         return None
     shape, state = None, _state_tensor(stored)
     if state and state.here:
-        with suppress(ModelError):  # whoever reads the values is told
+        with suppress(ModelError):  # reading the values raises it again
             shape = _shape(_state(stored))
     return Described(shape, "4-bit (bitsandbytes)")
 
@@ -55,7 +54,7 @@ def integers(stored: Stored) -> Integers | None:
 
 
 def keep(stored: Stored) -> Kept | None:
-    """Codes of 4 bits whose blocks are whole groups of columns."""
+    """A 4-bit weight with NF4 or FP4 levels whose blocks and rows are multiples of 32 or 64 columns; else None."""
     if "SCB" in stored.beside:
         return None
     columns, size, levels, largest, flat = _parts(stored)
@@ -74,7 +73,7 @@ def keep(stored: Stored) -> Kept | None:
 
 
 def decode(stored: Stored) -> Decode | None:
-    """Codes of 4 bits in any blocks."""
+    """A 4-bit weight with blocks of any size."""
     if "SCB" in stored.beside:
         return None
     columns, size, levels, largest, flat = _parts(stored)
@@ -87,17 +86,17 @@ def decode(stored: Stored) -> Decode | None:
     return values
 
 
-Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # numbers of blocks -> the largest magnitude in each
+Magnitudes = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # indices of blocks -> their absmax
 
 
 class _Parts(NamedTuple):
-    """Columns of a row and of a block, levels [16], the magnitude of each block, and all bytes."""
+    """The parts of a 4-bit weight."""
 
-    columns: int
-    size: int
-    levels: NDArray[np.float32]
+    columns: int  # of a row
+    size: int  # values of a block
+    levels: NDArray[np.float32]  # [16], value of each code
     largest: Magnitudes
-    flat: Tensor
+    flat: Tensor  # all codes, uint8 [bytes]
 
 
 def _parts(stored: Stored) -> _Parts:
@@ -118,10 +117,10 @@ def _state_tensor(stored: Stored) -> Tensor | None:
 
 
 def _state(stored: Stored) -> dict[str, Any]:
-    """What `quant_state` says. Raises ModelError."""
+    """The JSON object in `quant_state`. Raises ModelError if it is missing or invalid."""
     tensor = _state_tensor(stored)
     if tensor is None:
-        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), and no quant_state stands beside it")
+        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), but its quant_state is missing")
     try:
         state = json.loads(bytes(tensor.data))
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
@@ -138,7 +137,7 @@ def _shape(state: dict[str, Any]) -> tuple[int, ...]:
 
 def _beside(stored: Stored, word: str) -> Tensor:
     if word not in stored.beside:
-        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), and no {word[1:]} stands beside it")
+        raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), but its {word[1:]} is missing")
     return stored.beside[word]
 
 
@@ -150,7 +149,7 @@ def _levels(stored: Stored) -> NDArray[np.float32]:
 
 
 def _largest(stored: Stored, state: dict[str, Any]) -> Magnitudes:
-    """The magnitude of each block. Its code stands for nested_quant_map[code] * nested_absmax + offset."""
+    """The absmax of each block. With double quantization it is nested_quant_map[code] * nested_absmax + offset."""
     kept = _beside(stored, ".absmax")
     if kept.dtype != "U8":
         whole = numbers(kept, stored).reshape(-1)

@@ -22,8 +22,8 @@ def describe(stored: Stored) -> Described | None:
 
 
 def _bits_and_columns(stored: Stored) -> tuple[int, int]:
-    """By `weight_shape` where it is there: groups of modules may have other bits than the config's first. ModelError
-    for a shape that the words do not hold."""
+    """Bits of a code and columns of the weight, by `weight_shape` if present (config groups may differ in bits), else
+    by the config. Raises ModelError if the words do not hold that shape."""
     num_words, bits = stored.main.shape[1], bits_of(stored.settings)
     if (shape := stored.beside.get("weight_shape")) is None:
         return bits, num_words * 32 // bits

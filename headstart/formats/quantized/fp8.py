@@ -1,8 +1,8 @@
 """FP8 (E4M3, E5M2, MXFP8) with a scale per tensor, row or block.
 
-DeepSeek's `weight_scale_inv`, the `weight_scale` of compressed-tensors, fbgemm and ModelOpt; a scale stored as a byte
-is a power of two (MXFP8). Value: float32(code) * scale. Kernels keep the codes and multiply them as floats, group by
-group; blocks of other widths than groups of 16, 32 or 64 columns, and E5M2, become bfloat16.
+Scales are named `weight_scale_inv` (DeepSeek) or `weight_scale` (compressed-tensors, fbgemm, ModelOpt). A scale stored
+as a byte is a power of two (MXFP8). Value: float32(code) * scale. Kernels use E4M3 codes directly if a block's width is
+a multiple of 16, 32 or 64 columns. Other widths, and E5M2, become bfloat16.
 """
 
 import math
@@ -39,7 +39,7 @@ def decode(stored: quantization.Stored) -> quantization.Decode:
 
 
 def keep(stored: quantization.Stored) -> quantization.Kept | None:
-    """E4M3 whose blocks are whole groups of columns."""
+    """The codes and scales, if the codes are E4M3 and a block's width is a multiple of a kernel's group; else None."""
     shape = stored.main.shape
     if stored.main.dtype != "F8_E4M3" or stored.scale is None or len(shape) < 2:
         return None

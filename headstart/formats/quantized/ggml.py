@@ -1,8 +1,8 @@
-"""GGUF's NVFP4 and Q1_0, repacked into blocks of the same values that kernels take.
+"""GGUF's NVFP4 and Q1_0, repacked into types of the same values that kernels support.
 
-NVFP4: four unsigned FP8 scales for 64 columns, then the codes of 16 columns each, column i beside column 8 + i; a scale
-for the tensor, or for each matrix of a stack, may stand beside it (`formats/quantized/nvfp4.py`). Q1_0: a float16 for
-128 columns and a sign bit for each, which are two of Q4_0's sixteen levels.
+NVFP4: a block has four unsigned FP8 scales for 64 columns, then the codes of 16 columns each; a byte has columns i and
+8 + i. A further tensor may have a scale for the tensor, or for each matrix of a stack (`formats/quantized/nvfp4.py`).
+Q1_0: a float16 scale for 128 columns and a sign bit for each; both signs are among Q4_0's sixteen levels.
 """
 
 import math
@@ -16,14 +16,14 @@ from headstart.formats.grouped import Layout, joined
 from headstart.formats.quantization import Described, Kept, Quantization, Stored
 from headstart.formats.quantized._scaled import numbers
 
-NVFP4_BYTES, Q1_0_BYTES = 36, 18
-NO_NUMBER = 0x7F
+NVFP4_BYTES, Q1_0_BYTES = 36, 18  # of a block
+NO_NUMBER = 0x7F  # NaN as an FP8 scale
 
 
 def check(stored: Stored) -> None:
     scale, stack = stored.scale, math.prod(stored.main.shape[:-2])
     if scale is not None and (stored.main.dtype != "NVFP4" or math.prod(scale.shape) not in (1, stack)):
-        raise ModelError(f"{scale.name} {list(scale.shape)} is no scale for {stored.name} {list(stored.main.shape)}")
+        raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
 
 
 def keep(stored: Stored) -> Kept:
@@ -32,7 +32,7 @@ def keep(stored: Stored) -> Kept:
 
 
 def _folded(stored: Stored) -> Tensor:
-    """As one matrix."""
+    """The weight as one matrix, with leading dimensions flattened into rows."""
     shape = stored.main.shape
     return stored.main.shaped(math.prod(shape[:-1]), shape[-1])
 
@@ -46,7 +46,7 @@ def _nvfp4(stored: Stored) -> Kept:
         halves = blocks[..., 4:].reshape(len(chosen), -1, 8)
         codes = np.concatenate((halves & 15, halves >> 4), axis=-1).reshape(len(chosen), -1)
         scales = blocks[..., :4].reshape(len(chosen), -1)
-        scales = np.where(scales == NO_NUMBER, 0, scales)  # so read there, where modelopt has none
+        scales = np.where(scales == NO_NUMBER, 0, scales)  # llama.cpp reads 0x7F as 0
         own = factors[chosen // num_rows % len(factors)]
         return joined(layout, codes[:, ::2] | codes[:, 1::2] << 4, scales, factors=own)
 

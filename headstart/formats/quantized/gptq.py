@@ -1,6 +1,6 @@
 """GPTQ: integers in 32-bit words, stored [in, out], with groups of columns or act-order.
 
-Words are packed along the input. Files store zero points minus one, but for `checkpoint_format` gptq_v2 (AutoGPTQ,
+Words are packed along the input. Files store zero points minus one, except with `checkpoint_format` gptq_v2 (AutoGPTQ,
 GPTQModel).
 """
 
@@ -17,7 +17,7 @@ GROUPED = WeightBytes(_GROUPED, _GROUPED, _GROUPED, 2, head=2)
 
 
 def check(stored: Stored, *zeros: int) -> None:
-    """Scales [groups, out] and zero points [groups, one of `zeros`]. Raises ModelError where they do not fit."""
+    """Raise ModelError unless scales are [groups, out] and zero points [groups, n], n one of `zeros`."""
     scales, points = (stored.beside[word].shape for word in ("scales", "qzeros"))
     if (
         len(stored.main.shape) != 2
@@ -30,13 +30,13 @@ def check(stored: Stored, *zeros: int) -> None:
 
 
 def outputs_of(stored: Stored) -> int:
-    """Rows of the weight behind packed words [in, out], by its scales [groups, out]."""
+    """Number of rows of the unpacked weight, by its scales [groups, out]."""
     scales = stored.beside.get("scales")
     return scales.shape[-1] if scales and scales.shape else stored.main.shape[-1]
 
 
 def groups_of(stored: Stored, num_words: int) -> NDArray[np.int64]:
-    """The group of each column, by the file's own map or by groups of one size. ModelError where neither fits."""
+    """int64 [in], the group of each column: g_idx (act-order), else groups of equal size. Raises ModelError."""
     if (order := stored.beside.get("g_idx")) is not None:
         return order.numpy().astype(np.int64)
     inputs, count = num_words * 32 // bits_of(stored.settings), stored.beside["scales"].shape[0]

@@ -36,7 +36,7 @@ def decode(stored: Stored) -> Decode | None:
 
 
 def integers(stored: Stored) -> Integers | None:
-    """A matrix whose scales are those of whole rows, or of groups of their columns."""
+    """An I8 matrix with its zero points; None for other weights. Raises ModelError if they do not fit."""
     shape = stored.main.shape
     if stored.main.dtype != "I8" or len(shape) != 2:
         return None
@@ -57,8 +57,8 @@ def integers(stored: Stored) -> Integers | None:
 
 
 def encode(name: str, values: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
-    """A matrix [rows, columns] as a file has it, with a scale for each GROUP of a row, whose largest value becomes 127
-    (for a whole row, where it is no groups)."""
+    """A matrix [rows, columns] quantized for a file: int8 codes, and a float16 scale per GROUP columns (per row if
+    columns do not divide into groups), so that the largest magnitude becomes 127. Name -> array."""
     rows, columns = values.shape
     grouped = values.reshape(rows, -1, columns if columns % GROUP else GROUP)
     scales = (np.abs(grouped).max(axis=2) / np.float32(127)).astype(np.float16)

@@ -1,4 +1,4 @@
-"""MLX: integers packed along the input into 32-bit words; described, not loaded."""
+"""MLX: integers packed along the input into 32-bit words. inspect and plan know them; they cannot be loaded."""
 
 from headstart.formats.quantization import Described, Quantization, Stored, WeightBytes, bits_of
 

@@ -1,7 +1,7 @@
-"""MXFP4: FP4 (E2M1) with a power of two for 32 columns.
+"""MXFP4: FP4 (E2M1) with a power of two as scale for 32 columns.
 
-Read as ggml's blocks of the same numbers: twice the value of a code is a small integer, so sums inside a group are
-exact integers.
+Repacked into ggml's MXFP4 blocks, which hold the same numbers. Twice the value of a code is a small integer, so sums
+inside a group are exact integers.
 """
 
 import math
@@ -26,8 +26,8 @@ def describe(stored: Stored) -> Described | None:
 
 
 def keep(stored: Stored) -> Kept | None:
-    """gpt-oss's stacks: bytes [..., rows, groups, 16] and powers [..., rows, groups]; other files': bytes
-    [..., rows, columns / 2] and powers of the same groups."""
+    """The weight as ggml's MXFP4. Scales are powers [..., rows, groups]. Codes are [..., rows, groups, 16] bytes in
+    gpt-oss's stacks, [..., rows, columns / 2] in other files. None for scales or codes of other dtypes."""
     main, stacked = stored.main, stored.beside.get("_scales")
     scale = stacked or stored.scale
     if scale is None or scale.dtype not in ("U8", "F8_E8M0") or main.dtype not in ("U8", "I8") or len(main.shape) < 2:
@@ -36,10 +36,10 @@ def keep(stored: Stored) -> Kept | None:
     if grouped[-1] != GROUP // 2 or scale.shape != grouped[:-1] or math.prod(grouped) != math.prod(main.shape):
         raise ModelError(
             f"{scale.name} is {scale.dtype} {list(scale.shape)}, but {main.name} is {main.dtype} {list(main.shape)}: "
-            "MXFP4 has a byte for each 16 bytes"
+            "MXFP4 needs one byte of scale for 16 bytes of codes"
         )
     if not stacked:
-        numbers(scale, stored)  # NaN is told here; of stacks one that is 255 stays NaN
+        numbers(scale, stored)  # raises ModelError for NaN (255); in stacks NaN is kept
     rows, groups = math.prod(grouped[:-2]), grouped[-2]
     bytes_of, powers_of = main.shaped(rows, groups * GROUP // 2), scale.shaped(rows, groups)
 
@@ -54,7 +54,7 @@ def keep(stored: Stored) -> Kept | None:
 
 
 def decode(stored: Stored) -> Decode | None:
-    """Scales of other types than powers."""
+    """A weight whose scales are no powers of two."""
     main, scale = stored.main, stored.scale
     if len(main.shape) < 2 or scale is None or scale.shape[:-1] != main.shape[:-1] or main.dtype not in ("U8", "I8"):
         return None

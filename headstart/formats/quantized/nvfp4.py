@@ -1,8 +1,8 @@
-"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and one for the tensor.
+"""NVFP4: FP4 (E2M1) with an FP8 scale for 16 columns and a float32 scale for the tensor.
 
-ModelOpt's `weight_scale_2` multiplies the FP8 scales, compressed-tensors' `weight_global_scale` divides them: value =
-code * (float32(scale) * factor), with factor = weight_scale_2, or 1 / weight_global_scale rounded once. Kernels keep
-codes, scales and factor: twice the value of a code is a small integer, so sums inside a group are exact integers.
+Value = code * (float32(scale) * factor). factor is ModelOpt's `weight_scale_2`, or 1 / compressed-tensors'
+`weight_global_scale`, rounded once. Kernels use codes, scales and factor directly: twice the value of a code is a small
+integer, so sums inside a group are exact integers.
 """
 
 import math
@@ -36,20 +36,20 @@ def check(stored: Stored) -> None:
         return
     scale, shape = stored.scale, stored.main.shape
     if not {"weight_scale_2", "weight_global_scale", "_scale_2"} & stored.beside.keys():
-        raise ModelError("no scale for the whole tensor stands beside it")
+        raise ModelError("the scale for the whole tensor is missing")
     if scale is None or scale.dtype != "F8_E4M3" or scale.shape != (*shape[:-1], shape[-1] * 2 // GROUP):
-        what = f"{scale.name} is {scale.dtype} {list(scale.shape)}" if scale else "no scales stand beside it"
-        raise ModelError(f"{what}; 16 columns share one of F8_E4M3")
+        what = f"{scale.name} is {scale.dtype} {list(scale.shape)}" if scale else "the scales are missing"
+        raise ModelError(f"{what}; 16 columns must share one scale of F8_E4M3")
 
 
 def factors(stored: Stored) -> NDArray[np.float32]:
-    """What multiplies the scales: float32 [1], or [stack] for a stack of matrices."""
+    """The factors of the FP8 scales: float32 [1], or [stack] for a stack of matrices. Raises ModelError."""
     divides = "weight_global_scale" in stored.beside
     words = ("weight_global_scale",) if divides else ("weight_scale_2", "_scale_2")
     scale = next(stored.beside[word] for word in words if word in stored.beside)
     found = numbers(scale, stored).reshape(-1)
     if len(found) not in (1, math.prod(stored.main.shape[:-2])) or (divides and not found.all()):
-        raise ModelError(f"{scale.name} {list(scale.shape)} is no scale for {stored.name} {list(stored.main.shape)}")
+        raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
     return np.float32(1) / found if divides else found
 
 
@@ -59,7 +59,7 @@ def keep(stored: Stored) -> Kept | None:
     check(stored)
     shape, scale = unpacked(stored.main.shape), stored.scale
     assert scale is not None
-    numbers(scale, stored)  # NaN is told here
+    numbers(scale, stored)  # raises ModelError for NaN
     layout, factor = Layout("E2M1", GROUP, "E4M3"), factors(stored)
     codes, scales = (each.shaped(math.prod(shape[:-1]), each.shape[-1]) for each in (stored.main, scale))
 

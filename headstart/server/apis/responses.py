@@ -154,8 +154,7 @@ def echo_of(body: ResponsesRequest) -> Json:
 
 
 def _messages(body: ResponsesRequest) -> Iterator[Json]:
-    """The chat messages of a body. Reasoning, text and calls of one assistant turn, which are separate items in this
-    API, are joined in one message."""
+    """The chat messages of a body. The items of one assistant turn (reasoning, text, calls) become one message."""
     if body.instructions:
         yield {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):
@@ -187,8 +186,7 @@ def _of_assistant(item: InputItem, place: str) -> Json | None:
 
 
 def _begins_a_turn(turn: Json, more: Json) -> bool:
-    """Whether the part `more` begins a new assistant turn. Within a turn, reasoning comes first, then one text, then
-    calls."""
+    """Whether `more` begins a new assistant turn. A turn has reasoning first, then one text, then calls."""
     has_text = bool(turn["content"]) or "tool_calls" in turn
     return has_text and ("reasoning_content" in more or "content" in more)
 
@@ -361,8 +359,7 @@ def _part(block: ResponseBlock, text: str) -> Json:
 
 
 def _events(change: BlockChange, status: str) -> Iterator[tuple[str, Json]]:
-    """Names and members of the events for a change of an item. Items other than calls have one part, with events of its
-    own. `status`: of a complete item."""
+    """Names and members of a change's events. Items except calls have one part with events. `status`: at the end."""
     block = change.block
     item = _item(block, status)
     if change.what == "open":

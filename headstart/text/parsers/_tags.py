@@ -152,8 +152,7 @@ def _number(value: str, types: frozenset[str]) -> str | None:
 
 
 def _structure(value: str, types: frozenset[str]) -> str | None:
-    """`value` as a JSON array or object, or None. Python literals are converted: models copy them from chat templates
-    that print Python values."""
+    """`value` as a JSON array or object, or None. Converts Python literals, which models copy from chat templates."""
     wanted = tuple(kind for kind, name in ((list, "array"), (dict, "object")) if name in types)
     if not wanted or not value.startswith(("[", "{")):
         return None

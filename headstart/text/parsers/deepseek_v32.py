@@ -8,8 +8,7 @@ _BAR = "\uff5cDSML\uff5c"
 
 class DeepSeekV32Parser(InvokeParser):
     """`<BAR invoke name="f"><BAR parameter name="k" string="true">v</BAR parameter></BAR invoke>` without the spaces
-    after BAR, which is DSML between full-width bars. All calls are in one `function_calls` (V3.2) or `tool_calls` (V4)
-    block."""
+    after BAR, which is DSML between full-width bars. A block has all calls: function_calls (V3.2), tool_calls (V4)."""
 
     bar = _BAR
     blocks = ("function_calls", "tool_calls")

@@ -96,8 +96,7 @@ class Parser(ABC):
         next(self._generator)
 
     def push(self, text: str) -> list[Event]:
-        """Add text; returns the events that are certain now. Text that may begin a marker, and calls whose name is not
-        complete, are held back."""
+        """Add text; returns the events that are certain now. Possible markers and unnamed calls are held back."""
         assert not self._is_closed, "push after finish"
         if text:
             if self._may_drop_text:
@@ -226,8 +225,7 @@ class Parser(ABC):
         return 0
 
     def _ending(self, literal: str) -> Steps[None]:
-        """Read white space and an optional `literal`; at the end of the text a prefix of it also counts. If neither
-        matches, read nothing."""
+        """Read white space and `literal`, or a prefix of it at the end of the text; nothing if it does not follow."""
         start = self._position
         yield from self._skip_space()
         taken = yield from self._accept(literal)
@@ -360,8 +358,7 @@ class JsonValueParser(Parser):
             sink(kind if kind == "'" else escape_json("\\" + kind) + digits)
 
     def _scalar(self, sink: Sink, *, is_key: bool = False) -> Steps[None]:
-        """Read a word and pass it on as JSON: unchanged if it is JSON, translated if it is a Python constant, else as a
-        string."""
+        """Read a word and pass it on: unchanged if it is JSON, translated if it is Python's, else as a string."""
         parts: list[str] = []
         yield from self._peek()
         yield from self._read_run(_SCALAR, parts.append)

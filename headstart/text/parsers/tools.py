@@ -24,8 +24,7 @@ _NAME = re.compile(r"[\w.:/$@-]*")
 
 def argument_objects(text: str) -> list[str]:
     """JSON texts of argument objects, one for each call, from a call's argument text. null and "" become {}; a JSON
-    string is parsed again as JSON; a list holds the arguments of several calls. Anything else is put under the key
-    `INVALID_JSON`."""
+    string is parsed again; a list has the arguments of several calls. Anything else gets the key `INVALID_JSON`."""
     try:
         value = _load(text) if text.strip() else None
         for _ in range(2):  # models escape objects once or twice
@@ -124,8 +123,7 @@ class ToolParser(JsonValueParser):
             self._announce(self._called)
 
     def _malformed_arguments(self, stops: Sequence[str]) -> Steps[None]:
-        """Skip malformed arguments up to one of `stops`. If no arguments were emitted yet, emit the skipped text as
-        converted arguments."""
+        """Skip malformed arguments up to one of `stops`. If none were emitted, convert and emit the skipped text."""
         rest: list[str] = []
         try:
             end = yield from self._stream_until(stops, rest.append)
@@ -143,8 +141,7 @@ class ToolParser(JsonValueParser):
             self._arguments(each)
 
     def _closed(self, closer: str, sink: Sink, inner: Steps[None]) -> Steps[None]:
-        """Run `inner`, which reads the inside of an object or array, then emit `closer`, also after a Mismatch (but not
-        at the end of the text)."""
+        """Run `inner`, which reads the inside of an object or array, then emit `closer`, also after a Mismatch."""
         try:
             yield from inner
         except EndOfText:
@@ -229,8 +226,7 @@ class ObjectCallParser(ToolParser):
     may_lack_arguments = True  # a call is announced at its name; False: only when its arguments begin
 
     def _read_object_call(self, *ends: str) -> Steps[None]:
-        """Read one such object and emit its call. `ends`: markers up to which malformed arguments are dropped. The
-        closing brace is optional after arguments."""
+        """Read an object and emit its call. `ends`: markers after malformed arguments. The last brace is optional."""
         yield from self._expect("{")
         name, early = "", ""
         while True:

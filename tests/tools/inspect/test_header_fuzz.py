@@ -182,7 +182,7 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
         "not a plain file name",
     ),
     "a config that is not JSON": (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
-    "a config that is a list": (lambda folder: (folder / "config.json").write_text("[]"), "an object is wanted"),
+    "a config that is a list": (lambda folder: (folder / "config.json").write_text("[]"), "must be an object"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "a folder in place of a shard": (
         lambda folder: ((folder / "model-0.safetensors").unlink(), (folder / "model-0.safetensors").mkdir()),
