@@ -92,6 +92,7 @@ class Exchange:
     headers: list[tuple[str, str]] = field(default_factory=list)  # sent before the first piece
     num_pieces: int = 0  # that were sent
     num_losses: int = 0  # engines that have ended since the record grew
+    waits_since: float = field(default_factory=time.monotonic)  # last time that it came, or lost an engine
 
     def request(self, token: str) -> bytes:
         """For an engine. Responses to HTTP/1.0 are not chunked."""
@@ -211,11 +212,10 @@ class Relay:
 
     async def _answer(self, exchange: Exchange) -> None:
         """Tries engines until one has given the whole response."""
-        waited_from, last = time.monotonic(), None
+        engine: Engine | None = None
         while True:
             try:
-                engine = await self._choose(exchange, last, waited_from + WAIT_S)
-                last = engine
+                engine = await self._choose(exchange, engine)
                 if await self._read(exchange, engine):
                     return
             except RefusedError as refusal:
@@ -225,18 +225,13 @@ class Relay:
             except HeadstartError as error:
                 await exchange.fail(error)
                 return
-            else:
-                waited_from = time.monotonic()
-            if time.monotonic() > waited_from + WAIT_S:
-                await exchange.fail(BusyError(f"no engine has gone on with the text within {WAIT_S:g} s"))
-                return
             await asyncio.sleep(RETRY_S)
 
-    async def _choose(self, exchange: Exchange, last: Engine | None, deadline: float) -> Engine:
+    async def _choose(self, exchange: Exchange, last: Engine | None) -> Engine:
         """The engine of the request's replica, else the least busy; not the last one if there is another. Raises
-        BusyError and GenerationError where there is none, and none is being started."""
-        number = self.ports.index(exchange.scope["server"][1])
-        while True:
+        BusyError where there is none in time, GenerationError where none can go on with the text."""
+        number, deadline = self.ports.index(exchange.scope["server"][1]), exchange.waits_since + WAIT_S
+        while time.monotonic() < deadline:
             changed, engines = self._changed, self._engines()
             able = [each for each in engines if _can_serve(each, exchange.fingerprint)]
             if able:
@@ -247,10 +242,9 @@ class Relay:
                 raise GenerationError("the text broke off: its engine has ended, and the others serve another version")
             if exchange.scope["method"] != "POST":
                 raise BusyError("no engine answers", "try again later")
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
-            except TimeoutError:
-                raise BusyError(f"no engine has answered within {WAIT_S:g} s", "see the server's log") from None
+        raise BusyError(f"no engine has answered within {WAIT_S:g} s", "see the server's log")
 
     async def _read(self, exchange: Exchange, engine: Engine) -> bool:
         """Pass the response of an engine on. False: the engine is lost. Raises RefusedError, and GenerationError where
@@ -271,7 +265,7 @@ class Relay:
                 upstream.writer.transport.abort()
         if upstream is None:
             return False
-        self.resumed[why] += 1
+        self.resumed[why], exchange.waits_since = self.resumed[why] + 1, time.monotonic()
         exchange.num_losses += why == "ended"
         if exchange.num_losses > MAX_LOSSES:
             raise GenerationError(f"{exchange.num_losses} engines have ended while they worked on this request")
