@@ -280,7 +280,7 @@ def kill(args: argparse.Namespace) -> Body:
             "resumed": dict(zip(("ended", "silent", "renewed"), resumed, strict=True)),
             "ended": dict(Counter(outcome(answer) for _, answer, _ in answers)), "streams": len(streams),
             "pause_s": {name: times[int(share * len(times))] for name, share in (("p50", 0.5), ("p99", 0.99)) if times},
-            "failed": failed[:5],
+            "failed": dict(Counter(failed)),
         }  # fmt: skip
 
     with serving("--replicas", "2", "--threads", "1", "--no-shared-lookup") as (server, supervisor):

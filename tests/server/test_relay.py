@@ -292,7 +292,9 @@ def test_an_error_before_any_text_is_passed_on() -> None:
     asyncio.run(main())
 
 
-def test_a_request_that_ends_engines_does_not_end_all() -> None:
+def test_a_request_that_ends_engines_does_not_end_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MAX_LOSING_S", 0.0)
+
     async def main() -> None:
         engines = Played(0, dies), Played(1, dies)
         async with relaying(*engines) as app:

@@ -33,7 +33,8 @@ HOST = "127.0.0.1"  # of the relay and the engines
 
 WAIT_S = 300.0  # maximum time of a request without an engine
 RETRY_S = 0.1
-MAX_LOSSES = 5  # engines that may end while they work on one request and before they say more of it
+MAX_LOSSES, MAX_LOSING_S = 5, 120.0
+"""A request fails that has seen more engines end, for longer, without a word more of its text: it may be the cause."""
 HOP_HEADERS = frozenset({
     b"connection", b"keep-alive", b"te", b"upgrade", b"transfer-encoding", b"content-length", b"expect",
 })  # fmt: skip
@@ -92,6 +93,7 @@ class Exchange:
     headers: list[tuple[str, str]] = field(default_factory=list)  # sent before the first piece
     num_pieces: int = 0  # that were sent
     num_losses: int = 0  # engines that have ended since the record grew
+    heard: float = field(default_factory=time.monotonic)  # when the record grew
     waits_since: float = field(default_factory=time.monotonic)  # last time that it came, or lost an engine
 
     def request(self, token: str) -> bytes:
@@ -267,7 +269,7 @@ class Relay:
             return False
         self.resumed[why], exchange.waits_since = self.resumed[why] + 1, time.monotonic()
         exchange.num_losses += why == "ended"
-        if exchange.num_losses > MAX_LOSSES:
+        if exchange.num_losses > MAX_LOSSES and time.monotonic() - exchange.heard > MAX_LOSING_S:
             raise GenerationError(f"{exchange.num_losses} engines have ended while they worked on this request")
         return False
 
@@ -285,7 +287,7 @@ class Relay:
                     exchange.status, exchange.headers = status, headers
             elif kind == frames.RECORD:
                 exchange.record += data
-                exchange.num_losses, exchange.fingerprint = 0, fingerprint
+                exchange.num_losses, exchange.heard, exchange.fingerprint = 0, time.monotonic(), fingerprint
             elif kind == frames.BODY and is_refused:
                 refusal += data
             elif kind == frames.BODY and known:
