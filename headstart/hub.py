@@ -328,8 +328,7 @@ def _hub_file(repo: str, file: str, revision: str = "") -> Path:
 
 
 def is_reachable() -> bool:
-    """True if the Hub's address accepts connections, which its client takes half a minute to find out; or if there is a
-    proxy."""
+    """True if the Hub's address accepts connections (its client takes half a minute to find out), or behind a proxy."""
     from huggingface_hub import constants
 
     return _listens(constants.ENDPOINT)

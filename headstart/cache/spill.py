@@ -300,8 +300,7 @@ class KVSpill:
             self._states.unpin(item.index)
 
     def _settle(self, load: PrefixLoad) -> None:
-        """Publishes the loaded blocks before the first missing one. They stay held for the sequence that started the
-        load."""
+        """Publishes the loaded blocks before the first missing one; they stay held for the load's first sequence."""
         self._loads.remove(load)
         num_usable, now = self._num_usable(load), time.monotonic()
         for place, item in load.items:

@@ -23,8 +23,7 @@ OWN_PRIOR = 6.0  # pseudo-count of accepted tokens that the record of each seque
 OWN_MEMORY = 24.0  # expected number of accepted tokens after which a sequence's counts are halved
 WARM = 0.85  # temperature classes: 0 greedy, 1 below WARM, 2 from WARM on, 3 UNUSUAL
 UNUSUAL = 3
-"""Class of sequences with unusual sampling (Sequence.is_ordinary), kept apart so that they do not distort the
-others."""
+"""Class of sequences with unusual sampling (not Sequence.is_ordinary), kept apart from all others."""
 
 
 @dataclass

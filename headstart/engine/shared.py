@@ -124,8 +124,7 @@ class SharedEngine:
                 listener.end(live, GenerationError("the engine was closed before the text was complete"))
 
     def submit(self, request: Request, inbox: Inbox | None = None, history: Iterable[Delta] = ()) -> list[Sequence]:
-        """Submits a request. inbox: receives its deltas; None: the listeners do. history: as for Engine.submit. Raises
-        what Engine.submit raises."""
+        """Submits a request. inbox: receives its deltas; None: the listeners do. history, errors: see Engine.submit."""
         with self._lock:
             sequences = self.engine.submit(request, tuple(history))
             if inbox is not None:

@@ -319,8 +319,7 @@ class _SketchBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Scan(Deferred):
-    """Lazily computed tensor [vocab, dims]: the rows B w of a sketch (layers/linear.py), B = `spread`, w = LM head
-    row."""
+    """Lazily computed tensor [vocab, dims]: B w of a sketch (layers/linear.py), B = `spread`, w = LM head row."""
 
     name: str
     shape: tuple[int, ...]

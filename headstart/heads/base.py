@@ -99,8 +99,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderSpec:
-    """A head whose layers have only queries and read the trunk's keys and values (heads/assistant.py). `fit` sets the
-    last two fields."""
+    """A head of query-only layers over the trunk's KV (heads/assistant.py). `fit` sets the last two fields."""
 
     layers: tuple[LayerConfig, ...]
     hidden_size: int  # width of the head's own stream

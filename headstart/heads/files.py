@@ -51,8 +51,7 @@ def is_head(path: Path) -> bool:
 
 
 def read_head(path: Path) -> HeadCheckpoint:
-    """Reads a head directory in headstart's own or a published layout. Raises ModelError for other directories and
-    damaged files."""
+    """Reads a head directory in any known layout. Raises ModelError for other directories and damaged files."""
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")

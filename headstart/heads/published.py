@@ -17,8 +17,7 @@ from headstart.formats.sizes import Sizes, as_size, lookup
 Document = Mapping[str, Any]
 Arrays = Mapping[str, Any]  # arrays, or (bits, dtype name), as formats.safetensors.save takes them
 DeclaredShapes = dict[str, tuple[Any, ...]]
-"""Tensor name -> shape; each size is an int, sizes.Unknown, or None for any size. A name that begins with `?` is
-optional."""
+"""Tensor name -> shape; a size is an int, Unknown, or None for any size. A name that begins with `?` is optional."""
 Present = Container[str]  # names of the tensors in the files, to choose between spellings
 
 

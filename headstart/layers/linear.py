@@ -17,8 +17,7 @@ from headstart.kernels.ops import Buffer, Ops, Weight
 
 Array = NDArray[np.float32]
 SHRINK = 0.3
-"""Ridge: share of its second moment that is added to each feature's, since a few hundred states estimate covariances
-badly."""
+"""Ridge: share of its second moment added to each feature's, since few states estimate covariances badly."""
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,7 @@ NAMES = Names(
 
 SHARED = tuple(MTP_NAMES.values())
 GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
-"""Tensors that all MTP modules share, by canonical names and by those of GGUF files, which store them in the first
-module only."""
+"""Tensors that all MTP modules share: canonical names, and those of GGUF files, which only the first module has."""
 
 
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:

@@ -97,8 +97,7 @@ _GGUF = {
 
 
 def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: converts decay rates and renames skips. Tensors of GGUF files, which hold the rates themselves, are
-    renamed."""
+    """Family.adapt: converts decay rates and renames skips. GGUF files, which hold the rates, need only renaming."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         if from_gguf:

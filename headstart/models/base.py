@@ -1,5 +1,4 @@
-"""`Family`: the declaration of a model family. Each family has a file here, named after the `model_type` of
-config.json."""
+"""`Family`: the declaration of a model family. Each family has a file here, named after its `model_type`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -97,8 +97,7 @@ def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, module
 
 
 def classify_path(name: str | Path) -> DrafterKind:
-    """The kind of a directory, a .gguf file or a Hub repo. Raises UsageError for anything else, ModelError for damaged
-    files."""
+    """The kind of a directory, .gguf file or Hub repo. Raises UsageError for others, ModelError for damaged files."""
     path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
     if gguf.detect(path):
         return _of_gguf(read_gguf(path))

@@ -13,8 +13,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _inner(config: Config) -> int:
-    """Intermediate size of the MLP: two thirds of the config's value, rounded up to a multiple, unless
-    `block_auto_adjust_ff_dim` is false."""
+    """Intermediate size of the MLP: by default two thirds of the config's value, rounded up to a multiple."""
     inner = number(config, "block_ff_dim", "intermediate_size")
     factor, multiple = real(config, "block_ffn_dim_multiplier", 1.0), number(config, "block_multiple_of", default=256)
     if not flag(config, "block_auto_adjust_ff_dim", True):

@@ -74,8 +74,7 @@ def _sparse(config: Config) -> list[bool]:
 
 
 def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
-    """Attention of all layers of a kind. index: the first of them, or the number after the last layer for an MTP
-    module."""
+    """Attention of a kind of layers. index: the first such layer; for an MTP module a number after the last layer."""
     window = 0
     by_layer = config.get("num_key_value_heads")
     if isinstance(by_layer, list):  # a GGUF file's, with modules

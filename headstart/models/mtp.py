@@ -12,8 +12,7 @@ COUNT_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers", "num_mtp_modules",
     "mtp_config.num_nextn_predict_layers", "num_nextn_layers", "mtp_num_layers", "n_mtp_layers",
 )  # fmt: skip
-"""Config keys of the number of MTP modules, at top level or inside an object of NESTED. The first nonzero value is
-used."""
+"""Config keys of the number of MTP modules, at top level or in an object of NESTED; the first nonzero value is used."""
 
 LLAMA_CPP_KEYS = (
     "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",

@@ -37,8 +37,7 @@ class LoadedDecoder:
 def load_decoder(
     checkpoint: Checkpoint, backend: Backend, progress: Progress = no_progress, context: int | None = None
 ) -> LoadedDecoder:
-    """Loads the trunk of a checkpoint. progress: counts weights. context: requested context length. Raises
-    ModelError."""
+    """Loads a checkpoint's trunk. progress: counts weights. context: requested context length. Raises ModelError."""
     family = find_family(checkpoint)
     config = read_config(checkpoint, family, context)
     tensors = canonical_tensors(checkpoint, family, config)
