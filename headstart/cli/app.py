@@ -1,4 +1,4 @@
-"""The `headstart` application: finds and runs the command of a command line; errors become a line and an exit code."""
+"""The `headstart` application: finds and runs a command; turns errors into one line on stderr and an exit code."""
 
 import errno
 import os
@@ -54,11 +54,11 @@ SYSTEM_HINTS = {
         CHECK_PATH,
     ),
 }  # fmt: skip
-"""Errors of the operating system that are no bugs -> what to do."""
+"""errno of an operating system error that is not a bug -> hint for the user."""
 
 
 def application(names: Iterable[str] = COMMANDS) -> CommandGroup:
-    """The group of these commands. Importing all of them takes a third of a second."""
+    """Returns the root group with the commands `names`. Importing all of them takes a third of a second."""
     commands: dict[str, Command | CommandGroup] = {}
     for name in names:
         module, _, attribute = COMMANDS[name].partition(".")
@@ -140,7 +140,7 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
 
 
 def _spelling(option: Option, value: Any) -> str:
-    """How an error names an option: by its flag; the argument MODEL by its value."""
+    """Returns how errors name an option: its flag, or for the argument MODEL its value."""
     if not option.is_argument:
         return option.label
     return str(value[0] if isinstance(value, list) and value else value)

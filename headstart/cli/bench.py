@@ -16,7 +16,7 @@ MAX_COUNT = 10_000_000  # more requests, runs or tokens are a typing error
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
                 "depth", "block_size"}  # fmt: skip
-"""Engine options of passes of one sequence; the others are refused."""
+"""Engine options that `bench step` accepts; it refuses the others."""
 IN_PLACE_COLUMNS = {
     "rows": "{rows}", "forward\nms": "{forward_ms:.2f}", "times\nfirst": "{ratio:.2f}",
     "sampling\nms": "{sampling_ms:.2f}", "draft\nms": "{draft_ms:.2f}", "host\nms": "{host_ms:.2f}",
@@ -171,7 +171,7 @@ def step(flags: BenchStepFlags, engine: EngineOptions, output: OutputOptions) ->
 
 
 def _print_profile(profile: dict[str, list[dict[str, Any]]]) -> None:
-    """Milliseconds: a column for each pass and each kind of engine step, a row for each part."""
+    """Prints milliseconds: a column for each pass and each kind of engine step, a row for each part."""
     measured = profile["passes"] + profile["steps"]
     names = [f"pass of\n{each['rows']}" for each in profile["passes"]]
     names += [f"step,\ndepth {each['depth']}" for each in profile["steps"]]

@@ -144,7 +144,7 @@ def history_file() -> Path:
 
 
 def _read_quoted(first: str, more: Callable[[], str]) -> list[str]:
-    """The lines of a text between QUOTES; else the first line alone."""
+    """Returns the lines of a text between QUOTES, calling `more` for further lines; else only the first line."""
     if not first.startswith(QUOTES):
         return [first]
     lines = [first.removeprefix(QUOTES)]

@@ -104,7 +104,7 @@ def _completions(root: CommandGroup, words: list[str], last: str) -> Iterator[tu
 
 
 def _split(line: str) -> list[str]:
-    """The words of a line that may end within quotes."""
+    """Returns the words of a shell line, whose last quote may be open."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=False)
     lexer.whitespace_split, lexer.commenters = True, ""
     words = []

@@ -69,7 +69,8 @@ class PromptOptions(OptionGroup):
     raw: bool = option("Continue the text as it is, without the chat template.", default=False)
 
     def text(self) -> str:
-        """The prompt; without an option it is read from stdin, unless that is a terminal. Raises UsageError."""
+        """Returns the prompt; without an option it is read from stdin. Raises UsageError for a terminal, an empty
+        prompt, or two prompts."""
         if self.prompt is not None and self.prompt_file is not None:
             raise UsageError("--prompt and --prompt-file are both given", "give one of them")
         if self.prompt is not None:

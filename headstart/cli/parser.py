@@ -218,7 +218,7 @@ CONFIG_OPTION = Option(
 
 @dataclass(frozen=True)
 class Command:
-    """A command. A parameter of `run` that is no OptionGroup takes the settings of this run."""
+    """A command. Each parameter of `run` is an OptionGroup, or Settings: then it gets the settings of this run."""
 
     run: Callable[..., int]
     examples: tuple[str, ...]
@@ -337,5 +337,5 @@ def all_commands(group: CommandGroup, prefix: str = "") -> dict[str, Command]:
 
 
 def _empty(label: str) -> ParseError:
-    """`--api-key "$KEY"` with no such variable must not mean "no key"."""
+    """Returns the error for an empty value: `--api-key "$KEY"` with an unset variable must not mean "no key"."""
     return ParseError(f"{label} is empty", "is a variable not set? Give a value, or leave it out")

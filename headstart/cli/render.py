@@ -175,7 +175,7 @@ def prepare_streams() -> None:
 
 
 def stdout_error() -> OSError | None:
-    """Why nothing more can be written to stdout; None if it works. Unwritten text stays in the buffer."""
+    """Returns the error of flushing stdout; None if it works. Unwritten text stays in the buffer."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -184,7 +184,7 @@ def stdout_error() -> OSError | None:
 
 
 def lost_stdout(error: OSError, code: int = 0) -> int:
-    """The exit code after an error of stdout: `code` if a reader, such as head, has closed the pipe."""
+    """Returns the exit code after an error of stdout: `code` if a reader, such as `head`, has closed the pipe."""
     _discard(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return code

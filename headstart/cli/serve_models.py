@@ -71,8 +71,8 @@ def model_manager(
     options: ServedModelsOptions, settings: Settings, config: EngineConfig, serving: ServerConfig,
     prepare: PrepareConfig,
 ) -> ModelManager:  # fmt: skip
-    """The models of a server, with the first one of the command line loaded. `prepare` completes a model's config when
-    the model is loaded. Raises UsageError or ModelError."""
+    """Returns the manager of a server's models, with the first model of the command line loaded. `prepare` completes a
+    model's config before loading. Raises UsageError or ModelError."""
     from headstart.server.app import multi_model_manager
 
     for name in SINGLE_MODEL:

@@ -1,8 +1,8 @@
 """Settings: values of options from headstart.toml and the environment.
 
-headstart.toml has options under their names: `port = 9000` in [serve], or at the top for every command that has the
-option. The environment has them as HEADSTART_PORT or HEADSTART_SERVE_PORT. Precedence: command line, environment,
-file, default; in each of them a value for one command comes before a value for all.
+headstart.toml sets options by name: `port = 9000` in [serve] for one command, or at the top for all commands with that
+option. The environment sets them as HEADSTART_SERVE_PORT or HEADSTART_PORT. Precedence: command line, environment,
+file, default. Within each of them, a value for one command comes before a value for all commands.
 """
 
 import json
@@ -25,7 +25,7 @@ FILE = "headstart.toml"
 CONFIG_VARIABLE = "HEADSTART_CONFIG"
 OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADSTART_CACHE", "HEADSTART_TRACEBACK"})  # variables that set no option
 KUBERNETES_VARIABLE = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*")
-"""Kubernetes sets these beside a service called headstart, and HEADSTART_PORT with an address."""
+"""Variables without PREFIX that Kubernetes sets for a service named headstart, besides HEADSTART_PORT (a URL)."""
 MODELS = "models"  # the table of a server's models: per model `path` and engine options of serve
 SECRET_OPTIONS = frozenset({"api-key"})
 EXCLUSIVE = (
@@ -34,7 +34,7 @@ EXCLUSIVE = (
     frozenset({"head", "speculative-config"}),
     frozenset({"prompt", "prompt-file"}),
 )
-"""Options with the same meaning: one of higher precedence replaces the others."""
+"""Groups of options that contradict each other: the one with the highest precedence replaces the others."""
 NOT_SHARED: Mapping[str, frozenset[str]] = {
     "verify": frozenset({"depth", "drafter", "seed", "max-num-batched-tokens", "no-enable-prefix-caching", "no-mtp",
                          "speculative-config"}),
@@ -162,7 +162,7 @@ def named_file(words: Sequence[str]) -> Path | None:
 
 
 def add_places(message: str, places: Mapping[str, str]) -> str:
-    """A message with the places where its options are set. `places`: by flag, or by the value of MODEL."""
+    """Returns a message plus the places that set its options. `places`: flag, or value of MODEL -> place."""
     named = [flag for flag in places if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", message)]
     return f"{message} ({', '.join(f'{flag} is set by {places[flag]}' for flag in named)})" if named else message
 

@@ -20,7 +20,7 @@ VARIED = {
     "max_num_batched_tokens": "--chunk-sizes",
     "enable_prefix_caching": "--prefix-cache",
 }
-"""Engine options that verify varies -> the option with their levels."""
+"""Engine option that verify varies -> flag that sets its levels."""
 
 
 def _depth(text: str) -> Any:
@@ -30,7 +30,7 @@ def _depth(text: str) -> Any:
 
 
 def _levels(doc: str, default: str, *flags: str, **more: Any) -> Any:
-    """A comma-separated option; empty: the default of VerifyOptions."""
+    """Declares a comma-separated option of levels; an empty value means the default of VerifyOptions."""
     return option(f"{doc}, comma-separated. Default: {default}.", *flags, **more)
 
 

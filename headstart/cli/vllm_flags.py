@@ -1,4 +1,4 @@
-"""vLLM's flags on the command line of `serve`: rewritten to options here, honoured, or refused with a hint."""
+"""vLLM's flags on the command line of `serve`: translated to headstart's options, applied, or refused with a hint."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from headstart.errors import UsageError
 if TYPE_CHECKING:
     from headstart.tools.launch.arguments import ArgumentTable
 
-OTHER = "--vllm"  # hidden option that takes a vLLM flag that is no option here, as NAME or NAME=VALUE
+OTHER = "--vllm"  # hidden option for vLLM flags without a headstart option, as NAME or NAME=VALUE
 ENGINE = "--engine"
 ENGINE_VALUES = {"--quantization", "--kv-cache-dtype", "--dtype", "--device", "--max-model-len", "--block-size"}
-"""Options here whose values are vLLM's when --engine names another engine."""
+"""Options whose values are vLLM's if --engine names another engine."""
 VLLM_DEFAULTS = {"--quantization": "none", "--kv-cache-dtype": "auto", "--dtype": "auto", "--max-model-len": "auto"}
-"""vLLM's values that mean the same as leaving the option out."""
+"""Option -> vLLM's value that means the same as leaving the option out."""
 SIZED = ("--max-model-len", "--max-num-batched-tokens")
 SIZES = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 SPECULATIVE = "--speculative-config"
@@ -113,7 +113,7 @@ NO_COUNTERPART = "headstart has nothing like it: leave it out, or serve with --e
 
 
 def hint_of(flag: str) -> str:
-    """What to do instead of a vLLM flag that is no option here."""
+    """Returns the hint for a vLLM flag without a headstart option."""
     from headstart.tools.launch.launcher import engine_data
 
     if why := engine_data("vllm")["removed"].get(flag):
@@ -166,8 +166,8 @@ class VllmFlags(OptionGroup):
 
 
 def rewrite(words: list[str], options: Mapping[str, Option]) -> list[str]:
-    """The command line with vLLM's spellings as `options` (by flag), or under OTHER. Raises UsageError for words that
-    contradict each other."""
+    """Returns the command line with vLLM's flags replaced by `options` (by flag) or OTHER. Raises UsageError for flags
+    that contradict each other."""
     return _Rewriter(words, options).run()
 
 
@@ -229,7 +229,7 @@ class _Rewriter:
         self.words += [flag, value] if takes_value else [f"{flag}={value}"]
 
     def _take_vllm(self, flag: str, name: str, value: str | None) -> None:
-        """A vLLM flag: another spelling of an option here, or no option here."""
+        """Adds a vLLM flag: as headstart's option if there is one, else under OTHER."""
         if name == "--model":
             self.words.append(self._value(flag, value))
             return

@@ -182,8 +182,7 @@ class _AdaptRun:
         return Report(True, data, [line, own.line("held-out records"), others.line("general prompts"), verdict])
 
     def _write_general_text(self) -> list[Path]:
-        """Lets the model answer general prompts. Returns the folder of the texts in a list, which is empty if there is
-        no usable text."""
+        """Lets the model answer general prompts. Returns [folder of the texts], or [] without usable text."""
         tokens = sum(len(each.response_ids) for each in self.parts.training)
         wanted = self_distillation.DataOptions(
             model=self.options.model, config=self._config, out=self.work / "general",

@@ -91,8 +91,7 @@ class HttpTarget:
         return True
 
     def _server_of(self, mode: str) -> tuple[client.Server, dict[str, Any]]:
-        """Returns the server for a mode, and the request fields that select the mode. Raises UsageError for a mode that
-        the server cannot run."""
+        """Returns (server, request fields) for a mode. Raises UsageError for a mode that the server cannot run."""
         if mode == OFF and self._off is not None:
             return self._off, {}
         if mode == SERVER:  # as the server was started

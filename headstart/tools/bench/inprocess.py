@@ -80,8 +80,7 @@ class InProcessTarget:
         return RunOutcome(samples=work.samples, seconds=seconds, speculation=speculation(llm.engine.stats))
 
     def _mode(self, mode: str) -> tuple[LLM, int | None]:
-        """Returns the engine for a mode and the depth of its requests (None: auto). Raises UsageError for a mode that
-        the engine cannot run."""
+        """Returns (engine, depth of requests or None) for a mode. Raises UsageError for an impossible mode."""
         if mode == OFF:
             self._plain = self._plain or LLM(self.model, replace(self._config, drafter="none"))
             return self._plain, None
@@ -112,8 +111,7 @@ class _Conversation:
         self.next = self._request()
 
     def _request(self) -> Request | None:
-        """Returns the request of the next turn; None after the last. Raises CapacityError if prompt and answer do not
-        fit the context."""
+        """Returns the next turn's request; None after the last. Raises CapacityError if the context is too short."""
         if not self._left:
             return None
         self._messages.append({"role": "user", "content": self._left.pop(0)})

@@ -81,8 +81,7 @@ class StepBench(PrefilledEngine):
 
 
 def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
-    """Returns the row counts to time, ascending. Raises UsageError if they do not fit the model's context of `limit`
-    positions."""
+    """Returns the row counts to time, ascending. Raises UsageError if they exceed a context of `limit` positions."""
     rows = tuple(sorted(set(options.rows))) or tuple(n for n in ROWS if options.context + n <= limit)
     if not rows or options.context + rows[-1] > limit:
         wanted = f"{rows[-1] if rows else 1} rows after {options.context} positions"
@@ -231,8 +230,7 @@ def summary(
 
 
 def profile(bench: StepBench, progress: Progress) -> dict[str, Any]:
-    """Returns milliseconds by part: of single passes, and of engine steps in a greedy generation with and without
-    drafting."""
+    """Returns milliseconds by part, of single passes and of engine steps with and without drafting."""
     counts = [rows for rows in sorted({*PROFILED_ROWS, bench.rows[-1]}) if rows <= bench.rows[-1]]
     depths = [0, bench.depth] if bench.engine.drafting.drafter else [0]
     parts: dict[str, Any] = {"passes": [], "steps": []}

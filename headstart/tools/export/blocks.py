@@ -28,8 +28,7 @@ def block_export(write: Write, method: str) -> Export:
 
 
 def block_plan(source: Source, write: Write, use: str) -> Plan:
-    """Plans a directory with all tensors in bfloat16. Raises ModelError for a head of another kind, or a feature that
-    the layout lacks."""
+    """Plans a directory in bfloat16. Raises ModelError for another kind of head, or a feature that the layout lacks."""
     block, trunk = source.head.spec.block, source.checkpoint.path
     if block is None:
         hint = "headstart train --kind block makes one; others go with --to vllm-mimo or vllm-eagle3"

@@ -96,8 +96,7 @@ def find_module(config: Mapping[str, Any], model_type: str | None = None) -> Mod
 
 
 def count_modules(place: ModulePlace, *, several: bool = False) -> int:
-    """Returns the number of MTP modules in the config. Raises ModelError for none, or for more than one unless
-    `several`."""
+    """Returns the config's number of MTP modules. Raises ModelError for none, or for several unless `several`."""
     count, key = place.layout.declared(place.config)
     if key is None and place.layout.released:
         return place.layout.released

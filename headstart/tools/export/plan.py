@@ -120,8 +120,7 @@ def check_replaced(plan: Plan, out: Path) -> None:
 
 
 def _is_own(plan: Plan, out: Path) -> bool:
-    """Returns whether `out` has a file that only headstart writes, headstart's key in config.json, or the planned
-    config.json."""
+    """Returns whether `out` has a file or config key that only headstart writes, or the planned config.json."""
     if any((out / name).is_file() for name in (*plan.marks, *plan.writers)):
         return True
     try:

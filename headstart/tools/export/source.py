@@ -26,8 +26,7 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 
 def open_directory(name: str | None) -> Checkpoint:
-    """Opens a Hugging Face directory by path, Hub name or alias, with the tensors of all its files. Raises ModelError
-    for a single file."""
+    """Opens a Hugging Face directory by path, Hub name or alias. Raises ModelError for a single file."""
     path = hub.resolve(name)
     if not path.is_dir():
         hint = "give the Hugging Face directory (config.json and *.safetensors) it was made from"

@@ -24,8 +24,7 @@ HINT = "a head fits fine-tunes and quantizations of the model it was trained wit
 
 
 def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
-    """Returns notes on differences that may lower acceptance. Raises ModelError for a difference that makes the head
-    useless."""
+    """Returns notes on differences that may lower acceptance. Raises ModelError for one that makes the head useless."""
     ours, theirs = text_config(target.config), text_config(base.config)
     types = [str(each.get("model_type", "")).removesuffix("_text") for each in (ours, theirs)]
     if types[0] != types[1]:

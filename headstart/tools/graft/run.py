@@ -46,8 +46,7 @@ Wrote = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
-    """Options of `headstart graft`. `base`: checkpoint with the head. `strip`: remove the head instead. `no_measure`:
-    do not measure acceptance."""
+    """Options. `base`: checkpoint with the head. `strip`: remove the head instead. `no_measure`: skip measuring."""
 
     model: str
     base: str | None = None
@@ -180,8 +179,7 @@ def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
 
 
 def _make_room(plan: Plan) -> str:
-    """Returns the file name for the head. A single model.safetensors is renamed, since readers that find it ignore
-    other files."""
+    """Returns the head's file name. Renames a single model.safetensors: its readers ignore all other files."""
     if SINGLE in plan.links:
         plan.links[PAIR[0]] = plan.links.pop(SINGLE)
         return PAIR[1]

@@ -54,8 +54,7 @@ def check_native(heads: NativeHeads, checkpoint: Checkpoint, target: Checkpoint)
 
 
 def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
-    """Checks whether a model without heads can be the draft model of a target: its vocabulary must be the same, and it
-    must be smaller."""
+    """Checks whether a model without heads can be the draft model: same vocabulary, and smaller."""
     own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
     if own >= other:
         return [FitCheck("MTP modules", 0, "one or more", False)]

@@ -174,8 +174,7 @@ def apply_edits(text: str, edits: Sequence[Edit]) -> str:
 
 
 def _with_blank(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Extends the range of a word over the blanks or line continuation before it; at the beginning of a line over the
-    blanks after it."""
+    """Extends a word's range over the blanks or line continuation before it, else over the blanks after it."""
     before = re.search(r"(?:[ \t]|\\\r?\n)+$", text[:begin])
     if before and before.start() and text[before.start() - 1] != "\n":
         return before.start(), end

@@ -57,8 +57,7 @@ class ContainerSpec:
 
 
 def containers_of(prepared: PreparedLaunch) -> list[ContainerSpec]:
-    """Returns one container for each serving step. Raises UsageError if the engine has no image for the platform, or
-    needs mpirun."""
+    """Returns a container for each serving step. Raises UsageError without an image, or for a launch by mpirun."""
     launcher, facts, spec, plan = prepared.launcher, prepared.facts, prepared.spec, prepared.plan
     image = launcher.images[spec.platform].format(version=version_text(prepared.version))
     if not image:

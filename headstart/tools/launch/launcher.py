@@ -50,8 +50,7 @@ def engine_data(engine: str) -> Mapping[str, Any]:
 
 
 class EngineProgram:
-    """A program that a data file describes. `class Vllm(EngineLauncher, data="vllm.json")` sets the class variables
-    from launchers/vllm.json."""
+    """A program. `class Vllm(EngineLauncher, data="vllm.json")` sets its class variables from launchers/vllm.json."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -118,8 +117,7 @@ class EngineProgram:
         return (known, False) if known else (parse_version(self.newest), True)
 
     def resolve(self, words: Sequence[str], installed: InstalledProgram | None) -> list[str]:
-        """Returns the command with the paths of the installed programs. A program that another distribution installed
-        is run as a Python module."""
+        """Returns the command with installed paths; a program of another distribution is run as a Python module."""
         if installed is not None and words[0] == "python" and installed.python:
             return [str(installed.python), *words[1:]]
         if installed is None or words[0] != self.program:
@@ -148,8 +146,7 @@ PLAIN_YAML = re.compile(r"(?!(?:true|false|null|yes|no|on|off|y|n)$)[A-Za-z/][A-
 
 
 def dump_yaml(*documents: Mapping[str, Any]) -> str:
-    """Returns YAML in block style. Multi-line strings become literal blocks; strings that YAML could misread get double
-    quotes."""
+    """Returns YAML in block style: literal blocks for multi-line strings, quotes for ambiguous strings."""
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -225,8 +222,7 @@ class ServerBuilder(CommandBuilder):
         self.plan.notes.append(text)
 
     def add_settings(self, settings: Mapping[str, Any]) -> None:
-        """Adds the engine's flags for common options (True for a switch). Raises UsageError for an option without a
-        flag in this engine."""
+        """Adds the engine's flags for common options (True: a switch). Raises UsageError if the engine has no flag."""
         for name, value in settings.items():
             if value is None or value is False:
                 continue

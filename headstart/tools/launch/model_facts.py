@@ -97,8 +97,7 @@ def _config_facts(
 
 
 def drafter_of(head: str) -> DrafterKind:
-    """Returns the kind of a separate head. Raises UsageError for a head that must be exported first, or that no engine
-    runs."""
+    """Returns a separate head's kind. Raises UsageError if it must be exported first, or no engine runs it."""
     found = classify_path(head)
     if found.method == "headstart":
         raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
@@ -133,8 +132,7 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
 
 
 def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:
-    """Raises UsageError for a depth without a head, above the drafter's limit, or above the number of modules but not
-    a multiple of that number."""
+    """Raises UsageError for a depth without a head, above the limit, or no multiple of the number of modules."""
     if drafter is not None:
         most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)
         if most and depth > most:

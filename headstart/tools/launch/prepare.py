@@ -136,8 +136,7 @@ def _plan(
 def check_plan(
     launcher: EngineLauncher, version: arguments.Version, facts: ModelFacts, spec: LaunchSpec, plan: LaunchPlan
 ) -> list[str]:
-    """Returns notes on arguments that the engine silently changes. Raises UsageError for a command that the engine
-    would refuse."""
+    """Returns notes on arguments that the engine silently changes. Raises UsageError for a refused command."""
     known = {"model.type": facts.model_type, "model.modules": facts.modules, "device": spec.platform, **plan.facts}
     for name in ("kind", "reduced_vocabulary", "max_drafts"):
         known[f"head.{name}"] = getattr(spec.drafter, name, None)

@@ -45,8 +45,7 @@ class Translation:
 
 
 def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
-    """Translates every known command in a text. Raises UsageError for a text without a known command, or with an
-    unclosed quote."""
+    """Translates all known commands of a text. Raises UsageError if there is none, or for an unclosed quote."""
     done = Translation(unpasted(text), engine_version, program)
     if done.text != text:
         done.changes.append("typographic quotes, dashes and blanks -> those of a shell")

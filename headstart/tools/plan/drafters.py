@@ -151,8 +151,7 @@ def parse_drafters(text: str | None) -> tuple[str | None, ...]:
 
 
 def with_drafter(shape: ModelShape, kind: str | None) -> ModelShape:
-    """Returns the shape with the model's own drafter of this kind, else a typical one. Raises UsageError for a kind
-    that needs a checkpoint."""
+    """Returns the shape with its own or a typical drafter. Raises UsageError for a kind that needs a checkpoint."""
     if kind is None or kind == shape.drafter.kind:
         return shape
     if kind in ("draft_model", "assistant"):
@@ -240,8 +239,7 @@ def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
 
 
 def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: float = FLOAT_BYTES) -> ModelShape:
-    """Returns the shape with another drafter, without the acceptances of the model's own head. `weight_bytes`: bytes
-    per weight of the drafter."""
+    """Returns the shape with another drafter of `weight_bytes` per weight, without its own head's acceptances."""
     sizes = {**shape.bytes_per_weight, "head": weight_bytes}
     return replace(shape, drafter=drafter, bytes_per_weight=sizes, acceptance=(), acceptance_source="")
 

@@ -276,8 +276,7 @@ class FleetPlanner:
         return self._comparison(steps, rows, colocated, separate)
 
     def _fewest_disaggregated(self, steps: RooflineSteps, limit: int) -> DisaggregatedFleet | None:
-        """Returns the fleet with the fewest prefill machines, then the fewest decode machines, up to `limit` of each;
-        None if that is not enough."""
+        """Returns the fleet with fewest prefill, then fewest decode machines, up to `limit` of each; None: too few."""
         load = self.load
         arrivals = make_arrivals(load, load.rate, MAX_DISAGGREGATED_REQUESTS)
         lengths, indices = np.unique(arrivals.prompts, return_inverse=True)
@@ -356,8 +355,7 @@ def _latencies(load: FleetLoad, result: simulate.SimulationResult | None) -> dic
 def plan_fleet(
     load: FleetLoad, setups: Sequence[roofline.DraftingSetup], machine: Machine, price: float | None, progress: Progress
 ) -> dict[str, Any]:
-    """Returns the JSON `fleet` part of a plan: plain decoding, then each drafter. `price`: dollars per hour of one
-    machine."""
+    """Returns the JSON `fleet` part of a plan, plain decoding first. `price`: dollars per hour of a machine."""
     planners = [FleetPlanner(load, setups[0], machine, plain=True)]
     planners += [FleetPlanner(load, each, machine, plain=False) for each in setups if each.kind != "none"]
     sizes = []

@@ -85,8 +85,7 @@ class Machine:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Returns the catalogue's device for any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown
-    name."""
+    """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown name."""
     for item in CATALOGUE["devices"]:
         if _normalized(name) in map(_normalized, item["names"]):
             return DeviceSpec(

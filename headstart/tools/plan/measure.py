@@ -72,8 +72,7 @@ def measured_machine(
 
 
 def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progress) -> dict[str, Any]:
-    """Returns the input of `calibrate` as a JSON document: `seconds` of passes, seconds of engine steps, and bytes as
-    the backend holds them."""
+    """Returns the JSON input of `calibrate`: `seconds` of passes, seconds of engine steps, bytes in memory."""
     loaded = timer.model
     progress(0, 1, "reading memory")
     bandwidth = loaded.backend.read_bandwidth(pass_timing.readable_bytes(loaded.backend), pass_timing.READ_RUNS)

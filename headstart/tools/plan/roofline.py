@@ -103,8 +103,7 @@ def pass_seconds(model: SizedModel, machine: Machine, work: Pass, *others: Pass)
 
 
 def draft_seconds(model: SizedModel, machine: Machine, sequences: int, context: float, depth: int = 1) -> float:
-    """Returns the seconds to draft `depth` tokens for each sequence, by the drafter's layers, projection, LM head and
-    cache."""
+    """Returns the seconds to draft `depth` tokens for each sequence: layers, projection, LM head and cache."""
     drafter = model.shape.drafter
     if not depth or not drafter.can_draft:
         return 0.0
@@ -151,8 +150,7 @@ def first_token_seconds(model: SizedModel, machine: Machine, prompt: int) -> flo
 
 
 def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
-    """Returns the bytes that a pass over depth + 1 rows of each sequence must read: caches and weights, with the
-    expected number of experts."""
+    """Returns the bytes that a pass of depth + 1 rows per sequence must read: caches, weights, expected experts."""
     rows, shape = batch * (1 + depth), model.shape
     layers = sum(
         model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv

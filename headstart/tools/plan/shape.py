@@ -138,8 +138,7 @@ class SizedModel:
         return sizes
 
     def layer_bytes(self, group: LayerGroup, rows: float | None = None) -> float:
-        """Returns the bytes of a group's weights, with the expected number of experts that `rows` rows use (None: all
-        experts and tables)."""
+        """Returns the bytes of a group's weights, with the expected experts of `rows` rows (None: all experts)."""
         mixer, feed = group.cost.mixer, group.cost.feed_forward
         experts = feed.experts if rows is None else feed.touched(rows)
         return group.count * (
@@ -291,8 +290,7 @@ def estimate_memory(
 
 
 def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
-    """Returns the bytes of keys, values and recurrent states (float32) of one sequence on one device, including the
-    drafter's."""
+    """Returns the bytes of keys, values and float32 states of one sequence on one device, with the drafter's."""
     drafter = model.shape.drafter
     trunk = sum(_cache_of(group, model.kv, split, context) for group in model.shape.layers)
     module = sum(_cache_of(group, model.kv, split, context) for group in drafter.layers)

@@ -53,8 +53,7 @@ CARD_OF = {alias: name for name in CARD_NAMES for alias in (name, *CARDS[name]["
 
 
 def find_shape(name: str | None, weights: str | None = None) -> ModelShape:
-    """Returns the shape of a model by card name, alias, path or Hub id. `weights` replaces its weight format. Raises
-    UsageError or ModelError."""
+    """Returns a model's shape by card, alias, path or Hub id, in format `weights`. Raises UsageError or ModelError."""
     if weights is not None:
         weight_format(weights)
     if name in CARD_OF:
@@ -154,8 +153,7 @@ def _from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
-    """Returns the shape of a checkpoint: sizes from its config, bytes from tensor headers. Raises UsageError for a
-    drafter."""
+    """Returns a checkpoint's shape: sizes by config, bytes by headers. Raises UsageError for a drafter."""
     _refuse(name, classify(checkpoint.config, checkpoint.tensors))
     types = Counter[str]()
     for tensor in checkpoint.tensors.values():
@@ -212,8 +210,7 @@ def _part(name: str, shape: ModelShape) -> Part | None:
 
 
 def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelShape:
-    """Returns the shape with a drafter `name`: a card, a whole model, a directory or a repo id. Raises UsageError or
-    ModelError."""
+    """Returns the shape with a drafter: a card, model, directory or repo id. Raises UsageError or ModelError."""
     path = Path(name).expanduser()
     if kind == "draft_model" or name in CARD_OF:
         return draft_model(shape, find_shape(name))
@@ -230,8 +227,7 @@ def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelSha
 
 
 def available() -> Report:
-    """Reports published models that are worth running with their own heads: size and memory in bytes, kind of drafter,
-    gain."""
+    """Reports published models with their own heads: size and memory in bytes, kind of drafter, gain."""
     return Report(True, {"default": hub.DEFAULT_MODEL, "models": [_available(name) for name in hub.published_models()]})
 
 

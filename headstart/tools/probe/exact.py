@@ -276,8 +276,7 @@ class SoloTrial:
 
 
 def run(options: ExactOptions, progress: Progress = no_progress) -> Report:
-    """Compares answers of an endpoint under all conditions. `ok`: no answer differed. Raises UsageError for a server
-    that gives no text."""
+    """Compares answers under all conditions. `ok`: none differed. Raises UsageError for a server without text."""
     server = Server.at(options.url, options.api_key)
     model = find_model(server, options.model)
     result = ExactnessResult(recognize_engine(server, model))
@@ -385,8 +384,7 @@ class ExactnessTrials:
         await self._compare("drafting", trial, first)
 
     async def _compare(self, condition: Condition, trial: SoloTrial, answer: ProbeResponse) -> None:
-        """Compares an answer with the trial's. After a difference the control is repeated, since the cache may have
-        changed."""
+        """Compares an answer with the trial's. Repeats the control after a difference: the cache may have changed."""
         known = (trial.cold, trial.again)
         if not self._comparisons.add(condition, trial.case, trial.warm, answer, known=known):
             one, other = [await self._client.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]

@@ -116,8 +116,7 @@ def _joined(parts: Seq[RowScores]) -> RowScores:
 
 
 def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: int) -> Report:
-    """Returns the report. `ok`: differences are within MIN_AGREEMENT and MAX_KL, which any quantization meets, without
-    NaN."""
+    """Returns the report. `ok`: differences are finite and within MIN_AGREEMENT and MAX_KL."""
     median, p99 = np.quantile(rows.kl, (0.5, 0.99)).tolist()
     kl = {"mean": float(rows.kl.mean()), "median": median, "p99": p99, "max": float(rows.kl.max())}
     agreement = float(rows.agrees.mean())

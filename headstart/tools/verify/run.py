@@ -130,8 +130,7 @@ class VerificationRun:
                 self.results.append(self._run_cell(model, cell, f"cell {number}/{len(self._cells)}"))
 
     def _fit_depths(self, model: Model) -> None:
-        """Lowers default depths to the drafters' limits. Raises UsageError for a depth above the limit that the user
-        gave."""
+        """Lowers default depths to the drafters' limits. Raises UsageError for a user's depth above a limit."""
         options, limits = self.options, {}
         deepest = max((depth for depth in options.depths if depth != AUTO), default=AUTO)
         is_default = options.depths in (DEPTHS, FULL_DEPTHS)
@@ -200,8 +199,7 @@ def _config(options: VerifyOptions, cell: GridCell) -> EngineConfig:
 
 
 def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: int) -> EngineConfig:
-    """Returns a config with KV blocks for the two longest prompts, but not for their answers, so that one sequence is
-    preempted."""
+    """Returns a config with KV blocks for the two longest prompts only, so that a sequence is preempted."""
 
     def blocks(num_tokens: int) -> int:
         return -(-num_tokens // config.block_size)

@@ -6,8 +6,7 @@ from headstart.tools.launch.command_line import CommandLine
 from headstart.tools.launch.launcher import EngineLauncher, ServerBuilder
 
 P_MIN = 0.75
-"""Drafting stops at a token below this probability. llama.cpp's default of 0 is slower by a quarter or more, by its
-own measurements."""
+"""Drafting stops below this probability. llama.cpp measured its default of 0 as slower by a quarter or more."""
 
 
 class LlamaCpp(EngineLauncher, data="llamacpp.json"):

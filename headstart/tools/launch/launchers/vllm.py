@@ -49,8 +49,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
             server.serve(*words, node=node, where=where, answers=node == 0, **environment)
 
     def _join_by_ray(self, server: ServerBuilder) -> bool:
-        """Adds Ray for versions that cannot join nodes themselves, or if the user asked for it after --. Returns
-        whether Ray is used."""
+        """Adds Ray to join nodes, if the version or the user needs it. Returns whether Ray is used."""
         parallel, is_asked = server.spec.parallel, _asks_for_ray(server.spec.extra)
         can_join = at_least(server.version, WITHOUT_RAY)
         if can_join and not is_asked:
