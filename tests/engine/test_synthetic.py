@@ -117,5 +117,5 @@ def test_vllms_spelling() -> None:
 def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["headstart", *command.split(), "--synthetic-acceptance", "0.5"])
     assert main() == 2 and "load tests" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="not the model's"):
+    with pytest.raises(UsageError, match="changes the model's text"):
         verify.run(VerifyOptions(config=EngineConfig(synthetic_acceptance="0.5")))

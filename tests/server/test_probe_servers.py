@@ -81,7 +81,7 @@ def test_this_server_is_exact(drafting: Inside, capsys: pytest.CaptureFixture[st
 
 def test_probe_of_a_page_that_is_no_such_server(plain: Inside, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", f"{plain.url}/metrics"]) == 2
-    assert "no OpenAI-compatible server" in capsys.readouterr().err
+    assert "not an OpenAI-compatible server" in capsys.readouterr().err
 
 
 LAUNCHER = '''\

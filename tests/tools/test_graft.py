@@ -292,7 +292,7 @@ def test_wrong_usage(base: Path, tuned: Path, tmp_path: Path, capsys: pytest.Cap
     cases = {
         ("graft", str(tuned), *out): "neither --from nor --strip",
         ("graft", str(tuned), "--from", str(base), "--strip", *out): "both given",
-        ("graft", str(base), "--from", str(base), *out): "has its head",
+        ("graft", str(base), "--from", str(base), *out): "already has a head",
         ("graft", str(tuned), "--from", str(tuned), *out): "no MTP head to take",
         ("graft", str(tuned), "--strip", *out): "has no MTP head",
         ("graft", str(tuned), "--from", str(base), "-o", str(base), "--force"): "holds the source",

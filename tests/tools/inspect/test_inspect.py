@@ -202,7 +202,7 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
         handle.seek(file.stat().st_size - V * H * 2)
         handle.write(b"\1\2\3")
     data = inspect.run(InspectOptions(model=str(folder))).data
-    assert data["heads"]["embedding"] == "changed" and "is not the trunk's" in remarks(data, "sharing")[0]
+    assert data["heads"]["embedding"] == "changed" and "differs from the trunk's" in remarks(data, "sharing")[0]
     animal = ZOO["step3p5"]
     assert look(tmp_path / "own", config_of(animal), trunk(animal) | heads(animal))["heads"]["lm_head"] == "own"
 
@@ -218,7 +218,7 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
     ("qwen3_5", {"tie_word_embeddings": True}, "tied", "an lm_head is stored"),
     ("qwen3_5", {}, "norm", "1 + w"),
     ("mimo", {}, "formula", "hidden state comes first"),
-    ("deepseek_v4", {}, "formula", "added, not joined"),
+    ("deepseek_v4", {}, "formula", "added, not concatenated"),
     ("dots3_note", {"mtp_layer_types": ["a", "b"]}, "config", "mtp_layer_types has 2 entries for 1"),
     ("deepseek_v3", {"num_nextn_predict_layers": 0, "num_mtp_layers": 1}, "config", "engines read num_nextn"),
 ])  # fmt: skip

@@ -111,8 +111,8 @@ def test_drafters_by_name() -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--drafter magic", "known: mtp"),
-    ("--drafter draft_model", "which one"),
-    ("--drafter assistant", "which one"),
+    ("--drafter draft_model", "needs a checkpoint"),
+    ("--drafter assistant", "needs a checkpoint"),
     ("--drafter mtp --head qwen3.5-2b", "leave --drafter out"),
     ("--price-per-hour nan", "above 0"),
     ("--price-per-hour inf", "above 0"),
