@@ -21,7 +21,7 @@ def test_counts_of_several_servers_are_added() -> None:
 
 @pytest.mark.parametrize(
     ("each", "why"),
-    [([None], "no known drafting metrics"), ([counts(10, 5), None], "shows no metrics"),
+    [([None], "no known drafting metrics"), ([counts(10, 5), None], "no known drafting metrics"),
      ([counts(0, 0), counts(0, 0)], "count no drafts"), ([counts(10, 0), counts(10, 0)], "")],
 )  # fmt: skip
 def test_what_is_not_alive(each: list[EngineCounters | None], why: str) -> None:
