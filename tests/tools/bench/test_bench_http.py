@@ -271,7 +271,7 @@ def test_something_else_than_such_a_server() -> None:
     with running(Fake()) as fake:
         server = replace(Server.at(fake.url), prefix="/nothing")
         assert asyncio.run(get(server, "/v1/models")).status == 404
-        with pytest.raises(UsageError, match="no OpenAI-compatible server: /v1/models answers 404"):
+        with pytest.raises(UsageError, match="not an OpenAI-compatible server: /v1/models answers 404"):
             HttpTarget(server)
 
 

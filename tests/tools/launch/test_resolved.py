@@ -97,9 +97,10 @@ def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: tuple[
 
 
 REFUSED = (
-    "does not run on", "no prefill nodes", "its depth is one number", "no router for prefill/decode", "not a GGUF file",
+    "does not run on", "no prefill nodes", "its depth is one number", "prefill and decode apart", "not a GGUF file",
     "is one machine", "drafts to one depth", "cannot draft with a head of kind", "has no model", "has no MTP head",
     "does not draft with the heads", "does not know", "has no flag for", "need a GPU", "runs on one machine",
+    "no router for",
 )  # fmt: skip
 """Why a combination may have no command: what the engine cannot do."""
 
