@@ -31,7 +31,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "inspect": "checkpoints.inspect", "train": "train.train", "data": "train.data", "adapt": "train.adapt",
         "graft": "checkpoints.graft", "export": "checkpoints.export",
     },
-    "Other engines": {"launch": "launch.run", "probe": "verify.probe"},
+    "Other engines": {"launch": "launch.run", "probe": "verify.probe", "gate": "gate.gate"},
 }  # fmt: skip
 """Sections of `--help` -> commands in their order -> module and name in this package."""
 COMMANDS: Mapping[str, str] = {name: place for section in SECTIONS.values() for name, place in section.items()}

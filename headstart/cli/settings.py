@@ -47,6 +47,7 @@ NOT_SHARED: Mapping[str, frozenset[str]] = {
     "train": frozenset({"depth", "draft-vocab"}),
     "plan": frozenset({"depth", "drafter", "context"}),
     "probe": frozenset({"model"}),
+    "gate": frozenset({"model"}),
 }  # fmt: skip
 """Options that a command does not take from settings for all commands: the command chooses them, or uses the name for
 something else."""

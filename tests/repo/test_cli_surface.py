@@ -47,6 +47,9 @@ COMMANDS: dict[str, set[str]] = {
     | {"--served-model-name", "--api-key"}
     | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload", "--disaggregate"},
     "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
+    "gate": JSON
+    | {"--model", "--api-key", "--floor", "--allow-text-changes", "--max-tokens"}
+    | {"--save", "--junit", "--report", "--badge", "--force"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
     | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"}
@@ -85,7 +88,7 @@ SECTIONS = {
     "Use": "demo generate chat serve pull models ps stop doctor completion",
     "Measure": "bench tune verify plan",
     "Heads": "inspect train data adapt graft export",
-    "Other engines": "launch probe",
+    "Other engines": "launch probe gate",
 }
 """Commands in the order of --help."""
 

@@ -23,7 +23,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """From the bottom. Siblings import those before them; on the lowest floor there are only no circles."""
 RANKS = {room: (floor, place if floor else 0) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
-COMMANDS = ("inspect", "doctor", "export", "graft", "verify", "bench", "tune", "adapt", "plan", "probe", "launch")
+COMMANDS = ("inspect", "doctor", "export", "graft", "verify", "bench", "tune", "adapt", "plan", "probe", "launch",
+            "gate")  # fmt: skip
 """Folders and modules of tools/: a command uses those before it, and other modules beside the folders."""
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = set(registry.available("models"))

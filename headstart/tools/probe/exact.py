@@ -372,7 +372,7 @@ class ExactnessTrials:
         if self._against is None:
             for name, fields in self._switches.items():
                 answer = await self._client.ask(trial.case, trial.prompt, trial.seed, **fields)
-                self._drafts_off += answer.drafts or 0 if name == OFF else 0
+                self._drafts_off += int(answer.drafts or 0) if name == OFF else 0
                 await self._compare("drafting", trial, answer)
             return
         if trial.case not in self._against.cases:

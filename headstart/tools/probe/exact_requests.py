@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headstart.formats.json_object import read_packaged
@@ -88,7 +88,10 @@ class ProbeResponse:
     text: str
     token_ids: tuple[int, ...] | None = None
     cached: int | None = None  # prompt tokens found in the prefix cache
-    drafts: int | None = None  # drafts for this answer
+    drafts: float | None = None  # drafts for this answer
+    accepted: float | None = None  # drafted tokens
+    tokens: int | None = None
+    seconds: float = 0.0  # from the request to the end of the answer
 
 
 @dataclass
@@ -144,14 +147,21 @@ class ExactClient:
         return await read_counters(self.endpoint.server)
 
     async def ask(
-        self, case: RequestCase, prompt: str, seed: int, *, streamed: bool = False, **fields: Any
+        self, case: RequestCase, prompt: str, seed: int, *, streamed: bool = False, counted: bool = False, **fields: Any
     ) -> ProbeResponse:
-        """Sends a request with additional body `fields`. Raises EndpointRefused or EndpointLost."""
+        """Sends a request with additional body `fields`. counted: drafts are read from the server's metrics if the
+        answer does not report them; no other request may run. Raises EndpointRefused or EndpointLost."""
         body = self._body(prompt, case.sampled, seed) | self.fields.get(case.form, {}) | fields
         if streamed:
             body["stream"] = True
             body.pop("return_token_ids", None)  # a stream may split the ids differently
-        return self._read(await self.endpoint.post(body), streamed)
+        before = await self.metrics() if counted else None
+        found = self._read(await self.endpoint.post(body), streamed)
+        if before is None or found.drafts is not None or (after := await self.metrics()) is None:
+            return found
+        spent = after.since(before)
+        drafts, accepted = (spent.drafts, spent.accepted) if spent.known else (0.0, 0.0)
+        return replace(found, drafts=drafts, accepted=accepted)
 
     async def takes(self, **fields: Any) -> bool:
         body = self._body("Say something.", False, 1) | {self.endpoint.length_field: TRY_TOKENS} | fields
@@ -171,9 +181,13 @@ class ExactClient:
         return self.endpoint.body(prompt, self.max_tokens, **drawn)
 
     def _read(self, answer: Response, streamed: bool) -> ProbeResponse:
-        drafts = (answer.usage.get("speculation") or {}).get("drafts")
+        speculation = answer.usage.get("speculation") or {}
+        drafts = speculation.get("drafts")
         if drafts is not None:
             self.drafts = (self.drafts or 0) + drafts
         ids = None if streamed else json.loads(answer.body)["choices"][0].get("token_ids")
         cached = (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        return ProbeResponse(answer.text, tuple(ids) if ids else None, cached, drafts)
+        return ProbeResponse(
+            answer.text, tuple(ids) if ids else None, cached, drafts, speculation.get("accepted"),
+            answer.usage.get("completion_tokens"), answer.seconds,
+        )  # fmt: skip

@@ -1,0 +1,75 @@
+"""`headstart gate`: compare a new server or checkpoint with the old one."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headstart.cli.options import OutputOptions
+from headstart.cli.parser import REQUIRED, OptionGroup, argument, command, option
+from headstart.cli.render import print_table
+from headstart.core import Progress, Report
+from headstart.tools.gate import outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateFlags(OptionGroup):
+    """GateOptions from the command line."""
+
+    old: str = argument("URL, checkpoint, or a file that --save wrote.", default=REQUIRED)
+    new: str = argument("URL or checkpoint.", default=REQUIRED)
+    model: str | None = option("Model of a server with several. Default: the first that it lists.")
+    api_key: str | None = option("Bearer token of the servers. Or $HEADSTART_API_KEY.")
+    floor: float | None = option("Least tokens per pass, as a share of the old one. Default: 0.9.", above=0, max=1)
+    allow_text_changes: bool = option("Another text is no failure: the weights or the engine changed.", default=False)
+    max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateFiles(OptionGroup):
+    """Files that the gate writes."""
+
+    panel = "Files"
+
+    save: Path | None = option("The answers of NEW, as the OLD of a later run (.json).")
+    junit: Path | None = option("The checks as a JUnit test suite.")
+    report: Path | None = option("The checks as an HTML page.")
+    badge: Path | None = option("An SVG badge; a paragraph for the model card is printed, too.")
+    force: bool = option("Replace existing files.", default=False)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        return {name: path for name in outputs.WRITERS if (path := getattr(self, name)) is not None}
+
+
+@command(
+    "headstart gate http://localhost:8000 http://localhost:8001 --junit gate.xml",
+    "headstart gate http://localhost:8000 http://localhost:8000 --save baseline.json",
+    "headstart gate baseline.json http://localhost:8000",
+    "headstart gate ./parent ./quantized --allow-text-changes --floor 0.95 --badge mtp.svg",
+)
+def gate(flags: GateFlags, files: GateFiles, output: OutputOptions) -> int:
+    """Compare a new server or checkpoint with the old one before users meet it.
+
+    Both answer the same prompts alone and in company: same texts, valid JSON and tool calls, tokens per pass by kind of
+    text, speed. Exit code 0: no check failed; 1: one did."""
+    if not files.force:
+        outputs.refuse_existing(files.paths)
+    from headstart.tools.gate.run import GateOptions, run
+
+    options = GateOptions(**flags.chosen())
+
+    def work(progress: Progress) -> Report:
+        report = run(options, progress)
+        outputs.write(report.data, files.paths)
+        lines = [*report.lines, *([outputs.paragraph(report.data)] if files.badge else [])]
+        return Report(report.ok, {name: part for name, part in report.data.items() if name != "record"}, lines)
+
+    return output.run("comparing", partial(work), _print_checks)
+
+
+def _print_checks(data: dict[str, Any]) -> None:
+    rows = [
+        [each["name"], each["old"], each["new"], outputs.WORDS[each["ok"]], each["note"]] for each in data["checks"]
+    ]
+    print_table(["check", "old", "new", "result", "interval or reason"], rows)

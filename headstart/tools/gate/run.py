@@ -1,0 +1,316 @@
+"""`headstart gate`: is a new server or checkpoint as good as the old one?
+
+Both sides answer the same prompts: twice alone, then all at once. A check of counts fails where the new side has fewer
+hits with a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided); acceptance and speed fail below
+a floor that the 95 % interval confirms. Differences that the old side shows against itself are no fault of the new one.
+"""
+
+import asyncio
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.core import Progress, Report, no_progress
+from headstart.errors import HeadstartError, UsageError
+from headstart.files import read_text
+from headstart.system import end_process_group
+from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
+from headstart.tools.client import Server, find_model, list_models
+from headstart.tools.probe.exact import DEEP, SWITCHES
+from headstart.tools.probe.exact_requests import SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
+from headstart.tools.prompts import builtin_prompts
+
+FORMAT = "headstart gate 1"
+TRIALS = 6  # prompts of each form, greedy and sampled
+CONCURRENCY = 8  # requests in company
+MAX_TOKENS = 64
+OBJECTS = {"schema": "valid JSON under a schema", "tools": "valid arguments of tool calls"}
+OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
+SIGNIFICANT = 0.01
+MIN_SPEED = 0.95  # of the old speed
+STOP_SECONDS, POLL_SECONDS = 20.0, 0.2
+SEED = 20260601  # of prompts and samples: a baseline must have the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """Sides are URLs, checkpoints (path, repo id or alias) or, for `old`, a file that `save` wrote."""
+
+    old: str
+    new: str
+    model: str | None = None  # of servers with several
+    api_key: str | None = None
+    floor: float = 0.9  # of the old tokens per pass
+    allow_text_changes: bool = False  # another quantization or engine
+    max_tokens: int = MAX_TOKENS
+
+
+@dataclass(frozen=True)
+class GateAnswer:
+    """Answers of one side to one prompt."""
+
+    kind: str  # form of the request, or "built-in"
+    sampled: bool
+    texts: tuple[str, str]  # asked twice, alone
+    company: str  # asked among CONCURRENCY requests
+    tokens: int | None  # of the first answer; None: the server does not tell
+    seconds: float  # of the first answer
+    accepted: float | None = None  # drafted tokens of an answer that no earlier answer drafted for; None: unknown
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the first text is a JSON object with the members that the schema requires."""
+        try:
+            found = json.loads(self.texts[0])
+        except ValueError:
+            return False
+        return isinstance(found, dict) and set(SCHEMA["required"]) <= found.keys()
+
+
+@dataclass(frozen=True)
+class GateRecord:
+    """All answers of one side."""
+
+    model: str
+    max_tokens: int
+    answers: dict[str, GateAnswer]  # by prompt and sampling
+
+    def data(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def read(cls, path: Path) -> "GateRecord":
+        """Raises UsageError for a file that `--save` did not write."""
+        try:
+            data = json.loads(read_text(path, "is the path right?"))
+            if data["format"] != FORMAT:
+                raise ValueError
+            fields = {key: {**each, "texts": tuple(each["texts"])} for key, each in data["answers"].items()}
+            answers = {key: GateAnswer(**each) for key, each in fields.items()}
+            return cls(str(data["model"]), int(data["max_tokens"]), answers)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError(f"{path} is no baseline of this version", "write one with headstart gate --save") from None
+
+
+@dataclass(frozen=True)
+class GateCheck:
+    """One comparison. `ok` None: it could not be made."""
+
+    name: str
+    ok: bool | None
+    old: str
+    new: str
+    note: str = ""
+
+
+@dataclass
+class GateResult:
+    checks: list[GateCheck] = field(default_factory=list)
+
+    def count(self, name: str, old: Seq[bool], new: Seq[bool]) -> None:
+        """Compares the share of hits."""
+        if not old or not new:
+            self.checks.append(GateCheck(name, None, _share(old), _share(new), "one side has no such requests"))
+            return
+        chance = chance_of_fewer(sum(old), len(old), sum(new), len(new))
+        note = "" if chance >= SIGNIFICANT else f"chance under equal rates: {chance:.1e}"
+        self.checks.append(GateCheck(name, chance >= SIGNIFICANT, _share(old), _share(new), note))
+
+    def text_changes(self, old: Seq[bool], new: Seq[bool], allowed: bool) -> None:
+        self.count("same text as the old side, greedy", old, new)
+        if allowed and self.checks[-1].ok is False:
+            check = self.checks.pop()
+            self.checks.append(GateCheck(check.name, None, check.old, check.new, "changed, as allowed"))
+
+
+def _share(hits: Seq[bool]) -> str:
+    return f"{sum(hits)}/{len(hits)}" if hits else "-"
+
+
+def chance_of_fewer(old_hits: int, old_trials: int, new_hits: int, new_trials: int) -> float:
+    """Returns the chance of `new_hits` or fewer under equal rates: Fisher's exact test, one-sided."""
+    hits, trials = old_hits + new_hits, old_trials + new_trials
+    ways = sum(
+        math.comb(new_trials, k) * math.comb(old_trials, hits - k)
+        for k in range(max(0, hits - old_trials), new_hits + 1)
+    )
+    return ways / math.comb(trials, hits)
+
+
+def run(options: GateOptions, progress: Progress = no_progress) -> Report:
+    """Collects both sides and compares them; `ok`: no check failed. Raises UsageError."""
+    if not 0 < options.floor <= 1:
+        raise UsageError(f"--floor is {options.floor:g}, but must be above 0 and at most 1")
+    baseline = GateRecord.read(Path(options.old)) if options.old.endswith(".json") else None
+    max_tokens = baseline.max_tokens if baseline else options.max_tokens
+    old = baseline or collect(options.old, options, max_tokens, progress, "old")
+    new = collect(options.new, options, max_tokens, progress, "new")
+    if baseline and baseline.model != new.model:
+        what = f"the baseline {options.old} is of model {baseline.model}, and {options.new} serves {new.model}"
+        raise UsageError(what, "write a baseline of this model with --save")
+    result = compare(old, new, options)
+    failed = [check for check in result.checks if check.ok is False]
+    summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(result.checks)} checks failed"
+    data = {
+        "ok": not failed, "old": {"side": options.old, "model": old.model},
+        "new": {"side": options.new, "model": new.model}, "max_tokens": max_tokens, "floor": options.floor,
+        "checks": [asdict(check) for check in result.checks], "summary": summary, "record": new.data(),
+    }  # fmt: skip
+    return Report(not failed, data, [summary])
+
+
+def compare(old: GateRecord, new: GateRecord, options: GateOptions) -> GateResult:
+    """Makes all checks over the prompts that both sides answered."""
+    shared = [key for key in old.answers if key in new.answers]
+    if not shared:
+        raise UsageError("the two sides share no kind of request", "do both serve chats?")
+    pairs = [(old.answers[key], new.answers[key]) for key in shared]
+    sides = list(zip(*pairs, strict=True))
+    result = GateResult()
+    for name, hit in COUNTED.items():
+        result.count(name, *([hit(each) for each in side] for side in sides))
+    for kind, name in OBJECTS.items():
+        result.count(name, *([each.is_valid for each in side if each.kind == kind] for side in sides))
+    greedy = [(one, other) for one, other in pairs if not one.sampled]
+    result.text_changes(
+        [one.texts[0] == one.texts[1] for one, _ in greedy],
+        [other.texts[1] in one.texts or other.texts[0] in one.texts for one, other in greedy],
+        options.allow_text_changes,
+    )
+    for kind in dict.fromkeys(one.kind for one, _ in pairs):
+        of_kind = [pair for pair in pairs if pair[0].kind == kind]
+        result.checks.append(_acceptance(f"tokens per pass, {kind}", of_kind, options.floor))
+    result.checks.append(_speed(pairs))
+    return result
+
+
+COUNTED: dict[str, Callable[[GateAnswer], bool]] = {
+    "same text when asked twice": lambda each: each.texts[0] == each.texts[1],
+    "same text alone and in company": lambda each: each.company in each.texts,
+}
+
+
+def _acceptance(name: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: float) -> GateCheck:
+    """Compares tokens per pass over the prompts of a kind."""
+    if any(each.tokens is None or each.accepted is None for pair in pairs for each in pair):
+        return GateCheck(name, None, "-", "-", "a server does not report accepted tokens")
+    counts = np.array([[(each.tokens, each.accepted) for each in pair] for pair in pairs], np.float64)
+    drawn = counts[draw_resamples(len(counts))].sum(1)  # [resamples, side, (tokens, accepted)]
+    lengths, resampled = _lengths(counts.sum(0)), _lengths(drawn)
+    ratio, (low, high) = lengths[1] / lengths[0], bootstrap_interval(resampled[:, 1] / resampled[:, 0])
+    old, new = (f"{length:.2f}" for length in lengths)
+    return GateCheck(name, not (ratio < floor and high < 1), old, new, f"{ratio:.2f}x ({low:.2f} to {high:.2f})")
+
+
+def _lengths(counts: Any) -> Any:
+    """[..., (tokens, accepted)] -> tokens per pass: each accepted token saves one."""
+    return counts[..., 0] / np.maximum(counts[..., 0] - counts[..., 1], 1)
+
+
+def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]]) -> GateCheck:
+    rates = [tuple((each.tokens or 0) / max(each.seconds, 1e-9) for each in pair) for pair in pairs]
+    ratio = paired(tuple((one, other) for one, other in rates if one and other))
+    if ratio is None or ratio.high is None:
+        return GateCheck("speed, alone", None, "-", "-", "a server does not count tokens")
+    old, new = (f"{float(np.median(side)):.1f} tokens/s" for side in zip(*rates, strict=True))
+    return GateCheck("speed, alone", not (ratio.point < MIN_SPEED and ratio.high < 1), old, new, str(ratio))
+
+
+def collect(side: str, options: GateOptions, max_tokens: int, progress: Progress, name: str) -> GateRecord:
+    """Asks one side all prompts. Raises UsageError for a side that is neither a server nor a checkpoint."""
+    with _served(side) as url:
+        server = Server.at(url, options.api_key)
+        model = str(find_model(server, options.model)["id"])
+        return asyncio.run(_collect(server, model, max_tokens, progress, name))
+
+
+async def _collect(server: Server, model: str, max_tokens: int, progress: Progress, name: str) -> GateRecord:
+    client = await ExactClient.connect(server, model, max_tokens, SEED)
+    asked: list[tuple[str, RequestCase, str]] = [
+        (case.form, case, make_prompt(case, SEED, trial, "asked")) for trial in range(TRIALS) for case in client.cases
+    ]
+    asked += [("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
+
+    # depth auto drafts by the load of the machine; a salt keeps earlier answers from being drafts
+    deep = {**SWITCHES["headstart"][DEEP], "cache_salt": "gate"}
+    deep = deep if await client.takes(**deep) else {}
+
+    async def ask(number: int, counted: bool = False, **fields: Any) -> ProbeResponse:
+        kind, case, prompt = asked[number]
+        limit = max(max_tokens, OBJECT_TOKENS) if kind in OBJECTS else max_tokens
+        longest: dict[str, Any] = {client.endpoint.length_field: limit}
+        return await client.ask(case, prompt, number, counted=counted, **longest, **fields)
+
+    alone: list[tuple[ProbeResponse, ProbeResponse]] = []
+    for number, (kind, _, _) in enumerate(asked):
+        progress(number, len(asked), f"{name}: {kind}")
+        first = await ask(number, counted=not deep)
+        second = await ask(number, counted=bool(deep), **deep)
+        alone.append((first, second))
+    places = asyncio.Semaphore(CONCURRENCY)
+
+    async def among_others(number: int) -> ProbeResponse:
+        async with places:
+            return await ask(number)
+
+    progress(len(asked), len(asked), f"{name}: all at once")
+    company = await asyncio.gather(*(among_others(number) for number in range(len(asked))))
+    answers = {
+        f"{case.sampled:d} {prompt}": GateAnswer(
+            kind, case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,
+            (other if deep else one).accepted,
+        )
+        for (kind, case, prompt), (one, other), among in zip(asked, alone, company, strict=True)
+    }  # fmt: skip
+    return GateRecord(model, max_tokens, answers)
+
+
+@contextmanager
+def _served(side: str) -> Iterator[str]:
+    """The URL of a side; a checkpoint is served by a process of its own meanwhile."""
+    if "://" in side or side.startswith(("localhost:", "127.0.0.1:")):
+        yield side
+        return
+    from headstart.formats import find_checkpoint
+
+    try:
+        find_checkpoint(side)
+    except HeadstartError as error:
+        hint = "a side is http://HOST:PORT, a checkpoint, or (the old one) a file of --save"
+        raise UsageError(f"{side!r} is no checkpoint: {error}", hint) from None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "headstart", "serve", side, "--port", str(port), "--served-model-name", side]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        _wait_for(Server.at(f"127.0.0.1:{port}"), process, side)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        end_process_group(process, kill=False)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            end_process_group(process, kill=True)
+            process.wait()
+
+
+def _wait_for(server: Server, process: "subprocess.Popen[bytes]", side: str) -> None:
+    """Raises UsageError where the server ends before it answers."""
+    while process.poll() is None:
+        try:
+            list_models(server)
+            return
+        except UsageError:
+            time.sleep(POLL_SECONDS)
+    raise UsageError(f"cannot serve {side}: exit code {process.returncode}", f"headstart serve {side} says why")

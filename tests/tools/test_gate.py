@@ -1,0 +1,136 @@
+"""`headstart gate`: verdicts over records of known make, its files, and two real servers with a fault."""
+
+import json
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli.main import main
+from headstart.errors import UsageError
+from headstart.tools.gate import outputs
+from headstart.tools.gate.run import GateAnswer, GateCheck, GateOptions, GateRecord, chance_of_fewer, compare
+
+KINDS = ("short", "long", "schema", "tools")
+VALID = json.dumps({"name": "a", "colour": "red", "numbers": [1, 2, 3], "story": "b"})
+OPTIONS = GateOptions(old="old", new="new")
+
+
+def record(seed: int, **changes: Any) -> GateRecord:
+    """56 answers with about 2 tokens per pass and 100 tokens/s; `changes` of every answer."""
+    drawn = random.Random(seed)
+    answers = {}
+    for number in range(56):
+        kind = KINDS[number % 4]
+        text = VALID if kind in ("schema", "tools") else f"text {number}"
+        accepted = sum(drawn.random() < 0.5 for _ in range(64))
+        seconds = 0.64 * drawn.uniform(0.9, 1.1)
+        answer = GateAnswer(kind, number % 8 >= 4, (text, text), text, 64, seconds, float(accepted))
+        answers[f"prompt {number}"] = replace(answer, **changes)
+    return GateRecord("model", 64, answers)
+
+
+def failed(old: GateRecord, new: GateRecord, options: GateOptions = OPTIONS) -> list[str]:
+    return [check.name for check in compare(old, new, options).checks if check.ok is False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_false_alarm(seed: int) -> None:
+    assert failed(record(seed), record(1000 + seed)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"texts": ("other", "other"), "company": "other"}, ["valid JSON", "valid arguments", "same text as"]),
+        ({"company": "other"}, ["same text alone and in company"]),
+        ({"accepted": 0.0}, [f"tokens per pass, {kind}" for kind in KINDS]),
+        ({"seconds": 1.0}, ["speed, alone"]),
+    ],
+    ids=["another template", "batch variance", "dropped head", "slower"],
+)
+def test_a_fault_is_named(changes: dict[str, Any], names: list[str]) -> None:
+    found = failed(record(1), record(2, **changes))
+    assert len(found) == len(names)
+    assert all(each.startswith(name) for each, name in zip(found, names, strict=True))
+
+
+def test_differences_of_the_old_side_are_no_fault_of_the_new_one() -> None:
+    old = record(1, texts=("one", "other"), company="third")
+    assert failed(old, record(2, texts=("one", "fourth"), company="fifth")) == []
+
+
+def test_text_changes_can_be_allowed() -> None:
+    changed = {"texts": (VALID, VALID), "company": VALID}
+    assert failed(record(1), record(2, **changed)) == ["same text as the old side, greedy"]
+    assert failed(record(1), record(2, **changed), replace(OPTIONS, allow_text_changes=True)) == []
+
+
+def test_the_chance_is_that_of_all_ways_to_distribute_the_hits() -> None:
+    """Against an enumeration of all ways."""
+    old_hits, old_trials, new_hits, new_trials = 6, 7, 2, 6
+    ways = list(combinations(range(old_trials + new_trials), old_hits + new_hits))
+    fewer = sum(sum(place >= old_trials for place in way) <= new_hits for way in ways)
+    assert chance_of_fewer(old_hits, old_trials, new_hits, new_trials) == pytest.approx(fewer / len(ways))
+
+
+def test_a_baseline_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps(record(1).data()))
+    assert GateRecord.read(path) == record(1)
+    path.write_text('{"format": "headstart gate 1", "answers": []}')
+    with pytest.raises(UsageError, match="no baseline"):
+        GateRecord.read(path)
+
+
+def document(*checks: GateCheck) -> dict[str, Any]:
+    sides = {name: {"side": f"./{name}", "model": name} for name in ("old", "new")}
+    rows = [vars(check) for check in checks]
+    return {"ok": True, **sides, "checks": rows, "summary": "PASSED", "max_tokens": 64, "record": {}}
+
+
+def test_files_carry_the_checks() -> None:
+    data = document(
+        GateCheck("tokens per pass, short", True, "2.00", "1.90"),
+        GateCheck('speed, "alone"', False, "1 <", "2", "slow & late"),
+        GateCheck("valid JSON", None, "-", "-", "none"),
+    )
+    suite = ElementTree.fromstring(outputs.junit(data))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    assert [len(case) for case in suite] == [0, 1, 1]
+    assert "tokens per pass kept 95%" in outputs.badge(data)
+    assert "short 1.90 (2.00)" in outputs.paragraph(data)
+    assert "slow &amp; late" in outputs.page(data)
+
+
+def test_bad_sides_and_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "gate.xml"
+    taken.touch()
+    for words, told in (
+        (["./nothing", "http://127.0.0.1:9"], "'./nothing' is no checkpoint"),
+        (["http://127.0.0.1:9", "http://127.0.0.1:9"], "connection refused"),
+        (["http://127.0.0.1:9", "http://127.0.0.1:9", "--junit", str(taken)], "exists"),
+        (["missing.json", "http://127.0.0.1:9"], "cannot read missing.json"),
+    ):
+        assert main(["gate", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_dropped_head_between_two_checkpoints(tmp_path: Path) -> None:
+    """The shipped tiny model against a copy without its MTP tensors: texts stay, tokens per pass do not."""
+    without = tmp_path / "without"
+    assert main(["graft", "qwen3_5-tiny", "--strip", "--out", str(without)]) == 0
+    words = ["gate", "qwen3_5-tiny", str(without), "--max-tokens", "24", "--json"]
+    found = subprocess.run([sys.executable, "-m", "headstart", *words], capture_output=True, text=True)
+    assert found.returncode == 1, found.stderr
+    data = json.loads(found.stdout)
+    wrong = [check["name"] for check in data["checks"] if check["ok"] is False]
+    assert [name for name in wrong if name.startswith("tokens per pass")]
+    assert not [name for name in wrong if "same text" in name or "valid" in name]
