@@ -33,6 +33,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "inspect": ("MODEL",),
     "launch": ("vllm", "MODEL", "--dry-run", "--gpus", "h100x1", "--engine-version", "0.12.0"),
     "probe": ("http://127.0.0.1:9",),
+    "gate": ("http://127.0.0.1:9", "http://127.0.0.1:9"),
     "plan": ("MODEL", "--gpu", "h200x1", "--context", "128"),
     "tune": ("MODEL", "--minutes", "0.0001", "--concurrency", "1"),
     "data": ("MODEL", "--out", "OUT", "--tokens", "4", "--max-tokens", "2"),

@@ -21,7 +21,7 @@ ONE_IN = 83
 """Of the command lines with a wrong value, the suite takes one in so many; --fuzz takes more."""
 SLOW = ("bench step", "tune")
 """They measure the machine first: seconds."""
-REFUSED = ("probe", "ps", "stop", "models remove")
+REFUSED = ("probe", "gate", "ps", "stop", "models remove")
 """Their small runs end with 2: nothing is there."""
 QUICK = tuple(name for name in SMALL if name not in SLOW)
 

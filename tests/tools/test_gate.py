@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import combinations
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headstart.cli.gate import gate as COMMAND
 from headstart.cli.main import main
 from headstart.errors import UsageError
 from headstart.tools.gate import outputs
@@ -123,14 +122,29 @@ def test_bad_sides_and_files_are_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_a_dropped_head_between_two_checkpoints(tmp_path: Path) -> None:
+def test_a_dropped_head_between_two_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shipped tiny model against a copy without its MTP tensors: texts stay, tokens per pass do not."""
     without = tmp_path / "without"
     assert main(["graft", "qwen3_5-tiny", "--strip", "--out", str(without)]) == 0
-    words = ["gate", "qwen3_5-tiny", str(without), "--max-tokens", "24", "--json"]
-    found = subprocess.run([sys.executable, "-m", "headstart", *words], capture_output=True, text=True)
-    assert found.returncode == 1, found.stderr
-    data = json.loads(found.stdout)
+    monkeypatch.setattr("headstart.tools.gate.run.TRIALS", 2)
+    capsys.readouterr()
+    assert main(["gate", "qwen3_5-tiny", str(without), "--max-tokens", "24", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
     wrong = [check["name"] for check in data["checks"] if check["ok"] is False]
     assert [name for name in wrong if name.startswith("tokens per pass")]
     assert not [name for name in wrong if "same text" in name or "valid" in name]
+
+
+def test_the_action_runs_the_command() -> None:
+    """action.yml passes options that the command has."""
+    import yaml
+
+    action = yaml.safe_load((Path(__file__).parents[2] / "action.yml").read_text("utf-8"))
+    line = action["runs"]["steps"][-1]["run"]
+    flags = {word for word in line.split() if word.startswith("--")}
+    known = {flag for item in COMMAND.options for flag in item.flags}
+    assert line.startswith("headstart gate ")
+    assert flags <= known
+    assert set(action["inputs"]) == {"old", "new", "floor", "options"}
