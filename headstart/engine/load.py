@@ -120,7 +120,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
     kind = head_kind(spec.kind)
     modules = limit_window(kind.modules(drafting, spec, config.hidden_size))
-    lm_heads = kind.lm_heads(drafting, spec, config.vocab_size, config.hidden_size)
+    lm_heads = kind.lm_heads(drafting, spec, config.hidden_size, config.vocab_size)
     weights.used |= drafting.used
     if extra := untaken(weights, config.num_mtp):
         log.warning("%s: tensors that this family's head does not have: %s", weights.source, ", ".join(extra))

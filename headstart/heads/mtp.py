@@ -95,7 +95,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     ]
 
 
-def lm_heads(weights: Weights, spec: HeadSpec, rows: int, hidden: int) -> Seq[Linear]:
+def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[Linear]:
     """LM head of each module; empty if modules have none."""
     count = spec.num_modules if spec.own_lm_head else 0
     return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]

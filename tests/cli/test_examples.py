@@ -37,7 +37,7 @@ ONLY_READ = (
     "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
-NO_SERVER = ("probe", "gate", "--url", "headstart ps", "headstart stop")
+NO_SERVER = ("probe", "headstart gate", "--url", "headstart ps", "headstart stop")
 
 
 def help_lines() -> list[str]:

@@ -1,0 +1,19 @@
+"""MTP heads in headstart's own directories."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from support import PLAIN_SPEC, mtp_arrays, tiny_model, write_head
+
+from headstart.engine.load import fit_head
+from headstart.heads.files import read_head
+
+
+def test_own_lm_heads_of_a_directory(tmp_path: Path) -> None:
+    """Rows and columns of such an LM head were swapped."""
+    model = tiny_model("llama")
+    config = model.config
+    spec = replace(PLAIN_SPEC, layer=config.head_layer, own_lm_head=config.vocab_size)
+    path = write_head(tmp_path / "head", config, spec, mtp_arrays(model, spec, agreeing=False))
+    head = fit_head(model, read_head(path), path)
+    assert [tuple(each.weight.shape) for each in head.lm_heads] == [(config.vocab_size, config.hidden_size)]
