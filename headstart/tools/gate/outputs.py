@@ -90,9 +90,8 @@ def paragraph(data: dict[str, Any]) -> str:
 
 
 def kept_acceptance(data: dict[str, Any]) -> float | None:
-    """Mean over kinds of the new tokens per pass as a share of the old one; None: unknown, or nothing is drafted."""
-    ratios = [new / old for _, old, new in _lengths(data) if max(old, new) > 1]
-    return sum(ratios) / len(ratios) if ratios else None
+    """New tokens per pass as a share of the old ones; None: unknown, or nothing is drafted."""
+    return next((new / old for kind, old, new in _lengths(data) if kind == "all" and max(old, new) > 1), None)
 
 
 def _lengths(data: dict[str, Any]) -> list[tuple[str, float, float]]:

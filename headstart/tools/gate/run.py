@@ -190,6 +190,7 @@ def compare(old: GateRecord, new: GateRecord, options: GateOptions) -> GateResul
     for kind in dict.fromkeys(one.kind for one, _ in pairs):
         of_kind = [pair for pair in pairs if pair[0].kind == kind]
         result.checks.append(_acceptance(f"tokens per pass, {kind}", of_kind, options.floor))
+    result.checks.append(_acceptance("tokens per pass, all", pairs, options.floor))
     result.checks.append(_speed(pairs))
     return result
 
