@@ -15,6 +15,8 @@ constexpr int kChains = 2; // separate sums of even and odd columns, to hide lat
 constexpr int kChains = 1;
 #endif
 
+constexpr int64_t kNear = 2; // panels that reach the first cache before their use
+
 enum class Read { F16, F32, I8, ANY }; // compile-time type of scales; ANY: decided at run time
 
 // Scales divided by 2, because the E2M1 table holds twice the values.
@@ -53,7 +55,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
     constexpr int64_t kKnown = kPanel / kGroup * kLanes * (kRead == Read::I8 ? 1 : 2);
     const int64_t scale_bytes = kRead == Read::ANY ? w.scale_bytes() : kKnown;
     const int64_t head = kRead == Read::ANY ? w.head_bytes() : (kKnown * (kMin ? 2 : 1) + 63) / 64 * 64;
-    const int64_t panel_bytes = head + kPanel * kLanes * kBits / 8;
+    const int64_t panel_bytes = head + kPanel * kLanes * kBits / 8, panel_lines = panel_bytes / 64;
     const ByteTable table = lowered_table(byte_levels(w.levels));
     const int8_t* q[kRows];
     const float *scales[kRows], *scaled_sums[kRows];
@@ -66,13 +68,15 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
         scaled_sums[r] = kPart == 32 ? layout.scaled_sums(p) : layout.scaled_half_sums(p);
     }
     constexpr int32_t kOff = kBits == 8 || kLevels ? kByteOffset : 0;
+    constexpr bool kSubtracts = kOff || !(kMin || kPoints);
     const int32_t zero = kMin || kPoints ? kOff : kOff - w.zero; // factor of the activations' sum
     const bool factors = kRead == Read::ANY && kLevels && w.has_factors();
     f32 factor[kBlocks], min_factor[kBlocks];
     for (int b = 0; b < kBlocks; ++b)
         factor[b] = min_factor[b] = factors ? load(reinterpret_cast<const float*>(block[kFirst + b])) : splat(1.0f);
     const int64_t first = factors ? w.factor_bytes() : 0, num_panels = layout.padded / kPanel;
-    const int64_t ahead = row == 0 ? 2 * w.block_bytes() : 0; // prefetches the next pair of blocks
+    const int64_t block_bytes = w.block_bytes(); // called once: it is long
+    const bool adjacent = kBlocks == 2 && block[1] - block[0] == block_bytes; // behind the first lies the second
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         const int64_t before = kRead == Read::I8 ? (panel / kFactorPanels + 1) * kLanes * 4 : first;
         const uint8_t* p[kBlocks];
@@ -82,13 +86,27 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
                 factor[b] = load_half(reinterpret_cast<const uint16_t*>(p[b] - kLanes * 4));
                 if (kMin) min_factor[b] = load_half(reinterpret_cast<const uint16_t*>(p[b] - kLanes * 2));
             }
-        for (int64_t line = 0; line < panel_bytes; line += 64)
-            for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
+        int32_t starts[kRows][kParts];
+        if (kSubtracts) {
+            for (int r = 0; r < kRows; ++r)
+                for (int g = 0; g < kParts; ++g) starts[r][g] = zero * sums[r][panel * kParts + g];
+            asm volatile("" : "+m"(starts)); // in memory, from where they reach all lanes without a vector instruction
+        }
+        const int64_t near = kNear * panel_bytes + (adjacent && panel + kNear >= num_panels ? block_bytes : 0);
+#if !HEADSTART_NEON // unrolled, its loads leave no registers for the sums
+#pragma GCC unroll 4
+#endif
         for (int g = 0; g < kParts; ++g) {
+            if (row == 0) // in steps, because many requests at once hold up the loads behind them
+                for (int64_t line = panel_lines * g / kParts; line < panel_lines * (g + 1) / kParts; ++line)
+                    for (int b = 0; b < kBlocks; ++b) {
+                        prefetch_near(p[b] + near + line * 64);
+                        prefetch(p[b] + 2 * block_bytes + line * 64);
+                    }
             const int64_t part = panel * kParts + g, column = part * kPart, group = g * kPart / kGroup;
             i32 sum[kRows][kBlocks];
             for (int r = 0; r < kRows; ++r) {
-                const i32 start = splat_int((kMin || kPoints) && !kOff ? 0 : zero * sums[r][part]);
+                const i32 start = splat_int(kSubtracts ? starts[r][g] : 0);
                 for (int b = 0; b < kBlocks; ++b) sum[r][b] = start;
             }
             add_group<kBits, kPart, kLevels, kRows>(p, head, g, q, column, table, sum);

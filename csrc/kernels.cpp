@@ -14,7 +14,7 @@ namespace {
 // Rows and blocks multiplied together: as many accumulators as fit in registers. kSimple: weights are loaded as float32 and
 // need no further registers.
 #if HEADSTART_AVX512
-constexpr int kRowTile = 6; // 6 rows x 2 blocks: 24 accumulators of 32 registers
+constexpr int kRowTile = 8; // 8 rows x 2 blocks: 16 integer sums of 32 registers, which spill float sums once a group
 template <int kRows, bool kSimple = false> constexpr int kBlocksAtOnce = 2;
 #elif HEADSTART_AVX2
 constexpr int kRowTile = 4; // 4 rows x a block's 2 registers: 8 accumulators of 16 registers
@@ -121,6 +121,10 @@ void floating(const Matrix& w, const uint8_t* const block[2], const Input& x, in
 
 template <Kind kKind, int kRows>
 void coded(const Matrix& w, const uint8_t* const block[2], const Input& x, int64_t row, Tile<kRows>& acc) {
+    if constexpr (kRows > 6) { // two tiles: a group's float sums do not fit in registers
+        coded<kKind, 4>(w, block, x, row, reinterpret_cast<Tile<4>&>(acc));
+        return coded<kKind, kRows - 4>(w, block, x, row + 4, reinterpret_cast<Tile<kRows - 4>&>(acc[4]));
+    }
     from_zero<kRows>(acc, [&](auto& sum, auto first) __attribute__((always_inline)) {
 #if HEADSTART_PAIRS
         if constexpr (kKind == Kind::F8)
@@ -234,6 +238,8 @@ template <class F> INLINE void in_tiles(int64_t rows, F&& f) {
     for (; rows - row >= kRowTile; row += kRowTile) f(row, std::integral_constant<int, kRowTile>{});
     switch (rows - row) {
 #if HEADSTART_AVX512
+    case 7: f(row, std::integral_constant<int, 7>{}); break;
+    case 6: f(row, std::integral_constant<int, 6>{}); break;
     case 5: f(row, std::integral_constant<int, 5>{}); break;
     case 4: f(row, std::integral_constant<int, 4>{}); break;
 #endif

@@ -60,6 +60,7 @@ INLINE i32 splat_int(int32_t a) { return {_mm512_set1_epi32(a)}; }
 INLINE i32 operator+(i32 a, i32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 INLINE i32 operator&(i32 a, i32 b) { return {_mm512_and_si512(a.v, b.v)}; }
 INLINE i32 operator|(i32 a, i32 b) { return {_mm512_or_si512(a.v, b.v)}; }
+INLINE i32 select_bits(i32 mask, i32 a, i32 b) { return {_mm512_ternarylogic_epi32(mask.v, a.v, b.v, 0xca)}; } // a where 1
 INLINE i32 max(i32 a, i32 b) { return {_mm512_max_epi32(a.v, b.v)}; }
 template <int N> INLINE i32 shift_left(i32 a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N> INLINE i32 shift_right(i32 a) { return {_mm512_srli_epi32(a.v, N)}; }
@@ -377,6 +378,7 @@ INLINE void store_some(float* p, int64_t count, f32 a) {
 }
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); } // into the first cache
 
 // Sums and maxima over the lanes, in one fixed tree: lanes l and l + 8, then l and l + 4, l + 2, l + 1.
 #if HEADSTART_AVX512
