@@ -14,7 +14,7 @@ from headstart.cli.gate import gate as COMMAND
 from headstart.cli.main import main
 from headstart.errors import UsageError
 from headstart.tools.gate import outputs
-from headstart.tools.gate.run import GateAnswer, GateCheck, GateOptions, GateRecord, chance_of_fewer, compare
+from headstart.tools.gate.run import PROMPTS, GateAnswer, GateCheck, GateOptions, GateRecord, chance_of_fewer, compare
 
 KINDS = ("short", "long", "schema", "tools")
 VALID = json.dumps({"name": "a", "colour": "red", "numbers": [1, 2, 3], "story": "b"})
@@ -63,6 +63,12 @@ def test_a_fault_is_named(changes: dict[str, Any], names: list[str]) -> None:
 def test_differences_of_the_old_side_are_no_fault_of_the_new_one() -> None:
     old = record(1, texts=("one", "other"), company="third")
     assert failed(old, record(2, texts=("one", "fourth"), company="fifth")) == []
+
+
+def test_speeds_of_two_times_are_not_judged() -> None:
+    (check,) = [each for each in compare(record(1), record(2, seconds=1.0), OPTIONS, at_once=False).checks
+                if each.name == "speed, alone"]  # fmt: skip
+    assert check.ok is None
 
 
 def test_text_changes_can_be_allowed() -> None:
@@ -129,7 +135,7 @@ def test_a_dropped_head_between_two_checkpoints(
     """The shipped tiny model against a copy without its MTP tensors: texts stay, tokens per pass do not."""
     without = tmp_path / "without"
     assert main(["graft", "qwen3_5-tiny", "--strip", "--out", str(without)]) == 0
-    monkeypatch.setattr("headstart.tools.gate.run.TRIALS", 2)
+    monkeypatch.setattr("headstart.tools.gate.run.PROMPTS", PROMPTS[32:])
     capsys.readouterr()
     assert main(["gate", "qwen3_5-tiny", str(without), "--max-tokens", "24", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)

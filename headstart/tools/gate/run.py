@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from headstart.system import end_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
 from headstart.tools.probe.exact import DEEP, SWITCHES
-from headstart.tools.probe.exact_requests import SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
+from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
 from headstart.tools.prompts import builtin_prompts
 
 FORMAT = "headstart gate 1"
@@ -81,7 +81,7 @@ class GateAnswer:
 class GateRecord:
     """All answers of one side."""
 
-    model: str
+    model: str  # name in the API
     max_tokens: int
     answers: dict[str, GateAnswer]  # by prompt and sampling
 
@@ -153,12 +153,13 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--floor is {options.floor:g}, but must be above 0 and at most 1")
     baseline = GateRecord.read(Path(options.old)) if options.old.endswith(".json") else None
     max_tokens = baseline.max_tokens if baseline else options.max_tokens
-    old = baseline or collect(options.old, options, max_tokens, progress, "old")
-    new = collect(options.new, options, max_tokens, progress, "new")
+    sides = {"new": options.new} if baseline else {"old": options.old, "new": options.new}
+    records = collect(sides, options, max_tokens, progress)
+    old, new = baseline or records[0], records[-1]
     if baseline and baseline.model != new.model:
         what = f"the baseline {options.old} is of model {baseline.model}, and {options.new} serves {new.model}"
         raise UsageError(what, "write a baseline of this model with --save")
-    result = compare(old, new, options)
+    result = compare(old, new, options, at_once=baseline is None)
     failed = [check for check in result.checks if check.ok is False]
     summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(result.checks)} checks failed"
     data = {
@@ -169,8 +170,8 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     return Report(not failed, data, [summary])
 
 
-def compare(old: GateRecord, new: GateRecord, options: GateOptions) -> GateResult:
-    """Makes all checks over the prompts that both sides answered."""
+def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, at_once: bool = True) -> GateResult:
+    """Makes all checks over the prompts that both sides answered. at_once: both sides were asked in turns."""
     shared = [key for key in old.answers if key in new.answers]
     if not shared:
         raise UsageError("the two sides share no kind of request", "do both serve chats?")
@@ -191,7 +192,7 @@ def compare(old: GateRecord, new: GateRecord, options: GateOptions) -> GateResul
         of_kind = [pair for pair in pairs if pair[0].kind == kind]
         result.checks.append(_acceptance(f"tokens per pass, {kind}", of_kind, options.floor))
     result.checks.append(_acceptance("tokens per pass, all", pairs, options.floor))
-    result.checks.append(_speed(pairs))
+    result.checks.append(_speed(pairs, at_once))
     return result
 
 
@@ -218,62 +219,105 @@ def _lengths(counts: Any) -> Any:
     return counts[..., 0] / np.maximum(counts[..., 0] - counts[..., 1], 1)
 
 
-def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]]) -> GateCheck:
+def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], at_once: bool) -> GateCheck:
+    """Compares tokens/s of answers alone. The machine may have been another when a baseline was made: no verdict."""
     rates = [tuple((each.tokens or 0) / max(each.seconds, 1e-9) for each in pair) for pair in pairs]
     ratio = paired(tuple((one, other) for one, other in rates if one and other))
     if ratio is None or ratio.high is None:
         return GateCheck("speed, alone", None, "-", "-", "a server does not count tokens")
     old, new = (f"{float(np.median(side)):.1f} tokens/s" for side in zip(*rates, strict=True))
+    if not at_once:
+        return GateCheck("speed, alone", None, old, new, f"{ratio}, measured at two times")
     return GateCheck("speed, alone", not (ratio.point < MIN_SPEED and ratio.high < 1), old, new, str(ratio))
 
 
-def collect(side: str, options: GateOptions, max_tokens: int, progress: Progress, name: str) -> GateRecord:
-    """Asks one side all prompts. Raises UsageError for a side that is neither a server nor a checkpoint."""
-    with _served(side) as url:
-        server = Server.at(url, options.api_key)
-        model = str(find_model(server, options.model)["id"])
-        return asyncio.run(_collect(server, model, max_tokens, progress, name))
+def collect(sides: Mapping[str, str], options: GateOptions, max_tokens: int, progress: Progress) -> list[GateRecord]:
+    """Asks all sides (name -> URL or checkpoint) the same prompts, one side after the other for each prompt, so that
+    a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint."""
+    with ExitStack() as stack:
+        servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
+        models = [str(find_model(server, options.model)["id"]) for server in servers]
+        return asyncio.run(_collect(list(zip(sides, servers, models, strict=True)), max_tokens, progress))
 
 
-async def _collect(server: Server, model: str, max_tokens: int, progress: Progress, name: str) -> GateRecord:
-    client = await ExactClient.connect(server, model, max_tokens, SEED)
-    asked: list[tuple[str, RequestCase, str]] = [
-        (case.form, case, make_prompt(case, SEED, trial, "asked")) for trial in range(TRIALS) for case in client.cases
-    ]
-    asked += [("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
+async def _collect(servers: Seq[tuple[str, Server, str]], max_tokens: int, progress: Progress) -> list[GateRecord]:
+    sides = [await GateSide.connect(name, server, model, max_tokens) for name, server, model in servers]
+    for number, prompt in enumerate(PROMPTS):
+        progress(number, len(PROMPTS), prompt.kind)
+        for side in sides if number % 2 else sides[::-1]:
+            await side.ask_alone(number)
+    progress(len(PROMPTS), len(PROMPTS), "all at once")
+    return [await side.record() for side in sides]
 
-    # depth auto drafts by the load of the machine; a salt keeps earlier answers from being drafts
-    deep = {**SWITCHES["headstart"][DEEP], "cache_salt": "gate"}
-    deep = deep if await client.takes(**deep) else {}
 
-    async def ask(number: int, counted: bool = False, **fields: Any) -> ProbeResponse:
-        kind, case, prompt = asked[number]
-        limit = max(max_tokens, OBJECT_TOKENS) if kind in OBJECTS else max_tokens
-        longest: dict[str, Any] = {client.endpoint.length_field: limit}
-        return await client.ask(case, prompt, number, counted=counted, **longest, **fields)
+@dataclass(frozen=True)
+class GatePrompt:
+    """One request of the gate."""
 
-    alone: list[tuple[ProbeResponse, ProbeResponse]] = []
-    for number, (kind, _, _) in enumerate(asked):
-        progress(number, len(asked), f"{name}: {kind}")
-        first = await ask(number, counted=not deep)
-        second = await ask(number, counted=bool(deep), **deep)
-        alone.append((first, second))
-    places = asyncio.Semaphore(CONCURRENCY)
+    kind: str  # form of the request, or "built-in"
+    case: RequestCase
+    text: str
 
-    async def among_others(number: int) -> ProbeResponse:
-        async with places:
-            return await ask(number)
 
-    progress(len(asked), len(asked), f"{name}: all at once")
-    company = await asyncio.gather(*(among_others(number) for number in range(len(asked))))
-    answers = {
-        f"{case.sampled:d} {prompt}": GateAnswer(
-            kind, case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,
-            (other if deep else one).accepted,
-        )
-        for (kind, case, prompt), (one, other), among in zip(asked, alone, company, strict=True)
-    }  # fmt: skip
-    return GateRecord(model, max_tokens, answers)
+PROMPTS = [
+    GatePrompt(form, case, make_prompt(case, SEED, trial, "asked"))
+    for trial in range(TRIALS)
+    for form in FORMS
+    for case in (RequestCase(form, False), RequestCase(form, True))
+] + [GatePrompt("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
+
+
+@dataclass
+class GateSide:
+    """A server and its answers so far, by index of the prompt."""
+
+    client: ExactClient
+    max_tokens: int
+    salt: dict[str, Any]  # request fields that keep answers to other requests from being drafts
+    deep: dict[str, Any]  # request fields of fixed drafting: depth auto drafts by the load of the machine
+    alone: dict[int, tuple[ProbeResponse, ProbeResponse]] = field(default_factory=dict)
+
+    @classmethod
+    async def connect(cls, name: str, server: Server, model: str, max_tokens: int) -> "GateSide":
+        client = await ExactClient.connect(server, model, max_tokens, SEED)
+        salt: dict[str, Any] = {"cache_salt": f"gate {name}"}
+        deep = SWITCHES["headstart"][DEEP]
+        taken = [each if await client.takes(**each) else {} for each in (salt, deep)]
+        return cls(client, max_tokens, taken[0], taken[1])
+
+    async def ask_alone(self, number: int) -> None:
+        """Asks a prompt twice, if the server takes its form."""
+        if PROMPTS[number].case not in self.client.cases:
+            return
+        again = {name: f"{value} again" for name, value in self.salt.items()}
+        first = await self._ask(number, counted=not self.deep, **self.salt)
+        self.alone[number] = (first, await self._ask(number, counted=bool(self.deep), **self.deep, **again))
+
+    async def record(self) -> GateRecord:
+        """Asks all prompts again, CONCURRENCY at a time; returns all answers."""
+        places = asyncio.Semaphore(CONCURRENCY)
+
+        async def among_others(number: int) -> ProbeResponse:
+            async with places:
+                return await self._ask(number)
+
+        company = await asyncio.gather(*(among_others(number) for number in self.alone))
+        answers = {
+            f"{prompt.case.sampled:d} {prompt.text}": GateAnswer(
+                prompt.kind, prompt.case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,
+                (other if self.deep else one).accepted,
+            )
+            for prompt, (one, other), among in zip(
+                [PROMPTS[number] for number in self.alone], self.alone.values(), company, strict=True
+            )
+        }  # fmt: skip
+        return GateRecord(str(self.client.endpoint.model), self.max_tokens, answers)
+
+    async def _ask(self, number: int, counted: bool = False, **fields: Any) -> ProbeResponse:
+        prompt = PROMPTS[number]
+        limit = max(self.max_tokens, OBJECT_TOKENS) if prompt.kind in OBJECTS else self.max_tokens
+        fields = {self.client.endpoint.length_field: limit, **fields}
+        return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)
 
 
 @contextmanager
