@@ -57,26 +57,45 @@ void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t firs
         if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = first + (int32_t)i;
 }
 
+// The positions of `count` windows, given by their indices in `picked`, then those behind the last whole window.
+int64_t whole_windows(const std::vector<int32_t>& picked, int64_t every, int64_t first, int64_t visible, int32_t* places) {
+    int64_t found = 0;
+    for (int32_t window : picked)
+        for (int64_t i = 0; i < every; ++i) places[found++] = (int32_t)(first + window * every + i);
+    for (int64_t i = visible / every * every; i < visible; ++i) places[found++] = (int32_t)(first + i);
+    return found;
+}
+
 // Returns a buffer of int32 rows: number of selected positions, then the positions, which are left out if all are selected.
-int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+// Windows of `every` positions are selected by the scores of their last ones; whole: with all their positions.
+int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every,
+           bool whole) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
     require(every > 0, "choose: every must be above 0");
-    const int scored = score(program, q, weights, kv_pool, heads, top_k, every), chosen = program.buffer(top_k + 1, false);
+    const int scored = score(program, q, weights, kv_pool, heads, top_k, every);
+    const int chosen = program.buffer(whole ? (top_k + 1) * every : top_k + 1, false);
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
     step.by_rows = true;
-    step.run = [&program, chosen, top_k, every](const Pass& pass, int64_t row) {
+    step.run = [&program, chosen, top_k, every, whole](const Pass& pass, int64_t row) {
         auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row));
         const int64_t count = num_visible(pass, row) / every, first = pass.first_position;
-        *found = (int32_t)std::min(count, top_k);
+        *found = (int32_t)(whole && count <= top_k ? num_visible(pass, row) : std::min(count, top_k));
         if (count <= top_k) return;
         float* scores = program.scores.row(row) + first;
         for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
+        if (whole) {
+            thread_local std::vector<int32_t> picked;
+            picked.resize(top_k);
+            top_indices(scores, count, top_k, 0, picked.data());
+            *found = (int32_t)whole_windows(picked, every, first, num_visible(pass, row), found + 1);
+            return;
+        }
         top_indices(scores, count, top_k, (int32_t)first, found + 1);
         for (int64_t i = 1; every > 1 && i <= top_k; ++i) found[i] = (int32_t)((found[i] + 1) * every - 1);
     };

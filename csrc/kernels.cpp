@@ -401,18 +401,20 @@ void weighted_sum(const float* values, int64_t stride, const int32_t* slots, con
 // recurrent.cpp
 void conv(const float* const* rows, const float* taps, const float* bias, int64_t width, int64_t channels, float* out);
 void softplus(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+void bounded_decay(const float* x, const float* rate, const float* bias, float bound, int64_t width, float* out);
 void recur(const RecurrenceTask& task);
 void index_scores(const IndexTask& task); // indexer.cpp
 void stream_weights(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
 void sum_streams(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
-void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, float* out);
+void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, bool mixed,
+                 float* out);
 void compress(const CompressTask& task); // streams.cpp has these four
 
 const Kernels& kernels() {
     static constexpr Kernels table{HEADSTART_STRING(HEADSTART_PATH), linear,      gated,  embed,    quantize, norm,
                                    activate_row,            activate_mul, scale, softcap_row, add,   rope,
                                    store_kv,                attend,      join,   sigmoid_mul, route, weighted_sum,  conv,
-                                   softplus,                recur,  stream_weights,
+                                   softplus,                bounded_decay, recur, stream_weights,
                                    sum_streams,             mix_streams, compress, index_scores, kMaxQueries, to_bf16_row};
     return table;
 }

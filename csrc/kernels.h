@@ -157,11 +157,12 @@ struct Router {
     bool scales_inputs; // weights scale the experts' inputs instead of their outputs
 };
 
-// Hyper-connections (StreamSpec of headstart/kernels/specs.py). last: only the weights of the final sum.
+// Hyper-connections (StreamSpec of headstart/kernels/specs.py). last: only the weights of the final sum. mixed: with a
+// mixing matrix; else streams keep themselves, and eps is added to output weights, too.
 struct StreamShape {
     int64_t count, iterations;
-    float eps;
-    bool last;
+    float eps, magnitude;
+    bool last, mixed;
 };
 
 // Compresses `span` rows [values, gates] into one entry [dim]; rows before `first` are missing.
@@ -181,13 +182,14 @@ struct RecurrenceTask {
     bool delta;                         // gated delta rule; else selective scan
     int64_t query_at, key_at, value_at; // offsets of the head's parts in a row
     int64_t decay_at, strength_at;      // offsets in a kept row; a scan's strength is its time step
+    bool by_channel;                    // a delta's log decays: one for each key feature, else one
     float rate, skip;                   // parameters of the scan
     const float* from;                  // state [heads][key_dim][value_dim], or nullptr: zeros
     int64_t start, num_kept, num_rows;
     const float* kept;
     int64_t kept_stride;
     const float *rows, *decay, *strength; // from the first row on; decay and strength of the head; log decay of a delta
-    int64_t row_stride, gate_stride;
+    int64_t row_stride, decay_stride, gate_stride;
     float* out;
     int64_t out_stride;
     int64_t num_stores; // the state before store_positions[i] is saved in slot store_slots[i]
@@ -232,11 +234,13 @@ struct Kernels {
                  float* out);
     // out = rate * ln(1 + e^(x + bias)); rate nullptr: 1.
     void (*softplus)(const float* x, const float* rate, const float* bias, int64_t width, float* out);
+    // out = bound * sigmoid(rate * (x + bias)).
+    void (*bounded_decay)(const float* x, const float* rate, const float* bias, float bound, int64_t width, float* out);
     void (*recur)(const RecurrenceTask& task);
     void (*stream_weights)(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out);
     // Weighted sum of `count` streams of `width`; weights nullptr: their mean.
     void (*sum_streams)(const float* streams, const float* weights, int64_t count, int64_t width, float* out);
-    void (*mix_streams)(const float* streams, const float* x, const float* weights, int64_t count, int64_t width,
+    void (*mix_streams)(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, bool mixed,
                         float* out);
     void (*compress)(const CompressTask& task);
     void (*index_scores)(const IndexTask& task);

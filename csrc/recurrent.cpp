@@ -38,9 +38,9 @@ void normalize(const float* x, int64_t count, float factor, float* out) {
 
 // One row's inputs for one head; those of a scan point into the row.
 struct Row {
-    alignas(64) float unit_query[kMaxKeyDim], unit_key[kMaxKeyDim];
+    alignas(64) float unit_query[kMaxKeyDim], unit_key[kMaxKeyDim], decays[kMaxKeyDim], decayed_key[kMaxKeyDim];
     const float *query, *key, *values;
-    float decay, strength;
+    float decay, strength; // decay 1 by channel: decayed_key, which reads the state, has the factors
 };
 
 // A head's inputs are three ranges of a wide row, which hardware does not prefetch.
@@ -54,11 +54,17 @@ void prefetch_row(const RecurrenceTask& task, const float* row) {
 
 float raised(float x) { return lane(exp(min(splat(88.0f), splat(x)))); }
 
-void read_delta(const RecurrenceTask& task, const float* from, float log_decay, float strength, Row& row) {
+void read_delta(const RecurrenceTask& task, const float* from, const float* log_decay, float strength, Row& row) {
     normalize(from + task.query_at, task.key_dim, 1.0f / std::sqrt((float)task.key_dim), row.unit_query);
     normalize(from + task.key_at, task.key_dim, 1.0f, row.unit_key);
     row.query = row.unit_query, row.key = row.unit_key, row.values = from + task.value_at;
-    row.decay = raised(log_decay);
+    row.decay = task.by_channel ? 1.0f : raised(*log_decay);
+    for (int64_t i = 0; task.by_channel && i < task.key_dim; i += 16) {
+        const int64_t rest = task.key_dim - i;
+        const f32 decay = exp(min(splat(88.0f), load_some(log_decay + i, rest)));
+        store_some(row.decays + i, rest, decay);
+        store_some(row.decayed_key + i, rest, load_some(row.unit_key + i, rest) * decay);
+    }
     row.strength = lane(sigmoid(splat(strength)));
 }
 
@@ -69,7 +75,7 @@ void read_scan(const RecurrenceTask& task, const float* from, float step, Row& r
 }
 
 // Updates state [key_dim][kWidth * 16] with a row; writes `columns` outputs unless out is nullptr.
-template <int kWidth>
+template <int kWidth, bool kByChannel>
 void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t first, int64_t columns, float* out) {
     constexpr int64_t kStride = kWidth * 16;
     const f32 decay = splat(row.decay), strength = splat(row.strength);
@@ -81,8 +87,9 @@ void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t f
     if (task.delta) {
         f32 is_supported[kWidth];
         for (int s = 0; s < kWidth; ++s) is_supported[s] = splat(0.0f);
+        const float* reading = kByChannel ? row.decayed_key : row.key;
         for (int64_t k = 0; k < task.key_dim; ++k) {
-            const f32 key = splat(row.key[k]);
+            const f32 key = splat(reading[k]);
             for (int s = 0; s < kWidth; ++s) is_supported[s] = fma(load(state + k * kStride + s * 16), key, is_supported[s]);
         }
         for (int s = 0; s < kWidth; ++s) change[s] = (values[s] - decay * is_supported[s]) * strength;
@@ -91,9 +98,10 @@ void take_in(const RecurrenceTask& task, float* state, const Row& row, int64_t f
     }
     for (int64_t k = 0; k < task.key_dim; ++k) {
         const f32 key = splat(row.key[k]), query = splat(row.query[k]);
+        const f32 fading = kByChannel ? splat(row.decays[k]) : decay;
         for (int s = 0; s < kWidth; ++s) {
             float* at = state + k * kStride + s * 16;
-            const f32 moved = fma(key, change[s], load(at) * decay);
+            const f32 moved = fma(key, change[s], load(at) * fading);
             store(at, moved);
             read[s] = fma(moved, query, read[s]);
         }
@@ -130,12 +138,12 @@ template <int kWidth> void run_rows(const RecurrenceTask& task, int64_t first, i
         const float* from = kept ? kept : task.rows + r * task.row_stride;
         const float strength = kept ? kept[task.strength_at] : task.strength[r * task.gate_stride];
         if (task.delta)
-            read_delta(task, from, kept ? kept[task.decay_at] : task.decay[r * task.gate_stride], strength, row);
+            read_delta(task, from, kept ? kept + task.decay_at : task.decay + r * task.decay_stride, strength, row);
         else
             read_scan(task, from, strength, row);
         if (r + 1 < task.num_rows && r >= -1) prefetch_row(task, task.rows + (r + 1) * task.row_stride);
         float* out = r < 0 ? nullptr : task.out + r * task.out_stride + task.head * task.value_dim;
-        take_in<kWidth>(task, state, row, first, columns, out);
+        (task.by_channel ? take_in<kWidth, true> : take_in<kWidth, false>)(task, state, row, first, columns, out);
     }
 }
 
@@ -155,6 +163,13 @@ void conv(const float* const* rows, const float* taps, const float* bias, int64_
         for (int64_t j = 0; j < width; ++j)
             if (rows[j]) sum = fma(load_some(rows[j] + i, channels - i), load_some(taps + j * channels + i, channels - i), sum);
         store_some(out + i, channels - i, sum);
+    }
+}
+
+void bounded_decay(const float* x, const float* rate, const float* bias, float bound, int64_t width, float* out) {
+    for (int64_t i = 0; i < width; i += 16) {
+        const f32 moved = load_some(x + i, width - i) + load_some(bias + i, width - i);
+        store_some(out + i, width - i, splat(bound) * sigmoid(load_some(rate + i, width - i) * moved));
     }
 }
 

@@ -130,6 +130,23 @@ int softplus(Program& program, int x, std::optional<Floats> rate, Floats bias) {
     return out;
 }
 
+int bounded_decay(Program& program, int x, Floats rate, Floats bias, float bound) {
+    const int64_t width = program.buffers[x].width;
+    require((int64_t)rate.size() == width && (int64_t)bias.size() == width, "bounded_decay: widths differ");
+    const int out = program.buffer(width, program.buffers[x].logits);
+    Step step;
+    step.label = "rows";
+    step.reads = {x};
+    step.writes = {out};
+    step.by_rows = true;
+    step.owners = {nb::cast(rate), nb::cast(bias)};
+    step.run = [&program, x, out, width, bound, r = rate.data(), b = bias.data()](const Pass&, int64_t row) {
+        program.kernels.bounded_decay(program.values(x, row), r, b, bound, width, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
 // One recurrence of a layer. `task` has the fields equal in all tasks; `fit` sets those of a head.
 struct Recurrence {
     int64_t num_heads;
@@ -159,9 +176,11 @@ RecurrenceTask task_of(const Program& program, const StatePool& pool, const Pass
     task.kept_stride = pool.row_size;
     task.num_rows = pass.row_starts[span + 1] - row;
     task.rows = program.values(rows, row), task.row_stride = program.buffers[rows].stride();
-    task.decay = program.values(all.inputs[1], row) + task.head;
+    const Buffer& decays = program.buffers[all.inputs[1]];
+    const int64_t decay_at = task.head * (decays.width / all.num_heads);
+    task.decay = program.values(all.inputs[1], row) + decay_at, task.decay_stride = decays.stride();
     task.strength = program.values(last, row) + task.head;
-    task.decay_at = channels + task.head;
+    task.decay_at = channels + decay_at;
     task.strength_at = pool.row_size - all.num_heads + task.head;
     task.gate_stride = program.buffers[last].stride();
     task.out = program.values(out, row), task.out_stride = program.buffers[out].stride();
@@ -180,7 +199,8 @@ int recurrence(Program& program, Recurrence all, nb::object state_pool, std::vec
     require(pool->state_size == all.num_heads * task.key_dim * task.value_dim && pool->row_size == width,
             "recurrence: shapes differ");
     for (size_t i = 1; i < all.inputs.size(); ++i)
-        require(program.buffers[all.inputs[i]].width == all.num_heads, "recurrence: needs one number per head");
+        require(program.buffers[all.inputs[i]].width == all.num_heads * (i == 1 && task.by_channel ? task.key_dim : 1),
+                "recurrence: needs one number per head, or a decay per key feature");
     const int out = program.buffer(all.num_heads * task.value_dim, false);
     const std::vector<int> inputs = all.inputs;
     read_states(program, *pool);
@@ -208,13 +228,14 @@ int recurrence(Program& program, Recurrence all, nb::object state_pool, std::vec
 }
 
 int gated_delta(Program& program, int qkv, int log_decay, int strength, nb::object state_pool, int64_t num_key_heads,
-                int64_t num_heads, int64_t key_dim, int64_t value_dim, bool tiled) {
+                int64_t num_heads, int64_t key_dim, int64_t value_dim, bool tiled, bool by_channel) {
     const int64_t keys = num_key_heads * key_dim;
     require(num_key_heads > 0 && num_heads % num_key_heads == 0 &&
                 program.buffers[qkv].width == 2 * keys + num_heads * value_dim,
             "gated_delta: shapes differ");
     Recurrence all{num_heads, {qkv, log_decay, strength}, {}, {}};
     all.task.key_dim = key_dim, all.task.value_dim = value_dim, all.task.delta = true;
+    all.task.by_channel = by_channel;
     all.fit = [=](RecurrenceTask& task) {
         const int64_t key = tiled ? task.head % num_key_heads : task.head / (num_heads / num_key_heads);
         task.query_at = key * key_dim, task.key_at = keys + key * key_dim;
@@ -264,6 +285,7 @@ void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program) {
         .def("causal_conv", causal_conv, nb::arg("x"), nb::arg("taps"), nb::arg("pool"), nb::arg("width"),
              nb::arg("bias").none())
         .def("softplus", softplus, nb::arg("x"), nb::arg("rate").none(), nb::arg("bias"))
+        .def("bounded_decay", bounded_decay)
         .def("gated_delta", gated_delta)
         .def("selective_scan", selective_scan);
 }

@@ -26,15 +26,17 @@ Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners
     return step;
 }
 
-int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps) {
+int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps,
+                   float magnitude) {
     const int64_t width = program.buffers[mixes].width;
-    const bool last = width == count;
-    require(count > 0 && count <= kMaxStreams && (last || width == (2 + count) * count),
-            "stream_weights: mixes must have n or (2 + n) n columns for n streams, n at most 16");
-    require((int64_t)base.size() == width && (int64_t)scale.size() == (last ? 1 : 3), "stream_weights: shapes differ");
+    const bool last = width == count, mixed = width == (2 + count) * count;
+    require(count > 0 && count <= kMaxStreams && (last || mixed || width == 2 * count),
+            "stream_weights: mixes must have n, 2 n or (2 + n) n columns for n streams, n at most 16");
+    require((int64_t)base.size() == width && (int64_t)scale.size() == (last ? 1 : mixed ? 3 : 2),
+            "stream_weights: shapes differ");
     const int out = program.buffer(width, program.buffers[mixes].logits);
     Step step = row_step({mixes}, {out}, nb::make_tuple(base, scale));
-    const StreamShape shape{count, iterations, eps, last};
+    const StreamShape shape{count, iterations, eps, magnitude, last, mixed};
     step.run = [&program, mixes, out, shape, b = base.data(), s = scale.data()](const Pass&, int64_t row) {
         program.kernels.stream_weights(program.values(mixes, row), b, s, shape, program.values(out, row));
     };
@@ -59,13 +61,14 @@ int sum_streams(Program& program, int streams, int weights, int64_t count) {
 
 int mix_streams(Program& program, int streams, int x, int weights, int64_t count) {
     const int64_t width = program.buffers[x].width;
-    require(width * count == program.buffers[streams].width && program.buffers[weights].width == (2 + count) * count,
+    const bool mixed = program.buffers[weights].width == (2 + count) * count;
+    require(width * count == program.buffers[streams].width && (mixed || program.buffers[weights].width == 2 * count),
             "mix_streams: shapes differ");
     const int out = program.buffer(width * count, program.buffers[x].logits);
     Step step = row_step({streams, x, weights}, {out}, nb::none());
-    step.run = [&program, streams, x, weights, out, count, width](const Pass&, int64_t row) {
+    step.run = [&program, streams, x, weights, out, count, width, mixed](const Pass&, int64_t row) {
         program.kernels.mix_streams(program.values(streams, row), program.values(x, row), program.values(weights, row),
-                                    count, width, program.values(out, row));
+                                    count, width, mixed, program.values(out, row));
     };
     program.add(std::move(step));
     return out;
@@ -79,7 +82,7 @@ void store_projections(Program& program, int values, int gates, RowPool* pool, n
     Step step = row_step({values, gates}, {}, std::move(owners));
     step.run = [&program, values, gates, pool, bias, every, width](const Pass& pass, int64_t row) {
         const float *value = program.values(values, row), *gate = program.values(gates, row);
-        const float* shift = bias + pass.positions[row] % every * width;
+        const float* shift = bias + (pass.positions[row] - pass.first_position) % every * width;
         thread_local std::vector<float> both;
         both.resize(2 * width);
         std::copy_n(value, width, both.data());
@@ -103,16 +106,16 @@ int compress(Program& program, int values, int gates, Floats bias, nb::object ro
     Step step = row_step({values}, {out}, row_pool);
     step.gathers = true;
     step.run = [&program, pool, out, every, span, dim, overlap](const Pass& pass, int64_t row) {
-        const int64_t position = pass.positions[row];
+        const int64_t position = pass.positions[row], before = position - pass.first_position;
         float* to = program.values(out, row);
-        if ((position + 1) % every) {
+        if ((before + 1) % every) {
             std::fill_n(to, dim, 0.0f);
             return;
         }
         const Tiles places = blocks_of(pass, pass.row_spans[row]);
         thread_local std::vector<float> rows;
         rows.resize(span * pool->width);
-        CompressTask task{rows.data(), pool->width, span, std::max<int64_t>(0, span - 1 - position), dim, overlap, to};
+        CompressTask task{rows.data(), pool->width, span, std::max<int64_t>(0, span - 1 - before), dim, overlap, to};
         for (int64_t i = task.first; i < span; ++i)
             pool->get(slot_of(places, pass, row, position - span + 1 + i), rows.data() + i * pool->width);
         program.kernels.compress(task);

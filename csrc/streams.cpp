@@ -40,7 +40,9 @@ void stream_weights(const float* mixes, const float* base, const float* scale, c
     const int64_t n = shape.count;
     for (int64_t i = 0; i < n; ++i) out[i] = sigmoid_of(mixes[i] * scale[0] + base[i]) + shape.eps;
     if (shape.last) return;
-    for (int64_t i = n; i < 2 * n; ++i) out[i] = 2.0f * sigmoid_of(mixes[i] * scale[1] + base[i]);
+    for (int64_t i = n; i < 2 * n; ++i)
+        out[i] = shape.magnitude * sigmoid_of(mixes[i] * scale[1] + base[i]) + (shape.mixed ? 0.0f : shape.eps);
+    if (!shape.mixed) return;
     float* square = out + 2 * n;
     for (int64_t i = 0; i < n * n; ++i) square[i] = mixes[2 * n + i] * scale[2] + base[2 * n + i];
     softmax_rows(square, n, shape.eps);
@@ -61,13 +63,15 @@ void sum_streams(const float* streams, const float* weights, int64_t count, int6
     }
 }
 
-void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, float* out) {
+void mix_streams(const float* streams, const float* x, const float* weights, int64_t count, int64_t width, bool mixed,
+                 float* out) {
     const float *share = weights + count, *square = weights + 2 * count;
     for (int64_t i = 0; i < width; i += 16) {
         const f32 said = load_some(x + i, width - i);
         for (int64_t k = 0; k < count; ++k) {
             f32 sum = said * splat(share[k]);
-            for (int64_t j = 0; j < count; ++j)
+            if (!mixed) sum = sum + load_some(streams + k * width + i, width - i);
+            for (int64_t j = 0; mixed && j < count; ++j)
                 sum = fma(load_some(streams + j * width + i, width - i), splat(square[j * count + k]), sum);
             store_some(out + k * width + i, width - i, sum);
         }

@@ -214,31 +214,34 @@ class Ops(Protocol):
         """Select the positions that each row attends to (lightning indexer).
 
         score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
-        Candidates are the positions up to plan.visible_end that end a window of spec.every. The spec.top_k best are
-        selected (ties: the lower position; NaN last).
+        Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
+        plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
+        positions of their windows, and those behind the last whole window.
         The selection is used by `attend` with chosen=pool, until the next selection over the same pool."""
 
     def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
         """Store values and gates, and compress the window of each row that ends one -> [R, dim] (other rows: 0).
 
-        values, gates [R, width]; bias [every * width] is added to the gates by position % every. A row ends a window if
-        (position + 1) % every == 0. Its entry is, per feature, the sum of the values of its last `span` positions,
-        weighted by the softmax of their gates; missing positions have no weight. With `overlap` the older half of the
-        positions gives its first `dim` columns, the newer half its last."""
+        values, gates [R, width]; bias [every * width] is added to the gates by position % every, with positions counted
+        from plan.first_position. A row ends a window if (position + 1) % every == 0. Its entry is, per feature, the sum
+        of the values of its last `span` positions, weighted by the softmax of their gates; missing positions have no
+        weight. With `overlap` the older half of the positions gives its first `dim` columns, the newer half its
+        last."""
 
     def stream_weights(self, mixes: Buffer, base: Weight, scale: Weight, spec: StreamSpec) -> Buffer:
-        """Mixing weights of n residual streams (hyper-connections) -> [R, n + n + n * n].
+        """Mixing weights of n residual streams (hyper-connections) -> [R, num_mixes].
 
         mixes [R, n + n + n * n]; base of that width; scale [3]: one per part. Input: sigmoid(scale * mix + base)
-        + eps. Output: 2 * sigmoid(...). Mixing matrix: softmax over its rows + eps, then columns and rows are
+        + eps. Output: magnitude * sigmoid(...). Mixing matrix: softmax over its rows + eps, then columns and rows are
         divided in turn by their sums + eps, `iterations` times for columns (Sinkhorn). mixes [R, n] with scale [1]:
-        input weights only."""
+        input weights only. Without a matrix (spec.mixed): mixes [R, 2 n], scale [2], output + eps."""
 
     def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
         """Sum of n streams by the first n weights; weights None: their mean. [R, n * H] -> [R, H]."""
 
     def mix_streams(self, streams: Buffer, x: Buffer, weights: Buffer, spec: StreamSpec) -> Buffer:
-        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j; x [R, H]."""
+        """Stream k becomes weights[n + k] * x + sum over j of weights[2 n + j n + k] * stream j (without a matrix: +
+        stream k); x [R, H]."""
 
     def attend_compressed(
         self,
@@ -276,12 +279,16 @@ class Ops(Protocol):
     def softplus(self, x: Buffer, rate: Weight | None, bias: Weight) -> Buffer:
         """rate * ln(1 + e^(x + bias)), per column; rate None: 1. With rate < 0: log decay of a recurrent state."""
 
+    def bounded_decay(self, x: Buffer, rate: Weight, bias: Weight, bound: float) -> Buffer:
+        """bound * sigmoid(rate * (x + bias)), per column: log decay between `bound` < 0 and 0."""
+
     def gated_delta(self, qkv: Buffer, log_decay: Buffer, strength: Buffer, pool: Pool, spec: DeltaSpec) -> Buffer:
         """Gated delta rule, row by row even in prefill -> [R, heads * value_dim].
 
         q and k are L2-normalized (epsilon 1e-6), q divided by sqrt(key_dim). Per head:
         S = e^log_decay S;  S += k (sigmoid(strength) (v - S^T k))^T;  out = S^T q.
-        qkv [R, channels]; log_decay, strength [R, heads]. States are read and written as plan.states says."""
+        qkv [R, channels]; log_decay [R, num_decays], of heads or of rows of S; strength [R, heads]. States are read and
+        written as plan.states says."""
 
     def selective_scan(
         self, xbc: Buffer, step: Buffer, rate: Weight, skip: Weight, pool: Pool, spec: ScanSpec

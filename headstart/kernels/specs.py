@@ -32,11 +32,19 @@ class StreamSpec:
     count: int  # streams
     iterations: int  # Sinkhorn iterations
     eps: float  # keeps sums away from 0
+    magnitude: float = 2.0  # the largest weight of the output
+    mixed: bool = True  # False: no mixing matrix, each stream keeps itself
+    weighted_end: bool = True  # the final sum has weights; False: the mean
 
     @property
     def num_mixes(self) -> int:
         """Weights of one mixing: of the input, of the output, and the matrix."""
-        return (2 + self.count) * self.count
+        return (2 + (self.count if self.mixed else 0)) * self.count
+
+    @property
+    def num_scales(self) -> int:
+        """Parts of these weights, each with a scale."""
+        return 3 if self.mixed else 2
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,12 @@ class DeltaSpec:
     key_dim: int
     value_dim: int
     tiled: bool = False  # value head v reads key head v % num_key_heads, else v // (num_heads / num_key_heads)
+    by_channel: bool = False  # a decay for each key feature (Kimi delta attention), else one for each head
+
+    @property
+    def num_decays(self) -> int:
+        """Width of the log decays."""
+        return self.num_heads * (self.key_dim if self.by_channel else 1)
 
     @property
     def channels(self) -> int:
@@ -98,7 +112,7 @@ class DeltaSpec:
     @property
     def row_width(self) -> int:
         """Columns of a kept row: [q, k, v], log decay, strength."""
-        return self.channels + 2 * self.num_heads
+        return self.channels + self.num_decays + self.num_heads
 
 
 @dataclass(frozen=True)
@@ -153,6 +167,7 @@ class IndexSpec(_OneKeyHead):
     head_dim: int
     top_k: int  # positions that a row attends to
     every: int = 1  # only positions that end a window of this size can be selected
+    whole: bool = False  # all positions of the selected windows, and those behind the last whole window
 
 
 @dataclass(frozen=True)

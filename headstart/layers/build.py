@@ -8,7 +8,7 @@ from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
 from headstart.layers.linear import Linear
-from headstart.layers.streams import StreamExpansion, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.streams import EqualStreams, StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -23,6 +23,7 @@ class DecoderConfig:
     max_length: int  # context, in positions
     tied: bool  # the LM head is the embedding
     embedding_scale: float = 1.0  # multiplies embeddings
+    embedding_norm: bool = False  # they are normed, without a weight
     logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float = 0.0  # 0: none
     centered: bool = False  # the final norm subtracts the mean (LayerNorm)
@@ -76,7 +77,7 @@ class DecoderConfig:
         shapes: Shapes = {"embed_tokens.weight": embedding}
         if isinstance(self.streams, AltUpConfig):
             shapes |= self.streams.shapes(self.hidden_size)
-        elif self.streams:
+        elif self.streams and self.streams.weighted_end:
             shapes |= hyper_connection_shapes("streams", self.hidden_size, self.streams, last=True)
         norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in norm_suffixes(self.biased)}
         return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
@@ -92,6 +93,7 @@ def build_decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered, biased=config.biased),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
+        embedding_norm=weights.unweighted_norm(config.hidden_size, config.eps) if config.embedding_norm else None,
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
         streams=_build_streams(weights, config),
@@ -103,6 +105,8 @@ def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion |
         return config.streams.build(weights, config.hidden_size)
     if config.streams is None:
         return None
+    if not config.streams.weighted_end:
+        return EqualStreams(config.streams)
     return build_hyper_connection(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
 
 

@@ -75,6 +75,7 @@ class LayerConfig:
     mixer: parts.MixerConfig
     mlp: parts.FeedForwardConfig
     eps: float  # of the norms
+    post_eps: float | None = None  # of norms after a part; None: eps
     norms: NormPlacement = "pre"
     centered: bool = False  # norms subtract the mean (LayerNorm)
     biased: bool = False  # norms add a bias
@@ -88,10 +89,10 @@ class LayerConfig:
         """Builds the layer from the tensors under `prefix` (no trailing dot). `in_features`: columns of the mixer's
         input; None: the hidden size."""
         norms: list[Norm] = [
-            weights.norm(f"{prefix}.{name}", hidden, self.eps, centered=self.centered, biased=self.biased)
+            weights.norm(f"{prefix}.{name}", hidden, eps, centered=self.centered, biased=self.biased)
             if name
             else NoNorm()
-            for name in self._norms
+            for name, eps in zip(self._norms, (self.eps, self.post_eps or self.eps) * 2, strict=True)
         ]
         return DecoderLayer(
             input_norm=norms[0],
@@ -232,6 +233,7 @@ class Decoder:
     norm: RMSNorm
     lm_head: Linear
     embedding_scale: float = 1.0  # multiplies embeddings
+    embedding_norm: RMSNorm | None = None  # of embeddings that the first layer reads; heads read them without
     logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float = 0.0  # softcap * tanh(logit / softcap); 0: none
     streams: StreamExpansion | None = None  # from one residual stream to several and back
@@ -248,7 +250,8 @@ class Decoder:
 
     def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
         """[R] ids -> [R, H], input of the first layer."""
-        return scale(ops, ops.embed(self.embedding, token_ids), self.embedding_scale)
+        embedded = scale(ops, ops.embed(self.embedding, token_ids), self.embedding_scale)
+        return self.embedding_norm(ops, embedded) if self.embedding_norm else embedded
 
     def logits(self, ops: Ops, x: Buffer) -> Buffer:
         """[L, H] after the final norm -> [L, V]."""

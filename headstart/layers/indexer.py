@@ -1,11 +1,15 @@
 """The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2 report, section 2.1): selects positions per row.
 
 k = norm(W_k x), one key per position; q = W_q c with c the compressed query of latent attention; w = W_w x. The first
-features of q and k are rotated. The score of a position is the sum over heads of w * max(q . k, 0) (see
-Ops.select_positions). The published factors 1 / sqrt(head_dim) and 1 / sqrt(heads) are left out, as they change no
+features of q and k are rotated (HY-V4: the last). The score of a position is the sum over heads of w * max(q . k, 0)
+(see Ops.select_positions). The published factors 1 / sqrt(head_dim) and 1 / sqrt(heads) are left out, as they change no
 order; so is the Hadamard transform of q and k, which keeps q . k. Formula: transformers 5.23, `DeepseekV32Indexer`.
 
-Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias).
+With pools (GLM-5.3) a key covers a window of positions, weighted by a softmax of gates (see Ops.compress), and whole
+windows are selected. Formula: transformers 5.24, `Glm5NextTextIndexer`.
+
+Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias); with
+pools `pool_gate` [dim, H] and `pool_bias` [pool * dim].
 """
 
 from dataclasses import dataclass
@@ -13,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import Buffer, Ops, Pool, RopeSpec, Weight
-from headstart.kernels.specs import IndexSpec
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.specs import CompressSpec, IndexSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import LayerNorm
 from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
-EPS = 1e-6  # of the norm of keys, for every config (as in DeepSeek's code)
+EPS = 1e-6  # of the norm of keys, for every config of DeepSeek's (as in its code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,19 @@ class IndexerConfig:
     """Sizes of an indexer."""
 
     spec: IndexSpec
-    rope: RopeSpec
+    rope: RopeSpec | None  # None: nothing is rotated
     interleaved: bool = False  # the file stores the two features of a rotary pair next to each other
+    trailing: bool = False  # the file has the rotated features last
+    eps: float = EPS  # of the norm of keys
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Pools: of keys and gates that are pooled, and of keys."""
+        return (*([self.pooled] if self.pooled else []), self.spec)
+
+    @property
+    def pooled(self) -> CompressSpec | None:
+        return CompressSpec(self.spec.every, self.spec.head_dim) if self.spec.whole else None
 
     def build(self, weights: Weights, attention: str, rank: int, *, in_features: int) -> "Indexer":
         """The indexer of the layer whose tensor names begin with `attention`; its queries read `rank` columns."""
@@ -44,16 +59,22 @@ class IndexerConfig:
         return Indexer(
             query=Linear(weights.take(query.take_rows(queries))),
             key=Linear(weights.take(key.take_rows(order))),
-            key_norm=LayerNorm(weights.take(norm[0].take_rows(order)), EPS),
+            key_norm=LayerNorm(weights.take(norm[0].take_rows(order)), self.eps),
             key_bias=weights.take(norm[1].take_rows(order)),
             weights=Linear(weights.get(f"{name}.weights_proj.weight", heads, in_features, precise=True)),
+            pool_gate=Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
+            if self.pooled
+            else None,
+            pool_bias=weights.get(f"{name}.pool_bias", spec.every * dim) if self.pooled else None,
             config=self,
         )
 
     def shapes(self, attention: str, rank: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         heads, dim = self.spec.num_heads, self.spec.head_dim
+        pools = {"pool_gate": (dim, in_features), "pool_bias": (self.spec.every * dim,)} if self.pooled else {}
         return {
+            **{f"{attention}.indexer.{name}": shape for name, shape in pools.items()},
             f"{attention}.indexer.wq_b.weight": (heads * dim, rank),
             f"{attention}.indexer.wk.weight": (dim, in_features),
             f"{attention}.indexer.k_norm.weight": (dim,),
@@ -63,9 +84,11 @@ class IndexerConfig:
 
     def _order(self) -> NDArray[np.int64]:
         """Features of a head in the order of Ops.rope."""
-        rotary = self.rope.rotary_dim
-        rest = np.arange(rotary, self.spec.head_dim)
-        return np.concatenate((half_split(rotary, interleaved=self.interleaved), rest))
+        rotary = self.rope.rotary_dim if self.rope else 0
+        order = np.arange(self.spec.head_dim)
+        order = np.roll(order, rotary) if self.trailing else order
+        first, rest = order[:rotary], order[rotary:]
+        return np.concatenate((first[half_split(rotary, interleaved=self.interleaved)], rest))
 
 
 @dataclass(frozen=True)
@@ -78,16 +101,26 @@ class Indexer:
     key_bias: Weight
     weights: Linear
     config: IndexerConfig
+    pool_gate: Linear | None = None
+    pool_bias: Weight | None = None
 
-    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
-        """Rows [R, H] -> (keys before norm and rope, weights [R, heads]); recorded beside the other matrices over x."""
-        return self.key(ops, x), self.weights(ops, x)
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer, Buffer | None]:
+        """Rows [R, H] -> (keys before norm and rope, weights [R, heads], gates of pools); recorded beside the other
+        matrices over x."""
+        return self.key(ops, x), self.weights(ops, x), self.pool_gate(ops, x) if self.pool_gate else None
 
-    def __call__(self, ops: Ops, k: Buffer, w: Buffer, queries: Buffer, positions: Buffer, pool: Pool) -> None:
-        """Stores the keys of `project` in `pool` and selects positions. `queries`: compressed queries [R, rank]."""
+    def __call__(
+        self, ops: Ops, projected: tuple[Buffer, ...], queries: Buffer, positions: Buffer, pools: tuple[Pool, ...]
+    ) -> None:
+        """Stores the keys of `project` in the pools of `kv_specs` and selects positions. `queries`: compressed queries
+        [R, rank]."""
         spec, rope = self.config.spec, self.config.rope
+        k, w, gates = projected
         q = self.query(ops, queries)
-        k = ops.rope(ops.add_bias(self.key_norm(ops, k), self.key_bias), positions, rope, spec.head_dim)
-        q = ops.rope(q, positions, rope, spec.head_dim)
-        ops.store_index(k, pool, spec)
-        ops.select_positions(q, w, pool, spec)
+        k = ops.add_bias(self.key_norm(ops, k), self.key_bias)
+        if rope:
+            k, q = (ops.rope(x, positions, rope, spec.head_dim) for x in (k, q))
+        if self.config.pooled:
+            k = ops.compress(k, gates, self.pool_bias, pools[0], self.config.pooled)
+        ops.store_index(k, pools[-1], spec)
+        ops.select_positions(q, w, pools[-1], spec)

@@ -4,12 +4,13 @@ All heads share one latent c = norm(W_c x) and one rotated key k_r per position.
 that expand c for a head, q . k = (W_K^T q_nope) . c + q_r . k_r, and the head's output is W_V times the weighted sum of
 latents. This is grouped-query attention with one kv head, whose values are the first part of its keys.
 
-With an indexer (layers/indexer.py) a row attends to the selected positions only. A layer without an indexer may use the
-selection of an earlier layer.
+The rotated features may be left as they are (Kimi Linear) or missing (GLM-5.3); heads may have sinks, and gates on
+their outputs. With an indexer (layers/indexer.py) a row attends to the selected positions only. A layer without an
+indexer may use the selection of an earlier layer.
 
 Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layernorm`, `q_b_proj`; `kv_a_proj_with_mqa`,
 `kv_a_layernorm`; `kv_b_proj`, or its parts `k_b_proj` [heads, latent, nope] and `v_b_proj` [heads, value, latent];
-`o_proj`.
+`o_proj`, `gate_proj`, `sinks` [heads].
 """
 
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class MLAConfig(MixerConfig):
     nope: int  # unrotated features of a query
     rotary: int  # rotated features of a query
     value: int  # features of a value
-    rope: RopeSpec
+    rope: RopeSpec | None  # None: nothing is rotated
     scale: float
     eps: float = 1e-6  # of the two inner norms
     interleaved: bool = True  # the file stores the two features of a rotary pair next to each other
@@ -44,6 +45,8 @@ class MLAConfig(MixerConfig):
     latent_scale: float = 1.0  # multiplies the latent after its norm
     indexer: IndexerConfig | None = None
     source_layer: int | None = None  # index of the earlier layer whose indexer selects positions
+    num_gates: int = 0  # the output is multiplied by sigmoid(gate_proj x): a gate by head or by feature; 0: none
+    sinks: bool = False  # see Ops.attend
 
     @property
     def spec(self) -> AttentionSpec:
@@ -57,7 +60,7 @@ class MLAConfig(MixerConfig):
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Pools of latents, then of the indexer's keys."""
-        return (self.spec, *([self.indexer.spec] if self.indexer else []))
+        return (self.spec, *(self.indexer.kv_specs if self.indexer else ()))
 
     @property
     def num_kernels(self) -> int:
@@ -78,14 +81,20 @@ class MLAConfig(MixerConfig):
             query_down=weights.linear(f"{attn}.q_a_proj", rank, in_features, bias=self.bias) if rank else None,
             query_norm=weights.norm(f"{attn}.q_a_layernorm", rank, self.eps) if rank else None,
             query=_rows(weights, name, heads * per_head, query_inputs, queries[:, : self.nope].reshape(-1)),
-            query_rope=_rows(weights, name, heads * per_head, query_inputs, queries[:, self.nope + order].reshape(-1)),
+            query_rope=_rows(weights, name, heads * per_head, query_inputs, queries[:, self.nope + order].reshape(-1))
+            if self.rotary
+            else None,
             latent=_rows(weights, down, width, in_features, np.arange(self.latent), bias=self.bias),
             latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
-            key_rope=_rows(weights, down, width, in_features, self.latent + order, bias=self.bias),
+            key_rope=_rows(weights, down, width, in_features, self.latent + order, bias=self.bias)
+            if self.rotary
+            else None,
             absorb_key=keys,
             absorb_value=values,
             output=weights.linear(f"{attn}.o_proj", hidden, heads * self.value, bias=self.bias),
             config=self,
+            gate=weights.linear(f"{attn}.gate_proj", self.num_gates, in_features) if self.num_gates else None,
+            sinks=weights.get(f"{attn}.sinks", heads) if self.sinks else None,
             indexer=self.indexer.build(weights, attn, rank, in_features=in_features) if self.indexer else None,
         )
 
@@ -101,10 +110,13 @@ class MLAConfig(MixerConfig):
             "kv_b_proj": (heads * (self.nope + self.value), self.latent),
             "o_proj": (hidden, heads * self.value),
         }
+        if self.num_gates:
+            matrices["gate_proj"] = (self.num_gates, in_features)
         biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if self.bias else ()
         shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
         shapes |= {f"{name}.bias": matrices[name][:1] for name in biased if name in matrices}
         shapes |= {"kv_a_layernorm.weight": (self.latent,), **({"q_a_layernorm.weight": (rank,)} if rank else {})}
+        shapes |= {"sinks": (heads,)} if self.sinks else {}
         attn = f"{prefix}.self_attn"
         shapes = {f"{attn}.{name}": shape for name, shape in shapes.items()}
         return shapes | (self.indexer.shapes(attn, rank, in_features=in_features) if self.indexer else {})
@@ -117,45 +129,54 @@ class MLA(Mixer):
     query_down: Linear | None
     query_norm: RMSNorm | None
     query: Linear
-    query_rope: Linear
+    query_rope: Linear | None
     latent: Linear
     latent_norm: RMSNorm
-    key_rope: Linear
+    key_rope: Linear | None
     absorb_key: tuple[Weight, ...]  # of each head, [latent, nope]
     absorb_value: tuple[Weight, ...]  # of each head, [value, latent]
     output: Linear
     config: MLAConfig
+    gate: Linear | None = None
+    sinks: Weight | None = None
     indexer: Indexer | None = None
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config = self.config
-        latent_pool, index_pool = self._pools(pool)
-        latent, key_rope = self.latent(ops, x), self.key_rope(ops, x)
+        latent_pool, index_pools = self._pools(pool)
+        latent, key_rope = self.latent(ops, x), self.key_rope(ops, x) if self.key_rope else None
+        gate = self.gate(ops, x) if self.gate else None
         indexed = self.indexer.project(ops, x) if self.indexer else None
         queries = x
         if self.query_down and self.query_norm:
             queries = self.query_norm(ops, self.query_down(ops, x))
-        query, query_rope = self.query(ops, queries), self.query_rope(ops, queries)
+        query, query_rope = self.query(ops, queries), self.query_rope(ops, queries) if self.query_rope else None
         if self.indexer and indexed:
-            self.indexer(ops, *indexed, queries, positions, index_pool)
-        query_rope = ops.rope(query_rope, positions, config.rope, config.rotary)
-        absorbed = ops.head_linear(query, self.absorb_key)
+            self.indexer(ops, indexed, queries, positions, index_pools)
+        query_rope = self._rotated(ops, query_rope, positions)
+        q = ops.head_linear(query, self.absorb_key)
         latent = self.latent_norm(ops, latent)
-        key_rope = ops.rope(key_rope, positions, config.rope, config.rotary)
-        q, k = ops.concat(absorbed, query_rope, config.num_heads), ops.concat(latent, key_rope)
+        key_rope = self._rotated(ops, key_rope, positions)
+        k = latent
+        if key_rope is not None:
+            q, k = ops.concat(q, query_rope, config.num_heads), ops.concat(latent, key_rope)
         ops.store_kv(k, latent, latent_pool, config.spec)
-        attended = ops.attend(q, latent_pool, config.spec, None, index_pool)
-        return self.output(ops, ops.head_linear(attended, self.absorb_value))
+        attended = ops.attend(q, latent_pool, config.spec, self.sinks, index_pools[-1] if index_pools else None)
+        values = ops.head_linear(attended, self.absorb_value)
+        return self.output(ops, values if gate is None else ops.sigmoid_mul(gate, values))
 
-    def _pools(self, pool: Pool) -> tuple[Pool, Pool]:
-        """(pool of latents, pool of the indexer or None)."""
+    def _rotated(self, ops: Ops, x: Buffer | None, positions: Buffer) -> Buffer | None:
+        rope = self.config.rope
+        return x if x is None or rope is None else ops.rope(x, positions, rope, self.config.rotary)
+
+    def _pools(self, pool: Pool) -> tuple[Pool, tuple[Pool, ...]]:
+        """(pool of latents, pools of the indexer)."""
         if self.indexer:
-            latent_pool, index_pool = pool
-            return latent_pool, index_pool
+            return pool[0], pool[1:]
         if self.config.source_layer is not None:
-            latent_pool, (_, index_pool) = pool
-            return latent_pool, index_pool
-        return pool, None
+            latent_pool, (_, *index_pools) = pool
+            return latent_pool, tuple(index_pools)
+        return pool, ()
 
 
 def _latent_norm(weights: Weights, name: str, config: MLAConfig) -> RMSNorm:

@@ -2,10 +2,11 @@
 
 Before a part of a layer the streams are summed to one; after it they are mixed, and each gets a share of the output.
 mixes = W (x / rms(x)) with x all streams together; Ops.stream_weights turns them into the weights of sums and mixing.
-The streams are summed once more before the final norm and at the end of an MTP module. Formula: transformers 5.23,
-`DeepseekV4HyperConnection` and `DeepseekV4HyperHead`.
+The streams are summed once more before the final norm and at the end of an MTP module. In HY-V4 streams are not mixed;
+in GLM-5.3 the last sum is the mean. Formula: transformers 5.23, `DeepseekV4HyperConnection`, `DeepseekV4HyperHead`.
 
-Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (of a sum alone: [1]).
+Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (not mixed: [2]; of a sum
+alone: [1]).
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,19 @@ class StreamExpansion(Protocol):
 
     def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
         """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`)."""
+
+
+@dataclass(frozen=True)
+class EqualStreams:
+    """The same in each stream, and their mean."""
+
+    spec: StreamSpec
+
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
+        return repeat_streams(ops, x, self.spec.count)
+
+    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
+        return ops.sum_streams(streams, None, self.spec), None
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last:
     return {
         f"{prefix}.fn": (count, spec.count * hidden),
         f"{prefix}.base": (count,),
-        f"{prefix}.scale": (1 if last else 3,),
+        f"{prefix}.scale": (1 if last else spec.num_scales,),
     }
 
 

@@ -15,7 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
-from headstart.kernels.reference.ops import ReferenceOps, attention_weights, best_positions, entries_of, index_scores
+from headstart.kernels.reference.ops import (
+    ReferenceOps,
+    attention_weights,
+    entries_of,
+    index_scores,
+    selected_positions,
+)
 from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, RopeSpec, ScanSpec
 from headstart.train import recurrent
 
@@ -53,8 +59,10 @@ class TrainOps(ReferenceOps):
         scores += [index_scores(q[:, :, None], weights[:, :, None], keys[:, :, None], spec)[..., 0] for keys in own]
         mask = _mask(q.shape[1], len(own), spec, q)
         ends = (torch.arange(mask.shape[1], device=q.device) + 1) % spec.every == 0
-        mask = mask.masked_fill(~ends, float("-inf")) if spec.every > 1 else mask
-        seen = best_positions(torch.cat(scores, dim=-1), (mask == 0).expand(len(q), -1, -1), spec.top_k)
+        if own and spec.every > 1:
+            raise ModelError("a head whose indexer selects windows cannot be trained for several steps", "--depth 1")
+        visible = (mask == 0).expand(len(q), -1, -1)
+        seen = selected_positions(torch.cat(scores, dim=-1), visible, ends, spec)
         pool.chosen = mask.expand(len(q), -1, -1).masked_fill(~seen, float("-inf"))
 
     def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: Pool, spec: CompressSpec) -> Tensor:

@@ -5,6 +5,7 @@ Within a chunk that begins with state S_0, and with g_t the log decays summed up
 Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, section 3.3) solves the unit-triangular system
     u_t = b_t (v_t - e^{g_t} S_0^T k_t - sum over i < t of e^{g_t - g_i} (k_t . k_i) u_i),
     out_t = e^{g_t} S_0^T q_t + sum over i <= t of e^{g_t - g_i} (q_t . k_i) u_i.
+With a decay for each key feature (Kimi Linear, arXiv 2510.26692, section 3) the factors stand inside the dot products.
 Mamba2's selective scan (Dao, Gu 2024, section 6):
     out_t = e^{g_t} S_0^T C_t + sum over i <= t of e^{g_t - g_i} (C_t . B_i) step_i x_i + skip x_t.
 
@@ -19,6 +20,7 @@ from headstart.kernels.reference.recurrent import L2_EPSILON
 from headstart.kernels.specs import ConvSpec, DeltaSpec, ScanSpec
 
 CHUNK = 64
+CHANNEL_CHUNK = 16  # of decays by key feature, whose factors are C x C x K
 
 
 def causal_conv(x: Tensor, weight: Tensor, spec: ConvSpec) -> Tensor:
@@ -32,14 +34,17 @@ def causal_conv(x: Tensor, weight: Tensor, spec: ConvSpec) -> Tensor:
 
 
 def gated_delta(qkv: Tensor, log_decay: Tensor, strength: Tensor, spec: DeltaSpec) -> Tensor:
-    """Ops.gated_delta of qkv [B, T, channels], log_decay and strength [B, T, H] -> [B, T, H * V]."""
+    """Ops.gated_delta of qkv [B, T, channels], log_decay [B, T, num_decays], strength [B, T, H] -> [B, T, H * V]."""
     exact = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = _delta_heads(qkv.to(exact), spec)
     decays, strengths = (x.to(exact).transpose(1, 2) for x in (log_decay, strength.sigmoid()))
+    if spec.by_channel:
+        decays = log_decay.to(exact).unflatten(-1, (spec.num_heads, -1)).transpose(1, 2)
+    run, size = (_channel_chunk, CHANNEL_CHUNK) if spec.by_channel else (_delta_chunk, CHUNK)
     state = v.new_zeros((*v.shape[:2], spec.key_dim, spec.value_dim))
     outputs = []
-    for parts in zip(*(x.split(CHUNK, dim=2) for x in (q, k, v, decays, strengths)), strict=True):
-        chunk, state = _delta_chunk(state, *parts)
+    for parts in zip(*(x.split(size, dim=2) for x in (q, k, v, decays, strengths)), strict=True):
+        chunk, state = run(state, *parts)
         outputs.append(chunk)
     return torch.cat(outputs, dim=2).transpose(1, 2).flatten(-2).to(qkv.dtype)
 
@@ -71,6 +76,20 @@ def _delta_chunk(
     new = torch.linalg.solve_triangular(links, strength * (v - grown * (k @ state)), upper=False, unitriangular=True)
     outputs = grown * (q @ state) + ((q @ k.mT) * between) @ new
     return outputs, grown[..., -1:, :] * state + (k * left).mT @ new
+
+
+def _channel_chunk(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
+) -> tuple[Tensor, Tensor]:
+    """_delta_chunk with decay [B, H, C, K]."""
+    total, strength = decay.cumsum(-2), strength[..., None]
+    later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=decay.device).triu(1)
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(later[..., None], float("-inf")).exp()
+    grown, faded = total.exp(), k[..., None, :, :] * between  # faded [B, H, t, i, K]: k_i as row t sees it
+    links = (strength * (k[..., None, :] * faded).sum(-1)).tril(-1)
+    new = torch.linalg.solve_triangular(links, strength * (v - (grown * k) @ state), upper=False, unitriangular=True)
+    outputs = (grown * q) @ state + (q[..., None, :] * faded).sum(-1) @ new
+    return outputs, grown[..., -1, :, None] * state + faded[..., -1, :, :].mT @ new
 
 
 def selective_scan(xbc: Tensor, step: Tensor, rate: Tensor, skip: Tensor, spec: ScanSpec) -> Tensor:

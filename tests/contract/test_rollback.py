@@ -37,6 +37,8 @@ SPECS = {
     "tiled heads, whole strips": (DeltaSpec(2, 4, 16, 64, tiled=True), 4),
     "more than a strip": (DeltaSpec(1, 2, 40, 72), 3),
     "the smallest": (DeltaSpec(1, 1, 1, 1), 2),
+    "decays by channel": (DeltaSpec(3, 3, 20, 20, by_channel=True), 4),
+    "decays by channel, more than a strip": (DeltaSpec(1, 2, 40, 72, by_channel=True), 3),
     "scan, three heads to a group": (ScanSpec(2, 6, 12, 24), 4),
     "scan, more than a strip": (ScanSpec(1, 2, 40, 72), 3),
     "scan, the smallest": (ScanSpec(1, 1, 1, 1), 2),
@@ -68,11 +70,12 @@ class Machine:
 def tables(name: str) -> dict[str, Array]:
     spec, width = SPECS[name]
     rng = np.random.default_rng(len(name))
-    shapes = {"qkv": (VOCAB, spec.channels), "a": (VOCAB, spec.num_heads), "b": (VOCAB, spec.num_heads)}
+    decays = spec.num_decays if isinstance(spec, DeltaSpec) else spec.num_heads
+    shapes = {"qkv": (VOCAB, spec.channels), "a": (VOCAB, decays), "b": (VOCAB, spec.num_heads)}
     made = {key: rng.standard_normal(shape) for key, shape in shapes.items()}
     made["taps"] = rng.standard_normal(width * spec.channels)
     made["skip"], made["conv_bias"] = rng.standard_normal(spec.num_heads), rng.standard_normal(spec.channels)
-    made["rate"], made["bias"] = -rng.uniform(0.02, 0.5, spec.num_heads), rng.standard_normal(spec.num_heads)
+    made["rate"], made["bias"] = -rng.uniform(0.02, 0.5, decays), rng.standard_normal(decays)
     return {key: value.astype(np.float32) for key, value in made.items()}
 
 
@@ -89,7 +92,9 @@ def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: 
         if isinstance(spec, ScanSpec):
             steps = ops.softplus(ops.embed(w["a"], step.token_ids), None, w["bias"])
             return {"out": ops.selective_scan(qkv, steps, w["rate"], w["skip"], pools[1], spec)}
-        log_decay = ops.softplus(ops.embed(w["a"], step.token_ids), w["rate"], w["bias"])
+        a = ops.embed(w["a"], step.token_ids)
+        log_decay = ops.bounded_decay(a, w["rate"], w["bias"], -0.5) if "strip" in name and spec.by_channel else None
+        log_decay = ops.softplus(a, w["rate"], w["bias"]) if log_decay is None else log_decay
         return {"out": ops.gated_delta(qkv, log_decay, ops.embed(w["b"], step.token_ids), pools[1], spec)}
 
     return Machine(code, pools, on)

@@ -20,6 +20,7 @@ STREAMS = {
     "four": StreamSpec(4, 20, 1e-6),
     "three, columns once": StreamSpec(3, 1, 1e-3),
     "one": StreamSpec(1, 2, 1e-6),
+    "not mixed": StreamSpec(3, 0, 1e-3, 1.5, mixed=False),
 }
 COMPRESSED = {
     "overlap, chosen": (CompressSpec(4, 20, overlap=True), IndexSpec(5, 9, 6, 4)),
@@ -112,7 +113,7 @@ def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
 
     def code_on(world: World) -> Code:
         mixes, streams, x = (world.rows(width) for width in (spec.num_mixes, spec.count * WIDTH, WIDTH))
-        base, scale, first = world.weight(spec.num_mixes), world.weight(3), world.weight(1)
+        base, scale, first = world.weight(spec.num_mixes), world.weight(spec.num_scales), world.weight(1)
         last, less = world.rows(spec.count), world.weight(spec.count)
 
         def code(ops: Any, step: Any) -> dict[str, Any]:

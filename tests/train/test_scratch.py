@@ -42,13 +42,13 @@ def walked(step: Step, rows: Any, state: Any) -> Any:
     return torch.stack(outputs, dim=1)
 
 
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(("tiled", "by_channel"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("length", [1, 63, 150])
-def test_chunks_are_the_recurrence(tiled: bool, length: int) -> None:
-    spec = DeltaSpec(2, 6, 12, 8, tiled)
+def test_chunks_are_the_recurrence(tiled: bool, by_channel: bool, length: int) -> None:
+    spec = DeltaSpec(2, 6, 12, 8, tiled, by_channel)
     generator = torch.Generator().manual_seed(length)
     qkv = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
-    decay = -2 * torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
+    decay = -2 * torch.rand(2, length, spec.num_decays, dtype=torch.float64, generator=generator)
     strength = torch.randn(2, length, 6, dtype=torch.float64, generator=generator)
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
     expected = walked(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.errors import ModelError
 from headstart.kernels import specs
 from headstart.kernels.cuda.attention import ALL, WINDOW_ENDS, AttentionSplits, PositionList, compress, select_positions
 from headstart.kernels.cuda.grouped_products import GroupedProducts, check_same_layout
@@ -343,5 +344,20 @@ class SupportCheck:
     def add_rms_norm(self, *arguments: Any) -> tuple[None, None]:
         return None, None
 
+    def gated_delta(self, qkv: Any, log_decay: Any, strength: Any, pool: Any, spec: specs.DeltaSpec) -> None:
+        _refuse(spec.by_channel, "Kimi delta attention")
+
+    def stream_weights(self, mixes: Any, base: Any, scale: Any, spec: specs.StreamSpec) -> None:
+        _refuse(not spec.mixed, "streams without a mixing matrix")
+
+    def select_positions(self, q: Any, weights: Any, pool: Any, spec: specs.IndexSpec) -> None:
+        _refuse(spec.whole, "an indexer that selects whole windows")
+
     def _accept(self, *arguments: Any, **options: Any) -> None:
         """Every other op is supported."""
+
+
+def _refuse(refused: bool, what: str) -> None:
+    """Raises ModelError if a program needs a kernel that is not written."""
+    if refused:
+        raise ModelError(f"the cuda backend has no kernel for {what}", "use --backend native")

@@ -232,7 +232,9 @@ class Program:
         before: bool = False,
         chunk: int = 0,
     ) -> int: ...
-    def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int, every: int) -> int: ...
+    def choose(
+        self, q: int, weights: int, pool: KVPool, heads: int, top_k: int, every: int, whole: bool
+    ) -> int: ...
     def attend_chosen(
         self,
         q: int,
@@ -260,7 +262,14 @@ class Program:
         chosen: int,
     ) -> int: ...
     def stream_weights(
-        self, mixes: int, base: NDArray[np.float32], scale: NDArray[np.float32], count: int, iterations: int, eps: float
+        self,
+        mixes: int,
+        base: NDArray[np.float32],
+        scale: NDArray[np.float32],
+        count: int,
+        iterations: int,
+        eps: float,
+        magnitude: float,
     ) -> int: ...
     def sum_streams(self, streams: int, weights: int, count: int) -> int: ...
     def mix_streams(self, streams: int, x: int, weights: int, count: int) -> int: ...
@@ -268,6 +277,9 @@ class Program:
         self, x: int, taps: NDArray[np.float32], pool: StatePool, width: int, bias: NDArray[np.float32] | None
     ) -> int: ...
     def softplus(self, x: int, rate: NDArray[np.float32] | None, bias: NDArray[np.float32]) -> int: ...
+    def bounded_decay(
+        self, x: int, rate: NDArray[np.float32], bias: NDArray[np.float32], bound: float
+    ) -> int: ...
     def selective_scan(
         self,
         xbc: int,
@@ -291,6 +303,7 @@ class Program:
         key_dim: int,
         value_dim: int,
         tiled: bool,
+        by_channel: bool,
     ) -> int: ...
     def take_logit_rows(self, x: int) -> int: ...
     def columns(self, x: int, start: int, count: int) -> int: ...

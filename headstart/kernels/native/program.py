@@ -162,7 +162,7 @@ class ProgramRecorder:
 
     def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         rows = self._index(q), self._index(weights)
-        self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every)
+        self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every, spec.whole)
 
     def attend(
         self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
@@ -188,12 +188,16 @@ class ProgramRecorder:
     def softplus(self, x: Symbol, rate: Vector | None, bias: Vector) -> Symbol:
         return Symbol(x.width, self.program.softplus(self._index(x), rate, bias))
 
+    def bounded_decay(self, x: Symbol, rate: Vector, bias: Vector, bound: float) -> Symbol:
+        return Symbol(x.width, self.program.bounded_decay(self._index(x), rate, bias, bound))
+
     def gated_delta(
         self, qkv: Symbol, log_decay: Symbol, strength: Symbol, pool: StatePool, spec: specs.DeltaSpec
     ) -> Symbol:
         rows = (self._index(qkv), self._index(log_decay), self._index(strength))
         sizes = (spec.num_key_heads, spec.num_heads, spec.key_dim, spec.value_dim)
-        return Symbol(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, spec.tiled))
+        how = (spec.tiled, spec.by_channel)
+        return Symbol(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, *how))
 
     def selective_scan(
         self, xbc: Symbol, step: Symbol, rate: Vector, skip: Vector, pool: StatePool, spec: specs.ScanSpec
@@ -207,7 +211,7 @@ class ProgramRecorder:
         return Symbol(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
 
     def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: specs.StreamSpec) -> Symbol:
-        how = (base, scale, spec.count, spec.iterations, spec.eps)
+        how = (base, scale, spec.count, spec.iterations, spec.eps, spec.magnitude)
         return Symbol(mixes.width, self.program.stream_weights(self._index(mixes), *how))
 
     def sum_streams(self, streams: Symbol, weights: Symbol | None, spec: specs.StreamSpec) -> Symbol:

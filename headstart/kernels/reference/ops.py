@@ -199,7 +199,9 @@ class ReferenceOps:
         input_weights: Tensor = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
         if mixes.shape[-1] == count:
             return input_weights
-        output_weights = 2 * (parts[1] * scale[1] + bases[1]).sigmoid()
+        output_weights = spec.magnitude * (parts[1] * scale[1] + bases[1]).sigmoid()
+        if not spec.mixed:
+            return torch.cat((input_weights, output_weights + spec.eps), dim=-1)
         square = torch.stack(parts[2:], -2) * scale[2] + torch.stack(bases[2:])
         square = square.softmax(-1) + spec.eps
         square = square / (square.sum(-2, keepdim=True) + spec.eps)
@@ -216,8 +218,10 @@ class ReferenceOps:
     def mix_streams(self, streams: Tensor, x: Tensor, weights: Tensor, spec: specs.StreamSpec) -> Tensor:
         count = spec.count
         output_weights = weights[..., count : 2 * count]
-        square = weights[..., 2 * count :].unflatten(-1, (count, count))
-        mixed: Tensor = square.transpose(-1, -2).to(streams.dtype) @ streams.unflatten(-1, (count, -1))
+        mixed: Tensor = streams.unflatten(-1, (count, -1))
+        if spec.mixed:
+            square = weights[..., 2 * count :].unflatten(-1, (count, count))
+            mixed = square.transpose(-1, -2).to(streams.dtype) @ mixed
         return torch.flatten(output_weights[..., None].to(x.dtype) * x[..., None, :] + mixed, -2)
 
     def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
@@ -253,22 +257,22 @@ class ReferenceOps:
 
     def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = [
-            best_positions(
+            selected_positions(
                 index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
-                (group.mask == 0) & self._window_ends(group, spec.every), spec.top_k,
+                group.mask == 0, self._window_ends(group, spec.every), spec,
             )
             for group in self._groups(spec)
         ]  # fmt: skip
 
     def _window_ends(self, group: SpanGroup, every: int) -> Tensor:
         """bool [L]: which of a group's positions end a window of `every`."""
-        positions = torch.arange(group.slots.shape[1], device=self._device) + self._plan.first_position
-        return (positions + 1) % every == 0
+        return (torch.arange(group.slots.shape[1], device=self._device) + 1) % every == 0
 
     def compress(
         self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: specs.CompressSpec
     ) -> Tensor:
-        positions = self._ints(self._plan.positions)
+        first = self._plan.first_position
+        positions = self._ints(self._plan.positions) - first
         biased = gates + bias.view(spec.every, -1)[positions % spec.every]
         pool.keys[self._slots] = torch.cat((values, biased), dim=-1)[:, None]
         out = values.new_zeros(len(values), spec.dim)
@@ -340,6 +344,10 @@ class ReferenceOps:
         result = torch.nn.functional.softplus(x.to(wide) + bias.to(wide), threshold=30)
         return result if rate is None else rate.to(wide) * result
 
+    def bounded_decay(self, x: Tensor, rate: Tensor, bias: Tensor, bound: float) -> Tensor:
+        wide = widened(x.dtype)
+        return bound * (rate.to(wide) * (x.to(wide) + bias.to(wide))).sigmoid()
+
     def gated_delta(
         self, qkv: Tensor, log_decay: Tensor, strength: Tensor, pool: TorchStatePool, spec: specs.DeltaSpec
     ) -> Tensor:
@@ -406,6 +414,17 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: specs.IndexSpec
     by_head = products.unflatten(-2, (-1, spec.num_heads))  # [..., R, heads, L]
     scores: Tensor = (weights.to(wide)[..., None, :] @ by_head).squeeze(-2)
     return scores
+
+
+def selected_positions(scores: Tensor, visible: Tensor, ends: Tensor, spec: specs.IndexSpec) -> Tensor:
+    """Ops.select_positions: bool [..., L]; scores, visible [..., L]; ends [L]: positions that end a window."""
+    best = best_positions(scores, visible & ends, spec.top_k)
+    if not spec.whole:
+        return best
+    count = len(ends)
+    end = torch.arange(count, device=ends.device) // spec.every * spec.every + spec.every - 1  # of each one's window
+    is_whole, end = (end < count) & visible[..., end.clamp(max=count - 1)], end.clamp(max=count - 1)
+    return visible & (~is_whole | best[..., end])
 
 
 def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:

@@ -35,7 +35,7 @@ def delta_step(spec: DeltaSpec) -> Step:
     keys, heads = spec.num_key_heads, spec.num_heads
     head = torch.arange(heads)
     key_of = head % keys if spec.tiled else head // (heads // keys)
-    sizes = (keys * spec.key_dim, keys * spec.key_dim, heads * spec.value_dim, heads, heads)
+    sizes = (keys * spec.key_dim, keys * spec.key_dim, heads * spec.value_dim, spec.num_decays, heads)
 
     def unit(x: Tensor) -> Tensor:
         grouped = x.unflatten(-1, (keys, spec.key_dim))
@@ -45,7 +45,7 @@ def delta_step(spec: DeltaSpec) -> Step:
     def step(states: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, strength = rows.split(sizes, dim=-1)
         unit_q, unit_k = unit(q) * spec.key_dim**-0.5, unit(k)[..., None]
-        states = states * log_decay.exp()[..., None, None]
+        states = states * log_decay.exp().unflatten(-1, (heads, -1))[..., None]
         known = (states * unit_k).sum(-2)
         new = (v.unflatten(-1, (heads, spec.value_dim)) - known) * strength.sigmoid()[..., None]
         states = states + unit_k * new[..., None, :]
