@@ -172,7 +172,8 @@ def _linear(config: Config, hidden: int) -> MixerConfig:
 
 def _latent(config: Config) -> MLAConfig:
     indexed = config.get("index_topk") is not None
-    spec = IndexSpec(*(number(config, key) for key in INDEX_KEYS)) if indexed else None
+    heads, dim, top_k = (number(config, key, default=None if indexed else 1) for key in INDEX_KEYS)
+    spec = IndexSpec(heads, dim, top_k) if indexed else None
     return MLAConfig(
         num_heads=number(config, "num_attention_heads"), query_rank=number(config, "q_lora_rank", default=0, least=0),
         latent=number(config, "kv_lora_rank"), nope=number(config, "qk_nope_head_dim"),
@@ -245,18 +246,10 @@ def _family(unsupported: str, *aliases: str) -> Family:
 
 _FAMILIES: Mapping[str, Family] = {
     "deepseek_v41": _family("a DSpark drafter inside the checkpoint"),
-    "bailing_hybrid": _family(
-        "lightning attention (Ling 2.5) or Kimi delta attention (Ling 3)", "bailing_moe_v3", "bailingmoe3"
-    ),
     "dots3_note": _family("latent attention with windows", "dots3_note_text", "dots3note"),
-    "glm5_next": _family(
-        "Kimi delta attention and sparse attention with an indexer (DSA)", "glm5_next_text", "glm5-next"
-    ),
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
-    "hy_v4": _family("hyper-connections over latent attention"),
     "inkling": _family("relative positions and convolutions", "inkling_model", "inkling_mm_model", "inkling_text"),
     "kimi_k3": _family("Kimi delta attention"),
-    "kimi_linear": _family("Kimi delta attention"),
     "mamba2": _family("Mamba2 layers"),
     "mimo_v2": Family(
         parse=_mimo_v2,

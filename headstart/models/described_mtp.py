@@ -66,15 +66,6 @@ def _latent(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     }
 
 
-def _indexer(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    at, hidden, heads, dim = f"{at}self_attn.indexer.", s["hidden"], s["index_heads"], s["index_dim"]
-    return {
-        f"{at}wq_b.weight": (heads * dim, s["query_rank"]), f"{at}wk.weight": (dim, hidden),
-        f"{at}k_norm.weight": (dim,), f"{at}k_norm.bias": (dim,), f"{at}weights_proj.weight": (heads, hidden),
-        f"?{at}index_kpool_compress_ape": (None, dim), f"?{at}index_kpool_compress_gate": (dim, hidden),
-    }  # fmt: skip
-
-
 def _attention(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return attention_shapes(f"{at}self_attn.", s, present)
 
@@ -114,13 +105,6 @@ def _experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 def _deepseek_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     found = _experts(at, s, present) | {f"{at}mlp.gate.e_score_correction_bias": (s["experts"],)}
     shared = any(s.config.get(key) for key in SHARED_COUNTS)
-    return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
-
-
-def _bailing_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    names = ("gate.e_score_correction_bias", "e_score_correction_bias", "expert_bias", "gate.expert_bias")
-    found = _experts(at, s, present) | {f"?{at}mlp.{name}": (s["experts"],) for name in names}
-    shared = s.config.get("num_shared_experts")
     return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
 
 
@@ -168,13 +152,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         concat="",
         tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
     ),
-    "glm5_next": MTPLayout(
-        title="GLM-5.3-Flash",
-        not_xllm="xLLM has no draft of this type",
-        not_llama_cpp="its graph is not written yet",
-        tensors=_module(LAYER, _deepseek, _norms, _latent, _indexer, _deepseek_experts),
-        closed=True,
-    ),
     "glm_ocr": MTPLayout(title="GLM-OCR", tensors=_module(LAYER, _deepseek, _norms, _attention)),
     "qwen4_exp": MTPLayout(
         title="Qwen3.8-Flash-Next",
@@ -203,13 +180,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         spare=1,
         trailing=False,
         tensors=_module("mtp_layers.{i}.", _fusion, _final_norm, _norms, _latent),
-    ),
-    "bailing_hybrid": MTPLayout(
-        title="Ling 2.5, 3 (Bailing)",
-        architectures=("bailingmoev3", "bailingmoev2_5"),
-        llama_cpp=("bailingmoe3",),
-        tensors=_module(LAYER, _fusion, _final_norm, _norms, _latent, _bailing_experts),
-        parts={".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn."},
     ),
     "pangu_ultra_moe": MTPLayout(
         title="openPangu", tensors=_module(LAYER, _deepseek, _norms, _latent, _deepseek_experts)

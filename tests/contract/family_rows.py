@@ -36,6 +36,7 @@ class MTPModule:
     recycles_normed: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)  # for one layer of the block's kind
     zeros_missing: bool = False  # the trunk's layer has more parts
+    single_stream: bool = False  # a module of a trunk with residual streams has none
 
 
 SPARSE = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
@@ -69,6 +70,10 @@ class FamilyRow:
 
 
 ROWS: Mapping[str, FamilyRow] = {
+    "bailing_hybrid": FamilyRow(
+        mtp=replace(
+            DEEPSEEK, norm="{block}final_layernorm", config={**SPARSE, "layer_types": ["full_attention"]}),
+        mtp_block=3),
     "bailing_moe": FamilyRow(
         is_relative=True, trunk="glm4_moe", mtp=DEEPSEEK, has_deepseek_names=True, released={"norm_topk_prob": True}),
     "cohere2": FamilyRow(
@@ -186,6 +191,11 @@ ROWS: Mapping[str, FamilyRow] = {
     "glm4_moe_lite": FamilyRow(
         mtp=DEEPSEEK, mtp_block=2, oracle_config={"head_dim": 6}, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}
     ),
+    "glm5_next": FamilyRow(
+        trunk="glm5_next_text",
+        mtp=replace(
+            DEEPSEEK, single_stream=True, config={**SPARSE, "layer_types": ["indexed_attention"], "hc_mult": 1}),
+        mtp_block=3, excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers")),
     "glm_moe_dsa": FamilyRow(mtp=DEEPSEEK, mtp_block=2, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}),
     "gpt_oss": FamilyRow(
         llama_cpp={
@@ -298,6 +308,13 @@ ROWS: Mapping[str, FamilyRow] = {
     "mixtral": FamilyRow(
         is_relative=True, variants={"mixtral, window": {"model_type": "mixtral", "sliding_window": 9}},
         gguf={"mixtral": "llama"}, has_gguf_rope_order=True, llama_cpp={"intermediate_size": 256}),
+    "muse_glimmer": FamilyRow(
+        is_relative=True, trunk="muse_glimmer_text",
+        variants={
+            "muse_glimmer, kinds and rope by layer, as many kv heads": {
+                "model_type": "muse_glimmer_text", "num_hidden_layers": 3, "layer_types": [
+                    "full_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [10000.0, 0, 10000.0],
+                "num_key_value_heads": 6}}),
     "nemotron_h": FamilyRow(
         mtp=MTPModule(
             block="mtp.layers.", layer="backbone.layers.", embedding_norm="mtp.layers.0.enorm",

@@ -16,6 +16,8 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextModel
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextModel
 from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 from headstart.engine.load import Model
@@ -46,6 +48,8 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
     config |= row_of(family).oracle_config
     if "kv_lora_rank" in config and family != "deepseek_v3":
         config["num_key_value_heads"] = config["num_attention_heads"]
+    if isinstance(kinds := config.get("layer_types"), list):
+        config["layer_types"] = kinds[: config["num_hidden_layers"]]
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
         config["layer_types"] = kinds
@@ -58,11 +62,11 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
 def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, set[str], set[str]]:
     """transformers' model, and the names of missing and of unexpected tensors."""
     kind = row_of(family).trunk or family
-    assert kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "step3p5"), f"name the trunk of {family} in family_rows.py"
-    if kind == "step3p5":  # it has the text part inside a wrapper only
+    assert kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_PARTS), f"name the trunk of {family} in family_rows.py"
+    if kind in TEXT_PARTS:  # it has the text part inside a wrapper only
         count = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
         config |= {key: value[:count] for key, value in config.items() if key in PER_LAYER and isinstance(value, list)}
-        oracle: Any = StepText(AutoConfig.for_model(kind, **config))
+        oracle: Any = TextPart(TEXT_PARTS[kind], AutoConfig.for_model(kind, **config))
     else:
         plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
         oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
@@ -72,6 +76,10 @@ def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, se
         tensors = {renamed(name, {r"gate\.e_score": "e_score"}): tensor for name, tensor in tensors.items()}
     if kind == "deepseek_v4":
         tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
+    if kind == "hy_v4":
+        tensors = {renamed(name, HY4): tensor for name, tensor in tensors.items()}
+    if kind in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
+        tensors = delta_names(tensors)
     named = fused_experts(stepwise(tensors) if kind == "step3p5" else tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
@@ -111,6 +119,14 @@ def greedy_text(oracle: Any, prompt: Seq[int], count: int) -> list[int]:
         output = oracle(torch.tensor([tokens[-1:]]), use_cache=True, **{name: getattr(output, name)})
 
 
+class SingleStream(torch.nn.Module):
+    """Hyper-connections of one stream that change nothing."""
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        one = torch.ones_like(streams[..., :1])
+        return one[..., 0], one, streams[:, :, 0]
+
+
 class MTPOracle:
     """Draft logits of a family's MTP modules over whole sequences, in float64."""
 
@@ -144,6 +160,9 @@ class MTPOracle:
         if mtp.lm_head:
             tensors["lm_head.weight"] = self.tensors[self.name(mtp.lm_head, module) + ".weight"]
         oracle, missing, _ = build_oracle(self.family, config, tensors)
+        if mtp.single_stream:
+            missing -= {name for name in missing if "_hc." in name}
+            oracle.model.layers[0].attn_hc = oracle.model.layers[0].ffn_hc = SingleStream()
         for name, parameter in oracle.named_parameters():
             if name in missing and name != "lm_head.weight":
                 assert mtp.zeros_missing, name
@@ -188,7 +207,8 @@ def passed(oracle: Any, tokens: Seq[int], states: Tensor | None = None) -> tuple
     def replace(layer: Any, args: Any, kwargs: Any) -> Any:
         if states is None:
             return None
-        return ((states[None], *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states[None]})
+        rows = states[None, :, None] if isinstance(getattr(layer, "attn_hc", None), SingleStream) else states[None]
+        return ((rows, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": rows})
 
     def keep(layer: Any, args: Any, output: Any) -> None:
         found.append((output[0] if isinstance(output, tuple) else output)[0])
@@ -214,12 +234,17 @@ def mtp_oracle(family: str) -> MTPOracle:
 PER_LAYER = ("layer_types", "rope_theta", "partial_rotary_factors")
 
 
-class StepText(torch.nn.Module):
-    """Step-3.7's text part with an LM head."""
+TEXT_PARTS: dict[str, Any] = {
+    "step3p5": Step3p7TextModel, "glm5_next_text": Glm5NextTextModel, "muse_glimmer_text": MuseGlimmerTextModel,
+}  # fmt: skip
 
-    def __init__(self, config: Any) -> None:
+
+class TextPart(torch.nn.Module):
+    """The text part of a multimodal model with an LM head."""
+
+    def __init__(self, kind: Any, config: Any) -> None:
         super().__init__()
-        self.model = Step3p7TextModel._from_config(config, attn_implementation="eager", experts_implementation="eager")
+        self.model = kind._from_config(config, attn_implementation="eager", experts_implementation="eager")
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def tie_weights(self) -> None:
@@ -230,7 +255,12 @@ class StepText(torch.nn.Module):
 
     def forward(self, tokens: Tensor, **more: Any) -> CausalLMOutputWithPast:
         out = self.model(tokens, **more)
-        return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), past_key_values=out.past_key_values)
+        cache = out.cache if hasattr(out, "cache") else out.past_key_values
+        logits, config = self.lm_head(out.last_hidden_state), self.model.config
+        if (multiplier := getattr(config, "output_multiplier", None)) is not None:  # of Muse-Glimmer's wrapper
+            cap = config.final_logit_softcapping
+            logits = cap * torch.tanh(logits * multiplier / cap)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
 def stepwise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -270,6 +300,30 @@ def renamed(name: str, table: dict[str, str]) -> str:
     for old, new in table.items():
         name = re.sub(old, new, name)
     return name
+
+
+HY4 = {
+    r"\.hc_(attn|mlp)_layer\.hc_pre\.hc_": r".\1_hc.", r"\.mlp_hc\.": ".ffn_hc.", r"hc_head\.hc_head_": "hc_head.hc_",
+    r"\.learnable_sink_param": ".sinks", r"\.linear_gate\.": ".gate_proj.",
+}  # fmt: skip
+"""HY-V4's names -> transformers'."""
+KDA = {
+    r"\.attention\.": ".self_attn.", r"\.self_attn\.(f_\w*proj|dt_bias|A_log)": r".self_attn.forget_gate.\1",
+    r"\.word_embeddings\.": ".embed_tokens.", r"\.self_attn\.dense\.": ".self_attn.o_proj.",
+    r"\.hc_(attn|ffn)_": r".\1_hc.",
+    r"\.mlp\.gate\.expert_bias": ".mlp.gate.e_score_correction_bias", r"\.block_sparse_moe\.": ".mlp.",
+    r"\.w1\.": ".gate_proj.", r"\.w2\.": ".down_proj.", r"\.w3\.": ".up_proj.",
+}  # fmt: skip
+"""Names of Kimi-Linear, Ling 3 and GLM-5.3 -> transformers' (its conversion_mapping.py)."""
+
+
+def delta_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the three convolutions of Kimi delta attention in one tensor."""
+    found = {renamed(name, KDA): tensor for name, tensor in tensors.items()}
+    for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
+        parts = [found.pop(name.replace("q_conv1d", f"{part}_conv1d")) for part in "qkv"]
+        found[name.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    return found
 
 
 GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in {

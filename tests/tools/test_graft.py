@@ -108,8 +108,8 @@ def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tm
 
 
 def test_a_family_that_does_not_run_here_is_not_measured(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "other", {**CONFIG, "model_type": "hy_v4"}, TRUNK)
-    assert "hy_v4 does not run here" in graft.measure(folder, lambda done, total, text: None)["verdict"]
+    folder = write_checkpoint(tmp_path / "other", {**CONFIG, "model_type": "pangu_ultra_moe"}, TRUNK)
+    assert "pangu_ultra_moe does not run here" in graft.measure(folder, lambda done, total, text: None)["verdict"]
 
 
 def test_strip_and_graft_are_inverse(base: Path, tmp_path: Path) -> None:

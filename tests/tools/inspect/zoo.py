@@ -77,7 +77,9 @@ ZOO: dict[str, Animal] = {
         {"model_type": "glm4_moe", **MOE, "use_qk_norm": True},
         {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.self_attn.q_norm.weight": (8,)}),
     "glm_moe_dsa": deepseek("glm_moe_dsa", indexer_types=["full"] * 4, **DSA),
-    "glm5_next": deepseek("glm5_next", nested="text_config", wrapper="model.language_model.", **DSA),
+    "glm5_next": deepseek(
+        "glm5_next", nested="text_config", wrapper="model.language_model.", **{**DSA, "qk_rope_head_dim": 0},
+        index_kpool=2),
     "glm_ocr": Animal({"model_type": "glm_ocr"}, {"model.language_model.layers.4.enorm.weight": (H,)},
                       nested="text_config", wrapper="model.language_model."),
     "qwen3_next": qwen("qwen3_next", key=None, **QWEN_MOE),
@@ -102,7 +104,8 @@ ZOO: dict[str, Animal] = {
     "exaone4_5": qwen("exaone4_5", key=NEXTN, nested="text_config", names={"mtp.norm.weight": (H,)}),
     "hy_v4": Animal({"model_type": "hy_v4", **MLA}, {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
     "bailing_hybrid": Animal(
-        {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24},
+        {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24, "n_group": 1,
+         "topk_group": 1, "num_experts_per_tok": 2, "short_conv_kernel_size": 4},
         {"model.layers.4.attention.dense.weight": (H, 40), "model.layers.4.final_layernorm.weight": (H,)},
         renamed={"self_attn.o_proj.": "attention.dense.", "self_attn.": "attention."}),
     "pangu_ultra_moe": deepseek("pangu_ultra_moe"),

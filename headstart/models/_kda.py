@@ -1,0 +1,136 @@
+"""What families with Kimi delta attention share: its sizes, latent attention beside it, and names of tensors.
+
+Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `models/glm5_next`. Names in GGUF files and
+what is folded into them: llama.cpp's `conversion/kimi_linear.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats.base import make_tensor
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.layers.kda import KDAConfig
+from headstart.models import keys
+from headstart.models.keys import Config
+from headstart.models.small import Arrays
+
+LINEAR, FULL = "linear_attention", keys.FULL
+MAX_DIM, MAX_TAPS = 256, 16
+CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
+GGUF_CONVS = tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")
+GGUF_PARTS: Mapping[str, str] = {
+    "linear_attn.in_proj_b": "b_proj", "linear_attn.norm": "o_norm", "ssm_norm": "o_norm",
+    "ssm_f_a": "f_a_proj", "ssm_f_b": "f_b_proj", "ssm_g_a": "g_a_proj", "ssm_g_b": "g_b_proj",
+}  # fmt: skip
+
+
+def mixer(config: Config, *, heads: int, dim: int, width: int, bound: float, low_rank: bool) -> KDAConfig:
+    """`low_rank`: the matrices of decay and gate are products. Raises ModelError for impossible sizes."""
+    if dim > MAX_DIM or not 2 <= width <= MAX_TAPS:
+        raise ModelError(
+            f"config.json: linear attention has heads of {dim} and a convolution of {width}",
+            f"heads have at most {MAX_DIM} features, a convolution is 2 to {MAX_TAPS} wide",
+        )
+    if bound > 0 or not math.isfinite(bound):
+        raise ModelError(f"config.json: the lower bound of log decays is {bound}, but must be a number below 0")
+    return KDAConfig(heads, dim, width, bound, rank=dim if low_rank else 0, activation=keys.activation(config))
+
+
+def bound_of(config: Config, key: str, *, safe: bool) -> float:
+    """The lower bound of log decays, which a key says; 0: none."""
+    value = config.get(key)
+    if not safe or value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or value >= 0:
+        raise ModelError(f"config.json: {key} is {value!r}, but must be a number below 0")
+    return float(value)
+
+
+def linear_config(config: Config) -> Config:
+    """The config with what stands in `linear_attn_config`, as KimiLinearConfig names it."""
+    inner = config.get("linear_attn_config") or {}
+    if not isinstance(inner, dict):
+        raise ModelError("config.json: linear_attn_config is not an object")
+    theirs = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+              "short_conv_kernel_size": "linear_conv_kernel_dim", "gate_lower_bound": "linear_lower_bound",
+              "safe_gate": "linear_safe_gate"}  # fmt: skip
+    known = {*theirs, "full_attn_layers", "kda_layers"}
+    if unknown := sorted({*inner} - known):
+        raise ModelError(f"config.json: linear_attn_config has {unknown[0]!r}", f"known: {', '.join(sorted(known))}")
+    return keys.inside(config, {theirs.get(str(key), str(key)): value for key, value in inner.items()})
+
+
+def kinds_of(config: Config, full: str = FULL) -> list[str] | None:
+    """Of each layer, LINEAR or `full`, where the config lists them, counted from 1 or by name."""
+    count, kinds = keys.num_layers(config), config.get("layer_types")
+    if (listed := config.get("full_attn_layers")) is not None:
+        linear = config.get("kda_layers") or []
+        if not all(isinstance(each, list) for each in (listed, linear)) or {*listed, *linear} != {*range(1, count + 1)}:
+            raise ModelError(f"config.json: full_attn_layers and kda_layers must name layers 1 to {count}")
+        kinds = [full if i + 1 in listed else LINEAR for i in range(count)]
+    if kinds is not None:
+        keys.check_kinds(kinds, count, (LINEAR, full))
+    return kinds
+
+
+def linear_layers(config: DecoderConfig) -> dict[str, KDAConfig]:
+    return {f"layers.{i}": each.mixer for i, each in enumerate(config.layers) if isinstance(each.mixer, KDAConfig)}
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """The three convolutions as one, and rates as negative factors."""
+    ours: dict[str, RawTensor] = {}
+    linear = linear_layers(config)
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(layers\.\d+)\.(.+)", name)
+        if not match or match[1] not in linear:
+            ours[name] = tensor
+            continue
+        stem, part = f"{match[1]}.self_attn", match[2].removeprefix("self_attn.")
+        if part in (CONVS[0], GGUF_CONVS[0]):
+            parts = [tensors.get(name.replace(part, each)) for each in (CONVS if part in CONVS else GGUF_CONVS)]
+            if joined := _taps(f"{stem}.conv", parts, linear[match[1]]):
+                ours[joined.name] = joined
+        elif part in ("A_log", "ssm_a"):
+            heads = tensor.shaped(math.prod(tensor.shape))
+            ours[f"{stem}.decay_rate"] = heads if part == "ssm_a" else heads.exp().affine(-1, 0)
+        elif part in ("dt_bias", "ssm_dt.bias"):
+            ours[f"{stem}.decay_bias"] = tensor
+        elif part not in (*CONVS, *GGUF_CONVS):
+            for theirs, own in GGUF_PARTS.items() if from_gguf else ():
+                if part.startswith(theirs):
+                    name = f"{stem}.{own}{part.removeprefix(theirs)}"
+            ours[name] = tensor
+    return ours
+
+
+def _taps(name: str, parts: list[RawTensor | None], config: KDAConfig) -> RawTensor | None:
+    """[channels, (1,) width] of q, k and v -> [width * 3 channels], so that a tap's channels lie side by side."""
+    shape = (config.inner, config.conv_width)
+    if any(part is None or math.prod(part.shape) != math.prod(shape) for part in parts):
+        return None  # the loader then says what is missing
+    taps = np.concatenate([part.float32().reshape(shape) for part in parts if part is not None]).T.reshape(-1)
+    return make_tensor(name, taps.shape, "F32", np.ascontiguousarray(taps).view(np.uint8))
+
+
+def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (-1,)) -> Arrays:
+    """The way back; `shape` of A_log."""
+    theirs: Arrays = {}
+    linear = linear_layers(config)
+    for name, array in arrays.items():
+        stem, _, part = name.partition(".self_attn.")
+        if part == "decay_rate":
+            theirs[f"{stem}.self_attn.A_log"] = np.log(-array).reshape(shape)
+        elif part == "decay_bias":
+            theirs[f"{stem}.self_attn.dt_bias"] = array
+        elif part == "conv":
+            taps = array.reshape(linear[stem].conv_width, 3, -1)
+            theirs |= {f"{stem}.self_attn.{each}": taps[:, i].T[:, None].copy() for i, each in enumerate(CONVS)}
+        else:
+            theirs[name] = array
+    return theirs

@@ -1,0 +1,128 @@
+"""Ling 3 (Bailing MoE V3): Kimi delta attention, and latent attention with a gate for each head in the last layer of a
+group.
+
+Formula: transformers 5.24 `models/bailing_hybrid`. MTP module: vLLM 0.32 `bailing_moe_mtp.py`, as Ling 2's: e first, a
+layer of latent attention with experts, `final_layernorm`, whose result is recycled. Ling 2.5 has lightning attention in
+place of Kimi delta attention, and is refused.
+"""
+
+from dataclasses import replace
+
+from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
+from headstart.kernels.ops import RawTensor
+from headstart.layers.build import DecoderConfig
+from headstart.layers.parts import MixerConfig
+from headstart.models import _kda, _latent, keys
+from headstart.models.base import Family
+from headstart.models.keys import Config, flag, number
+from headstart.models.mtp import MTPLayout
+from headstart.models.names import Names
+from headstart.models.small import Arrays
+
+LLAMA_CPP = "bailingmoe3"
+SERVED = {
+    "use_bias": False, "use_qkv_bias": False, "use_rmsnorm": True, "norm_head": False, "norm_softmax": False,
+    "score_function": "sigmoid", "linear_silu": True, "mtp_use_kda": False, "use_qk_norm": True, "no_kda_lora": True,
+    **dict.fromkeys(
+        ("use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input"), False
+    ),
+}  # fmt: skip
+GATES = {None: 0, "head_wise": 1, "element_wise": 2}
+
+
+def parse(config: Config) -> DecoderConfig:
+    config = keys.inside(config, {})
+    if config.get("short_conv_kernel_size") is None or config.get("kv_lora_rank") is None:
+        raise ModelError("lightning attention (Ling 2.5) is not supported", "known: Kimi delta attention (Ling 3)")
+    keys.refuse_others(config, SERVED)
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        limits = config.get(key)
+        if isinstance(limits, list) and any(limits):
+            raise ModelError(f"config.json: {key} limits activations of experts, which is not supported")
+    if (shared := config.get("num_shared_experts")) is not None:
+        config = config.inside({"n_shared_experts": shared})
+    latent = _latent.mixer(config)
+    gate = config.get("gated_attention_proj_granularity_type", "head_wise")
+    if gate not in GATES:
+        raise ModelError(f"config.json: gated_attention_proj_granularity_type is {gate!r}", "known: head_wise")
+    num_gates = (0, latent.num_heads, latent.num_heads * latent.value)[GATES[gate]]
+    linear = _kda.mixer(
+        config, heads=latent.num_heads, dim=number(config, "head_dim"), width=number(config, "short_conv_kernel_size"),
+        bound=_kda.bound_of(config, "kda_lower_bound", safe=flag(config, "kda_safe_gate", True)), low_rank=False,
+    )  # fmt: skip
+    mixers: dict[str, MixerConfig] = {_kda.FULL: replace(latent, num_gates=num_gates), _kda.LINEAR: linear}
+    dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
+    feeds = keys.feed_kinds(config, "first_k_dense_replace")
+    layers = [
+        keys.layer(config, mixers[kind], dense if feed == keys.DENSE else sparse)
+        for kind, feed in zip(_kinds(config), feeds, strict=True)
+    ]
+    return keys.decoder(config, layers, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
+
+
+def _kinds(config: Config) -> list[str]:
+    """Without a list of them the last layer of each group is full, and all behind the last whole group."""
+    if (kinds := _kda.kinds_of(config)) is not None:
+        return kinds
+    count, group = keys.num_layers(config), number(config, "layer_group_size", default=6)
+    first = count // group * group
+    return [_kda.FULL if (i + 1) % group == 0 or i >= first else _kda.LINEAR for i in range(count)]
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """`g_proj` of latent attention is its gate."""
+    linear = tuple(f"{prefix}." for prefix in _kda.linear_layers(config))
+    named = {
+        name if name.startswith(linear) else name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."): tensor
+        for name, tensor in tensors.items()
+    }
+    return _kda.adapt(named, config, from_gguf)
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """The way back."""
+    theirs = _kda.restore(arrays, config)
+    return {name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."): array for name, array in theirs.items()}
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 262144, "rope_theta": 6000000.0, "rms_norm_eps": 1e-6, "num_experts_per_tok": 8,
+        "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "first_k_dense_replace": 2, "head_dim": 128,
+        "routed_scaling_factor": 2.5, "kda_lower_bound": -5.0,
+    },
+    harmless={
+        **_latent.HARMLESS,
+        **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
+        **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
+        **dict.fromkeys(("rotary_dim", "partial_rotary_factor"), "qk_rope_head_dim says it"),
+        **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn"), "of lightning attention"),
+        "max_window_layers": "no layer has a window",
+        "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
+        "moe_shared_expert_intermediate_size": "the width of one times their number",
+    },
+    names=Names(
+        {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
+        parts={
+            ".attention.dense.": ".self_attn.o_proj.",
+            ".attention.": ".self_attn.",
+            ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+            ".final_layernorm.": ".shared_head.norm.",
+        },
+    ),
+    adapt=adapt,
+    restore=restore,
+    head=HeadSpec(),
+    mtp=MTPLayout(
+        title="Ling 3 (Bailing MoE V3)", architectures=("bailingmoev3",), llama_cpp=(LLAMA_CPP,), served=1,
+    ),
+    aliases=("bailing_moe_v3", LLAMA_CPP),
+    small={
+        "model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"], **_latent.SMALL,
+        "q_lora_rank": None, "head_dim": 12, "n_routed_experts": None, "num_experts": 8, "n_shared_experts": None,
+        "num_shared_experts": 1, "layer_group_size": 2, "num_hidden_layers": 4, "short_conv_kernel_size": 4,
+        "kda_safe_gate": True, "kda_lower_bound": -3.0, "score_function": "sigmoid", "rope_theta": 6000000.0,
+    },
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Hunyuan 4 (HY-V4): latent attention with sinks, gates and shared indexers (DSA), in streams that are not mixed.
+
+Formula: transformers 5.24 `models/hy_v4`. The MTP module (`mtp_layers`) is described, not run: vLLM takes it with and
+without an indexer, and no released config says which.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from headstart.errors import ModelError
+from headstart.kernels.specs import StreamSpec
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mla import MLAConfig
+from headstart.models import _latent, glm_moe_dsa, keys
+from headstart.models.base import Family
+from headstart.models.described_mtp import LAYOUTS
+from headstart.models.keys import Config, number, real
+from headstart.models.names import Names
+
+SERVED = {
+    "enable_ihc": True, "attention_bias": False, "num_key_value_heads": None, "soft_logits_capping": False,
+    "rope_interleave": False,
+}  # fmt: skip
+LIMIT = 10.0
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_others(config, {key: only for key, only in SERVED.items() if only is not None})
+    if (kinds := config.get("layer_types")) is not None:
+        keys.check_kinds(kinds, keys.num_layers(config), ("indexed_attention",))
+    count = number(config, "hc_mult", default=4)
+    streams = StreamSpec(count, 0, real(config, "hc_eps", 1e-6), real(config, "hc_magnitude", 2.0), mixed=False)
+    latent = _mixer(config)
+    mixers: list[MLAConfig] = []
+    for index, kind in enumerate(glm_moe_dsa.indexer_kinds(config)):
+        last = max((i for i, each in enumerate(mixers) if each.indexer), default=0)
+        own = kind == glm_moe_dsa.FULL
+        mixers.append(latent if own else replace(latent, indexer=None, source_layer=last))
+        assert own or index
+    dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
+    limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
+    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
+    layers: list[LayerConfig] = [
+        keys.layer(config, mixer, dense if feed == keys.DENSE else limited, streams=streams)
+        for mixer, feed in zip(mixers, feeds, strict=True)
+    ]
+    return keys.decoder(config, layers, streams=streams)
+
+
+def limited_activation(config: Config) -> Any:
+    """Of routed experts: their activation with its inputs clamped to `swiglu_limit`; 0: not clamped."""
+    limit = config.get("swiglu_limit", LIMIT)
+    if not limit:
+        return keys.activation(config)
+    if limit != LIMIT or keys.activation(config) != "silu":
+        raise ModelError(f"config.json: swiglu_limit is {limit!r}", f"known: {LIMIT:g} of silu, or 0")
+    return "silu_of_10"
+
+
+def _mixer(config: Config) -> MLAConfig:
+    latent = _latent.mixer(keys.inside(config, {"rope_interleave": False}))
+    if latent.indexer is None:
+        raise ModelError("config.json: index_topk is missing", "all layers of HY-V4 select positions")
+    eps = real(config, "rms_norm_eps", 1e-5)
+    indexer = replace(latent.indexer, trailing=True, eps=eps)
+    return replace(latent, indexer=indexer, sinks=True, num_gates=latent.num_heads * latent.value)
+
+
+FAMILY = Family(
+    parse=parse,
+    defaults={
+        "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "n_group": 1,
+        "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 8, "index_topk": 2048, "index_n_heads": 16,
+        "index_head_dim": 128, "index_topk_freq": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    },
+    harmless={
+        **_latent.HARMLESS,
+        "learnable_sink_init": "training only",
+        **dict.fromkeys(("enable_lm_head_fp32", "head_dtype"), "of sums, which are float32 here"),
+        **dict.fromkeys(("num_nextn_predict_layers", "mtp_quant_algo"), "of the MTP module, which is left"),
+    },
+    names=Names(
+        {
+            "model.": "", "lm_head.": "lm_head.", "model.mtp_layers.": None, "model.hc_head.hc_head_": "streams.",
+            "model.hc_head.hc_": "streams.",
+        },
+        parts={
+            ".hc_attn_layer.hc_pre.hc_": ".mixer_streams.",
+            ".hc_mlp_layer.hc_pre.hc_": ".mlp_streams.",
+            ".hc_attn_layer.hc_": ".mixer_streams.",
+            ".hc_mlp_layer.hc_": ".mlp_streams.",
+            ".self_attn.learnable_sink_param": ".self_attn.sinks",
+            ".self_attn.linear_gate.": ".self_attn.gate_proj.",
+        },
+    ),
+    mtp=LAYOUTS["hy_v4"],
+    small={
+        "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], **_latent.SMALL, **_latent.INDEXED,
+        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": None,
+        "indexer_types": ["full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "hc_eps": 1e-3,
+    },
+)  # fmt: skip
