@@ -23,7 +23,7 @@ from headstart.models.small import Arrays
 LLAMA_CPP = "bailingmoe3"
 SERVED = {
     "use_bias": False, "use_qkv_bias": False, "use_rmsnorm": True, "norm_head": False, "norm_softmax": False,
-    "score_function": "sigmoid", "linear_silu": True, "mtp_use_kda": False, "use_qk_norm": True, "no_kda_lora": True,
+    "score_function": "sigmoid", "linear_silu": True, "mtp_use_kda": False, "no_kda_lora": True,
     **dict.fromkeys(
         ("use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input"), False
     ),
@@ -98,7 +98,7 @@ FAMILY = Family(
         **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
         **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
         **dict.fromkeys(("rotary_dim", "partial_rotary_factor"), "qk_rope_head_dim says it"),
-        **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn"), "of lightning attention"),
+        **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn", "use_qk_norm"), "of lightning attention"),
         "max_window_layers": "no layer has a window",
         "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
         "moe_shared_expert_intermediate_size": "the width of one times their number",
