@@ -73,7 +73,8 @@ ROWS: Mapping[str, FamilyRow] = {
     "bailing_hybrid": FamilyRow(
         mtp=replace(
             DEEPSEEK, norm="{block}final_layernorm", config={**SPARSE, "layer_types": ["full_attention"]}),
-        mtp_block=3),
+        # transformers has linear layers behind the last whole group, vLLM and llama.cpp full ones
+        mtp_block=3, excluded=("num_hidden_layers",)),
     "bailing_moe": FamilyRow(
         is_relative=True, trunk="glm4_moe", mtp=DEEPSEEK, has_deepseek_names=True, released={"norm_topk_prob": True}),
     "cohere2": FamilyRow(
@@ -225,6 +226,7 @@ ROWS: Mapping[str, FamilyRow] = {
         gguf={"hunyuan_v1_dense": "hunyuan-dense"}),
     "hy_v3": FamilyRow(
         is_relative=True, mtp=replace(DEEPSEEK, masks_first=True), mtp_block=-1, has_deepseek_names=True),
+    "kimi_linear": FamilyRow(excluded=("num_hidden_layers",)),  # all layers are listed
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),
     "llama4": FamilyRow(
