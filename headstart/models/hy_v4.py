@@ -54,7 +54,8 @@ def limited_activation(config: Config) -> Any:
     if not limit:
         return keys.activation(config)
     if limit != LIMIT or keys.activation(config) != "silu":
-        raise ModelError(f"config.json: swiglu_limit is {limit!r}", f"known: {LIMIT:g} of silu, or 0")
+        what = f"config.json: swiglu_limit is {limit!r} with {keys.activation(config)}"
+        raise ModelError(what, f"known: {LIMIT:g} with silu, or 0")
     return "silu_of_10"
 
 

@@ -226,6 +226,7 @@ ROWS: Mapping[str, FamilyRow] = {
         gguf={"hunyuan_v1_dense": "hunyuan-dense"}),
     "hy_v3": FamilyRow(
         is_relative=True, mtp=replace(DEEPSEEK, masks_first=True), mtp_block=-1, has_deepseek_names=True),
+    "hy_v4": FamilyRow(excluded=("attention_bias", "hidden_act")),
     "kimi_linear": FamilyRow(excluded=("num_hidden_layers",)),  # all layers are listed
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),
