@@ -211,6 +211,10 @@ def test_a_request_waits_for_an_engine() -> None:
             app.engines_changed()
             await asking
             assert client.body == b"abc"
+            await Client().ask(app, "GET", "/health")
+            down.is_ready, later = False, Client()
+            await later.ask(app, "GET", "/health")
+            assert later.status == 200  # the router goes on sending: requests wait
 
     asyncio.run(main())
 

@@ -8,6 +8,7 @@ engine that is given up, because it is silent or renewed, is not read any more.
 
 import asyncio
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -165,6 +166,7 @@ class Relay:
         self._reader = BodyReader()
         self._upstreams: set[Upstream] = set()
         self._changed = asyncio.Event()
+        self._able_at = -math.inf  # last time that an engine was known to be there
 
     @property
     def urls(self) -> list[str]:
@@ -187,10 +189,20 @@ class Relay:
         lines = [f"# HELP {name} Requests that went on at another engine.", f"# TYPE {name} counter"]
         return "\n".join([*lines, *(f'{name}{{why="{why}"}} {self.resumed[why]}' for why in get_args(Why)), ""])
 
+    def _keeps_requests(self) -> bool:
+        """Do requests wait for an engine, which was there not long ago?"""
+        if any(_can_serve(each, "") for each in self._engines()):
+            self._able_at = time.monotonic()
+            return False
+        return time.monotonic() - self._able_at < WAIT_S
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         if request.headers.get(OWN_HEADER) == self.token:  # a replica asks for metrics
             await Response(self.metrics())(scope, receive, send)
+            return
+        if scope["path"] == "/health" and self._keeps_requests():  # else the router would refuse what can wait
+            await JSONResponse({"status": "waiting"})(scope, receive, send)
             return
         try:
             with self._reader.incoming() as incoming:
