@@ -1,12 +1,10 @@
 """What families with Kimi delta attention share: its sizes, latent attention beside it, and names of tensors.
 
-Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `models/glm5_next`. Names in GGUF files and
-what is folded into them: llama.cpp's `conversion/kimi_linear.py`.
+Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `models/glm5_next`.
 """
 
 import math
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -22,11 +20,6 @@ from headstart.models.small import Arrays
 LINEAR, FULL = "linear_attention", keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
-GGUF_CONVS = tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")
-GGUF_PARTS: Mapping[str, str] = {
-    "linear_attn.in_proj_b": "b_proj", "linear_attn.norm": "o_norm", "ssm_norm": "o_norm",
-    "ssm_f_a": "f_a_proj", "ssm_f_b": "f_b_proj", "ssm_g_a": "g_a_proj", "ssm_g_b": "g_b_proj",
-}  # fmt: skip
 
 
 def mixer(config: Config, *, heads: int, dim: int, width: int, bound: float, low_rank: bool) -> KDAConfig:
@@ -92,19 +85,15 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
             ours[name] = tensor
             continue
         stem, part = f"{match[1]}.self_attn", match[2].removeprefix("self_attn.")
-        if part in (CONVS[0], GGUF_CONVS[0]):
-            parts = [tensors.get(name.replace(part, each)) for each in (CONVS if part in CONVS else GGUF_CONVS)]
+        if part == CONVS[0]:
+            parts = [tensors.get(name.replace(part, each)) for each in CONVS]
             if joined := _taps(f"{stem}.conv", parts, linear[match[1]]):
                 ours[joined.name] = joined
-        elif part in ("A_log", "ssm_a"):
-            heads = tensor.shaped(math.prod(tensor.shape))
-            ours[f"{stem}.decay_rate"] = heads if part == "ssm_a" else heads.exp().affine(-1, 0)
-        elif part in ("dt_bias", "ssm_dt.bias"):
+        elif part == "A_log":
+            ours[f"{stem}.decay_rate"] = tensor.shaped(math.prod(tensor.shape)).exp().affine(-1, 0)
+        elif part == "dt_bias":
             ours[f"{stem}.decay_bias"] = tensor
-        elif part not in (*CONVS, *GGUF_CONVS):
-            for theirs, own in GGUF_PARTS.items() if from_gguf else ():
-                if part.startswith(theirs):
-                    name = f"{stem}.{own}{part.removeprefix(theirs)}"
+        elif part not in CONVS:
             ours[name] = tensor
     return ours
 

@@ -33,6 +33,7 @@ GATES = {None: 0, "head_wise": 1, "element_wise": 2}
 
 def parse(config: Config) -> DecoderConfig:
     config = keys.inside(config, {})
+    keys.refuse_gguf(config, LLAMA_CPP)
     if config.get("short_conv_kernel_size") is None or config.get("kv_lora_rank") is None:
         raise ModelError("lightning attention (Ling 2.5) is not supported", "known: Kimi delta attention (Ling 3)")
     keys.refuse_others(config, SERVED)

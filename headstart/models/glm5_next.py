@@ -26,12 +26,14 @@ from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import Arrays
 
+LLAMA_CPP = "glm5-next"
 INDEXED = "indexed_attention"
 SERVED = {"index_kpool_always_select_tail": True, "qk_rope_head_dim": 0, "attention_bias": False, "mlp_bias": False}
 POOLS = {"index_kpool_compress_gate": "pool_gate", "index_kpool_compress_ape": "pool_bias"}
 
 
 def parse(config: Config) -> DecoderConfig:
+    keys.refuse_gguf(config, LLAMA_CPP)
     config, tied = keys.text_config(config)
     keys.refuse_others(config, SERVED)
     config = _kda.linear_config(config)
@@ -137,6 +139,6 @@ FAMILY = Family(
     mtp=MTPLayout(
         title="GLM-5.3-Flash", not_xllm="xLLM has no draft of this type", not_llama_cpp="its graph is not written yet"
     ),
-    aliases=("glm5_next_text", "glm5-next"),
+    aliases=("glm5_next_text", LLAMA_CPP),
     small={"model_type": "glm5_next_text", "architectures": ["Glm5NextForConditionalGeneration"], **SMALL},
 )  # fmt: skip

@@ -71,6 +71,13 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
 
 
+def refuse_gguf(config: Config, name: str) -> None:
+    """Raises ModelError for a GGUF file (model_type `name`), which the family does not read."""
+    if config.get("model_type") == name:
+        hint = "use the model's safetensors; other engines run the file: headstart launch llamacpp FILE.gguf"
+        raise ModelError(f"GGUF files of {name} models are not read", hint)
+
+
 def attention(
     config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, value_dim: int = 0,
     chunk: int = 0, **switches: Any,

@@ -1,6 +1,6 @@
 """Kimi-Linear (48B-A3B): Kimi delta attention, and latent attention without rotary positions in every fourth layer.
 
-Formula: transformers 5.24 `models/kimi_linear`. GGUF files: llama.cpp's `conversion/kimi_linear.py`.
+Formula: transformers 5.24 `models/kimi_linear`.
 """
 
 import re
@@ -27,14 +27,12 @@ EXPERT_PARTS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "
 
 
 def parse(config: Config) -> DecoderConfig:
+    keys.refuse_gguf(config, LLAMA_CPP)
     keys.refuse_others(config, SERVED)
     told = {ours: config.get(key) for key, ours in THEIRS.items()}
     config = keys.inside(config, {key: value for key, value in told.items() if value is not None})
-    attends, _ = keys.attending(config) if config.get("model_type") == LLAMA_CPP else (None, 0)
     config = _kda.linear_config(config)
     kinds = _kda.kinds_of(config)
-    if attends is not None:
-        kinds = [_kda.FULL if each else _kda.LINEAR for each in attends]
     if kinds is None:
         kinds = [_kda.FULL if i and i % 4 == 0 else _kda.LINEAR for i in range(keys.num_layers(config))]
     linear = _kda.mixer(
