@@ -30,7 +30,7 @@ from headstart.tools.inspect.run import InspectOptions
 from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
-FAMILIES = [name for name in ALL_FAMILIES if family_of(name).mtp]
+FAMILIES = [name for name in ALL_FAMILIES if family_of(name).head]
 WRAPPERS = ("", "model.", "model.language_model.", "language_model.model.")
 LATER_EXPERTS = re.compile(r"experts\.[1-9]")  # are like the first
 
