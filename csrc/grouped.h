@@ -93,7 +93,7 @@ INLINE void multiply_quantized(const Matrix& w, const uint8_t* const block[2], c
             asm volatile("" : "+m"(starts)); // in memory, from where they reach all lanes without a vector instruction
         }
         const int64_t near = kNear * panel_bytes + (adjacent && panel + kNear >= num_panels ? block_bytes : 0);
-#if !HEADSTART_NEON // unrolled, its loads leave no registers for the sums
+#if HEADSTART_AVX512 || HEADSTART_AVX2 // elsewhere sums would leave the registers, or GCC 12 mixes up lanes in memory
 #pragma GCC unroll 4
 #endif
         for (int g = 0; g < kParts; ++g) {
