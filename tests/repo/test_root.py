@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 KNOWN = {
     ".ci", ".dockerignore", ".github", ".gitignore", "CMakeLists.txt", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
-    "Makefile", "README.md", "benchmarks", "csrc", "deploy", "docs", "headstart", "pyproject.toml", "tests",
+    "Makefile", "README.md", "action.yml", "benchmarks", "csrc", "deploy", "docs", "headstart", "pyproject.toml",
+    "tests",
 }  # fmt: skip
 
 
