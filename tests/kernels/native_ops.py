@@ -199,8 +199,8 @@ def inputs_of(form: Form, path: str, x: Array) -> Array:
 
 
 def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:
-    """How far from float64."""
-    return 1.2e-2 if path in PAIRED and kv_dtype != "float32" else otherwise
+    """How far from float64: on paths with bfloat16 products about one unit of bfloat16 at 2 to 4."""
+    return 1.6e-2 if path in PAIRED and kv_dtype != "float32" else otherwise
 
 
 def to_e4m3(values: Array) -> Array:

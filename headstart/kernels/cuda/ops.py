@@ -315,6 +315,9 @@ class CudaOps:
         )
         return out
 
+    def bounded_decay(self, x: Tensor, rate: Tensor, bias: Tensor, bound: float) -> Tensor:
+        return bound * (rate * (x + bias)).sigmoid()
+
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
 
