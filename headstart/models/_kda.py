@@ -63,7 +63,8 @@ def kinds_of(config: Config, full: str = FULL) -> list[str] | None:
     count, kinds = keys.num_layers(config), config.get("layer_types")
     if (listed := config.get("full_attn_layers")) is not None:
         linear = config.get("kda_layers") or []
-        if not all(isinstance(each, list) for each in (listed, linear)) or not {*range(1, count + 1)} <= {*listed, *linear}:
+        is_list = all(isinstance(each, list) for each in (listed, linear))
+        if not is_list or not {*range(1, count + 1)} <= {*listed, *linear}:
             raise ModelError(f"config.json: full_attn_layers and kda_layers must name layers 1 to {count}")
         kinds = [full if i + 1 in listed else LINEAR for i in range(count)]
     if kinds is not None:
