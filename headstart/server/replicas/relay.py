@@ -1,9 +1,9 @@
-"""The relay in front of the engines: a response whose engine is lost goes on at another one, to the byte.
+"""The relay between router and engines: a response whose engine is lost continues at another one, byte for byte.
 
 The router knows one address of the relay for each replica. Requests go to the engine of that replica, or to another one
-while it is down. Engines answer in frames (frames.py). The relay keeps the record of what an engine has said, and gives
-it to the next engine, which makes the same response again; the relay leaves out the pieces that the client has. An
-engine that is given up, because it is silent or renewed, is not read any more.
+while it is down. Engines answer in frames (frames.py). The relay keeps the record of each response and sends it to the
+next engine, which makes the same response again. The relay drops the pieces that the client already has. It closes the
+connections to engines that are silent or are being renewed.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ HOST = "127.0.0.1"  # of the relay and the engines
 WAIT_S = 300.0  # maximum time of a request without an engine
 RETRY_S = 0.1
 MAX_LOSSES, MAX_LOSING_S = 5, 120.0
-"""A request fails that has seen more engines end, for longer, without a word more of its text: it may be the cause."""
+"""A request fails if more than MAX_LOSSES engines ended while they worked on it, over more than MAX_LOSING_S seconds
+without new text: the request may be the cause."""
 HOP_HEADERS = frozenset({
     b"connection", b"keep-alive", b"te", b"upgrade", b"transfer-encoding", b"content-length", b"expect",
 })  # fmt: skip
@@ -47,7 +48,7 @@ class LostError(Exception):
 
 
 class RefusedError(Exception):
-    """An engine does not go on with a response."""
+    """An engine refuses to continue a response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -55,11 +56,11 @@ class RefusedError(Exception):
 
 
 class Engine(Protocol):
-    """What the relay knows of a replica's process."""
+    """A replica's process."""
 
     number: int
     port: int
-    fingerprint: str  # see ServedModel.fingerprint; empty: not known yet
+    fingerprint: str  # ServedModel.fingerprint; empty: not known yet
     is_silent: bool
 
     @property
@@ -72,33 +73,33 @@ class Upstream:
 
     engine: Engine
     writer: asyncio.StreamWriter
-    why: Why = "ended"  # where the connection ends before the response
+    why: Why = "ended"  # reason if the connection ends before the response
 
     def give_up(self, why: Why) -> None:
-        """Read nothing more."""
+        """Close the connection."""
         self.why = why
         self.writer.transport.abort()
 
 
 @dataclass(eq=False)
 class Exchange:
-    """One request of a client, and what has been sent of its response."""
+    """One request of a client, and the part of its response that was sent."""
 
     scope: Scope
     body: bytes
     send: Send
     origin: str = field(default_factory=new_origin)
-    fingerprint: str = ""  # of the engine that has begun the response; empty: none has
+    fingerprint: str = ""  # of the engine that began the response; empty: it has not begun
     record: bytearray = field(default_factory=bytearray)
     status: int = 0
     headers: list[tuple[str, str]] = field(default_factory=list)  # sent before the first piece
-    num_pieces: int = 0  # that were sent
-    num_losses: int = 0  # engines that have ended since the record grew
-    heard: float = field(default_factory=time.monotonic)  # when the record grew
-    waits_since: float = field(default_factory=time.monotonic)  # last time that it came, or lost an engine
+    num_pieces: int = 0  # pieces of the body that were sent
+    num_losses: int = 0  # engines that ended since the record grew last
+    heard: float = field(default_factory=time.monotonic)  # time at which the record grew last
+    waits_since: float = field(default_factory=time.monotonic)  # time of arrival, or of the last loss of an engine
 
     def request(self, token: str) -> bytes:
-        """For an engine. Responses to HTTP/1.0 are not chunked."""
+        """The request to an engine, as HTTP/1.0: responses to it are not chunked."""
         scope, kept = self.scope, [pair for pair in self.scope["headers"] if pair[0] not in HOP_HEADERS]
         own = {
             frames.TOKEN: token, frames.ORIGIN: self.origin, frames.RECORD_SIZE: str(len(self.record)),
@@ -123,7 +124,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: HeadstartError) -> None:
-        """One clear error, as the status or, in a stream, as its last event."""
+        """Send an error: as the response, or as the last event of a stream that has begun."""
         status, path = status_of(error).http, self.scope["path"]
         if not self.num_pieces:
             headers = retry_headers(error) if isinstance(error, BusyError) else None
@@ -160,37 +161,37 @@ class Relay:
     """The ASGI application. `engines`: the current engine of each replica."""
 
     def __init__(self, token: str, ports: list[int], engines: Callable[[], Collection[Engine]]) -> None:
-        """ports: at which requests for a replica come, by its number."""
+        """ports: the relay's port for each replica, by the replica's number."""
         self.token, self.ports, self._engines = token, ports, engines
         self.resumed = Counter[Why]()
         self._reader = BodyReader()
         self._upstreams: set[Upstream] = set()
         self._changed = asyncio.Event()
-        self._able_at = -math.inf  # last time that an engine was known to be there
+        self._able_at = -math.inf  # last time at which an engine could serve
 
     @property
     def urls(self) -> list[str]:
         return [f"http://{HOST}:{port}" for port in self.ports]
 
     def engines_changed(self) -> None:
-        """Requests that wait for an engine look again."""
+        """Wake the requests that wait for an engine."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def give_up(self, engine: Engine, why: Why) -> None:
-        """Take the requests of an engine to others that can go on with them, if there are any."""
+        """Move the requests of an engine to others that can continue them, if there are any."""
         if any(_can_serve(other, engine.fingerprint) for other in self._engines() if other is not engine):
             for upstream in [each for each in self._upstreams if each.engine is engine]:
                 upstream.give_up(why)
 
     def metrics(self) -> str:
-        """For Prometheus."""
+        """The relay's counters as Prometheus text."""
         name = "headstart:resumed_requests_total"
         lines = [f"# HELP {name} Requests that went on at another engine.", f"# TYPE {name} counter"]
         return "\n".join([*lines, *(f'{name}{{why="{why}"}} {self.resumed[why]}' for why in get_args(Why)), ""])
 
     def _keeps_requests(self) -> bool:
-        """Do requests wait for an engine, which was there not long ago?"""
+        """Whether requests are kept waiting: no engine can serve now, but one could within the last WAIT_S seconds."""
         if any(_can_serve(each, "") for each in self._engines()):
             self._able_at = time.monotonic()
             return False
@@ -201,7 +202,7 @@ class Relay:
         if request.headers.get(OWN_HEADER) == self.token:  # a replica asks for metrics
             await Response(self.metrics())(scope, receive, send)
             return
-        if scope["path"] == "/health" and self._keeps_requests():  # else the router would refuse what can wait
+        if scope["path"] == "/health" and self._keeps_requests():  # the router would refuse requests otherwise
             await JSONResponse({"status": "waiting"})(scope, receive, send)
             return
         try:
@@ -225,7 +226,7 @@ class Relay:
             work.cancel()
 
     async def _answer(self, exchange: Exchange) -> None:
-        """Tries engines until one has given the whole response."""
+        """Ask engines until the whole response is sent."""
         engine: Engine | None = None
         while True:
             try:
@@ -242,8 +243,8 @@ class Relay:
             await asyncio.sleep(RETRY_S)
 
     async def _choose(self, exchange: Exchange, last: Engine | None) -> Engine:
-        """The engine of the request's replica, else the least busy; not the last one if there is another. Raises
-        BusyError where there is none in time, GenerationError where none can go on with the text."""
+        """The engine of the request's replica, else the least busy; the last one only if there is no other. Raises
+        BusyError if no engine can serve in time, GenerationError if no engine can continue the text."""
         number, deadline = self.ports.index(exchange.scope["server"][1]), exchange.waits_since + WAIT_S
         while time.monotonic() < deadline:
             changed, engines = self._changed, self._engines()
@@ -261,8 +262,8 @@ class Relay:
         raise BusyError(f"no engine has answered within {WAIT_S:g} s", "see the server's log")
 
     async def _read(self, exchange: Exchange, engine: Engine) -> bool:
-        """Pass the response of an engine on. False: the engine is lost. Raises RefusedError, and GenerationError where
-        the request seems to end engines."""
+        """Send the response of an engine to the client. False: the engine is lost. Raises RefusedError, and
+        GenerationError if the request seems to crash engines."""
         upstream: Upstream | None = None
         try:
             reader, writer = await asyncio.open_connection(HOST, engine.port)
