@@ -60,8 +60,10 @@ def parse(config: Config) -> DecoderConfig:
 
 def _kinds(config: Config) -> list[str]:
     """Each fourth layer has latent attention, where no list says which."""
-    kinds, count = config.get("layer_types"), keys.num_layers(config)
-    if isinstance(kinds, list):
+    count = keys.num_layers(config)
+    if (kinds := config.get("layer_types")) is not None:
+        if not isinstance(kinds, list):
+            raise ModelError(f"config.json: layer_types is {kinds!r}, no list")
         kinds = [INDEXED if kind == _kda.FULL else kind for kind in kinds[:count]]  # a module may have one, too
         keys.check_kinds(kinds, count, (_kda.LINEAR, INDEXED))
     kinds = kinds or _kda.kinds_of(config, INDEXED) or [INDEXED if i % 4 == 3 else _kda.LINEAR for i in range(count)]

@@ -45,7 +45,7 @@ def parse(config: Config) -> DecoderConfig:
         keys.layer(config, mixer, dense if feed == keys.DENSE else limited, streams=streams)
         for mixer, feed in zip(mixers, feeds, strict=True)
     ]
-    return keys.decoder(config, layers, streams=streams)
+    return keys.decoder(config, layers, streams=streams, mtp_layer=layers[0])  # it has an indexer of its own
 
 
 def limited_activation(config: Config) -> Any:

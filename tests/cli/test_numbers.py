@@ -13,7 +13,7 @@ MODEL = "/nowhere/no-such-model"
 """A value that is accepted gets as far as this name; nothing is ever loaded."""
 NEEDED = {
     "generate": ["--prompt", "hi"], "plan": ["--gpu", "h100"], "data": ["--out", "/nowhere/out", "--tokens", "10"],
-    "train": ["--out", "/nowhere/out", "--data", __file__, "--tokens", "10"],
+    "train": ["--out", "/nowhere/out", "--data", __file__, "--tokens", "10"], "gate": ["/nowhere/new"],
 }  # fmt: skip
 LISTS = {
     "plan": {"--batch", "--depth", "--acceptance", "--price-per-hour"},

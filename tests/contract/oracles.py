@@ -48,7 +48,7 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
     config |= row_of(family).oracle_config
     if "kv_lora_rank" in config and family != "deepseek_v3":
         config["num_key_value_heads"] = config["num_attention_heads"]
-    if isinstance(kinds := config.get("layer_types"), list):
+    if family != "step3p5" and isinstance(kinds := config.get("layer_types"), list):  # its modules have kinds, too
         config["layer_types"] = kinds[: config["num_hidden_layers"]]
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]

@@ -101,7 +101,7 @@ def test_a_launcher(version: str, flag: str, tmp_path: Path, capsys: pytest.Capt
     assert main([*words, "--gpus", "h100x1"]) == 0
     assert f"acme-serve --model {model} --host 127.0.0.1 --port 8000 {flag} 2" in capsys.readouterr().out
     assert main([*words, "--role", "prefill"]) == 2
-    assert "Acme cannot take --role" in capsys.readouterr().err
+    assert "Acme does not support --role" in capsys.readouterr().err
     assert main(["launch", "--translate", "acme-serve --model m --speculate 3"]) == 0
     assert "acme-serve --model m --draft-depth 3" in capsys.readouterr().out
 

@@ -29,7 +29,8 @@ COMMANDS = ("inspect", "doctor", "export", "graft", "verify", "bench", "tune", "
 TORCH_FOLDERS = ("kernels", "train")
 FAMILIES = set(registry.available("models"))
 FOREIGN_NAMES = {
-    "heads/assistant.py", "heads/eagle3.py", "heads/layouts/writing.py", "formats/gguf_names.py",
+    "heads/assistant.py", "heads/block.py", "heads/eagle3.py", "heads/layouts/reading.py", "heads/layouts/writing.py",
+    "formats/gguf_names.py",
     "text/_gguf_tokenizer.py", "text/pre_tokenizers.py", "tools/export/gguf_model.py",
     "tools/export/targets/vllm_mimo.py", "tools/export/targets/gguf.py", "tools/export/targets/speculators.py",
     "tools/export/targets/vllm_eagle.py", "tools/launch/launchers/sglang.py",

@@ -94,4 +94,4 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
 def test_those_of_older_versions_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "--head", str(SHIPPED), "--to", "vllm-dspark", "-o", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
-    assert "its taps are normed one by one" in told and "train one anew: headstart train --kind block" in told
+    assert "its taps are normed one by one" in told and "train a new one: headstart train --kind block" in told
