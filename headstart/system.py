@@ -169,6 +169,16 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
     return True
 
 
+def stop_process_group(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Interrupt a process with a session of its own, and its children; kill them if it does not end in time."""
+    end_process_group(process, kill=False)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        end_process_group(process, kill=True)
+        process.wait()
+
+
 def supports_escapes(stream: TextIO) -> bool:
     """True if the stream is a terminal that interprets escape sequences. On Windows only newer terminals do."""
     known = "WT_SESSION" in os.environ if sys.platform == "win32" else os.environ.get("TERM", "dumb") != "dumb"

@@ -1,7 +1,6 @@
 """`headstart gate`: compare a new server or checkpoint with the old one."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ def gate(flags: GateFlags, files: GateFiles, output: OutputOptions) -> int:
         lines = [*report.lines, *([outputs.paragraph(report.data)] if files.badge else [])]
         return Report(report.ok, {name: part for name, part in report.data.items() if name != "record"}, lines)
 
-    return output.run("comparing", partial(work), _print_checks)
+    return output.run("comparing", work, _print_checks)
 
 
 def _print_checks(data: dict[str, Any]) -> None:

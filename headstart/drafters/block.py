@@ -1,10 +1,10 @@
 """Block drafters (heads/block.py) and P-EAGLE: one pass over the last token and mask tokens drafts a whole block.
 
-What true positions leave in the KV cache is stored at their slots: of a block drafter the trunk's hidden states
-("features"), of a P-EAGLE head pairs as drafters/head.py has them. Each draft first computes those of tokens committed
-since the last draft, then runs the block's rows at the slots after them; the next draft overwrites these slots. All
-tokens are sampled at once, unless a token's distribution depends on the tokens before it (Markov head, penalties,
-masks): then one by one.
+The KV cache holds one entry per committed token, at the token's slot: a block drafter computes it from the trunk's
+hidden states ("features"), a P-EAGLE head from pairs (drafters/head.py). Each draft first computes the entries of
+tokens committed since the last draft, then runs the block's rows at the slots after them; the next draft overwrites
+these slots. All tokens are sampled at once, unless a token's distribution depends on the tokens before it (Markov head,
+penalties, masks): then one by one.
 """
 
 import math
@@ -85,8 +85,10 @@ class BlockNetwork:
 
 
 class BlockDrafter(Drafter):
-    """Drafts in one pass over the last token and mask tokens; the maximum depth is the block size. `programs`: the
-    network's that keeps what true positions leave, and that gives the logits of a block."""
+    """Drafts in one pass over the last token and mask tokens; the maximum depth is the block size.
+
+    programs: names of the network's program that fills the KV cache for committed tokens, and of the program that
+    computes the logits of a block."""
 
     costs_per = "pass"
 

@@ -52,8 +52,8 @@ def match(trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], names: tup
 
 
 def match_texts(trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int]) -> Matching:
-    """Tokens that add the same bytes to a text, and the ends of texts (TLI, arXiv 2502.05202). Of a token that it has
-    not, the draft model reads the last of its own tokens for that text."""
+    """Matches tokens with equal bytes, and end-of-text tokens (TLI, arXiv 2502.05202). For a trunk token without a
+    match the draft model reads the last token of its own tokenization of that token's text."""
     own: dict[bytes, int] = {}
     for index in range(min(draft.vocab_size, sizes[1])):
         if index not in draft.special_ids:

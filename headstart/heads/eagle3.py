@@ -198,7 +198,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 
 def _block(document: Document, num_layers: int, vocab_size: int, path: Path) -> BlockSpec:
-    """Of a P-EAGLE head, whose last pair drafts too."""
+    """BlockSpec of a P-EAGLE head: the last pair's row drafts the first token, mask rows the others."""
     mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
     if type(mask) is not int:
         raise ModelError(f"{path / 'config.json'}: mask_token_id is {mask!r}, but must be a token", "is it P-EAGLE?")

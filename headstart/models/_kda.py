@@ -1,4 +1,4 @@
-"""What families with Kimi delta attention share: its sizes, latent attention beside it, and names of tensors.
+"""Config keys and tensors that families with Kimi delta attention share.
 
 Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `models/glm5_next`.
 """
@@ -35,7 +35,7 @@ def mixer(config: Config, *, heads: int, dim: int, width: int, bound: float, low
 
 
 def bound_of(config: Config, key: str, *, safe: bool) -> float:
-    """The lower bound of log decays, which a key says; 0: none."""
+    """Lower bound of log decays under a config key; 0: none. safe: whether the config uses the bound."""
     value = config.get(key)
     if not safe or value is None:
         return 0.0
@@ -45,7 +45,7 @@ def bound_of(config: Config, key: str, *, safe: bool) -> float:
 
 
 def linear_config(config: Config) -> Config:
-    """The config with what stands in `linear_attn_config`, as KimiLinearConfig names it."""
+    """The config with the values of its object `linear_attn_config` as top-level keys `linear_...`."""
     inner = config.get("linear_attn_config") or {}
     if not isinstance(inner, dict):
         raise ModelError("config.json: linear_attn_config is not an object")
@@ -59,7 +59,8 @@ def linear_config(config: Config) -> Config:
 
 
 def kinds_of(config: Config, full: str = FULL) -> list[str] | None:
-    """Of each layer, LINEAR or `full`, where the config lists them, counted from 1 or by name."""
+    """LINEAR or `full` for each layer, by the config's lists of layer numbers (from 1) or `layer_types`; None without
+    such a key."""
     count, kinds = keys.num_layers(config), config.get("layer_types")
     if (listed := config.get("full_attn_layers")) is not None:
         linear = config.get("kda_layers") or []
@@ -77,7 +78,7 @@ def linear_layers(config: DecoderConfig) -> dict[str, KDAConfig]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The three convolutions as one, and rates as negative factors."""
+    """Family.adapt: joins the convolutions of q, k and v, and turns A_log into decay rates -exp(A_log)."""
     ours: dict[str, RawTensor] = {}
     linear = linear_layers(config)
     for name, tensor in tensors.items():
@@ -109,7 +110,7 @@ def _taps(name: str, parts: list[RawTensor | None], config: KDAConfig) -> RawTen
 
 
 def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (-1,)) -> Arrays:
-    """The way back; `shape` of A_log."""
+    """Family.restore: inverse of `adapt`. shape: of A_log."""
     theirs: Arrays = {}
     linear = linear_layers(config)
     for name, array in arrays.items():

@@ -54,16 +54,13 @@ def parse(config: Config) -> DecoderConfig:
     )  # fmt: skip
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(latent, num_gates=num_gates), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
-    feeds = keys.feed_kinds(config, "first_k_dense_replace")
-    layers = [
-        keys.layer(config, mixers[kind], dense if feed == keys.DENSE else sparse)
-        for kind, feed in zip(_kinds(config), feeds, strict=True)
-    ]
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in _kinds(config)], dense, sparse)
     return keys.decoder(config, layers, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
 
 
 def _kinds(config: Config) -> list[str]:
-    """Without a list of them the last layer of each group is full, and all behind the last whole group."""
+    """Kind of each layer. Without a list, the last layer of each group has full attention, as all layers after the last
+    whole group."""
     if (kinds := _kda.kinds_of(config)) is not None:
         return kinds
     count, group = keys.num_layers(config), number(config, "layer_group_size", default=6)
@@ -72,7 +69,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """`g_proj` of latent attention is its gate."""
+    """Family.adapt: `g_proj` of latent attention becomes `gate_proj`."""
     linear = tuple(f"{prefix}." for prefix in _kda.linear_layers(config))
     named = {
         name if name.startswith(linear) else name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."): tensor
@@ -82,7 +79,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back."""
+    """Family.restore: inverse of `adapt`."""
     theirs = _kda.restore(arrays, config)
     return {name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."): array for name, array in theirs.items()}
 

@@ -14,7 +14,6 @@ from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import IndexSpec, StreamSpec
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
 from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig
 from headstart.layers.parts import MixerConfig
@@ -50,10 +49,8 @@ def parse(config: Config) -> DecoderConfig:
         number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20),
         real(config, "hc_eps", 1e-6), weighted_end=False,
     )  # fmt: skip
-    layers: list[LayerConfig] = [
-        keys.layer(config, mixers[kind], dense if feed == keys.DENSE else sparse, streams=streams)
-        for kind, feed in zip(_kinds(config), keys.feed_kinds(config, "first_k_dense_replace", default=3), strict=True)
-    ]
+    own = [mixers[kind] for kind in _kinds(config)]
+    layers = keys.mixed_layers(config, own, dense, sparse, default=3, streams=streams)
     module = keys.layer(config, mixers[INDEXED], sparse)
     return keys.decoder(config, layers, streams=streams, tied=tied, mtp_layer=module)
 

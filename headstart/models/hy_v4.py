@@ -10,7 +10,6 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
 from headstart.layers.mla import MLAConfig
 from headstart.models import _latent, glm_moe_dsa, keys
 from headstart.models.base import Family
@@ -40,11 +39,7 @@ def parse(config: Config) -> DecoderConfig:
         assert own or index
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
-    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
-    layers: list[LayerConfig] = [
-        keys.layer(config, mixer, dense if feed == keys.DENSE else limited, streams=streams)
-        for mixer, feed in zip(mixers, feeds, strict=True)
-    ]
+    layers = keys.mixed_layers(config, mixers, dense, limited, default=1, streams=streams)
     return keys.decoder(config, layers, streams=streams, mtp_layer=layers[0])  # it has an indexer of its own
 
 

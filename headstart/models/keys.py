@@ -276,6 +276,19 @@ def dense_or_sparse(
     return [dense if kind == DENSE else sparse for kind in kinds]
 
 
+def mixed_layers(
+    config: Config, mixers: Sequence[MixerConfig], dense: FeedForwardConfig, sparse: FeedForwardConfig, *,
+    default: int = 0, **more: Any,
+) -> list[LayerConfig]:  # fmt: skip
+    """One layer for each mixer, with `dense` where `feed_kinds` says DENSE, else `sparse`. default: number of dense
+    layers without a key. more: further fields of LayerConfig."""
+    feeds = feed_kinds(config, "first_k_dense_replace", default=default)
+    return [
+        layer(config, mixer, dense if feed == DENSE else sparse, **more)
+        for mixer, feed in zip(mixers, feeds, strict=True)
+    ]
+
+
 def rotated_layers(config: Config, flags: object) -> list[bool]:
     """For each layer, whether it has RoPE: by flags, or (None) all but each `no_rope_layer_interval`th."""
     count, every = num_layers(config), number(config, "no_rope_layer_interval", default=4)

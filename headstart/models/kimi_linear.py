@@ -41,17 +41,13 @@ def parse(config: Config) -> DecoderConfig:
     )  # fmt: skip
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(_latent.mixer(config), rope=None), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
-    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
-    layers = [
-        keys.layer(config, mixers[kind], dense if feed == keys.DENSE else sparse)
-        for kind, feed in zip(kinds, feeds, strict=True)
-    ]
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse, default=1)
     length = number(config, "max_position_embeddings", default=1048576)
     return keys.decoder(config, layers, max_length=length, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Mixtral's names of experts become DeepSeek's."""
+    """Family.adapt: renames experts from Mixtral's names to DeepSeek's."""
     named: dict[str, RawTensor] = {}
     for written, tensor in tensors.items():
         name = written.replace(".block_sparse_moe.", ".mlp.")
@@ -62,7 +58,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back."""
+    """Family.restore: inverse of `adapt`."""
     theirs: Arrays = {}
     back = {ours: name for name, ours in EXPERT_PARTS.items()}
     for name, array in _kda.restore(arrays, config, (1, 1, -1, 1)).items():

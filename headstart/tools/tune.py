@@ -16,7 +16,7 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
-from headstart.system import end_process_group
+from headstart.system import stop_process_group
 from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
@@ -278,12 +278,7 @@ class StartedServer:
     def close(self) -> None:
         if self._process is None:
             return
-        end_process_group(self._process, kill=False)  # the command may have started processes of its own
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            end_process_group(self._process, kill=True)
-            self._process.wait()
+        stop_process_group(self._process, STOP_SECONDS)  # the command may have started processes of its own
         self._process = None
 
     def _start(self, mode: str) -> HttpTarget:

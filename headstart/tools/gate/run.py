@@ -1,8 +1,9 @@
 """`headstart gate`: is a new server or checkpoint as good as the old one?
 
 Both sides answer the same prompts: twice alone, then all at once. A check of counts fails where the new side has fewer
-hits with a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided); acceptance and speed fail below
-a floor that the 95 % interval confirms. Differences that the old side shows against itself are no fault of the new one.
+hits, and so few or fewer have a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided). Tokens per
+pass and speed fail below a share of the old value, if the 95 % interval of the ratio lies below 1. The expected rate of
+equal texts is the rate at which the old side repeats its own.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, UsageError
 from headstart.files import read_text
-from headstart.system import end_process_group
+from headstart.system import stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
 from headstart.tools.probe.exact import DEEP, SWITCHES
@@ -65,7 +66,12 @@ class GateAnswer:
     company: str  # asked among CONCURRENCY requests
     tokens: int | None  # of the first answer; None: the server does not tell
     seconds: float  # of the first answer
-    accepted: float | None = None  # drafted tokens of an answer that no earlier answer drafted for; None: unknown
+    accepted: float | None = None  # accepted drafted tokens; None: the server does not tell
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether both answers alone have the same text."""
+        return self.texts[0] == self.texts[1]
 
     @property
     def is_valid(self) -> bool:
@@ -113,24 +119,22 @@ class GateCheck:
     note: str = ""
 
 
-@dataclass
-class GateResult:
-    checks: list[GateCheck] = field(default_factory=list)
+def _count(name: str, old: Seq[bool], new: Seq[bool]) -> GateCheck:
+    """Compares the shares of hits."""
+    if not old or not new:
+        return GateCheck(name, None, _share(old), _share(new), "one side has no such requests")
+    chance = chance_of_fewer(sum(old), len(old), sum(new), len(new))
+    note = "" if chance >= SIGNIFICANT else f"chance under equal rates: {chance:.1e}"
+    return GateCheck(name, chance >= SIGNIFICANT, _share(old), _share(new), note)
 
-    def count(self, name: str, old: Seq[bool], new: Seq[bool]) -> None:
-        """Compares the share of hits."""
-        if not old or not new:
-            self.checks.append(GateCheck(name, None, _share(old), _share(new), "one side has no such requests"))
-            return
-        chance = chance_of_fewer(sum(old), len(old), sum(new), len(new))
-        note = "" if chance >= SIGNIFICANT else f"chance under equal rates: {chance:.1e}"
-        self.checks.append(GateCheck(name, chance >= SIGNIFICANT, _share(old), _share(new), note))
 
-    def text_changes(self, old: Seq[bool], new: Seq[bool], allowed: bool) -> None:
-        self.count("same text as the old side, greedy", old, new)
-        if allowed and self.checks[-1].ok is False:
-            check = self.checks.pop()
-            self.checks.append(GateCheck(check.name, None, check.old, check.new, "changed, as allowed"))
+def _text_changes(pairs: Seq[tuple[GateAnswer, GateAnswer]], allowed: bool) -> GateCheck:
+    """Compares how often the new side gives a text of the old side with how often the old side repeats itself."""
+    greedy = [pair for pair in pairs if not pair[0].sampled]
+    repeated = [old.is_repeated for old, _ in greedy]
+    same = [not {*old.texts}.isdisjoint(new.texts) for old, new in greedy]
+    check = _count("same text as the old side, greedy", repeated, same)
+    return replace(check, ok=None, note="changed, as allowed") if allowed and check.ok is False else check
 
 
 def _share(hits: Seq[bool]) -> str:
@@ -159,51 +163,42 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     if baseline and baseline.model != new.model:
         what = f"the baseline {options.old} is of model {baseline.model}, and {options.new} serves {new.model}"
         raise UsageError(what, "write a baseline of this model with --save")
-    result = compare(old, new, options, at_once=baseline is None)
-    failed = [check for check in result.checks if check.ok is False]
-    summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(result.checks)} checks failed"
+    checks = compare(old, new, options, at_once=baseline is None)
+    failed = [check for check in checks if check.ok is False]
+    summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(checks)} checks failed"
     data = {
         "ok": not failed, "old": {"side": options.old, "model": old.model},
         "new": {"side": options.new, "model": new.model}, "max_tokens": max_tokens, "floor": options.floor,
-        "checks": [asdict(check) for check in result.checks], "summary": summary, "record": new.data(),
+        "checks": [asdict(check) for check in checks], "summary": summary, "record": new.data(),
     }  # fmt: skip
     return Report(not failed, data, [summary])
 
 
-def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, at_once: bool = True) -> GateResult:
+def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, at_once: bool = True) -> list[GateCheck]:
     """Makes all checks over the prompts that both sides answered. at_once: both sides were asked in turns."""
     shared = [key for key in old.answers if key in new.answers]
     if not shared:
         raise UsageError("the two sides share no kind of request", "do both serve chats?")
     pairs = [(old.answers[key], new.answers[key]) for key in shared]
     sides = list(zip(*pairs, strict=True))
-    result = GateResult()
-    for name, hit in COUNTED.items():
-        result.count(name, *([hit(each) for each in side] for side in sides))
+    checks = [_count(name, *([hit(each) for each in side] for side in sides)) for name, hit in COUNTED.items()]
     for kind, name in OBJECTS.items():
-        result.count(name, *([each.is_valid for each in side if each.kind == kind] for side in sides))
-    greedy = [(one, other) for one, other in pairs if not one.sampled]
-    result.text_changes(
-        [one.texts[0] == one.texts[1] for one, _ in greedy],
-        [other.texts[1] in one.texts or other.texts[0] in one.texts for one, other in greedy],
-        options.allow_text_changes,
-    )
-    for kind in dict.fromkeys(one.kind for one, _ in pairs):
-        of_kind = [pair for pair in pairs if pair[0].kind == kind]
-        result.checks.append(_acceptance(f"tokens per pass, {kind}", of_kind, options.floor))
-    result.checks.append(_acceptance("tokens per pass, all", pairs, options.floor))
-    result.checks.append(_speed(pairs, at_once))
-    return result
+        checks.append(_count(name, *([each.is_valid for each in side if each.kind == kind] for side in sides)))
+    checks.append(_text_changes(pairs, options.allow_text_changes))
+    for kind in dict.fromkeys(old_answer.kind for old_answer, _ in pairs):
+        checks.append(_acceptance(kind, [pair for pair in pairs if pair[0].kind == kind], options.floor))
+    return [*checks, _acceptance("all", pairs, options.floor), _speed(pairs, at_once)]
 
 
 COUNTED: dict[str, Callable[[GateAnswer], bool]] = {
-    "same text when asked twice": lambda each: each.texts[0] == each.texts[1],
+    "same text when asked twice": lambda each: each.is_repeated,
     "same text alone and in company": lambda each: each.company in each.texts,
 }
 
 
-def _acceptance(name: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: float) -> GateCheck:
+def _acceptance(kind: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: float) -> GateCheck:
     """Compares tokens per pass over the prompts of a kind."""
+    name = f"tokens per pass, {kind}"
     if any(each.tokens is None or each.accepted is None for pair in pairs for each in pair):
         return GateCheck(name, None, "-", "-", "a server does not report accepted tokens")
     counts = np.array([[(each.tokens, each.accepted) for each in pair] for pair in pairs], np.float64)
@@ -342,12 +337,7 @@ def _served(side: str) -> Iterator[str]:
         _wait_for(Server.at(f"127.0.0.1:{port}"), process, side)
         yield f"http://127.0.0.1:{port}"
     finally:
-        end_process_group(process, kill=False)
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            end_process_group(process, kill=True)
-            process.wait()
+        stop_process_group(process, STOP_SECONDS)
 
 
 def _wait_for(server: Server, process: "subprocess.Popen[bytes]", side: str) -> None:
