@@ -5,7 +5,6 @@ Each fork has limits of time, memory and stack. Its reply is small enough for on
 
 import ctypes
 import json
-import os
 import random
 import signal
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 
 from headstart import system
 from headstart.errors import UsageError
+from headstart.text._child import child_pipes
 from headstart.text.grammar import GrammarCompiler
 from headstart.text.grammar_sandbox import run_with_stack
 from headstart.text.grammar_spec import GrammarSpec
@@ -28,8 +28,7 @@ MAX_MESSAGE = 2000  # characters of a message: a write of up to 4096 bytes to a 
 
 def main() -> None:
     """Answer requests until the pipe is closed."""
-    requests, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # stdout now goes to stderr, so that only `replies` writes to the pipe
+    requests, replies = child_pipes()
     system.lower_priority(5)
     compiler = GrammarCompiler(*requests.recv())
     compiler.prepare()

@@ -7,25 +7,22 @@ started with the first constraint, holds the vocabulary, forks for each constrai
 
 import json
 import os
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from headstart import system
 from headstart.errors import BusyError, CapacityError, UsageError
+from headstart.text._child import ChildProcess
 from headstart.text.grammar_limits import GrammarLimits
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.grammar_vocabulary import TokenTable
 
 T = TypeVar("T")
 
-_COMMAND = "from headstart.text._sandbox_process import main; main()"
+_MODULE = "headstart.text._sandbox_process"
 _stack_size = threading.Lock()  # guards threading.stack_size, a setting of the whole process
 
 
@@ -40,7 +37,7 @@ class CompileSandbox:
         self._table, self._vocab_size, self._limits = table, vocab_size, limits
         self._busy, self._count = threading.Lock(), threading.Lock()
         self._num_waiting = 0
-        self._process: _Process | None = None
+        self._process: ChildProcess | None = None
 
     @contextmanager
     def reserve(self) -> Iterator[None]:
@@ -64,51 +61,14 @@ class CompileSandbox:
             raise UsageError(what, "make it simpler")
         for _ in range(2):  # if the process has ended, start it again once
             if self._process is None or self._process.owner != os.getpid():
-                self._process = _Process((self._table(), self._vocab_size, self._limits))
+                self._process = ChildProcess(_MODULE, "compiles constraints")
+                with suppress(OSError):  # it has ended: the next line notices
+                    self._process.requests.send((self._table(), self._vocab_size, self._limits))
             with suppress(EOFError, OSError):
-                return _read_reply(spec, self._process.request([spec.kind, spec.key]), self._limits)
+                self._process.requests.send([spec.kind, spec.key])
+                return _read_reply(spec, json.loads(self._process.replies.recv_bytes()), self._limits)
             self._process = None
         raise CapacityError("the process that compiles constraints ends at once", "check this machine's limits")
-
-
-class _Process:
-    """The child process and the pipes to it. It ends when the pipes are closed."""
-
-    def __init__(self, compiler: tuple[TokenTable, int, GrammarLimits]) -> None:
-        self.owner = os.getpid()  # a fork of this process must not share the pipes
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # messages of stack overflows
-                env=environment,
-                start_new_session=True,  # Ctrl-C must not end the child
-            )
-        except OSError as error:
-            raise CapacityError(f"the process that compiles constraints cannot be started: {error}") from error
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._requests = Connection(os.dup(self._popen.stdin.fileno()), readable=False)
-        self._replies = Connection(os.dup(self._popen.stdout.fileno()), writable=False)
-        self._popen.stdin.close()
-        self._popen.stdout.close()
-        weakref.finalize(self, _end, self._popen, self.owner)
-        with suppress(OSError):  # `request` reports that the process has ended
-            self._requests.send(compiler)
-
-    def request(self, words: list[str]) -> dict[str, Any]:
-        """Send a request; returns the reply. Raises EOFError or OSError if the process has ended."""
-        self._requests.send(words)
-        reply: dict[str, Any] = json.loads(self._replies.recv_bytes())
-        return reply
-
-
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if owner == os.getpid():
-        process.kill()
-        process.wait()
 
 
 def _read_reply(spec: GrammarSpec, reply: dict[str, Any], limits: GrammarLimits) -> int:

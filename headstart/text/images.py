@@ -1,0 +1,165 @@
+"""Pictures of a request: `decode_image` makes pixels of a file's bytes.
+
+Decoders of picture formats are a common target of attacks, so a child process (`_image_process.py`) runs them with
+limits of time, memory and pixels. It is started with the first picture.
+"""
+
+import hashlib
+import json
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart import system
+from headstart.errors import BusyError, CapacityError, UsageError
+from headstart.text._child import ChildProcess
+
+CHUNK = 4 * 2**20  # bytes of pixels in one message of the child process
+SIGNALLED = 128  # exit code of the child process, less the signal that ended a fork
+_MODULE = "headstart.text._image_process"
+
+
+class ImageError(UsageError):
+    """A picture that cannot be read."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of one picture."""
+
+    pixels: int = 50_000_000  # cameras of phones have up to 48 million in their largest common mode
+    seconds: float = 10.0  # processor time
+    wall_seconds: int = 60
+    address_space: int = 1024 * 2**20  # bytes beyond those of the child process at its start
+    waiting: int = 32  # callers that may wait
+
+
+LIMITS = ImageLimits()
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """A decoded picture."""
+
+    pixels: NDArray[np.uint8] = field(repr=False)  # [height, width, 3] RGB
+    digest: bytes = field(repr=False)  # SHA-256 over size and pixels
+
+    @classmethod
+    def of(cls, pixels: NDArray[np.uint8]) -> "Image":
+        """The picture with these pixels [height, width, 3]. Raises ImageError for another shape or type."""
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not pixels.size:
+            raise ImageError(f"a picture has shape {pixels.shape} and type {pixels.dtype}", "give uint8 [h, w, 3]")
+        pixels = np.ascontiguousarray(pixels)
+        height, width, _ = pixels.shape
+        digest = hashlib.sha256(b"%dx%d:" % (width, height))
+        digest.update(pixels.data)
+        return cls(pixels, digest.digest())
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.pixels.shape[1], self.pixels.shape[0]
+
+
+def decode_image(data: bytes) -> Image:
+    """The picture in the bytes of a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM file: its first frame, upright as EXIF
+    says, over white where it is transparent. Raises ImageError if it cannot be read or exceeds LIMITS, BusyError if too
+    many pictures wait, CapacityError if the child process does not start."""
+    if not data:
+        raise ImageError("the picture is empty", "send the bytes of a picture file")
+    if find_spec("PIL") is None:
+        raise UsageError("reading pictures needs Pillow, which is not installed", "pip install pillow")
+    return Image.of(_decoder.decode(data))
+
+
+def read_image(source: Any) -> Image:
+    """The picture of a path, of a file's bytes, of a Pillow image, or an Image. Raises ImageError, as `decode_image`,
+    and for another type."""
+    if isinstance(source, Image):
+        return source
+    if isinstance(source, bytes | bytearray):
+        return decode_image(bytes(source))
+    if isinstance(source, str | os.PathLike):
+        path = Path(source).expanduser()
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ImageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
+        try:
+            return decode_image(data)
+        except ImageError as error:
+            raise ImageError(f"{path}: {error.message}", error.hint) from None
+    if hasattr(source, "getchannel"):
+        from headstart.text._image_process import to_rgb
+
+        try:
+            return Image.of(np.asarray(to_rgb(source)))
+        except (ValueError, OSError) as error:
+            raise ImageError(f"the picture cannot be read: {error}") from None
+    raise ImageError(f"a picture is {type(source).__name__}", "give a path, bytes, a Pillow image or an Image")
+
+
+class _Decoder:
+    """The child process, used by one caller at a time."""
+
+    def __init__(self, limits: ImageLimits = LIMITS) -> None:
+        self._limits = limits
+        self._busy, self._count = threading.Lock(), threading.Lock()
+        self._num_waiting = 0
+        self._process: ChildProcess | None = None
+
+    def decode(self, data: bytes) -> NDArray[np.uint8]:
+        """Pixels [height, width, 3]."""
+        with self._count:
+            if self._num_waiting > self._limits.waiting:
+                raise BusyError(f"{self._limits.waiting} pictures wait to be decoded", "try again later")
+            self._num_waiting += 1
+        try:
+            with self._busy:
+                return self._ask(data)
+        finally:
+            with self._count:
+                self._num_waiting -= 1
+
+    def _ask(self, data: bytes) -> NDArray[np.uint8]:
+        for _ in range(2):  # the process may have ended since the last picture: start it again once
+            if self._process is None or self._process.owner != os.getpid():
+                self._process = ChildProcess(_MODULE, "decodes pictures")
+            process = self._process
+            with suppress(EOFError, OSError):
+                process.requests.send((data, self._limits))
+                return self._pixels(process)
+            self._process, code = None, process.end()
+            if code > SIGNALLED:
+                raise self._limit_error(code - SIGNALLED)
+        raise CapacityError("the process that decodes pictures ends at once", "check this machine's limits")
+
+    def _pixels(self, process: ChildProcess) -> NDArray[np.uint8]:
+        """The reply. Raises EOFError or OSError if the process ends before it is complete."""
+        if not process.replies.poll(self._limits.wall_seconds + 5):  # systems without forks have no other limit
+            self._process = None
+            process.end()
+            raise self._limit_error(None)
+        reply = json.loads(process.replies.recv_bytes())
+        if message := reply.get("error"):
+            raise ImageError(f"the picture cannot be read: {message}", reply["hint"])
+        pixels = np.empty((reply["height"], reply["width"], 3), np.uint8)
+        flat, start = pixels.data.cast("B"), 0
+        while start < len(flat):
+            start += process.replies.recv_bytes_into(flat[start : start + CHUNK])
+        return pixels
+
+    def _limit_error(self, signal_number: int | None) -> ImageError:
+        if signal_number is None or signal_number in system.TIMEOUT_SIGNALS:
+            return ImageError(f"decoding the picture takes more than {self._limits.seconds:g} s", "make it smaller")
+        return ImageError("decoding the picture takes too much memory, or it is damaged", "send a PNG or JPEG file")
+
+
+_decoder = _Decoder()
