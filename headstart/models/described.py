@@ -245,11 +245,13 @@ def _family(unsupported: str, *aliases: str) -> Family:
 
 
 _FAMILIES: Mapping[str, Family] = {
-    "deepseek_v41": _family("a DSpark drafter inside the checkpoint"),
+    "deepseek_v41": _family("memories of hashed n-grams (Engram), and a DSpark drafter inside the checkpoint"),
     "dots3_note": _family("latent attention with windows", "dots3_note_text", "dots3note"),
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
-    "inkling": _family("relative positions and convolutions", "inkling_model", "inkling_mm_model", "inkling_text"),
-    "kimi_k3": _family("Kimi delta attention"),
+    "inkling": _family(
+        "relative positions, convolutions and sink experts", "inkling_model", "inkling_mm_model", "inkling_text"
+    ),
+    "kimi_k3": _family("attention residuals (AttnRes) between blocks of layers"),
     "mamba2": _family("Mamba2 layers"),
     "mimo_v2": Family(
         parse=_mimo_v2,
@@ -263,7 +265,12 @@ _FAMILIES: Mapping[str, Family] = {
     "nemotron_h_puzzle": _family("layers of several sizes (Puzzle)"),
     "pangu_ultra_moe": _family("norms on both sides of latent attention"),
     "phimoe": _family("sparse-mixer routing"),
-    "qwen4_exp": _family("several residual streams (hyper-connections)", "qwen4_exp_text", "qwen4exp"),
+    "qwen4_exp": _family(
+        "embeddings of hashed n-grams (PLE), low-rank hyper-connections and QSA's selection",
+        "qwen4_exp_text",
+        "qwen4exp",
+    ),
+    "step5": _family("compressed indexers for groups of heads (CSA)", "step5_vl"),
 }
 DESCRIBED: Mapping[str, Family] = {name: replace(each, mtp=LAYOUTS.get(name)) for name, each in _FAMILIES.items()}
 """model_type -> a family that the engine cannot run; `Family.unsupported` names the missing feature."""

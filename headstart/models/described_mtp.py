@@ -1,6 +1,6 @@
 """MTP modules of families that the engine cannot run: the tensors that other engines load, as far as known.
 
-Sources: vLLM 0.32 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transformers 5.23, SGLang 0.5.23, llama.cpp
+Sources: vLLM 0.33 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transformers 5.23, SGLang 0.5.23, llama.cpp
 b11434 (src/models, conversion/).
 """
 
@@ -174,13 +174,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         ),
         closed=True,
     ),
-    "hy_v4": MTPLayout(
-        title="Hunyuan hy_v4",
-        max_modules=1,
-        spare=1,
-        trailing=False,
-        tensors=_module("mtp_layers.{i}.", _fusion, _final_norm, _norms, _latent),
-    ),
     "pangu_ultra_moe": MTPLayout(
         title="openPangu", tensors=_module(LAYER, _deepseek, _norms, _latent, _deepseek_experts)
     ),
@@ -201,6 +194,7 @@ LAYOUTS: Mapping[str, MTPLayout] = {
             "mtp.layers.{i}.", _inkling, first=lambda at, s, present: {"?mtp.chain_norm.weight": (s["hidden"],)}
         ),
     ),
+    "step5": MTPLayout(title="Step-5", tensors=_module(LAYER, _deepseek, _norms, _attention)),
     "kimi_k3": MTPLayout(
         title="Kimi-K3", architectures=("kimik3",), tensors=_module(LAYER, _deepseek, _norms, _latent)
     ),

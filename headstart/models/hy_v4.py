@@ -1,20 +1,21 @@
 """Hunyuan 4 (HY-V4): latent attention with sinks, gates and shared indexers (DSA), in streams that are not mixed.
 
-Formula: transformers 5.24 `models/hy_v4`. The MTP module (`mtp_layers`) is described, not run: vLLM takes it with and
-without an indexer, and no released config says which.
+Formula: transformers 5.24 `models/hy_v4`. MTP module: vLLM 0.33 `hy_v4/nvidia/mtp.py`: one stream, an indexer of its
+own, experts; the state after `final_layernorm` is recycled. `num_nextn_predict_layers` is 1 or 2 for one module.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.heads.base import HeadSpec
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
 from headstart.models import _latent, glm_moe_dsa, keys
 from headstart.models.base import Family
-from headstart.models.described_mtp import LAYOUTS
 from headstart.models.keys import Config, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 
 SERVED = {
@@ -40,7 +41,7 @@ def parse(config: Config) -> DecoderConfig:
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
     layers = keys.mixed_layers(config, mixers, dense, limited, default=1, streams=streams)
-    return keys.decoder(config, layers, streams=streams, mtp_layer=layers[0])  # it has an indexer of its own
+    return keys.decoder(config, layers, streams=streams, mtp_layer=keys.layer(config, latent, limited))
 
 
 def limited_activation(config: Config) -> Any:
@@ -74,12 +75,17 @@ FAMILY = Family(
         **_latent.HARMLESS,
         "learnable_sink_init": "training only",
         **dict.fromkeys(("enable_lm_head_fp32", "head_dtype"), "of sums, which are float32 here"),
-        **dict.fromkeys(("num_nextn_predict_layers", "mtp_quant_algo"), "of the MTP module, which is left"),
+        "mtp_quant_algo": "the tensors say it",
+        "index_share_for_mtp_iteration": "of drafts: here every draft step chooses for itself",
     },
     names=Names(
         {
-            "model.": "", "lm_head.": "lm_head.", "model.mtp_layers.": None, "model.hc_head.hc_head_": "streams.",
-            "model.hc_head.hc_": "streams.",
+            "model.": "", "lm_head.": "lm_head.", "model.hc_head.hc_head_": "streams.",
+            "model.hc_head.hc_": "streams.", "model.mtp_layers.{i}.": "mtp.{i}.block.",
+            "model.mtp_layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
+            "model.mtp_layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",
+            "model.mtp_layers.{i}.eh_proj.": "mtp.{i}.projection.",
+            "model.mtp_layers.{i}.final_layernorm.": "mtp.{i}.norm.",
         },
         parts={
             ".hc_attn_layer.hc_pre.hc_": ".mixer_streams.",
@@ -90,10 +96,14 @@ FAMILY = Family(
             ".self_attn.linear_gate.": ".self_attn.gate_proj.",
         },
     ),
-    mtp=LAYOUTS["hy_v4"],
+    head=HeadSpec(mask_first=True),
+    mtp=MTPLayout(
+        title="Hunyuan hy_v4", spare=1, served=1, max_modules=1,
+        not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter leaves the module out",
+    ),
     small={
         "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], **_latent.SMALL, **_latent.INDEXED,
-        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": None,
+        "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1,
         "indexer_types": ["full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "hc_eps": 1e-3,
     },
 )  # fmt: skip

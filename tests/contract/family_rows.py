@@ -226,7 +226,11 @@ ROWS: Mapping[str, FamilyRow] = {
         gguf={"hunyuan_v1_dense": "hunyuan-dense"}),
     "hy_v3": FamilyRow(
         is_relative=True, mtp=replace(DEEPSEEK, masks_first=True), mtp_block=-1, has_deepseek_names=True),
-    "hy_v4": FamilyRow(excluded=("attention_bias", "hidden_act")),
+    "hy_v4": FamilyRow(
+        mtp=replace(
+            DEEPSEEK, block="model.mtp_layers.{i}.", norm="{block}final_layernorm", masks_first=True,
+            single_stream=True, config={**SPARSE, "indexer_types": ["full"], "hc_mult": 1}),
+        mtp_block=2, excluded=("attention_bias", "hidden_act")),
     "kimi_linear": FamilyRow(excluded=("num_hidden_layers",)),  # all layers are listed
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),

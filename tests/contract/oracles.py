@@ -120,11 +120,22 @@ def greedy_text(oracle: Any, prompt: Seq[int], count: int) -> list[int]:
 
 
 class SingleStream(torch.nn.Module):
-    """Hyper-connections of one stream that change nothing."""
+    """Hyper-connections of one stream that change nothing. mixed: they have a mixing matrix."""
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __init__(self, *, mixed: bool) -> None:
+        super().__init__()
+        self.mixed = mixed
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
         one = torch.ones_like(streams[..., :1])
-        return one[..., 0], one, streams[:, :, 0]
+        return one[..., 0], *([one] if self.mixed else []), streams[:, :, 0]
+
+
+class OnlyStream(torch.nn.Module):
+    """The final sum of one stream."""
+
+    def forward(self, streams: Tensor) -> Tensor:
+        return streams[:, :, 0]
 
 
 class MTPOracle:
@@ -159,10 +170,14 @@ class MTPOracle:
             tensors[norm] = self.tensors[self.name(mtp.norm, module) + ".weight"]
         if mtp.lm_head:
             tensors["lm_head.weight"] = self.tensors[self.name(mtp.lm_head, module) + ".weight"]
+        if mtp.single_stream:
+            tensors = {name: tensor for name, tensor in tensors.items() if "hc_head" not in name}
         oracle, missing, _ = build_oracle(self.family, config, tensors)
         if mtp.single_stream:
-            missing -= {name for name in missing if "_hc." in name}
-            oracle.model.layers[0].attn_hc = oracle.model.layers[0].ffn_hc = SingleStream()
+            missing -= {name for name in missing if "hc" in name}
+            mixed = self.model.config.streams.mixed
+            oracle.model.layers[0].attn_hc = oracle.model.layers[0].ffn_hc = SingleStream(mixed=mixed)
+            oracle.model.hc_head = OnlyStream()
         for name, parameter in oracle.named_parameters():
             if name in missing and name != "lm_head.weight":
                 assert mtp.zeros_missing, name

@@ -102,7 +102,9 @@ ZOO: dict[str, Animal] = {
     "longcat_flash": Animal({"model_type": "longcat_flash", **MLA, "ffn_hidden_size": 40},
                             {"model.mtp.layers.0.enorm.m.weight": (H,), "model.mtp.norm.weight": (H,)}, key=None),
     "exaone4_5": qwen("exaone4_5", key=NEXTN, nested="text_config", names={"mtp.norm.weight": (H,)}),
-    "hy_v4": Animal({"model_type": "hy_v4", **MLA}, {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
+    "hy_v4": Animal(
+        {"model_type": "hy_v4", **MLA, **MOE, **DSA, "indexer_types": ["full"] * 4},
+        {"model.mtp_layers.0.final_layernorm.weight": (H,)}),
     "bailing_hybrid": Animal(
         {"model_type": "bailing_hybrid", **MLA, "num_experts": 3, "moe_intermediate_size": 24, "n_group": 1,
          "topk_group": 1, "num_experts_per_tok": 2, "short_conv_kernel_size": 4},
@@ -113,6 +115,7 @@ ZOO: dict[str, Animal] = {
         {"model_type": "minimax_m3_vl"},
         {"language_model.model.mtp.layers.1.transformer_layer.self_attn.q_proj.weight": (H, H)},
         key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model."),
+    "step5": Animal({"model_type": "step5"}, {"model.layers.4.eh_proj.weight": (H, 2 * H)}),
     "inkling": Animal(
         {"model_type": "inkling_model"},
         {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
