@@ -95,6 +95,7 @@ class Request:
     owner: str = ""  # API key or user; output texts serve as drafts for requests of the same owner and salt
     share: float = 1.0  # weight of the owner in fair scheduling
     priority: int = 0  # lower runs earlier, for all owners
+    pictures: tuple[Any, ...] = field(default=(), compare=False)  # of the vision tower, with their places in the prompt
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
 
 

@@ -59,9 +59,10 @@ class AsyncLLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        images: Seq[Any] = (),
     ) -> Completion:
         """The completion of one prompt (see `LLM.generate`). For several prompts use `asyncio.gather`."""
-        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint)
+        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
         async with aclosing(self._run(request, continues=raw)) as pieces:
             return gather([piece.completion async for piece in pieces if piece.completion is not None])
 
@@ -84,9 +85,10 @@ class AsyncLLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        images: Seq[Any] = (),
     ) -> AsyncIterator[TextDelta]:
         """Yield the output of one prompt piece by piece. Raises UsageError for n other than 1."""
-        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint)
+        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
         if request.params.n != 1:
             raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
         async with aclosing(self._run(request, continues=raw)) as pieces:

@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from headstart.api.pictures import (
+    EncodedPrompt,
+    check_tower,
+    encode_pictures,
+    per_prompt,
+    split_pictures,
+    with_placeholders,
+)
 from headstart.api.session import Completion, Session, TextDelta, gather
 from headstart.config import AUTO, EngineConfig, config_fields
 from headstart.core import Progress, Request, SamplingParams, no_progress, token_mask
@@ -26,6 +34,7 @@ from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, with_subschemas
+from headstart.text.images import VisionTower
 
 if TYPE_CHECKING:
     from headstart.text.grammar import GrammarCompiler
@@ -199,27 +208,52 @@ class LLM:
             **({"synthetic_acceptance": list(synthetic.rates)} if (synthetic := self.engine.synthetic) else {}),
         }
 
+    @property
+    def tower(self) -> VisionTower | None:
+        """The model's vision tower; None: it reads text only."""
+        return self.model.tower
+
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """Token ids of a prompt. A text becomes a user message in the chat template, unless `raw` is true or there is
-        no template. Raises UsageError for anything but text, token ids or messages."""
+        """Token ids of a prompt (see `encode_prompt`)."""
+        return self.encode_prompt(prompt, raw=raw).ids
+
+    def encode_prompt(self, prompt: Prompt, images: Seq[Any] = (), *, raw: bool = False) -> EncodedPrompt:
+        """A prompt as token ids, with its pictures. A text becomes a user message in the chat template, unless `raw` is
+        true or there is no template. `images`: pictures before a text, or of the placeholders in it. Raises UsageError
+        for anything but text, token ids or messages, and for wrong pictures."""
+        if isinstance(prompt, str) and not raw and self.chat_template is not None:
+            parts = [*({"type": "image", "image": each} for each in images), {"type": "text", "text": prompt}]
+            prompt, images = [{"role": "user", "content": parts}], ()
+        ids, text, sources = self._encode_text(prompt, len(images))
+        if sources and images:
+            raise UsageError("images and messages with pictures are both given", "put all pictures into the messages")
+        if not (sources or images):
+            return EncodedPrompt(ids, text)
+        tower = check_tower(self.model.name, self.tower)
+        return encode_pictures(tower, (ids, text), sources or images, self.engine.max_length)
+
+    def _encode_text(self, prompt: Prompt, num_images: int) -> tuple[list[int], str, list[Any]]:
+        """Token ids, with placeholders, and text of a prompt, and the pictures of its messages."""
         if isinstance(prompt, str):
-            if raw or self.chat_template is None:
-                return self.tokenizer.encode(prompt, add_special=True)
-            prompt = [{"role": "user", "content": prompt}]
+            text = prompt
+            if num_images:
+                text = with_placeholders(check_tower(self.model.name, self.tower), prompt, num_images)
+            return self.tokenizer.encode(text, add_special=True), text, []
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             hint = "give a text, token ids or messages, in a list: generate([[1, 2, 3]]); or chat(messages)"
             raise UsageError(f"a prompt is {prompt!r}", hint)
         parts = list(prompt)
         ids = [int(part) for part in parts if isinstance(part, int | np.integer)]
         if len(ids) == len(parts):
-            return ids
+            return ids, "", []
         messages = [part for part in parts if isinstance(part, Mapping)]
         if len(messages) < len(parts):
             hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
             raise UsageError("a prompt is neither token ids nor messages", hint)
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
-        return Conversation(messages).encode(self.chat_template, self.tokenizer)[0]
+        shown, sources = split_pictures(messages)
+        return *Conversation(shown).encode(self.chat_template, self.tokenizer), sources
 
     @cached_property
     def grammars(self) -> "GrammarCompiler":
@@ -236,6 +270,7 @@ class LLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        images: Seq[Any] = (),
     ) -> Request:
         """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
         the text may end: ignore_eos has no effect, and min_tokens yields to it. Raises UsageError for wrong values."""
@@ -258,9 +293,11 @@ class LLM:
         rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
         if params.min_tokens and spec is None and rest <= 0:
             raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
+        encoded = self.encode_prompt(prompt, images, raw=raw)
         return Request(
             request_id=f"request-{next(self._ids)}",
-            prompt_ids=tuple(self.encode(prompt, raw=raw)),
+            prompt_ids=tuple(encoded.ids),
+            pictures=encoded.pictures,
             params=params,
             seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
             stop_ids=stop_ids,
@@ -287,15 +324,18 @@ class LLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        images: Seq[Any] | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
         abort: threading.Event | None = None,
     ) -> list[Completion]:
         """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
+        images: pictures of a single prompt (paths, bytes, Pillow images), or a list of them for each prompt.
         constraint: applies to each text. on_finish(index, completion): called when a prompt's choices are complete.
         abort: once set, running prompts end, and only finished completions are returned. Raises UsageError for a wrong
         prompt before any prompt runs, GenerationError if a text breaks off.
         """
+        is_single = isinstance(prompts, str)
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, Seq):
@@ -304,8 +344,8 @@ class LLM:
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
         requests = [
-            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint)  # type: ignore[arg-type]
-            for prompt, each in zip(prompts, chosen, strict=True)
+            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint, images=some)  # type: ignore[arg-type]
+            for prompt, each, some in zip(prompts, chosen, per_prompt(images, prompts, is_single), strict=True)
         ]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
@@ -328,8 +368,8 @@ class LLM:
         depth: int | None = None,
         constraint: Constraint | None = None,
     ) -> list[Completion]:
-        """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Other
-        arguments, the result and errors are those of `generate`."""
+        """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Content may
+        have OpenAI's parts, pictures too. Other arguments, the result and errors are those of `generate`."""
         if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
             raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
         several = not isinstance(messages[0], Mapping)
@@ -344,10 +384,11 @@ class LLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        images: Seq[Any] = (),
     ) -> Iterator[TextDelta]:
         """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
         params = params or self.default_params
-        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint)
+        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
         for _, delta in self._run([request], continues=raw):

@@ -1,11 +1,13 @@
 """`headstart chat`: a conversation in the terminal, with commands such as /set and /save."""
 
+import base64
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,7 @@ ROLES = ("system", "user", "assistant")
 WHOLE_NUMBERS = ("top_k", "max_tokens", "min_tokens", "seed")
 PARAMETERS = (*(row.name for row in parameters().values() if row.kind == "number"), *WHOLE_NUMBERS)
 """Sampling parameters that /set changes."""
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 SYSTEM = "system"
 NO_SEED = "none"
 
@@ -70,12 +73,13 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
     if not llm.has_chat_template:
         print_note(f"{llm.model.name} has no chat template: it continues your text; --chat-template chatml makes turns")
     params = sampling.params(engine.config.seed, llm.chat_sampling)
-    session = ChatSession(replace(params, stop=(*llm.turn_end, *params.stop)), flags.system)
+    stop = (*llm.turn_end, *params.stop)
+    session = ChatSession(replace(params, stop=stop), flags.system, reads_pictures=llm.tower is not None)
     for text in _read_turns():
         if text in ENDS:
             break
         try:
-            prompt = session.run_command(text) if text.startswith("/") else text
+            prompt = session.take(text)
         except UsageError as error:
             print_error(error.message, error.hint)
             continue
@@ -84,11 +88,11 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
     return 0
 
 
-def _answer(llm: "LLM", session: "ChatSession", text: str) -> None:
-    """Print the answer to one text and record the turn, unless it does not fit the context."""
+def _answer(llm: "LLM", session: "ChatSession", content: Any) -> None:
+    """Print the answer to a text or to content parts, and record the turn, unless it does not fit the context."""
     from headstart.text.conversation import plain_text
 
-    messages = [*session.messages, {"role": "user", "content": text}]
+    messages = [*session.messages, {"role": "user", "content": content}]
     try:
         with _catch_ctrl_c() as is_pressed:
             wrap = WordWrap(_columns) if sys.stdout.isatty() else None
@@ -97,6 +101,8 @@ def _answer(llm: "LLM", session: "ChatSession", text: str) -> None:
             answer = print_stream(llm.stream(prompt, session.params, raw=is_raw), is_pressed, wrap)
     except CapacityError as error:
         print_error(error.message, "/reset starts a new conversation")
+    except UsageError as error:  # the chat template refuses the messages
+        print_error(error.message, error.hint)
     else:
         session.turns += [messages[-1], {"role": "assistant", "content": answer}]
 
@@ -182,18 +188,59 @@ class ChatSession:
 
     params: SamplingParams
     system: str | None = None
-    turns: list[dict[str, str]] = field(default_factory=list)  # messages without the system message
+    turns: list[dict[str, Any]] = field(default_factory=list)  # messages without the system message
+    reads_pictures: bool = False
+    pictures: list[dict[str, Any]] = field(default_factory=list)  # content parts for the next text
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": SYSTEM, "content": self.system}] if self.system else []), *self.turns]
 
-    def run_command(self, line: str) -> str | None:
+    def take(self, text: str) -> Any:
+        """Run a command, or keep the picture whose path was pasted; returns the content to answer, or None."""
+        if self.reads_pictures and (path := pasted_picture(text)) is not None:
+            _image(self, path)
+            return None
+        content: Any = self.run_command(text) if text.startswith("/") else text
+        if self.pictures and isinstance(content, str):
+            content, self.pictures = [*self.pictures, {"type": "text", "text": content}], []
+        return content
+
+    def run_command(self, line: str) -> Any:
         """Run a line that begins with a slash; returns a text to answer. Raises UsageError."""
         name, _, rest = line.partition(" ")
         if name not in COMMANDS:
             raise UsageError(f"unknown command {name}", did_you_mean(name, COMMANDS) or "/help lists them")
         return COMMANDS[name][0](self, rest.strip())
+
+
+def pasted_picture(text: str) -> str | None:
+    """The path of a picture file that is all of a text, as terminals paste dropped files; None for other texts."""
+    if "\n" in text or not text.rstrip("'\" ").lower().endswith(PICTURE_ENDINGS):
+        return None
+    for words in ([text], _words(text)):
+        with suppress(OSError):
+            if len(words) == 1 and Path(words[0]).expanduser().is_file():
+                return words[0]
+    return None
+
+
+def _words(text: str) -> list[str]:
+    with suppress(ValueError):
+        return shlex.split(text)
+    return []
+
+
+def _image(session: ChatSession, rest: str) -> None:
+    path = _path(rest, "/image", "cat.jpg")
+    if not session.reads_pictures:
+        raise UsageError("this model reads text only", "take a model with a vision tower")
+    from headstart.text.images import read_image
+
+    width, height = read_image(path).size
+    data = base64.b64encode(path.read_bytes()).decode()
+    session.pictures.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
+    _say(f"{path}: {width} x {height} pixels, for your next message")
 
 
 def _help(session: ChatSession, rest: str) -> None:
@@ -204,6 +251,7 @@ def _help(session: ChatSession, rest: str) -> None:
 
 def _reset(session: ChatSession, rest: str) -> None:
     session.turns.clear()
+    session.pictures.clear()
 
 
 def _set(session: ChatSession, rest: str) -> None:
@@ -243,7 +291,7 @@ def _load(session: ChatSession, rest: str) -> None:
     path = _path(rest, "/load")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in document["messages"]]
+        messages = [{"role": str(each["role"]), "content": _content(each["content"])} for each in document["messages"]]
         settings = {name: value for name, value in document.get("settings", {}).items() if name in PARAMETERS}
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
@@ -257,7 +305,16 @@ def _load(session: ChatSession, rest: str) -> None:
     _say(f"{len(session.turns)} turns")
 
 
-def _regenerate(session: ChatSession, rest: str) -> str:
+def _content(given: Any) -> Any:
+    """The content of a saved message: text, or parts with pictures. Raises TypeError for other parts."""
+    if not isinstance(given, list):
+        return str(given)
+    if not all(isinstance(part, dict) and part.get("type") in ("text", "image_url") for part in given):
+        raise TypeError
+    return given
+
+
+def _regenerate(session: ChatSession, rest: str) -> Any:
     if [each["role"] for each in session.turns[-2:]] != ["user", "assistant"]:
         raise UsageError("there is no answer yet", "ask something first")
     if session.params.temperature == 0:
@@ -268,9 +325,9 @@ def _regenerate(session: ChatSession, rest: str) -> str:
     return question["content"]
 
 
-def _path(text: str, command: str) -> Path:
+def _path(text: str, command: str, example: str = "talk.json") -> Path:
     if not text:
-        raise UsageError(f"{command} needs the name of a file", f"for example {command} talk.json")
+        raise UsageError(f"{command} needs the name of a file", f"for example {command} {example}")
     return Path(text).expanduser()
 
 
@@ -278,9 +335,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-COMMANDS: Mapping[str, tuple[Callable[[ChatSession, str], str | None], str]] = {
+COMMANDS: Mapping[str, tuple[Callable[[ChatSession, str], Any], str]] = {
     "/help": (_help, ": this list"),
     "/set": (_set, "NAME VALUE: temperature, top_p, max_tokens, seed, system, ...; alone: what is set"),
+    "/image": (_image, "FILE: a picture for the next message; or paste its path"),
     "/regenerate": (_regenerate, ": another answer to the last question"),
     "/save": (_save, "FILE: the conversation and its settings, as JSON"),
     "/load": (_load, "FILE: go on with a saved conversation"),

@@ -5,28 +5,48 @@ from __future__ import annotations
 import shlex
 import unicodedata
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli import options
-from headstart.cli.parser import command
+from headstart.cli.parser import OptionGroup, command, option
 from headstart.cli.render import print_json, print_note, progress
 from headstart.errors import UsageError
 from headstart.stats import synthetic_note
 
 if TYPE_CHECKING:
     from headstart.api import Completion, TextDelta
+    from headstart.text.images import Image
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureOptions(OptionGroup):
+    """Pictures of the prompt."""
+
+    image: list[str] | None = option("Picture before the prompt; may be repeated.", metavar="FILE")
+
+    def read(self) -> list[Image]:
+        """The decoded pictures. Raises UsageError."""
+        if not self.image:
+            return []
+        from headstart.text.images import read_image
+
+        try:
+            return [read_image(path) for path in self.image]
+        except UsageError as error:
+            raise UsageError(f"--image: {error.message}", error.hint) from None
 
 
 @command(
     "headstart generate --prompt 'Give me three tips for sleeping better.'",
     "headstart generate ./my-model --prompt-file task.txt --temperature 0.7 --seed 1 --json",
+    "headstart generate ./my-vision-model --image cat.jpg --prompt 'What is in this picture?'",
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
 def run(
-    named: options.ModelOptions, prompts: options.PromptOptions, sampling: options.SamplingOptions,
-    engine: options.LoadTestOptions, output: options.OutputOptions,
+    named: options.ModelOptions, prompts: options.PromptOptions, pictures: PictureOptions,
+    sampling: options.SamplingOptions, engine: options.LoadTestOptions, output: options.OutputOptions,
 ) -> int:  # fmt: skip
     """Continue one prompt; prints streamed text or one JSON document."""
     model = named.model
@@ -35,6 +55,7 @@ def run(
         raise UsageError(f"{model!r} is no model", hint)
     prompt = prompts.text()
     sampling.params(engine.config.seed)  # errors come before a model is loaded
+    images = pictures.read()
 
     from headstart.api import LLM
 
@@ -43,9 +64,9 @@ def run(
         llm = LLM(model, config, report_progress)
     params = sampling.params(engine.config.seed, llm.recommended)
     if params.n == 1 and not output.as_json:
-        print_stream(llm.stream(prompt, params, raw=prompts.raw))
+        print_stream(llm.stream(prompt, params, raw=prompts.raw, images=images))
         return 0
-    (completion,) = llm.generate([prompt], params, raw=prompts.raw)
+    (completion,) = llm.generate([prompt], params, raw=prompts.raw, images=[images])
     if output.as_json:
         print_json(completion_document(completion))
     else:

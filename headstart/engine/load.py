@@ -28,6 +28,7 @@ from headstart.layers.weights import Weights, trunk_fingerprint
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
 from headstart.models.tensors import LoadedDecoder, canonical_tensors, find_family, load_decoder, read_config, untaken
+from headstart.text.images import VisionTower
 from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
@@ -49,6 +50,7 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
     head: Head | None
+    tower: VisionTower | None = None  # None: the model reads text only
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
 

@@ -20,6 +20,7 @@ from headstart.server.accounts import Accounts
 from headstart.server.admission import Admission
 from headstart.server.apis import completions, embeddings, messages, ollama, responses
 from headstart.server.guards import REQUEST_ID, ApiKeyGuard, NormalizedPaths, RequestLog
+from headstart.server.image_urls import url_policy
 from headstart.server.metrics import ServerMetrics
 from headstart.server.model_manager import ModelManager, ModelSpec, ServedModel, default_names
 from headstart.server.options import KeepAlive, ServerOptions
@@ -113,7 +114,10 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
         docs_url=None,  # FastAPI's own pages are blank without the network
         redoc_url=None,
     )
-    app.state.headstart = ServerState(models, int(time.time()), config.request_timeout, config.replica)
+    app.state.headstart = ServerState(
+        models, int(time.time()), config.request_timeout, config.replica,
+        url_policy(config.allow_image_urls, config.allowed_media_domains),
+    )  # fmt: skip
     for each in (router, completions.router, messages.router, responses.router, ollama.router, embeddings.router):
         app.include_router(each)
     if config.role == "prefill":

@@ -1,15 +1,17 @@
 """`Journal`: the record from which another engine continues a response, byte for byte.
 
 A response depends only on the request body, the ordered deltas of its texts, and its origin. The origin is a random
-number (ids and an unset seed are drawn from it) and the creation time. The record holds one JSON line for each delta.
+number (ids and an unset seed are drawn from it) and the creation time. The record holds one JSON line for each delta,
+and one for downloaded pictures, whose URLs may show others later.
 An engine that receives the record renders these deltas again and then continues.
 """
 
+import base64
 import json
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -38,7 +40,11 @@ class Journal:
         write: sends the lines that `take` returns."""
         self._random, self.created = random.Random(origin), int(origin.rpartition("-")[2])
         self.seed = self._random.getrandbits(SEED_BITS)  # for requests without a seed
-        self.history, self.is_resumed = [_read(line) for line in record.splitlines()], is_resumed
+        lines = [json.loads(line) for line in record.splitlines()]
+        self.history, self.is_resumed = [_read(line) for line in lines if isinstance(line, list)], is_resumed
+        self.pictures = {  # URL -> bytes
+            url: base64.b64decode(data) for line in lines if isinstance(line, dict) for url, data in line.items()
+        }
         self._write, self._unwritten = write, list[bytes]()
 
     @classmethod
@@ -58,6 +64,12 @@ class Journal:
             if len(self._unwritten) > MAX_UNWRITTEN:
                 await self._write()
 
+    def note_pictures(self, found: Mapping[str, bytes]) -> None:
+        """Record downloaded pictures, by URL. They are written with the first delta."""
+        if self._write is not None and found:
+            document = {url: base64.b64encode(data).decode() for url, data in found.items()}
+            self._unwritten.append(json.dumps(document).encode() + b"\n")
+
     def take(self) -> bytes:
         """The recorded lines since the last call."""
         lines, self._unwritten = b"".join(self._unwritten), []
@@ -72,10 +84,8 @@ def _line(index: int, delta: Delta, with_scores: bool) -> bytes:
     return json.dumps([index, delta.choice, delta.tokens, *logprobs, drafted, *facts]).encode() + b"\n"
 
 
-def _read(line: bytes) -> tuple[int, Delta]:
-    index, choice, tokens, logprobs, prompt_logprobs, drafted, finish, error, num_accepted, num_cached = json.loads(
-        line
-    )
+def _read(line: list[Any]) -> tuple[int, Delta]:
+    index, choice, tokens, logprobs, prompt_logprobs, drafted, finish, error, num_accepted, num_cached = line
     method, draft, scores = drafted
     return index, Delta(
         request_id="", choice=choice, tokens=tuple(tokens), logprobs=tuple(map(_logprob, logprobs)),

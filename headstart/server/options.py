@@ -40,6 +40,10 @@ class ServerOptions:
     parse_special_tokens: bool = option(
         "Parse names of special tokens in messages as special tokens.", default=False, **RARE
     )
+    allow_image_urls: bool = option("Download pictures of http and https URLs, from public addresses.", default=False)
+    allowed_media_domains: list[str] | None = option(
+        "Domain of such URLs; only these are allowed then. May be repeated.", metavar="DOMAIN", **RARE
+    )
     ssl_certfile: Path | None = option("TLS certificate (PEM).")
     ssl_keyfile: Path | None = option("TLS key (PEM).")
     chat_template: str | None = option(CHAT_TEMPLATE_HELP, metavar="NAME|FILE")

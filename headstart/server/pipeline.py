@@ -18,13 +18,14 @@ from headstart.server.body_reader import BodyReader, IncomingBody, pool_of
 from headstart.server.errors import BodyError
 from headstart.server.generation import Generation, ResponseOptions
 from headstart.server.guards import OWNER
+from headstart.server.image_urls import UrlPolicy, download, is_url
 from headstart.server.journal import Journal
 from headstart.server.model_manager import ModelManager, ServedModel
 from headstart.server.options import KeepAlive
-from headstart.server.prepare import is_constrained, num_choices, prepare
+from headstart.server.prepare import check_pictures, is_constrained, num_choices, prepare
 from headstart.server.renderer import MakeRenderer, ResponseRenderer
 from headstart.server.replicas.group import ReplicaId
-from headstart.server.schema import Common, ResponseModel, ignored_fields_header
+from headstart.server.schema import Common, Pictured, ResponseModel, ignored_fields_header
 
 Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
@@ -76,6 +77,7 @@ class ServerState:
     started: int  # Unix time
     request_timeout: float | None  # seconds; None: no limit
     replica: ReplicaId | None = None  # set if this server is one of several replicas behind a router
+    url_policy: UrlPolicy = field(default_factory=UrlPolicy)
     body_reader: BodyReader = field(default_factory=BodyReader)
 
     @asynccontextmanager
@@ -139,6 +141,7 @@ async def respond(
     pool, journal = "grammar" if is_constrained(body) else pool_of(incoming), Journal.of(request.scope)
 
     async def begin() -> Generation:
+        await _download_pictures(body, served, state, incoming, journal)
         prepared = await pools.run(pool, prepare, served.llm, served.formats, account, body, journal.seed)
         generation = Generation(served, pools, prepared, options, model, journal)
         await generation.begin()
@@ -161,6 +164,22 @@ async def respond(
     if whole is None:
         return Response(status_code=CLIENT_GONE)
     return Response(whole, media_type="application/json", headers=headers)
+
+
+async def _download_pictures(
+    body: Pictured, served: ServedModel, state: ServerState, incoming: IncomingBody, journal: Journal
+) -> None:
+    """Download the pictures of a body whose URLs are not data URLs, or take those that an earlier engine downloaded.
+    Raises ImageError, UsageError without a vision tower, and BusyError."""
+    urls = body.picture_urls()
+    if not urls:
+        return
+    check_pictures(served.llm, len(urls))
+    wanted = [url for url in urls if is_url(url) and url not in journal.pictures]
+    found = await download(wanted, state.url_policy)
+    incoming.hold(sum(map(len, found.values())))
+    journal.note_pictures(found)
+    body._downloaded = {**journal.pictures, **found}
 
 
 class _StreamResponse(Response):

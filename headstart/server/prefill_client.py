@@ -99,7 +99,7 @@ class PrefillClient:
     def _is_wanted(self, request: Request) -> bool:
         if time.monotonic() < self._retry_at or len(request.prompt_ids) <= MIN_TOKENS:
             return False
-        return request.params.prompt_logprobs is None and not request.embeds
+        return request.params.prompt_logprobs is None and not request.embeds and not request.pictures
 
     def _prefetch(self, request: Request) -> None:
         import httpx

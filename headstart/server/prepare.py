@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from headstart.api import LLM
+from headstart.api.pictures import EncodedPrompt, check_tower, data_of, encode_pictures, split_pictures
 from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.params import parameters
@@ -27,6 +28,7 @@ from headstart.server.schema import (
 )
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls
+from headstart.text.images import Image, ImageError, VisionTower, decode_image
 from headstart.text.parsers import Parser, is_opened, make_parser
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -126,22 +128,23 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
         constraint = GrammarSpec("tools", forced)
     tools = _tools(body)
     limit = _limit(body)
-    given, prompt = encode_chat(llm, formats, body)
-    ids = _truncated(llm, body, given, limit or 1)
+    prompt = encode_chat(llm, formats, body)
+    ids = _truncated(llm, body, prompt.ids, limit or 1)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
         what = f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}"
         raise CapacityError(what, "shorten the messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
-    requests = [_request(llm, account, ids, params, body, constraint)]
+    request = _request(llm, account, ids, params, body, constraint)
+    requests = [replace(request, pictures=prompt.pictures)]
     _check_prompt_logprobs(requests)
     own = formats.tools or FORCED_FORMAT  # the system prompt for templates without tools asks for FORCED_FORMAT
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     parser = None
     if calls is not None or thinks is not None:
-        opened = thinks is not None and is_opened(thinks, prompt)
+        opened = thinks is not None and is_opened(thinks, prompt.text)
         parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
     return PreparedRequest(
         requests, make_parser=parser, keeps_special=parser is not None or not body.skip_special_tokens,
@@ -152,7 +155,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
 def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]]:
     """Token ids of each prompt of a body. Raises UsageError, CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
-        return [_truncated(llm, body, encode_chat(llm, formats, body)[0], _limit(body) or 1)]
+        return [_truncated(llm, body, encode_chat(llm, formats, body).ids, _limit(body) or 1)]
     assert isinstance(body, CompletionRequest)
     return [_encode_prompt(llm, body, prompt)[1] for prompt in list_of_texts(body.prompt, "prompt")]
 
@@ -178,22 +181,31 @@ def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
     return llm.tokenizer.encode(text, add_special=add_special)
 
 
-def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest) -> tuple[list[int], str]:
-    """Token ids and text of the prompt that the chat template makes of the messages. Raises UsageError (with the
+def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+    """The prompt that the chat template makes of the messages and their pictures. Raises UsageError (with the
     template's own message if the template refuses the messages) and CapacityError."""
-    variables = dict(body.chat_template_kwargs or {})
-    if reserved := variables.keys() & RESERVED:
-        raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
+    messages, pictures = split_pictures([_message(each) for each in body.messages or ()])
+    if not pictures:
+        return EncodedPrompt(*_encode_messages(llm, formats, body, messages))
+    tower = check_pictures(llm, len(pictures))
+    if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None:
+        raise UsageError("truncate_prompt_tokens could cut a picture", "leave it out of requests with pictures")
+    prompt = _encode_messages(llm, formats, body, messages)
+    return encode_pictures(tower, prompt, pictures, llm.engine.max_length, partial(_read_picture, body._downloaded))
+
+
+def _encode_messages(
+    llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
+) -> tuple[list[int], str]:
+    """Token ids and text of the rendered chat template."""
     tools, add_special = _tools(body), False
     if isinstance(body, ChatRequest):
-        named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
-        variables |= {name: value for name, value in named.items() if value is not None}
         tools, add_special = [] if body.tool_choice == "none" else tools, body.add_special_tokens
     is_set = "add_generation_prompt" in body.model_fields_set
     if body.continue_final_message and body.add_generation_prompt and is_set:
         what = "continue_final_message and add_generation_prompt exclude each other"
         raise UsageError(what, "set the latter to false")
-    messages = [_message(each) for each in body.messages or ()]
+    variables = _variables(body)
     if (template := llm.chat_template) is None:
         raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
     has_tools = any("tools" in source for source in template.sources.values())
@@ -213,6 +225,37 @@ def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRe
         raise CapacityError(error.message, "shorten the messages") from error
 
 
+def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Further variables of the chat template."""
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := variables.keys() & RESERVED:
+        raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
+    if isinstance(body, ChatRequest):
+        named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
+        variables |= {name: value for name, value in named.items() if value is not None}
+    return variables
+
+
+def check_pictures(llm: LLM, count: int) -> VisionTower:
+    """The vision tower for a request with `count` pictures. Raises UsageError without one, or for too many."""
+    tower = check_tower(llm.model.name, llm.tower)
+    if count > limits.IMAGES:
+        raise UsageError(f"the request has {count} pictures, and {limits.IMAGES} are allowed", "send fewer")
+    return tower
+
+
+def _read_picture(downloaded: Mapping[str, bytes], source: Any) -> Image:
+    """The picture of a URL: a data URL, or a downloaded one. Raises ImageError."""
+    data = downloaded.get(source) if isinstance(source, str) else None
+    if data is None and isinstance(source, str) and source[:5].lower() == "data:":
+        data = data_of(source)
+    if data is None:
+        raise ImageError(f"{limits.shortened(str(source))!r} is no data URL", "send data:image/png;base64,...")
+    if len(data) > limits.IMAGE_BYTES:
+        raise ImageError(f"it has {len(data)} bytes, and {limits.IMAGE_BYTES} are allowed", "make it smaller")
+    return decode_image(data)
+
+
 def _tools(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_none=True) for tool in body.tools or () if tool.type == "function"]
 
@@ -225,12 +268,8 @@ def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message in the form that templates read: `content` as one string, call arguments as objects."""
+    """A message in the form that templates read, but for its content: call arguments are objects."""
     document = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        if other := next((part.type for part in message.content if part.type != "text"), None):
-            raise UsageError(f"a message holds a part of type {other!r}", "this model reads text only")
-        document["content"] = "".join(part.text or "" for part in message.content)
     document.setdefault("content", "")
     if thought := next((document[name] for name in THOUGHTS if isinstance(document.get(name), str)), None):
         document[THOUGHTS[0]] = thought

@@ -104,7 +104,7 @@ def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
     if body.prompt is not None:
         ids = encode_text(llm, body.prompt, body.add_special_tokens)
     else:
-        ids = encode_chat(llm, served.formats, body)[0]
+        ids = encode_chat(llm, served.formats, body).ids
     document: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
     if body.return_token_strs:
         document["token_strs"] = [llm.tokenizer.token_text(token) for token in ids]

@@ -196,7 +196,21 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
     return create_model(base.__name__, __base__=base, **members)
 
 
-class Common(with_sampling(Body, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
+class Pictured(Body):
+    """Base of bodies with messages, which may have pictures."""
+
+    # URL of a picture -> its bytes, once they are downloaded
+    _downloaded: dict[str, bytes] = PrivateAttr(default_factory=dict)
+
+    def picture_urls(self) -> list[str]:
+        """The URLs of the pictures of all messages, data URLs too."""
+        messages: list[Message] = getattr(self, "messages", None) or []
+        parts = [part for each in messages if isinstance(each.content, list) for part in each.content]
+        found = [part.image_url for part in parts if part.image_url is not None]
+        return [each if isinstance(each, str) else each.url for each in found]
+
+
+class Common(with_sampling(Pictured, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
     """Fields of both chat and completion requests. `logprobs` is declared in each, with different types."""
 
     _left_out: list[str] = PrivateAttr(default_factory=list)  # ignored members of the body that was translated to this
@@ -262,12 +276,32 @@ class CompletionRequest(Common):
     best_of: StrictInt | None = None
 
 
-class ContentPart(Body):
-    """A part of a message. Only parts of type text are supported."""
+class ImageUrl(Body):
+    """Where a picture is. `detail` has no effect: a model's own settings decide its size."""
 
-    harmless = frozenset({"annotations"})
+    harmless = frozenset({"detail"})
+    url: StrictStr
+
+
+class ContentPart(Body):
+    """A part of a message: of type text, or image_url with a data URL (or a URL, with `serve --allow-image-urls`)."""
+
+    harmless = frozenset({"annotations", "detail", "uuid"})
     type: Name
     text: StrictStr | None = None
+    image_url: ImageUrl | StrictStr | None = None
+
+
+def picture_part(url: str) -> dict[str, Any]:
+    """The content part of a picture."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined_parts(parts: list[dict[str, Any]]) -> Any:
+    """The content of a message: one text, or the parts if there is a picture among them."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 class Message(Body):
@@ -351,7 +385,7 @@ class ChatRequest(Common):
     include_reasoning: StrictBool = True
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Pictured):
     """POST /tokenize: a text, or messages."""
 
     model: StrictStr | None = None
@@ -407,7 +441,7 @@ REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "give the prompt as text or token ids": {"prompt_embeds": ()},
     "start the server with --chat-template": {"chat_template": ()},
     "this server writes text only": {"audio": (), "modalities": (["text"],)},
-    "this server reads text only": {"mm_processor_kwargs": ({},)},
+    "the model's own settings are used": {"mm_processor_kwargs": ({},)},
     "this server has one model": {"lora_path": ()},
 }  # fmt: skip
 """Fields of other servers that would change the text: hint -> field -> values that, like null, change nothing."""

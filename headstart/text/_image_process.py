@@ -8,13 +8,13 @@ import json
 import os
 import struct
 import zlib
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from headstart import system
 from headstart.text._child import child_pipes
-from headstart.text.images import CHUNK, SIGNALLED, ImageLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 """Pillow's names of the formats that are read: those with a decoder inside Pillow and its libraries."""
@@ -23,8 +23,21 @@ FAILURES = (
     NotImplementedError, struct.error, zlib.error,
 )  # fmt: skip
 """Errors that Pillow raises for damaged files."""
+CHUNK = 4 * 2**20  # bytes of pixels in one message
+SIGNALLED = 128  # exit code of this process, less the signal that ended a fork
 MESSAGE = 300  # characters
 DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")  # gray with 16 bits
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Limits of one picture."""
+
+    pixels: int = 50_000_000  # cameras of phones have up to 48 million in their largest common mode
+    seconds: float = 10.0  # processor time
+    wall_seconds: int = 60
+    address_space: int = 1024 * 2**20  # bytes beyond those of the child process at its start
+    waiting: int = 32  # callers that may wait
 
 
 def main() -> None:

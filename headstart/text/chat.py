@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,8 +139,24 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name) or next(iter(self._compiled.values()))
         values = self.tokens | {"documents": None} | dict(variables or {})
+        if not self._takes_texts:
+            messages = [_with_parts(each) for each in messages]
         values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
         return self._guard("cannot be rendered", lambda: template.render(values))
+
+    @cached_property
+    def _takes_texts(self) -> bool:
+        """False if the template writes content only if it is a list of parts, as templates of some models with vision
+        do."""
+        template, probe = self._compiled.get("default") or next(iter(self._compiled.values())), "a text"
+        values = self.tokens | {"documents": None, "tools": None, "add_generation_prompt": True}
+        shown = []
+        for content in (probe, [{"type": "text", "text": probe}]):
+            with suppress(*_FAILURES):
+                shown.append(probe in template.render(values | {"messages": [{"role": "user", "content": content}]}))
+                continue
+            shown.append(False)
+        return shown[0] or not shown[1]
 
     def _guard(self, what: str, action: Callable[[], Result]) -> Result:
         try:
@@ -151,6 +168,11 @@ class ChatTemplate:
             kind = type(error).__name__
             hint = "check roles and contents of the messages, or use raw prompts"
             raise ModelError(f"{self._where}: the chat template {what}: {kind}: {error}", hint) from error
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _environment() -> jinja2.Environment:

@@ -8,11 +8,12 @@ import hashlib
 import json
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,9 @@ from numpy.typing import NDArray
 from headstart import system
 from headstart.errors import BusyError, CapacityError, UsageError
 from headstart.text._child import ChildProcess
+from headstart.text._image_process import CHUNK, SIGNALLED, ImageLimits, to_rgb
 
-CHUNK = 4 * 2**20  # bytes of pixels in one message of the child process
-SIGNALLED = 128  # exit code of the child process, less the signal that ended a fork
+LIMITS = ImageLimits()
 _MODULE = "headstart.text._image_process"
 
 
@@ -30,18 +31,20 @@ class ImageError(UsageError):
     """A picture that cannot be read."""
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """Limits of one picture."""
+class VisionTower(Protocol):
+    """The part of a model that reads pictures. `prepare` may run in several threads at once."""
 
-    pixels: int = 50_000_000  # cameras of phones have up to 48 million in their largest common mode
-    seconds: float = 10.0  # processor time
-    wall_seconds: int = 60
-    address_space: int = 1024 * 2**20  # bytes beyond those of the child process at its start
-    waiting: int = 32  # callers that may wait
+    @property
+    def placeholder(self) -> str:
+        """The text that stands for one picture in a prompt."""
 
+    def prepare(self, image: "Image") -> Any:
+        """A picture as the tower computes it, resized and normalized, without its pixels. Raises CapacityError or
+        ImageError for a picture of a size that the tower does not take."""
 
-LIMITS = ImageLimits()
+    def expand(self, prompt_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], tuple[Any, ...]]:
+        """Token ids with the rows of each prepared picture in place of its placeholder, and the pictures for
+        `Request.pictures`. Raises UsageError if the numbers of placeholders and pictures differ."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +100,6 @@ def read_image(source: Any) -> Image:
         except ImageError as error:
             raise ImageError(f"{path}: {error.message}", error.hint) from None
     if hasattr(source, "getchannel"):
-        from headstart.text._image_process import to_rgb
-
         try:
             return Image.of(np.asarray(to_rgb(source)))
         except (ValueError, OSError) as error:

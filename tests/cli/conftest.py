@@ -14,4 +14,5 @@ def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type:
     monkeypatch.setattr("headstart.api.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "asked", [])
     monkeypatch.setattr(FakeLLM, "configs", [])
+    monkeypatch.setattr(FakeLLM, "images", [])
     return FakeLLM

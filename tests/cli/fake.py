@@ -18,6 +18,8 @@ class FakeLLM:
 
     differs = False
     has_chat_template = True
+    tower: Any = None
+    images: list[Any] = []  # noqa: RUF012
     turn_end: tuple[str, ...] = ()
     recommended: dict[str, Any] = {}  # noqa: RUF012
     chat_sampling: dict[str, Any] = {}  # noqa: RUF012
@@ -31,7 +33,8 @@ class FakeLLM:
         self.engine = SimpleNamespace(drafting=SimpleNamespace(clear=lambda: None))
 
     def generate(
-        self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None
+        self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None,
+        images: Any = (),
     ) -> list[Completion]:
         self.asked += [(prompt, params, raw, depth) for prompt in prompts]
         return [self._completion(params, self.config.depth if depth is None else depth) for _ in prompts]
@@ -39,9 +42,10 @@ class FakeLLM:
     decode_pair = LLM.decode_pair
 
     def stream(
-        self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None
+        self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None, images: Any = ()
     ) -> Iterator[TextDelta]:
         self.asked.append((prompt, params, raw, depth))
+        self.images += images
         if "too long" in str(prompt):
             raise CapacityError("the prompt has 9000 tokens, but the context is 2048", "shorten it")
         for index, word in enumerate(WORDS[:-1]):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from headstart.cli.main import main
 
@@ -121,6 +122,8 @@ def test_engine_options_make_the_config(
         (["--prompt", "a", "--logit-bias", "x=1"], "--logit-bias is 'x=1'"),
         (["--prompt", "a", "--nonsense"], "No such option: --nonsense"),
         (["The sky is"], "'The sky is' is no model"),
+        (["--prompt", "a", "--image", "/no/such/cat.png"], "--image: cannot read /no/such/cat.png: No such file"),
+        (["--prompt", "a", "--image", __file__], "test_commands.py: the picture cannot be read: it is no picture"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(
@@ -251,6 +254,29 @@ def test_chat_saves_loads_and_answers_again(
     first = ["Be brief.", "Hello"]
     assert asked == [first, first, [*first, "The sky is blue.", "And\nnow?"]]
     assert [params.max_tokens for _, params, *_ in fake_llm.asked] == [9, 9, 9]
+
+
+def test_pictures(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+    """In chat they go with the next text, are saved and loaded, and may be pasted paths."""
+    files = [tmp_path / "a cat.png", tmp_path / "dog.bmp"]
+    for width, file in enumerate(files, 1):
+        Image.new("RGB", (width, 1)).save(file)
+    assert main(["generate", "-p", "What?", *(word for file in files for word in ("--image", str(file)))]) == 0
+    assert [image.size for image in fake_llm.images] == [(1, 1), (2, 1)]
+
+    assert chat(monkeypatch, f"/image {files[0]}") == 0
+    assert "this model reads text only" in capsys.readouterr().err
+    monkeypatch.setattr(fake_llm, "tower", object())
+    pasted, saved = str(files[0]).replace(" ", "\\ "), tmp_path / "talk.json"
+    lines = [f"/image {files[1]}", pasted, "What?", "And?", f"/image {tmp_path}", "/image", f"/save {saved}"]
+    assert chat(monkeypatch, *lines) == 0
+    said = capsys.readouterr().err
+    assert "2 x 1 pixels" in said and "Is a directory" in said and "/image needs the name of a file" in said
+    messages = fake_llm.asked[-1][0]
+    assert [part["type"] for part in messages[0]["content"]] == ["image_url", "image_url", "text"]
+    assert messages[2]["content"] == "And?"
+    assert chat(monkeypatch, f"/load {saved}", "So?") == 0
+    assert fake_llm.asked[-1][0][0] == messages[0]
 
 
 @pytest.mark.parametrize(("line", "message"), [

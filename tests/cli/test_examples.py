@@ -35,6 +35,7 @@ ONLY_READ = (
     "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
     "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
     "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
+    "--image",
 )  # fmt: skip
 """Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
 NO_SERVER = ("probe", "headstart gate", "--url", "headstart ps", "headstart stop")

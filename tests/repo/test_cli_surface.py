@@ -25,13 +25,22 @@ OF_ALL = {"-h", "--help", "--config"}
 GROUPS = {"bench", "models"}
 COMMANDS: dict[str, set[str]] = {
     "demo": ENGINE | JSON | {"--max-tokens"},
-    "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw"},
+    "generate": SAMPLING | ENGINE | JSON | {"--prompt", "-p", "--prompt-file", "--raw", "--image"},
     "chat": SAMPLING | ENGINE | {"--system", "--chat-template"},
     "serve": ENGINE
     | set(FLAGS)
     | {"--host", "--port", "--served-model-name", "--max-queue", "--request-timeout", "--shutdown-timeout"}
     | {"--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile", "--chat-template", "--tool-call-parser"}
-    | {"--reasoning-parser", "--log-format", "--access-log", "--allowed-origins", "--parse-special-tokens", "--no-web"}
+    | {
+        "--reasoning-parser",
+        "--log-format",
+        "--access-log",
+        "--allowed-origins",
+        "--allow-image-urls",
+        "--allowed-media-domains",
+        "--parse-special-tokens",
+        "--no-web",
+    }
     | {"--price-per-hour", "--engine", "--dry-run", "--vllm", "--record", "--record-limit"}
     | {"--models", "--keep-alive", "--memory", "--role", "--prefill"}
     | {"--replicas", "--join", "--replica"},

@@ -97,3 +97,17 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     file.write_text("{% if %}")
     with pytest.raises(ModelError, match=r"t\.jinja: the chat template does not compile"):
         ChatTemplate.from_name(str(file))
+
+
+@pytest.mark.parametrize(("source", "content"), [
+    ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}", "Hi"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "Hi"),
+    ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}{{ messages[0].content }}", "refuses"),
+    ("{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}", "Hi"),
+])  # fmt: skip
+def test_templates_that_want_lists_of_parts_get_them(source: str, content: str) -> None:
+    if content == "refuses":
+        with pytest.raises(UsageError, match=content):
+            ChatTemplate(source).render([{"role": "user", "content": "Hi"}])
+        return
+    assert ChatTemplate(source).render([{"role": "user", "content": "Hi"}]) == content

@@ -32,6 +32,15 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Unsupported member -> values that change nothing, and what to do instead."""
 
 
+class ImageSource(schema.Body):
+    """A picture: base64 with its media type, or a URL."""
+
+    harmless = frozenset({"media_type"})
+    type: schema.Name
+    data: StrictStr | None = None
+    url: StrictStr | None = None
+
+
 class MessageBlock(schema.Body):
     """A content block."""
 
@@ -43,6 +52,7 @@ class MessageBlock(schema.Body):
     name: StrictStr | None = None
     input: dict[str, Any] | None = None
     tool_use_id: schema.Name | None = None
+    source: ImageSource | None = None
     content: "StrictStr | Annotated[schema.Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None" = None
 
 
@@ -167,22 +177,38 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
 
 
 def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
-    """The chat messages of a user's turn: one for each tool result, then one for the text."""
-    text, has_text = "", False
+    """The chat messages of a user's turn: one for each tool result, then one for texts and pictures."""
+    said = list[Json]()
     for number, part in enumerate(parts):
         if part.type == "tool_result":
-            content = _text(part.content or "", f"{place}.{number}.content")
+            content: Any = part.content or ""
+            if not isinstance(content, str):
+                where = f"{place}.{number}.content"
+                content = schema.joined_parts([_part_of(each, f"{where}.{i}") for i, each in enumerate(content)])
             yield {"role": "tool", "tool_call_id": part.tool_use_id or "", "content": content}
         else:
-            text, has_text = text + _text_of(part, f"{place}.{number}"), True
-    if has_text or not parts:
-        yield {"role": turn.role, "content": text}
+            said.append(_part_of(part, f"{place}.{number}"))
+    if said or not parts:
+        yield {"role": turn.role, "content": schema.joined_parts(said)}
 
 
 def _text(content: str | list[MessageBlock], place: str) -> str:
     if isinstance(content, str):
         return content
     return "".join(_text_of(part, f"{place}.{number}") for number, part in enumerate(content))
+
+
+def _part_of(part: MessageBlock, place: str) -> Json:
+    """The content part of a text or picture."""
+    if part.type != "image":
+        return {"type": "text", "text": _text_of(part, place)}
+    source = part.source
+    if source is not None and source.type == "url" and source.url:
+        return schema.picture_part(source.url)
+    if source is not None and source.type == "base64" and source.data:
+        return schema.picture_part(f"data:;base64,{source.data}")
+    where = f"{place}.source"
+    raise BodyError(f"{where} is no picture", where, "give type base64 with data, or type url with url")
 
 
 def _text_of(part: MessageBlock, place: str) -> str:
@@ -272,8 +298,8 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 
 def _counted(served: ServedModel, body: CountRequest) -> bytes:
-    ids, _ = encode_chat(served.llm, served.formats, chat_of(body))
-    return dump_json({"input_tokens": len(ids)}).encode()
+    found = encode_chat(served.llm, served.formats, chat_of(body))
+    return dump_json({"input_tokens": len(found.ids)}).encode()
 
 
 class MessagesRenderer(BlockRenderer):

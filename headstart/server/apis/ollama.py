@@ -28,7 +28,17 @@ from headstart.server.model_manager import LATEST_TAG, ModelSlot, context_length
 from headstart.server.options import KeepAlive
 from headstart.server.pipeline import CLIENT_GONE, error_responses, find_model, respond_translated, state_of
 from headstart.server.renderer import dump_json
-from headstart.server.schema import Body, ChatRequest, CompletionRequest, Many, Name, ResponseModel, Tool
+from headstart.server.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Many,
+    Name,
+    ResponseModel,
+    Tool,
+    joined_parts,
+    picture_part,
+)
 from headstart.version import __version__
 
 router = APIRouter(route_class=CheckedRoute)
@@ -47,7 +57,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
     "suffix": (("",), "leave it out"),
     "template": (("",), "start the server with --chat-template, or send raw prompts"),
-    "images": (([],), "this model reads text only"),
+    "images": (([],), "give them to a message"),
     "context": (([],), "send the conversation to /api/chat"),
 }
 """Unsupported member -> values that change nothing, and what to do instead."""
@@ -111,6 +121,7 @@ class GenerateRequest(OllamaRequest):
 
     prompt: StrictStr | None = None
     system: StrictStr | None = None
+    images: Annotated[Many[StrictStr], Field(max_length=limits.MESSAGES)] | None = None
     raw: StrictBool | None = False
 
 
@@ -169,9 +180,11 @@ def prompt_of(body: GenerateRequest) -> ChatRequest | CompletionRequest:
     if body.raw:
         if body.system:
             raise BodyError("system is given, but the prompt is raw", "system", "write it into the prompt")
+        if body.images:
+            raise BodyError("images are given, but the prompt is raw", "images", "leave raw out")
         return as_body(body, {"max_tokens": ENDLESS, **shared, "prompt": body.prompt}, CompletionRequest)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    messages = [*system, {"role": "user", "content": body.prompt}]
+    messages = [*system, {"role": "user", "content": _content(body.images, body.prompt or "")}]
     return as_body(body, {**shared, "messages": messages}, ChatRequest)
 
 
@@ -198,20 +211,23 @@ def _options(given: Mapping[str, Any]) -> Json:
 
 
 def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
-    for number, message in enumerate(messages):
-        if message.images:
-            place = f"messages.{number}.images"
-            raise BodyError(f"{place} is not supported", place, REFUSED["images"][1])
+    for message in messages:
         functions = (each.function for each in message.tool_calls or ())
         told = ({"name": each.name, "arguments": each.arguments or {}} for each in functions)
         calls = [{"type": "function", "function": each} for each in told]
         yield {
             "role": message.role,
-            "content": message.content or "",
+            "content": _content(message.images, message.content or ""),
             **({"reasoning_content": message.thinking} if message.thinking else {}),
             **({"tool_calls": calls} if calls else {}),
             **({"name": message.tool_name} if message.tool_name else {}),
         }
+
+
+def _content(images: list[str] | None, text: str) -> Any:
+    """The content of a chat message: pictures, in base64, come before the text."""
+    pictures = [picture_part(each if each.startswith("data:") else f"data:;base64,{each}") for each in images or ()]
+    return joined_parts([*pictures, {"type": "text", "text": text}])
 
 
 OLLAMA_VERSION = "0.12.0"  # version of the supported API; clients check it before they use newer features
@@ -268,7 +284,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 @router.post("/api/generate", responses=ERRORS, response_model=OllamaGeneration)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     """The output for one prompt. Streams unless `stream` is false."""
-    if not body.prompt:
+    if not (body.prompt or body.images):
         return await _load_or_unload(body, request, response="")
     return await respond_translated(request, partial(prompt_of, body), OllamaGenerateRenderer, keep_alive_of(body))
 
@@ -426,7 +442,12 @@ def _description(slot: ModelSlot, name: str) -> Json:
         }
     template = slot.served.llm.chat_template if slot.served else checkpoint and checkpoint.chat_template()
     recommended = slot.served.llm.chat_sampling if slot.served else {}
-    can = {"tools": True, "thinking": slot.served is not None and slot.served.formats.reasoning is not None}
+    served = slot.served
+    can = {
+        "tools": True,
+        "thinking": served is not None and served.formats.reasoning is not None,
+        "vision": served is not None and served.llm.tower is not None,
+    }
     return {
         "modelfile": f"FROM {name.removesuffix(LATEST_TAG)}",
         "parameters": "\n".join(f"{name} {value}" for name, value in recommended.items()),

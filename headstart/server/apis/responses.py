@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -18,7 +18,16 @@ from headstart.server.errors import BodyError, error_response
 from headstart.server.generation import Generation, Json
 from headstart.server.pipeline import ERRORS, respond_translated
 from headstart.server.renderer import dump_json
-from headstart.server.schema import Body, ChatRequest, Many, Name, ResponseModel, with_sampling
+from headstart.server.schema import (
+    Body,
+    ChatRequest,
+    Many,
+    Name,
+    ResponseModel,
+    joined_parts,
+    picture_part,
+    with_sampling,
+)
 
 router = APIRouter(route_class=CheckedRoute)
 NOT_STORED = "this server keeps no responses: send the whole conversation as input"
@@ -42,11 +51,13 @@ LOGPROBS = "message.output_text.logprobs"  # value of `include` that is refused
 
 
 class InputPart(Body):
-    """Text in a message, in the output of a function, or in reasoning."""
+    """Text or a picture in a message or in the output of a function, or text in reasoning."""
 
-    harmless = frozenset({"annotations", "logprobs"})
+    harmless = frozenset({"annotations", "logprobs", "detail"})
+    refused: ClassVar[Mapping[str, str]] = {"file_id": NOT_STORED}
     type: Name
     text: StrictStr | None = None
+    image_url: StrictStr | None = None
 
 
 class InputItem(Body):
@@ -200,11 +211,26 @@ def _other(item: InputItem, place: str) -> Json:
     if item.type == "message":
         if item.role is None:
             raise BodyError(f"{place}.role: Field required", f"{place}.role")
-        return {"role": item.role, "content": _text(item.content, place)}
+        return {"role": item.role, "content": _content(item.content, place)}
     if item.type == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.call_id or "", "content": _text(item.output, place)}
+        return {"role": "tool", "tool_call_id": item.call_id or "", "content": _content(item.output, place)}
     hint = NOT_STORED if item.type == "item_reference" else "leave it out"
     raise BodyError(f"{place}: an item of type {limits.shortened(item.type)!r} is not supported", place, hint)
+
+
+def _content(content: str | list[InputPart] | None, place: str) -> Any:
+    """The content of a chat message: a text, or parts if there is a picture."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = list[Json]()
+    for part in content:
+        if part.type != "input_image":
+            parts.append({"type": "text", "text": _text([part], place)})
+        elif part.image_url:
+            parts.append(picture_part(part.image_url))
+        else:
+            raise BodyError(f"{place}: a part of type input_image has no image_url", place, "give a data URL")
+    return joined_parts(parts)
 
 
 def _text(content: str | list[InputPart] | None, place: str) -> str:

@@ -60,13 +60,13 @@ class _FramedExchange:
         await app({**self._scope, "headers": kept, JOURNAL: self._journal}, self._receive_body, self._send_framed)
 
     async def _read_record(self, size: int) -> bytes:
-        pieces = b""
+        pieces = bytearray()
         while len(pieces) < size and self._more_body:
             message = await self._receive()
             pieces += message.get("body", b"")
             self._more_body = message.get("more_body", False)
-        self._left = pieces[size:]
-        return pieces[:size]
+        self._left = bytes(pieces[size:])
+        return bytes(pieces[:size])
 
     async def _receive_body(self) -> Message:
         if self._left or not self._more_body:

@@ -1,0 +1,129 @@
+"""Pictures in prompts: `split_pictures` takes them out of OpenAI's messages, `encode_pictures` puts them into a prompt.
+
+A chat template gets `{"type": "image"}` for each picture, as in transformers, and writes a placeholder. The model's
+vision tower replaces the placeholders by the rows of the pictures.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.errors import CapacityError, UsageError
+from headstart.text.images import Image, ImageError, VisionTower, read_image
+
+Message = Mapping[str, Any]
+PICTURES = ("image_url", "image", "input_image")
+"""Types of content parts that are pictures: OpenAI's, transformers' and the Responses API's."""
+_SOURCES = ("image_url", "image", "url", "path")  # members that hold the picture
+QUOTED = 80  # characters of a type or URL that an error quotes
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the engine takes it."""
+
+    ids: list[int]  # with the rows of the pictures
+    text: str = ""  # of the rendered chat template
+    pictures: tuple[Any, ...] = ()  # for Request.pictures
+
+
+def split_pictures(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages for the chat template, and the pictures of all messages in order (URLs, paths, bytes, ...). Content
+    without pictures becomes one text. Raises UsageError for a part that is neither text nor picture."""
+    found, pictures = list[dict[str, Any]](), list[Any]()
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list | tuple):
+            found.append(dict(message))
+            continue
+        parts, before = list[dict[str, str]](), len(pictures)
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind in PICTURES:
+                pictures.append(_source(part))
+                parts.append({"type": "image"})
+            elif kind == "text" or (kind == "input_text" and "text" in part):
+                parts.append({"type": "text", "text": part.get("text") or ""})
+            else:
+                what = f"a message holds a part of type {str(kind)[:QUOTED]!r}"
+                raise UsageError(what, "parts of type text and image_url are read")
+        has_pictures = len(pictures) > before
+        found.append({**message, "content": parts if has_pictures else "".join(part["text"] for part in parts)})
+    return found, pictures
+
+
+def _source(part: Mapping[str, Any]) -> Any:
+    source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+    source = source.get("url") if isinstance(source, Mapping) else source
+    if source is None or source == "":
+        raise ImageError(f"a part of type {part['type']!r} has no picture", 'give {"image_url": {"url": "data:..."}}')
+    return source
+
+
+def data_of(url: str) -> bytes:
+    """The bytes of a data URL in base64. Raises ImageError."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ImageError("its data URL has no ;base64, part", "send data:image/png;base64,...")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"its base64 is not valid: {error}", "encode the file's bytes as base64") from None
+
+
+def open_picture(source: Any) -> Image:
+    """The picture of a path, data URL, bytes, Pillow image or Image. Raises ImageError, also for other URLs."""
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return read_image(data_of(source))
+    if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
+        raise ImageError(f"{source[:QUOTED]} is a URL, and nothing is downloaded here", "give its bytes or a path")
+    return read_image(source)
+
+
+def check_tower(model: str, tower: VisionTower | None) -> VisionTower:
+    """The tower of a model. Raises UsageError without one."""
+    if tower is None:
+        raise UsageError(f"{model} reads text only", "leave the pictures out, or take a model with a vision tower")
+    return tower
+
+
+def encode_pictures(
+    tower: VisionTower, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
+    read: Callable[[Any], Image] = open_picture,
+) -> EncodedPrompt:  # fmt: skip
+    """The prompt (token ids with placeholders, and its text) with the pictures that `read` makes of the sources. Raises
+    the errors of `read` and of the tower, with the picture's number, and CapacityError for more than `max_tokens`."""
+    inputs = []
+    for number, source in enumerate(sources, 1):
+        try:
+            inputs.append(tower.prepare(read(source)))  # one by one: their pixels take far more memory than the inputs
+        except (ImageError, CapacityError) as error:
+            raise type(error)(f"picture {number} of {len(sources)}: {error.message}", error.hint) from None
+    ids, pictures = tower.expand(list(prompt[0]), inputs)
+    if len(ids) >= max_tokens:
+        some = "picture" if len(sources) == 1 else f"{len(sources)} pictures"
+        what = f"the prompt with its {some} has {len(ids)} tokens, but the context holds {max_tokens}"
+        raise CapacityError(what, "send fewer or smaller pictures")
+    return EncodedPrompt(ids, prompt[1], tuple(pictures))
+
+
+def with_placeholders(tower: VisionTower, text: str, count: int) -> str:
+    """A raw text with one placeholder for each of its pictures: those that it lacks are put before it."""
+    return tower.placeholder * (count - text.count(tower.placeholder)) + text
+
+
+def per_prompt(images: Seq[Any] | None, prompts: Seq[Any], is_single: bool) -> list[Seq[Any]]:
+    """The pictures of each prompt. `images`: those of the single prompt, else a list for each prompt. Raises
+    UsageError if the numbers differ."""
+    if images is None:
+        return [()] * len(prompts)
+    if isinstance(images, str | bytes) or not isinstance(images, Seq):
+        raise UsageError(f"images is {type(images).__name__}", "give a list of pictures: images=[path]")
+    if is_single:
+        return [images]
+    if len(images) != len(prompts) or not all(isinstance(each, list | tuple) for each in images):
+        what = f"images must be a list of pictures for each of the {len(prompts)} prompts"
+        raise UsageError(what, "for example images=[[path], []]")
+    return list(images)

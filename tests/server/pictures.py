@@ -1,0 +1,87 @@
+"""Pictures for tests, and the four APIs' requests for a prompt with pictures."""
+
+import base64
+import io
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
+    """The file of a picture with random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    return file_of(Image.fromarray(colours), kind, **options)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def requests(files: Seq[bytes], text: str, **sampling: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """API -> path and body of one question about pictures."""
+    texts, urls = [base64.b64encode(each).decode() for each in files], [data_url(each) for each in files]
+    size, model = sampling.pop("max_tokens", 8), sampling.pop("model")
+    source = [{"type": "base64", "media_type": "image/png", "data": each} for each in texts]
+    return {
+        "openai": ("/v1/chat/completions", {
+            "model": model, "max_tokens": size, **sampling,
+            "messages": [{"role": "user", "content": [
+                *({"type": "image_url", "image_url": {"url": each, "detail": "high"}} for each in urls),
+                {"type": "text", "text": text},
+            ]}],
+        }),
+        "responses": ("/v1/responses", {
+            "model": model, "max_output_tokens": size, **sampling,
+            "input": [{"role": "user", "content": [
+                *({"type": "input_image", "image_url": each, "detail": "auto"} for each in urls),
+                {"type": "input_text", "text": text},
+            ]}],
+        }),
+        "anthropic": ("/v1/messages", {
+            "model": model, "max_tokens": size, **sampling,
+            "messages": [{"role": "user", "content": [
+                *({"type": "image", "source": each} for each in source), {"type": "text", "text": text},
+            ]}],
+        }),
+        "ollama": ("/api/chat", {
+            "model": model, "options": {"num_predict": size, **sampling}, "stream": False,
+            "messages": [{"role": "user", "content": text, "images": texts}],
+        }),
+        "ollama generate": ("/api/generate", {
+            "model": model, "options": {"num_predict": size, **sampling}, "stream": False, "prompt": text,
+            "images": texts,
+        }),
+    }  # fmt: skip
+
+
+def text_of(api: str, answer: dict[str, Any]) -> str:
+    """The text of an API's answer."""
+    if api == "openai":
+        return str(answer["choices"][0]["message"]["content"])
+    if api == "responses":
+        return "".join(part["text"] for item in answer["output"] for part in item["content"])
+    if api == "anthropic":
+        return "".join(part["text"] for part in answer["content"])
+    return str(answer["message"]["content"] if api == "ollama" else answer["response"])
+
+
+def prompt_tokens(api: str, answer: dict[str, Any]) -> int:
+    """The tokens of the prompt, those of pictures too."""
+    usage = answer.get("usage", answer)
+    if api == "anthropic":
+        return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
+    return int(usage[{"openai": "prompt_tokens", "responses": "input_tokens"}.get(api, "prompt_eval_count")])
+
+
+def message_of(answer: Any) -> str:
+    """The message of an error in any API's shape."""
+    error = answer["error"]
+    return str(error if isinstance(error, str) else error["message"])

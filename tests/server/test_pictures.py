@@ -1,0 +1,249 @@
+"""Pictures in the requests of all APIs, with a tower that makes four tokens of a picture's digest."""
+
+import base64
+from collections.abc import Iterator, Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inside import ENGINE, Inside, inside
+from pictures import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
+from PIL import Image as Pillow
+
+from headstart.api import LLM
+from headstart.core import SamplingParams
+from headstart.errors import UsageError
+from headstart.server import limits
+from headstart.server.journal import Journal
+from headstart.server.records import RecordFiles, TextRecorder
+from headstart.text.chat import ChatTemplate
+from headstart.text.images import Image
+
+PLACEHOLDER = "<file_sep>"  # a special token of the default model
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
+    "{% if part.type == 'image' %}<file_sep>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CAT = png()
+
+
+class DigestTower:
+    """Four tokens for a picture."""
+
+    placeholder = PLACEHOLDER
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def prepare(self, image: Image) -> bytes:
+        return image.digest
+
+    def expand(self, prompt_ids: Seq[int], images: Seq[bytes]) -> tuple[list[int], tuple[Any, ...]]:
+        if list(prompt_ids).count(self.token) != len(images):
+            raise UsageError(f"the prompt has not {len(images)} placeholders")
+        rest = iter(images)
+        ids = [[100 + byte for byte in next(rest)[:4]] if each == self.token else [each] for each in prompt_ids]
+        return [token for some in ids for token in some], tuple(images)
+
+
+@pytest.fixture(scope="module")
+def seeing(llm: LLM) -> LLM:
+    token = llm.tokenizer.id_of(PLACEHOLDER)
+    assert token is not None
+    found = LLM(replace(llm.model, tower=DigestTower(token)), ENGINE)
+    found.use_chat_template(ChatTemplate(TEMPLATE))
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(seeing: LLM) -> Iterator[Inside]:
+    with inside(seeing, served_model_name=("eye",)) as found:
+        yield found
+
+
+def ask(server: Inside, api: str, files: Seq[bytes], text: str = "What is it?", **more: Any) -> Any:
+    path, body = requests(files, text, model="eye", temperature=0, seed=1, **more)[api]
+    return server.client.post(path, json=body).json()
+
+
+def test_all_apis_say_the_same(served: Inside, seeing: LLM) -> None:
+    files = [CAT, png(1, kind="BMP")]
+    answers = {api: ask(served, api, files) for api in requests(files, "", model="eye")}
+    texts = {api: text_of(api, answer) for api, answer in answers.items()}
+    assert len(set(texts.values())) == 1 and texts["openai"]
+    counts = {prompt_tokens(api, answer) for api, answer in answers.items()}
+    parts = [{"type": "image", "image": each} for each in files] + [{"type": "text", "text": "What is it?"}]
+    (own,) = seeing.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=8, seed=1))
+    assert own.text == texts["openai"] and counts == {len(own.prompt_token_ids)}
+    (same,) = seeing.generate("What is it?", SamplingParams(max_tokens=8, seed=1), images=files)
+    assert same.prompt_token_ids == own.prompt_token_ids
+    assert text_of("openai", ask(served, "openai", files[::-1])) != texts["openai"]
+    stripped = seeing.encode_prompt([{"role": "user", "content": "What is it?"}])
+    assert len(own.prompt_token_ids) == len(stripped.ids) + 8 and not stripped.pictures
+
+
+def test_counts(served: Inside) -> None:
+    """/tokenize, the token counts of Anthropic's API and rendered prompts include pictures."""
+    _, body = requests([CAT], "Hi", model="eye")["openai"]
+    tokens = served.client.post("/tokenize", json={name: body[name] for name in ("model", "messages")}).json()
+    rendered = served.client.post("/v1/chat/completions/render", json=body).json()
+    assert rendered["token_ids"] == tokens["tokens"]
+    path, anthropic = requests([CAT], "Hi", model="eye")["anthropic"]
+    del anthropic["max_tokens"]
+    assert served.client.post(f"{path}/count_tokens", json=anthropic).json() == {"input_tokens": tokens["count"]}
+    assert prompt_tokens("openai", ask(served, "openai", [CAT], "Hi", max_tokens=1)) == tokens["count"]
+
+
+def test_tool_results_and_raw_prompts(served: Inside, seeing: LLM) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(CAT).decode()}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    body = {"model": "eye", "max_tokens": 4, "messages": [{"role": "user", "content": "Look"}, *messages]}
+    assert served.client.post("/v1/messages", json=body).status_code == 200
+    for text, count in (("One", 0), (f"One {PLACEHOLDER}", 1)):
+        found = seeing.encode_prompt(text, [CAT], raw=True)
+        assert len(found.pictures) == 1 and PLACEHOLDER in found.text
+        assert found.text.endswith(text) and found.text.count(PLACEHOLDER) == 1, count
+    with pytest.raises(UsageError, match="put all pictures into the messages"):
+        seeing.encode_prompt([{"role": "user", "content": [{"type": "image", "image": CAT}]}], [CAT])
+
+
+def test_names_of_placeholders_in_texts_are_text(served: Inside) -> None:
+    answer = ask(served, "openai", [CAT], f"{PLACEHOLDER} and {PLACEHOLDER}")
+    assert answer["choices"], answer
+
+
+TOO_MANY = [CAT] * (limits.IMAGES + 1)
+BAD_FILES = {
+    "no picture": (b"just text " * 9, "picture 2 of 2: the picture cannot be read: it is no picture"),
+    "truncated": (CAT[:300], "damaged or cut off"),
+    "bomb": (file_of(Pillow.new("1", (60_000, 60_000))), "60000 x 60000 pixels"),
+    "empty": (b"", "source"),
+}
+
+
+@pytest.mark.parametrize("api", ["openai", "responses", "anthropic", "ollama", "ollama generate"])
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files(served: Inside, api: str, name: str) -> None:
+    data, message = BAD_FILES[name]
+    path, body = requests([CAT, data], "What?", model="eye")[api]
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 400
+    if api == "anthropic" or name != "empty":
+        assert message in message_of(answer.json())
+
+
+@pytest.mark.parametrize("data", [
+    file_of(Pillow.new("RGBA", (9, 9))), file_of(Pillow.new("CMYK", (9, 9)), "JPEG"), file_of(Pillow.new("P", (1, 1))),
+])  # fmt: skip
+def test_odd_files(served: Inside, data: bytes) -> None:
+    assert ask(served, "openai", [data])["choices"]
+
+
+def part(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ([part({"url": "data:image/png;base64,abc!"})], "picture 1 of 1: its base64 is not valid"),
+    ([part("data:image/png,abc")], "has no ;base64, part"), ([part({"url": "/etc/passwd"})], "is no data URL"),
+    ([{"type": "image", "path": "/etc/passwd"}], "is no data URL"), ([part({})], "image_url"),
+    ([part({"url": ""})], "has no picture"), ([{"type": "image_url"}], "has no picture"),
+    ([{"type": "input_audio"}], "a part of type 'input_audio'"),
+    ([part({"url": "http://example.org/a.png"})], "this server downloads no pictures"),
+    ([part({"url": data_url(CAT)})] * (limits.IMAGES + 1), "has 17 pictures, and 16 are allowed"),
+])  # fmt: skip
+def test_bad_parts(served: Inside, content: Any, message: str) -> None:
+    body = {"model": "eye", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    answer = served.client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, message in message_of(answer.json())) == (400, True), answer.text
+
+
+def test_limits(served: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "could cut a picture" in message_of(ask(served, "openai", [CAT], truncate_prompt_tokens=5))
+    monkeypatch.setattr(limits, "IMAGE_BYTES", 100)
+    assert "100 are allowed" in message_of(ask(served, "openai", [CAT]))
+
+
+def test_too_many_for_the_context(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DigestTower, "expand", lambda self, ids, images: ([1] * 5000, ()))
+    with inside(seeing, served_model_name=("eye",)) as server:
+        answer = ask(server, "anthropic", [CAT])
+    assert "the prompt with its picture has 5000 tokens, but the context holds 2048" in message_of(answer)
+
+
+def test_neighbours_are_unharmed(served: Inside) -> None:
+    before = text_of("openai", ask(served, "openai", [CAT], max_tokens=24))
+    bad = [data for data, _ in BAD_FILES.values()]
+    with ThreadPoolExecutor() as pool:
+        good = [pool.submit(ask, served, "openai", [CAT], max_tokens=24) for _ in range(4)]
+        wrong = [pool.submit(ask, served, "ollama", [each]) for each in bad]
+        assert {text_of("openai", each.result()) for each in good} == {before}
+        assert all("error" in each.result() for each in wrong)
+
+
+def test_a_model_without_tower(llm: LLM) -> None:
+    with inside(llm) as server:
+        for path, body in requests([CAT], "Hi", model=None).values():
+            body["model"] = llm.model.name
+            answer = server.client.post(path, json=body)
+            assert answer.status_code == 400
+            assert f"{llm.model.name} reads text only" in message_of(answer.json())
+        assert "vision" not in server.client.post("/api/show", json={"model": llm.model.name}).json()["capabilities"]
+        told = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 2}
+        assert server.client.post("/v1/chat/completions", json=told).status_code == 200
+
+
+def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded picture is the same as a sent one, and is in the record of the response."""
+    asked = list[str]()
+
+    async def download(urls: Any, policy: Any) -> dict[str, bytes]:
+        for url in urls:
+            policy.check(url)
+        asked.extend(urls)
+        return dict.fromkeys(urls, CAT)
+
+    monkeypatch.setattr("headstart.server.pipeline.download", download)
+    url = "https://example.org/cat.png"
+    with inside(seeing, served_model_name=("eye",), allowed_media_domains=("example.org",)) as server:
+        sent = ask(server, "anthropic", [CAT])
+        path, body = requests([CAT], "What is it?", model="eye", temperature=0, seed=1)["anthropic"]
+        body["messages"][0]["content"][0]["source"] = {"type": "url", "url": url}
+        found = server.client.post(path, json=body).json()
+        assert (text_of("anthropic", found), asked) == (text_of("anthropic", sent), [url])
+        body["messages"][0]["content"][0]["source"]["url"] = "https://example.com/cat.png"
+        assert "not of an allowed domain" in message_of(server.client.post(path, json=body).json())
+        counted = {name: body[name] for name in ("model", "messages")}
+        assert "is no data URL" in message_of(server.client.post(f"{path}/count_tokens", json=counted).json())
+
+
+def test_the_record_of_a_response_has_its_downloaded_pictures() -> None:
+    journal = Journal(f"{'0' * 32}-1", write=None)
+    journal.note_pictures({"http://a/b": CAT})
+    assert journal.take() == b""  # nothing is recorded without a relay
+
+    async def write() -> None: ...
+
+    journal = Journal(f"{'0' * 32}-1", write=write)
+    journal.note_pictures({"http://a/b": CAT})
+    resumed = Journal(f"{'0' * 32}-1", journal.take(), write)
+    assert (resumed.pictures, resumed.history) == ({"http://a/b": CAT}, [])
+
+
+def test_texts_about_pictures_are_not_recorded(seeing: LLM, tmp_path: Path) -> None:
+    recorder = TextRecorder(RecordFiles(tmp_path, 2**20))
+    recorder.start()
+    for images in ([CAT], []):
+        recorder.offer(seeing.request("What?", SamplingParams(), images=images), [1, 2])
+    recorder.stop()
+    assert recorder.kept == 1
+
+
+def test_page_and_openapi(served: Inside) -> None:
+    assert "vision" in served.client.post("/api/show", json={"model": "eye"}).json()["capabilities"]
+    assert "ImageUrl" in served.client.get("/openapi.json").text
