@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,12 @@ from openai import OpenAI
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inside import ENGINE
+from pictures import PLACEHOLDER, TEMPLATE, DigestTower
 from process import Server, running
 
 from headstart import hub
 from headstart.api import LLM
+from headstart.text.chat import ChatTemplate
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,13 @@ def llm() -> LLM:
     if hub.cached_trunk() is None:
         pytest.skip("the default model is not in the cache: headstart pull")
     return LLM(None, ENGINE)
+
+
+@pytest.fixture(scope="session")
+def seeing(llm: LLM) -> LLM:
+    """The default model with a tower that makes tokens of pictures."""
+    token = llm.tokenizer.id_of(PLACEHOLDER)
+    assert token is not None
+    found = LLM(replace(llm.model, tower=DigestTower(token)), ENGINE)
+    found.use_chat_template(ChatTemplate(TEMPLATE))
+    return found

@@ -1,4 +1,4 @@
-"""Pictures for tests, and the four APIs' requests for a prompt with pictures."""
+"""Pictures for tests, a tower that makes four tokens of each, and the requests of all APIs about pictures."""
 
 import base64
 import io
@@ -6,16 +6,45 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image as Pillow
+
+from headstart.errors import UsageError
+from headstart.text.images import Image
+
+PLACEHOLDER = "<file_sep>"  # a special token of the default model
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
+    "{% if part.type == 'image' %}<file_sep>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class DigestTower:
+    """Four tokens for a picture."""
+
+    placeholder = PLACEHOLDER
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def prepare(self, image: Image) -> bytes:
+        return image.digest
+
+    def expand(self, prompt_ids: Seq[int], images: Seq[bytes]) -> tuple[list[int], tuple[Any, ...]]:
+        if list(prompt_ids).count(self.token) != len(images):
+            raise UsageError(f"the prompt has not {len(images)} placeholders")
+        rest = iter(images)
+        ids = [[100 + byte for byte in next(rest)[:4]] if each == self.token else [each] for each in prompt_ids]
+        return [token for some in ids for token in some], tuple(images)
 
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
     """The file of a picture with random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    return file_of(Image.fromarray(colours), kind, **options)
+    return file_of(Pillow.fromarray(colours), kind, **options)
 
 
-def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def file_of(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()

@@ -3,13 +3,12 @@
 import base64
 from collections.abc import Iterator, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import ENGINE, Inside, inside
-from pictures import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
+from inside import Inside, inside
+from pictures import PLACEHOLDER, DigestTower, data_url, file_of, message_of, png, prompt_tokens, requests, text_of
 from PIL import Image as Pillow
 
 from headstart.api import LLM
@@ -18,44 +17,8 @@ from headstart.errors import UsageError
 from headstart.server import limits
 from headstart.server.journal import Journal
 from headstart.server.records import RecordFiles, TextRecorder
-from headstart.text.chat import ChatTemplate
-from headstart.text.images import Image
 
-PLACEHOLDER = "<file_sep>"  # a special token of the default model
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{% if part.type == 'image' %}<file_sep>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CAT = png()
-
-
-class DigestTower:
-    """Four tokens for a picture."""
-
-    placeholder = PLACEHOLDER
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def prepare(self, image: Image) -> bytes:
-        return image.digest
-
-    def expand(self, prompt_ids: Seq[int], images: Seq[bytes]) -> tuple[list[int], tuple[Any, ...]]:
-        if list(prompt_ids).count(self.token) != len(images):
-            raise UsageError(f"the prompt has not {len(images)} placeholders")
-        rest = iter(images)
-        ids = [[100 + byte for byte in next(rest)[:4]] if each == self.token else [each] for each in prompt_ids]
-        return [token for some in ids for token in some], tuple(images)
-
-
-@pytest.fixture(scope="module")
-def seeing(llm: LLM) -> LLM:
-    token = llm.tokenizer.id_of(PLACEHOLDER)
-    assert token is not None
-    found = LLM(replace(llm.model, tower=DigestTower(token)), ENGINE)
-    found.use_chat_template(ChatTemplate(TEMPLATE))
-    return found
 
 
 @pytest.fixture(scope="module")

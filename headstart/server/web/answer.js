@@ -77,7 +77,7 @@ export function firstDifference(one, other) {
 /** Messages of a request. A broken or stopped answer counts as far as it came. */
 export function asMessages(messages) {
   return messages.map((each) => {
-    if (each.role !== "assistant") return each.role === "tool" ? toolResult(each) : { role: "user", content: each.content };
+    if (each.role !== "assistant") return each.role === "tool" ? toolResult(each) : { role: "user", content: contentOf(each) };
     const { text, calls } = each.answer;
     const said = { role: "assistant", content: text };
     if (calls.length) said.tool_calls = calls.map(asCall);
@@ -93,5 +93,7 @@ export function asText(messages) {
   }, "");
 }
 
+const contentOf = ({ content, pictures }) =>
+  !pictures?.length ? content : [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }];
 const toolResult = (message) => ({ role: "tool", content: message.content, tool_call_id: message.callId });
 const asCall = ({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } });

@@ -38,8 +38,10 @@ export function asMarkdown({ title, messages }, system) {
   const parts = [`# ${title || "Conversation"}`];
   if (system) parts.push(`**System**\n\n${system}`);
   for (const each of messages) {
-    if (each.role !== "assistant") parts.push(`**${each.role === "tool" ? "Tool" : "You"}**\n\n${each.content}`);
-    else {
+    if (each.role !== "assistant") {
+      const pictures = (each.pictures ?? []).map((url, i) => `![Picture ${i + 1}](${url})`);
+      parts.push([`**${each.role === "tool" ? "Tool" : "You"}**`, ...pictures, each.content].join("\n\n"));
+    } else {
       const calls = each.answer.calls.map((call) => `\`${call.name}(${call.arguments})\``);
       parts.push(["**Model**", each.answer.text, ...calls].filter(Boolean).join("\n\n"));
     }

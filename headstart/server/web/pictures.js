@@ -1,0 +1,43 @@
+// Pictures of a question: chosen, pasted or dropped; kept as data URLs.
+import { html, useRef } from "./ui.js";
+
+const MOST_BYTES = 11 << 20; // of all pictures of a question: the server's limit of a request, in base64
+
+const read = (file) =>
+  new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(reader.error);
+    reader.readAsDataURL(file);
+  });
+
+/** The pictures among files, as data URLs. */
+export const readPictures = (files) => Promise.all([...files].filter(({ type }) => type.startsWith("image/")).map(read));
+
+/** What is wrong with the pictures of a question; empty if nothing is. */
+export const excess = (urls) =>
+  urls.reduce((sum, { length }) => sum + length, 0) * 0.75 > MOST_BYTES ? "The pictures are larger than 11 MB." : "";
+
+/** Pictures, with a button to remove each if `remove` is given. */
+export function Pictures({ urls, remove }) {
+  if (!urls?.length) return null;
+  return html`<ul class="pictures" aria-label="Pictures">
+    ${urls.map((url, i) => html`<li key=${url}>
+      <img src=${url} alt=${`Picture ${i + 1}`} />
+      ${remove && html`<button type="button" class="icon" aria-label=${`Remove picture ${i + 1}`} title="Remove"
+        onClick=${() => remove(i)}>×</button>`}
+    </li>`)}
+  </ul>`;
+}
+
+/** A button that opens the file dialog. */
+export function PictureButton({ add }) {
+  const input = useRef(null);
+  const chosen = ({ target }) => {
+    add(target.files);
+    target.value = ""; // so that the same file can be chosen again
+  };
+  return html`<button type="button" class="icon" aria-label="Add pictures" title="Add pictures; or paste or drop them"
+      onClick=${() => input.current.click()}>🖼</button>
+    <input ref=${input} type="file" accept="image/*" multiple hidden aria-label="Picture files" onChange=${chosen} />`;
+}

@@ -1,0 +1,75 @@
+"""Pictures in the playground: chosen, pasted, dropped, removed and sent; hidden where the model reads text only."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from inside import Inside, inside
+from pictures import png
+from test_browser import CHROMIUM, FLAGS
+
+from headstart.api import LLM
+
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
+FILES = [{"name": f"{seed}.png", "mimeType": "image/png", "buffer": png(seed)} for seed in (1, 2)]
+GIVE = """([kind, data]) => {
+  const transfer = new DataTransfer(), bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
+  transfer.items.add(new File([bytes], "picture.png", { type: "image/png" }));
+  const given = kind === "drop" ? { dataTransfer: transfer } : { clipboardData: transfer };
+  const Event = kind === "drop" ? DragEvent : ClipboardEvent;
+  const event = new Event(kind, { ...given, bubbles: true, cancelable: true });
+  document.querySelector(".composer textarea").dispatchEvent(event);
+}"""
+
+
+@pytest.fixture(scope="module")
+def page_of() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+        def opened(server: Inside) -> Any:
+            page = browser.new_context(base_url=server.url).new_page()
+            page.goto("/")
+            page.locator(".starters").wait_for()
+            return page
+
+        yield opened
+        browser.close()
+
+
+def test_pictures_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
+    with inside(seeing) as server:
+        page = page_of(server)
+        page.get_by_label("Add pictures").wait_for()
+        page.get_by_label("Picture files").set_input_files(FILES)
+        for kind, seed in (("paste", 3), ("drop", 4)):
+            page.evaluate(GIVE, [kind, base64.b64encode(png(seed)).decode()])
+        mine = page.locator(".composer .pictures img")
+        playwright.expect(mine).to_have_count(4)
+        page.get_by_label("Remove picture 1").click()
+        playwright.expect(mine).to_have_count(3)
+        assert mine.first.evaluate("(img) => img.naturalWidth") == 40
+        box = page.get_by_label("Message", exact=True)
+        box.fill("What are they?")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            box.press("Enter")
+        content = sent.value.post_data_json["messages"][-1]["content"]
+        assert [part["type"] for part in content] == ["image_url"] * 3 + ["text"]
+        data = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in content[:3]]
+        assert data == [png(seed) for seed in (2, 3, 4)]
+        page.locator(".after").last.wait_for()
+        assert page.locator(".message.user .pictures img").count() == 3
+        assert mine.count() == page.locator(".answer .wrong").count() == 0
+        page.locator(".message.user .edit button").click()  # an edited question keeps its pictures
+        with page.expect_request("**/v1/chat/completions") as again:
+            page.get_by_label("Edited message").locator("xpath=..").locator("button.main").click()
+        assert again.value.post_data_json["messages"][-1]["content"] == content
+
+
+def test_a_model_that_reads_text_only(page_of: Any, llm: LLM) -> None:
+    with inside(llm) as server:
+        page = page_of(server)
+        page.evaluate(GIVE, ["drop", base64.b64encode(png()).decode()])
+        assert page.get_by_label("Add pictures").count() == page.locator(".pictures").count() == 0
