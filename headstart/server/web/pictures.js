@@ -30,6 +30,10 @@ export function Pictures({ urls, remove }) {
   </ul>`;
 }
 
+const ICON = html`<svg viewBox="0 0 24 24" width="20" height="20" fill="none" stroke="currentColor" stroke-width="1.7" aria-hidden="true">
+  <rect x="3" y="4" width="18" height="16" rx="2.5" /><circle cx="8.5" cy="9.5" r="1.7" /><path d="m4 18 6-5.5 3.5 3 3-2.5 4 4" />
+</svg>`;
+
 /** A button that opens the file dialog. */
 export function PictureButton({ add }) {
   const input = useRef(null);
@@ -38,6 +42,6 @@ export function PictureButton({ add }) {
     target.value = ""; // so that the same file can be chosen again
   };
   return html`<button type="button" class="icon" aria-label="Add pictures" title="Add pictures; or paste or drop them"
-      onClick=${() => input.current.click()}>🖼</button>
+      onClick=${() => input.current.click()}>${ICON}</button>
     <input ref=${input} type="file" accept="image/*" multiple hidden aria-label="Picture files" onChange=${chosen} />`;
 }
