@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from inside import Inside, inside
+from pictures import data_url, png
 from process import CITY, QUESTION, WEATHER
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.server import journal
+from headstart.server import journal, pipeline
 from headstart.server.replicas import frames
 from headstart.server.replicas.group import ReplicaId
+from headstart.server.schema import picture_part
 
 pytestmark = pytest.mark.slow
 ORIGIN = f"{'0' * 32}-1700000000"
@@ -168,3 +170,26 @@ def test_a_resumed_request_is_not_charged_again(engines: tuple[Inside, Inside]) 
     before = engines[1].served.metrics.generated_tokens
     ask(engines[1], TEXT, body, record)
     assert engines[1].served.metrics.generated_tokens - before == 20 - said
+
+
+def test_a_picture_of_a_url_is_that_of_the_first_download(
+    seeing: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second engine takes it from the record: the URL shows another one by then."""
+    files = iter([png(1), png(2), png(3)])
+
+    async def download(urls: list[str], _: Any) -> dict[str, bytes]:
+        return {url: next(files) for url in urls}
+
+    monkeypatch.setattr(pipeline, "download", download)
+    monkeypatch.setattr(journal, "MAX_UNWRITTEN", 0)
+    urls = data_url(png(0)), "https://example.org/a.png"
+    content = [*map(picture_part, urls), {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 24, "stream": True, "seed": 1}
+    with inside(seeing, replica=ReplicaId(tmp_path, 0, "token"), allow_image_urls=True) as server:
+        whole = ask(server, CHAT, body)
+        cut = [place for place in range(1, len(whole)) if whole[place - 1][0] == frames.RECORD][2]
+        record = b"".join(data for kind, data in whole[:cut] if kind == frames.RECORD)
+        known, again = pieces(whole[:cut]), pieces(ask(server, CHAT, body, record))
+        assert again[: len(known)] == known
+        assert told(again) == told(pieces(whole)) != told(pieces(ask(server, CHAT, body)))
