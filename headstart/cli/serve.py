@@ -18,7 +18,7 @@ from headstart.cli.settings import Settings
 from headstart.cli.vllm_flags import VllmFlags, rewrite
 from headstart.config import EngineConfig, flag_of
 from headstart.errors import UsageError
-from headstart.server.options import ServerOptions
+from headstart.server.options import ServerOptions, media_domains
 
 if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
@@ -116,6 +116,7 @@ def run(
     _check_tls(serving.ssl_certfile, serving.ssl_keyfile)
     named.check()
     check_keys(serving.api_key, serving.api_key_file)
+    media_domains(serving.allowed_media_domains)
     other.check()
     replica_id = replicas.replica_id
     if other.engine_name is not None and (replicas.replicas is None or replica_id is not None):

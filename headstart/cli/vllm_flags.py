@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 OTHER = "--vllm"  # hidden option for vLLM flags without a headstart option, as NAME or NAME=VALUE
 ENGINE = "--engine"
-ENGINE_VALUES = {"--quantization", "--kv-cache-dtype", "--dtype", "--device", "--max-model-len", "--block-size"}
+ENGINE_VALUES = {
+    "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--max-model-len", "--block-size",
+    "--allowed-media-domains",
+}  # fmt: skip
 """Options whose values are vLLM's if --engine names another engine."""
 VLLM_DEFAULTS = {"--quantization": "none", "--kv-cache-dtype": "auto", "--dtype": "auto", "--max-model-len": "auto"}
 """Option -> vLLM's value that means the same as leaving the option out."""

@@ -15,8 +15,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import httptools
 
-from headstart.errors import UsageError
 from headstart.server import limits
+from headstart.server.options import media_domains
 from headstart.text.images import ImageError
 from headstart.version import __version__
 
@@ -173,10 +173,5 @@ def _tls() -> ssl.SSLContext:
 
 def url_policy(allowed: bool, domains: Iterable[str] | None) -> UrlPolicy:
     """The policy of the server's options. Raises UsageError for a domain that is none."""
-    names = tuple(each.strip().lower().rstrip(".") for each in domains or ())
-    for name in names:
-        if not name or any(letter in name for letter in "/:@ *"):
-            raise UsageError(
-                f"--allowed-media-domains is {name!r}, which is no domain", "for example upload.wikimedia.org"
-            )
+    names = media_domains(domains)
     return UrlPolicy(allowed or bool(names), names)

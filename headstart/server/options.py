@@ -4,6 +4,7 @@ Imports nothing heavy, since every start of the command line reads it.
 """
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ CHAT_TEMPLATE_HELP = "Chat template: chatml, gemma, llama3, vicuna, or a Jinja f
 DEFAULT_KEEP_ALIVE_S = 300.0
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")  # one part of a time such as 1h30m
+_DOMAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
 RARE = {"panel": "Server, more", "is_rare": True}  # options that only --help-all shows
 
 
@@ -65,6 +67,16 @@ class ServerOptions:
     record_limit: int = option(
         "Maximum megabytes of records; the oldest are removed first.", default=256, min=1, **RARE
     )
+
+
+def media_domains(given: Iterable[str] | None) -> tuple[str, ...]:
+    """The values of --allowed-media-domains in lower case. Raises UsageError for one that is no domain."""
+    names = tuple(each.strip().lower().rstrip(".") for each in given or ())
+    for name in names:
+        if not _DOMAIN.fullmatch(name):
+            what = f"--allowed-media-domains is {limits.shortened(name)!r}, which is no domain"
+            raise UsageError(what, "for example upload.wikimedia.org")
+    return names
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
         (["m", "--max-logprobs", "5"], ["m", OTHER, "--max-logprobs=5"]),
         (["--no-enable-lora"], [OTHER, "--no-enable-lora"]),
         (["--engine", "vllm", "--quantization", "awq"], ["--engine", "vllm", OTHER, "--quantization=awq"]),
+        (["--engine", "vllm", "--allowed-media-domains", "a.org"],
+         ["--engine", "vllm", OTHER, "--allowed-media-domains=a.org"]),
+        (["--allowed-media-domains", "a.org"], ["--allowed-media-domains", "a.org"]),
         (["--nonsense", "3"], ["--nonsense", "3"]),
     ],
 )  # fmt: skip
@@ -125,6 +128,8 @@ KV_TRANSFER = """{"kv_connector":"%s","kv_role":"kv_both"%s}"""
     (["--gpu-memory-utilization", "0.9", "--kv-blocks", "9"], "give one of them"),
     (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "leave it out"),
     (["--speculative-config", '{"method": "mlp_speculator"}'], "choose from: auto"),
+    (["--allowed-media-domains", "https://a.org"], "for example upload.wikimedia.org"),
+    (["--limit-mm-per-prompt", '{"image": 1}'], "reads text and pictures, without settings"),
     (["--mem-fraction-static", "0.88"], "write --gpu-memory-utilization"),
     (["--model-path", "org/m"], "headstart serve MODEL"), (["--speculative-algorithm", "MTP"], "write --drafter"),
     (["-ngl", "99"], "headstart doctor shows the backend"), (["--unheard-of"], "leave --unheard-of out"),
