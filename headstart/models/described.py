@@ -261,7 +261,6 @@ _FAMILIES: Mapping[str, Family] = {
         unsupported="projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
     ),
     "minicpm3": _family("MiniCPM3's latent attention"),
-    "minimax_m3": _family("block-sparse attention", "minimax_m3_vl", "minimax_m3_text", "minimax_m3_vl_text"),
     "nemotron_h_puzzle": _family("layers of several sizes (Puzzle)"),
     "pangu_ultra_moe": _family("norms on both sides of latent attention"),
     "phimoe": _family("sparse-mixer routing"),

@@ -129,11 +129,6 @@ def _inkling(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return projection | _vectors("hidden_norm", "embed_norm")(at, s, present)
 
 
-def _minimax_block(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    at = f"{at}transformer_layer."
-    return _norms(at, s, present) | _attention(at, s, present)
-
-
 def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return {"mtp.embed_tokens.weight": (s["vocabulary"], s["hidden"])}
 
@@ -176,14 +171,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
     ),
     "pangu_ultra_moe": MTPLayout(
         title="openPangu", tensors=_module(LAYER, _deepseek, _norms, _latent, _deepseek_experts)
-    ),
-    "minimax_m3": MTPLayout(
-        title="MiniMax-M3",
-        norm="1+w",
-        own=("embedding",),
-        count_key="num_mtp_modules",
-        trailing=False,
-        tensors=_module("mtp.layers.{i}.", _fusion, _final_norm, _minimax_block),
     ),
     "inkling": MTPLayout(
         title="Inkling",

@@ -299,6 +299,14 @@ ROWS: Mapping[str, FamilyRow] = {
             "embedding_multiplier": 12, "residual_multiplier": 0.8082903768654761, "logits_scaling": 3.0,
             "attention_multiplier": 0.3535533905932738},
         gguf={"minicpm": "minicpm"}, has_gguf_rope_order=True),
+    "minimax_m3": FamilyRow(
+        trunk="minimax_m3_vl_text",
+        mtp=MTPModule(
+            block="model.mtp.layers.{i}.transformer_layer.", norm="model.mtp.layers.{i}.final_layernorm",
+            embedding_norm="model.mtp.layers.{i}.enorm", hidden_norm="model.mtp.layers.{i}.hnorm",
+            projections=("model.mtp.layers.{i}.eh_proj",), masks_first=True, recycles_normed=False,
+            config={"moe_layer_freq": [1]}),
+        modules=(0, 1, 0, 1), excluded=("hidden_act", "attention_bias")),
     "mistral": FamilyRow(
         is_relative=True,
         variants={

@@ -48,6 +48,8 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
     config |= row_of(family).oracle_config
     if "kv_lora_rank" in config and family != "deepseek_v3":
         config["num_key_value_heads"] = config["num_attention_heads"]
+    if family == "minimax_m3":
+        config["moe_layer_freq"] = config["moe_layer_freq"][: config["num_hidden_layers"]]
     if family != "step3p5" and isinstance(kinds := config.get("layer_types"), list):  # its modules have kinds, too
         config["layer_types"] = kinds[: config["num_hidden_layers"]]
     if (full := config.get("full_attn_idxs")) is not None:
@@ -78,6 +80,8 @@ def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, se
         tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
     if kind == "hy_v4":
         tensors = {renamed(name, HY4): tensor for name, tensor in tensors.items()}
+    if kind == "minimax_m3_vl_text":
+        tensors = joined_gates({renamed(name, M3): tensor for name, tensor in tensors.items()})
     if kind in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
         tensors = delta_names(tensors)
     named = fused_experts(stepwise(tensors) if kind == "step3p5" else tensors)
@@ -322,6 +326,19 @@ HY4 = {
     r"\.learnable_sink_param": ".sinks", r"\.linear_gate\.": ".gate_proj.",
 }  # fmt: skip
 """HY-V4's names -> transformers'."""
+M3 = {r"\.block_sparse_moe\.e_score": ".mlp.gate.e_score", r"\.block_sparse_moe\.": ".mlp."}
+"""MiniMax-M3's names -> transformers'."""
+
+
+def joined_gates(tensors: Tensors) -> Tensors:
+    """With gate and up projections of dense layers and shared experts in one matrix."""
+    found = dict(tensors)
+    for name in [name for name in tensors if re.search(r"(mlp|shared_experts)\.gate_proj\.weight$", name)]:
+        parts = [found.pop(name.replace("gate_proj", f"{part}_proj")) for part in ("gate", "up")]
+        found[name.replace("gate_proj", "gate_up_proj")] = torch.cat(parts)
+    return found
+
+
 KDA = {
     r"\.attention\.": ".self_attn.", r"\.self_attn\.(f_\w*proj|dt_bias|A_log)": r".self_attn.forget_gate.\1",
     r"\.word_embeddings\.": ".embed_tokens.", r"\.self_attn\.dense\.": ".self_attn.o_proj.",

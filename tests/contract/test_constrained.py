@@ -146,6 +146,7 @@ def test_rejection_keeps_the_constraint(drafter: str) -> None:
             assert SPECS[kind][1](text_of(output.tokens))
     assert sum(output.finish_reason == "stop" for (kind, _), output in outputs.items() if kind in SPECS) >= 3
 
+
 LONG = "the other thing in the ring"
 
 

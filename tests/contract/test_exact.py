@@ -102,6 +102,7 @@ def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
     assert sum(accepted for accepted, _ in totals) > 25 * len(totals)
     assert sum(preemptions for _, preemptions in totals) > 0
 
+
 PLAIN_FAMILY = "llama"
 SPECS = {
     "embedding first, pre-norm hidden": HeadSpec(tap="pre_norm"),

@@ -188,6 +188,7 @@ def test_unknown_rope_is_refused() -> None:
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
         tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
 
+
 MTP_FAMILIES = [name for name, row in ROWS.items() if row.mtp]
 
 

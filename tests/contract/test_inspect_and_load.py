@@ -138,7 +138,7 @@ def test_a_head_that_is_gone_not_declared_or_at_another_layer(family: str, tmp_p
     moved = {re.sub(rf"layers\.{layers}\.", f"layers.{layers + 1}.", name): array for name, array in arrays.items()}
     if not family_of(family).names.of_modules and config.get("num_nextn_predict_layers") == 1:
         same_decision(write_model(tmp_path / "moved", config, moved), "mismatch")
-    config |= {key: 0 for key in ("num_nextn_predict_layers", *config) if "nextn" in key or key.startswith("mtp_num")}
+    config |= {key: 0 for key in ("num_nextn_predict_layers", *config) if re.match("mtp_num|num_(nextn|mtp)", key)}
     same_decision(write_model(tmp_path / "undeclared", config, arrays), "undeclared")
 
 

@@ -112,7 +112,7 @@ ZOO: dict[str, Animal] = {
         renamed={"self_attn.o_proj.": "attention.dense.", "self_attn.": "attention."}),
     "pangu_ultra_moe": deepseek("pangu_ultra_moe"),
     "minimax_m3": Animal(
-        {"model_type": "minimax_m3_vl"},
+        {"model_type": "minimax_m3_vl", "moe_layer_freq": [0, 1, 1, 1]},
         {"language_model.model.mtp.layers.1.transformer_layer.self_attn.q_proj.weight": (H, H)},
         key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model."),
     "step5": Animal({"model_type": "step5"}, {"model.layers.4.eh_proj.weight": (H, 2 * H)}),
