@@ -156,6 +156,8 @@ def test_a_model_without_tower(llm: LLM) -> None:
             answer = server.client.post(path, json=body)
             assert answer.status_code == 400
             assert f"{llm.model.name} reads text only" in message_of(answer.json())
+        with pytest.raises(UsageError, match="reads text only"):
+            llm.generate("Hi", images=[CAT])
         assert "vision" not in server.client.post("/api/show", json={"model": llm.model.name}).json()["capabilities"]
         told = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 2}
         assert server.client.post("/v1/chat/completions", json=told).status_code == 200
