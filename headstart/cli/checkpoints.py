@@ -20,7 +20,9 @@ class InspectFlags(ModelOptions):
     head: str | None = option("A head directory to inspect with the model.")
     target: str | None = option("A model that the drafter or head must fit.")
     deep: bool = option(
-        "Measure acceptance on a few hundred tokens, if the model can run here; a repo is downloaded.", default=False
+        "Measure acceptance on a few hundred tokens. A model beyond memory is read once, layer by layer. A repo is "
+        "downloaded.",
+        default=False,
     )
 
 

@@ -13,7 +13,7 @@ from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats import open_checkpoint
-from headstart.formats.base import Checkpoint, in_int4, widened
+from headstart.formats.base import WIDENED, Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
 from headstart.heads.base import Head, HeadSpec, limit_window
 from headstart.heads.draft_model import DraftModel, parallel_block
@@ -21,6 +21,7 @@ from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
 from headstart.kernels.ops import Backend
+from headstart.kernels.streamed import StreamedBackend
 from headstart.layers.build import DecoderConfig, lm_head_tensor
 from headstart.layers.decoder import Decoder
 from headstart.layers.linear import Linear
@@ -34,6 +35,8 @@ from headstart.text.tokenizer import Tokenizer
 log = logging.getLogger("headstart.engine")
 NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
 DRAFT_MODEL = "draft_model"
+ROOM, BESIDE = 1.05, 1 << 28
+"""Memory of a loaded model: a factor of its weights, and bytes beside them."""
 NEED_HEAD = ("mtp", "mixed")  # values of --drafter that ask for the model's own head
 
 
@@ -216,20 +219,27 @@ def _with_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
 
 
 def load_model(
-    name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None
-) -> Model:
+    name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None, *,
+    streamed: bool = False,
+) -> Model:  # fmt: skip
     """Loads a model by path, alias or Hub name, with its head; `progress` counts weights.
 
-    beside: backend of another loaded model, whose threads this one shares. Raises ModelError, UsageError or
+    beside: backend of another loaded model, whose threads this one shares. streamed: read no weights; the model's
+    backend is a StreamedBackend, and its parts can be run layer by layer only. Raises ModelError, UsageError or
     CapacityError.
     """
     select_backend(config)  # fails before anything is downloaded
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     check_format(checkpoint, config)
-    backend = open_backend(config, checkpoint.files)
-    if backend.runs_on == "cpu" and config.rounding is None:
-        check_room(checkpoint)
+    backend: Backend
+    if streamed:
+        unmapped = {name: tensor.unmapped() for name, tensor in checkpoint.tensors.items()}
+        checkpoint, backend = replace(checkpoint, tensors=unmapped), StreamedBackend(open_backend(config))
+    else:
+        backend = open_backend(config, checkpoint.files)
+        if backend.runs_on == "cpu" and config.rounding is None:
+            check_room(checkpoint)
     if isinstance(backend, SharesThreads) and beside is not None:
         backend.share_threads(beside)
     heads = usable_heads(checkpoint)
@@ -263,6 +273,13 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
             f"--quantization {config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
             "leave --quantization out" + ("" if name else "; int8 and int4 round the weights at load"),
         )
+
+
+def fits_memory(checkpoint: Checkpoint) -> bool:
+    """Whether the weights, with room for caches and activations, fit into the free memory of this process."""
+    _, wide = widened(checkpoint.tensors.values())
+    size = wide + sum(tensor.nbytes for tensor in checkpoint.tensors.values() if tensor.dtype not in WIDENED)
+    return ROOM * size + BESIDE < machine.memory().available
 
 
 def check_room(checkpoint: Checkpoint) -> None:

@@ -1,6 +1,6 @@
 """Plans and runs the passes of all networks: the trunk's and the drafters'. Owns all pools."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,20 @@ import numpy as np
 
 from headstart.cache.blocks import STATE, TRUNK
 from headstart.cache.kv_cache import KVCacheManager
-from headstart.core import Draft, Paths, Rows, Sampled, Sequence, Span, StateSteps, StepPlan, TokenLogprob
+from headstart.cache.recurrent import states_from_zero
+from headstart.core import (
+    Draft,
+    Paths,
+    Request,
+    Rows,
+    Sampled,
+    SamplingParams,
+    Sequence,
+    Span,
+    StateSteps,
+    StepPlan,
+    TokenLogprob,
+)
 from headstart.drafters.base import DraftPrograms, DraftRequest, EarlyDraftRequest
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
 from headstart.errors import ModelError
@@ -62,6 +75,22 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
     )
     if is_special:
         _set_visibility(plan, rows)
+    return plan
+
+
+def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0, block_size: int = 16) -> StepPlan:
+    """One pass over whole texts (token ids) from `first_position` on, each with its own blocks, without logits."""
+    parts: list[Rows] = []
+    first_block, params = 0, SamplingParams()
+    for tokens in texts:
+        request = Request(request_id="", prompt_ids=tuple(tokens), params=params, seed=0, stop_ids=frozenset())
+        sequence = Sequence(request, 0, list(tokens), 0)
+        last_block = first_block + -(-len(tokens) // block_size)
+        sequence.block_table.extend(range(first_block, last_block))
+        parts.append(Rows(sequence, first_position, sequence.tokens[first_position:], 0))
+        first_block = last_block
+    plan = build_plan(parts, block_size, first_position)
+    plan.states = states_from_zero(np.diff(plan.row_starts))
     return plan
 
 

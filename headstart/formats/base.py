@@ -78,15 +78,20 @@ class File:
 
     def bytes_at(self, begin: int, nbytes: int) -> Bytes:
         """uint8 [nbytes] from byte `begin` on: a view of the mapped file, or a new array."""
-        if self.mapped:
-            return self._all[begin : begin + nbytes]
-        return np.frombuffer(self.read(begin, nbytes), np.uint8)
+        return self._all[begin : begin + nbytes] if self.mapped else np.frombuffer(self.read(begin, nbytes), np.uint8)
 
     def read(self, begin: int, nbytes: int) -> bytes:
-        """Bytes [begin, begin + nbytes), or fewer at the end of the file. Nothing is mapped."""
-        with self.path.open("rb") as file:
-            file.seek(begin)
-            return file.read(nbytes)
+        """Bytes [begin, begin + nbytes). Nothing is mapped. ModelError if the file became shorter or unreadable."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(nbytes)
+        except OSError as error:
+            raise ModelError(f"cannot read {self.path}: {error.strerror}", "is the disk there and intact?") from error
+        if len(data) != nbytes:
+            what = f"{self.path} ends after {begin + len(data)} bytes, but {begin + nbytes} are needed"
+            raise ModelError(what, "was the file changed after it was opened?")
+        return data
 
 
 def map_file(path: Path) -> Bytes:
@@ -143,10 +148,7 @@ class Tensor:
         """uint8 [nbytes] from the tensor's byte `begin` on, without mapping. ModelError if the file became shorter."""
         if not isinstance(self.source, File):
             return self.source[self.begin + begin : self.begin + begin + nbytes]
-        data = self.source.read(self.begin + begin, nbytes)
-        if len(data) != nbytes:
-            raise ModelError(f"{self.file} ends inside tensor {self.name}", "was the file changed after it was opened?")
-        return np.frombuffer(data, np.uint8)
+        return np.frombuffer(self.source.read(self.begin + begin, nbytes), np.uint8)
 
     def pieces(self) -> Iterator[Bytes]:
         """Yield all bytes in pieces of PIECE_BYTES, read without mapping."""
@@ -195,8 +197,15 @@ class Tensor:
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and rows[0] >= 0 and rows[-1] < self.shape[0] and (np.diff(rows) == 1).all():
             return self.span(int(rows[0]), len(rows))
-        taken = self.data.reshape(self.shape[0], self.row_bytes)[rows]
+        if isinstance(self.source, File) and not self.source.mapped and 4 * len(rows) < self.shape[0]:
+            taken = np.concatenate([self.span(int(row), 1).data.reshape(-1) for row in rows])
+        else:
+            taken = self.data.reshape(self.shape[0], self.row_bytes)[rows]
         return make_tensor(self.name, (len(rows), *self.shape[1:]), self.dtype, taken.reshape(-1))
+
+    def unmapped(self) -> Tensor:
+        """The tensor with its bytes read at each access instead of mapped."""
+        return replace(self, source=replace(self.source, mapped=False)) if isinstance(self.source, File) else self
 
     def span(self, begin: int, count: int) -> Tensor:
         """Rows [begin, begin + count) of the first dimension, without a copy."""

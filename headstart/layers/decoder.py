@@ -40,11 +40,14 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
 
 @dataclass
 class ForwardState:
-    """Values that the layers of one pass share beside the residual stream."""
+    """Values that the layers of one pass hand on. The stream is delta + residual."""
 
     token_ids: Buffer  # [R]
     embedded: Buffer  # [R, H], input of the first layer
+    residual: Buffer  # [R, H], or all residual streams [R, streams * H]
+    delta: Buffer | None = None  # [R, H], output of the last part; None: 0
     pending: Buffer | None = None  # [R, H], output of a shortcut, added after the next layer
+    tapped: Buffer | None = None  # [R, taps * H], inputs of tapped layers so far, if no pool stores them
 
 
 STREAM_PARTS = ("mixer_streams", "mlp_streams")
@@ -289,33 +292,40 @@ class DecoderProgram:
     tap: Tap = "post_norm"
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
-        model = self.model
-        embedded = model.embed(ops, step.token_ids)
-        streams = model.streams
-        delta, residual = None, streams.expand(ops, embedded) if streams else embedded
-        state = ForwardState(step.token_ids, embedded)
-        taps = tapped_layers(self.tap)
-        tapped: Buffer | None = None
-        width = len(model.norm.weight)
-        for i, (layer, pool) in enumerate(zip(model.layers, self.pools, strict=True)):
-            if i in taps:
-                if delta is not None:  # the layer's norm must not add it again
-                    delta, residual = None, ops.add(delta, residual)
-                stream = ops.sum_streams(residual, None, streams.spec) if streams else residual
-                if self.hidden_pool is None:
-                    tapped = stream if tapped is None else ops.concat(tapped, stream)
-                else:  # concatenated in the pool
-                    ops.store(stream, self.hidden_pool, taps.index(i) * width)
-            delta, residual = layer(ops, delta, residual, step.positions, pool, state)
-        last = residual
+        state = self.begin(ops, step)
+        for index in range(len(self.model.layers)):
+            self.run_layer(ops, step, state, index)
+        hidden, before, last = self.end(ops, state)
+        if self.hidden_pool is not None and not isinstance(self.tap, tuple):
+            ops.store({"post_norm": hidden, "pre_norm": before, "streams": last}[self.tap], self.hidden_pool)
+        logits = self.model.logits(ops, ops.take_rows(hidden, step.logit_rows))
+        results = {"logits": logits, "hidden": hidden}
+        if state.tapped is not None:
+            results["tapped"] = state.tapped
+        return results | ({"streams": last} if self.model.streams and self.tap == "streams" else {})
+
+    def begin(self, ops: Ops, step: StepInputs) -> ForwardState:
+        """The input of the first layer."""
+        embedded, streams = self.model.embed(ops, step.token_ids), self.model.streams
+        return ForwardState(step.token_ids, embedded, streams.expand(ops, embedded) if streams else embedded)
+
+    def run_layer(self, ops: Ops, step: StepInputs, state: ForwardState, index: int) -> None:
+        """Runs one layer, which changes `state`."""
+        taps, streams = tapped_layers(self.tap), self.model.streams
+        if index in taps:
+            if state.delta is not None:  # the layer's norm must not add it again
+                state.delta, state.residual = None, ops.add(state.delta, state.residual)
+            stream = ops.sum_streams(state.residual, None, streams.spec) if streams else state.residual
+            if self.hidden_pool is None:
+                state.tapped = stream if state.tapped is None else ops.concat(state.tapped, stream)
+            else:  # concatenated in the pool
+                ops.store(stream, self.hidden_pool, taps.index(index) * len(self.model.norm.weight))
+        layer, pool = self.model.layers[index], self.pools[index]
+        state.delta, state.residual = layer(ops, state.delta, state.residual, step.positions, pool, state)
+
+    def end(self, ops: Ops, state: ForwardState) -> tuple[Buffer, Buffer, Buffer]:
+        """The stream after [R, H] and before [R, H] the final norm, and the residual streams after the last layer."""
+        residual, streams = state.residual, self.model.streams
         if streams:
             residual, _ = streams.collapse(ops, residual)
-        hidden, residual = model.norm.add(ops, delta, residual)
-        if self.hidden_pool is not None and not isinstance(self.tap, tuple):
-            states = {"post_norm": hidden, "pre_norm": residual, "streams": last}
-            ops.store(states[self.tap], self.hidden_pool)
-        logits = model.logits(ops, ops.take_rows(hidden, step.logit_rows))
-        results = {"logits": logits, "hidden": hidden}
-        if tapped is not None:
-            results["tapped"] = tapped
-        return results | ({"streams": last} if streams and self.tap == "streams" else {})
+        return *self.model.norm.add(ops, state.delta, residual), state.residual

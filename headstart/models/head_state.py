@@ -138,9 +138,10 @@ def dead(acceptance: float) -> HeadState:
 def misread(deep: Mapping[str, Any]) -> HeadState:
     """The state of a drafter whose weights draft better with another setting than config.json has. deep: result of
     `inspect --deep`."""
-    better, written = deep["better"], deep["depths"][-1]["acceptance_length"]
-    lengths = f"acceptance length {better['acceptance_length']:.2f} instead of {written:.2f}"
-    return HeadState("mismatch", f"its weights fit {better['what']}: {lengths}", f"in config.json: {better['fix']}")
+    better = deep["better"]
+    lengths = f"acceptance length {better['acceptance_length']:.2f} instead of {better['instead_of']:.2f}"
+    fix = better["fix"] if deep["method"] == "mtp" else f"in config.json: {better['fix']}"
+    return HeadState("mismatch", f"its weights fit {better['what']}: {lengths}", fix)
 
 
 def _count(modules: int) -> str:

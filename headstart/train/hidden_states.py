@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.cache.recurrent import states_from_zero
-from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
+from headstart.core import StepPlan
 from headstart.engine.load import Model
-from headstart.engine.runner import build_plan
+from headstart.engine.runner import whole_sequences_plan
 from headstart.kernels.ops import StepInputs
 from headstart.layers.decoder import Decoder
 from headstart.train.losses import chunk_rows
@@ -34,7 +33,6 @@ BATCH_TOKENS = 4_096
 STALE_SECONDS = 3600
 NATIVE_PASS_TOKENS = 512
 """Rows of a native pass, unless one example is longer. The logits of all rows exist at the same time."""
-BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,21 +159,10 @@ class NativeTrunk:
 
 
 def _whole_sequences_plan(examples: Seq[Example]) -> StepPlan:
-    """One pass over whole sequences, each with its own blocks; logits at the rows that carry loss."""
-    parts: list[Rows] = []
-    first_block = 0
-    for example in examples:
-        tokens = example.tokens.tolist()
-        ids, params = tuple(tokens), SamplingParams()
-        request = Request(request_id="", prompt_ids=ids, params=params, seed=0, stop_ids=frozenset())
-        sequence = Sequence(request, 0, tokens, 0)
-        last_block = first_block + -(-len(tokens) // BLOCK_SIZE)
-        sequence.block_table.extend(range(first_block, last_block))
-        parts.append(Rows(sequence, 0, tokens, 0))
-        first_block = last_block
+    """One pass over whole sequences, with logits at the rows that carry loss."""
     wanted = np.flatnonzero(np.concatenate([example.loss for example in examples]))
-    plan = build_plan(parts, BLOCK_SIZE)
-    return replace(plan, logit_rows=wanted.astype(np.int32), states=states_from_zero(np.diff(plan.row_starts)))
+    plan = whole_sequences_plan([example.tokens.tolist() for example in examples])
+    return replace(plan, logit_rows=wanted.astype(np.int32))
 
 
 class FeatureCache:

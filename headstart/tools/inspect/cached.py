@@ -30,7 +30,7 @@ class Cached:
 
 DERIVED = {
     "packed": "packed weights", "sketches": "LM head sketches", "costs": "measured costs", "digests": "checksums",
-    "plan": "machine measurements", "tokenizers": "merges of tokenizers",
+    "plan": "machine measurements", "tokenizers": "merges of tokenizers", "inspect": "unfinished measurements",
 }  # fmt: skip
 """Folder of the cache whose files are created again when needed -> description of its content."""
 

@@ -1,9 +1,11 @@
-"""Measures a head's acceptance rate over greedy texts of the built-in prompts (`headstart inspect --deep`).
+"""Measures a head's acceptance rate (`headstart inspect --deep`).
 
-An MTP head drafts at depth 1, 2 and 3, a block drafter its whole block. The trunk decides every token, so each draft
-follows a correct context. A block drafter is also measured with other settings, since a wrong value in config.json
-causes no error: RoPE style, attention mask within a block, layer ids off by one (z-lab counts outputs of layers,
-speculators inputs), and whether the row of the last token drafts.
+A model that fits into memory answers the built-in prompts greedily: an MTP head drafts at depth 1, 2 and 3, a block
+drafter its whole block. The trunk decides every token, so each draft follows a correct context. A larger model reads
+built-in texts once, layer by layer (forced.py). A head is also measured with other readings of its weights, since a
+wrong value in config.json and a wrong conversion cause no error. Of an MTP head: readings.py. Of a block drafter: RoPE
+style, attention mask within a block, layer ids off by one (z-lab counts outputs of layers, speculators inputs), and
+whether the row of the last token drafts.
 """
 
 import json
@@ -14,9 +16,11 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headstart import hub
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import Progress
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, ModelError
+from headstart.formats import open_checkpoint
 from headstart.formats.json_object import read_object
 from headstart.heads.base import Head, HeadSpec
 from headstart.heads.published import MARK
@@ -26,6 +30,7 @@ from headstart.tools.prompts import builtin_prompts, measure_acceptance
 
 if TYPE_CHECKING:
     from headstart.engine.load import Model
+    from headstart.tools.inspect.forced_head import ForcedHead
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40  # longest answer to each prompt
@@ -38,71 +43,152 @@ DEAD_BELOW = 0.05  # acceptance of first draft tokens below which a head counts 
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:
     """Measures acceptance by depth and position. `ran` is false, with the reason in `why`, if the model or head cannot
     run here. `better`: a setting with which the head drafts better than with its config.json, or None."""
-    from headstart.engine.load import load_model
+    from headstart.engine.load import fits_memory, load_model
 
     try:
         config = EngineConfig(head=head)
-        loaded = load_model(model, config)
+        streamed = not fits_memory(open_checkpoint(hub.resolve_alias(model).trunk))
+        loaded = load_model(model, config, streamed=streamed)
         if loaded.head is None:
             return {"ran": False, "why": "the model has no head that headstart can run"}
-        return _measure(loaded, config, progress)
+        return _forced(loaded, progress) if streamed else _measure(loaded, config, progress)
     except HeadstartError as error:
         return {"ran": False, "why": error.message}
 
 
+class Read(NamedTuple):
+    """Drafts with another reading of a head."""
+
+    what: str
+    fix: str
+    stats: DraftStats
+
+
+def _forced(model: "Model", progress: Progress) -> dict[str, Any]:
+    """Measures a model that does not fit into memory: the built-in texts go through it layer by layer."""
+    from headstart.tools.inspect.forced import Saved, builtin_texts, run_trunk
+    from headstart.tools.inspect.forced_head import ForcedHead, can_force
+
+    assert model.head
+    if not can_force(model.head):
+        kind = model.head.spec.kind
+        raise ModelError(f"the model does not fit into memory, where heads of kind {kind} are not measured")
+    texts = builtin_texts(model)
+    saved = Saved.of(model, texts)
+    forced = ForcedHead(run_trunk(model, texts, progress, saved))
+    depth = min(DEPTHS[-1], model.head.spec.depth_limit)
+    progress(0, 1, "measuring acceptance")
+    counts = forced.counts(model.head, depth)
+    read = _read_otherwise(model, forced, progress)
+    saved.remove()
+    rows = [
+        {"depth": each, "acceptance_length": counts.acceptance_length(each), "per_position": counts.rates[:each]}
+        for each in DEPTHS[:depth]
+    ]
+    return _document(model.head, rows, sum(counts.tries), counts.first(), read, _best(read, counts.first()))
+
+
+def _read_otherwise(model: "Model", forced: "ForcedHead", progress: Progress) -> list[Read]:
+    """First drafts over the same texts with each other reading of an MTP head."""
+    from headstart.tools.inspect.readings import mtp_readings
+
+    read, others = [], list(mtp_readings(model))
+    for done, other in enumerate(others):
+        progress(done, len(others), f"measuring acceptance with {other.what}")
+        read.append(Read(other.what, other.fix, forced.counts(other.head()).first()))
+    return read
+
+
 def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
+    from headstart.tools.inspect.forced import builtin_texts, run_trunk
+    from headstart.tools.inspect.forced_head import ForcedHead
 
     assert model.head
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
     deepest = drafter.max_depth if drafter else 0
     depths = [deepest] if model.head.spec.block else [depth for depth in DEPTHS if depth <= deepest]
-    written = Path(model.head.source) / "config.json"
-    ours = written.is_file() and MARK in read_object(written)
-    others = list(other_readings(model.head.spec, model.config.num_layers, ours=ours))
-    texts = len(builtin_prompts())
-    done, whole = count(1), [texts * (len(depths) + len(others))]
+    done = count(1)
+    whole = len(builtin_prompts()) * len(depths)
 
-    def tried(head: Head, depth: int, what: str, tokens: int = TOKENS) -> DraftStats:
-        llm = LLM(replace(model, head=head), replace(config, depth=depth))
-        return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
+    def tried(depth: int) -> DraftStats:
+        llm = LLM(model, replace(config, depth=depth))
+        what = f"measuring acceptance at depth {depth}"
+        return measure_acceptance(llm, TOKENS, lambda: progress(next(done), whole, what))
 
-    every = [tried(model.head, depth, f"at depth {depth}") for depth in depths]
-    read = [tried(_read_as(model, each.spec), each.spec.depth_limit, f"with {each.what}") for each in others]
-    pairs = list(zip(others, read, strict=True))
-    better = [pair for pair in pairs if is_better(pair[1], every[-1])]
-    if not better and (likely := [pair for pair in pairs if gains(pair[1], every[-1])]):
-        each = max(likely, key=lambda pair: pair[1].acceptance_length)[0]
-        whole[0] += 2 * texts
-        every[-1] = tried(model.head, depths[-1], "on longer texts", LONGER * TOKENS)
-        found = tried(_read_as(model, each.spec), each.spec.depth_limit, f"with {each.what}", LONGER * TOKENS)
-        pairs = [(other, found if other is each else stats) for other, stats in pairs]
-        better = [(each, found)] if is_better(found, every[-1]) else []
-    best = max(better, key=lambda pair: pair[1].acceptance_length, default=None)
+    every = [tried(depth) for depth in depths]
+    if model.head.spec.block:
+        every[-1], read, best = _read_blocks(model, config, every[-1], progress)
+        told = every[-1]
+    elif model.head.spec.kind == "mtp":
+        forced = ForcedHead(run_trunk(model, builtin_texts(model), progress))
+        told, read = forced.counts(model.head).first(), _read_otherwise(model, forced, progress)
+        best = _best(read, told)
+    else:
+        told, read, best = DraftStats(), [], None
     rows: list[dict[str, Any]] = [
         {"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)}
         for depth, stats in zip(depths, every, strict=True)
     ]
+    return _document(model.head, rows, sum(stats.emitted for stats in every), told, read, best)
+
+
+def _read_blocks(
+    model: "Model", config: EngineConfig, told: DraftStats, progress: Progress
+) -> tuple[DraftStats, list[Read], Read | None]:
+    """(drafts with config.json's settings, with each other setting, with the best if it is better) of a block drafter.
+    A difference that may be chance is measured again over longer texts."""
+    from headstart.api import LLM
+    from headstart.tools.inspect.readings import rebuilt
+
+    head = model.head
+    assert head
+    written = Path(head.source) / "config.json"
+    ours = written.is_file() and MARK in read_object(written)
+    others = list(other_readings(head.spec, model.config.num_layers, ours=ours))
+    texts, done = len(builtin_prompts()), count(1)
+    whole = [texts * len(others)]
+
+    def tried(spec: HeadSpec, what: str, tokens: int = TOKENS) -> DraftStats:
+        llm = LLM(replace(model, head=rebuilt(model, head, spec)), replace(config, depth=spec.depth_limit))
+        return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
+
+    read = [Read(each.what, each.fix, tried(each.spec, f"with {each.what}")) for each in others]
+    best = _best(read, told)
+    if best is None and (likely := [place for place, each in enumerate(read) if gains(each.stats, told)]):
+        place = max(likely, key=lambda place: read[place].stats.acceptance_length)
+        whole[0] += 2 * texts
+        told = tried(head.spec, "on longer texts", LONGER * TOKENS)
+        longer = tried(others[place].spec, f"with {others[place].what}", LONGER * TOKENS)
+        read[place] = read[place]._replace(stats=longer)
+        best = _best([read[place]], told)
+    return told, read, best
+
+
+def _best(read: list[Read], told: DraftStats) -> Read | None:
+    """The best of the readings that draft better than the head as it is told."""
+    better = [each for each in read if is_better(each.stats, told)]
+    return max(better, key=lambda each: each.stats.acceptance_length, default=None)
+
+
+def _document(
+    head: Head, rows: list[dict[str, Any]], tokens: int, told: DraftStats, read: list[Read], best: Read | None
+) -> dict[str, Any]:
+    """The result of `measure`. told: drafts with the head as it is, with which those of `read` were compared."""
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
     return {
         "ran": True,
-        "method": model.head.spec.kind,
-        "tokens": sum(stats.emitted for stats in every),
+        "method": head.spec.kind,
+        "tokens": tokens,
         "acceptance": first,
         "dead": first < DEAD_BELOW and best is None,
         "depths": rows,
-        "readings": [{"what": each.what, "acceptance_length": stats.acceptance_length} for each, stats in pairs],
-        "better": best and {"what": best[0].what, "fix": best[0].fix, "acceptance_length": best[1].acceptance_length},
-    }
-
-
-def _read_as(model: "Model", spec: HeadSpec) -> Head:
-    from headstart.engine.load import fit_head
-    from headstart.heads.files import read_head
-
-    assert model.head
-    path = Path(model.head.source)
-    return fit_head(model, replace(read_head(path), spec=spec), path)
+        "readings": [{"what": each.what, "acceptance_length": each.stats.acceptance_length} for each in read],
+        "better": best and {
+            "what": best.what, "fix": best.fix, "acceptance_length": best.stats.acceptance_length,
+            "instead_of": told.acceptance_length,
+        },
+    }  # fmt: skip
 
 
 def _rates(stats: DraftStats) -> list[float]:

@@ -1,0 +1,294 @@
+"""Runs programs whose weights are read from the file when an op needs them: one layer, one expert at a time.
+
+`StreamedBackend` wraps another backend. Its weights are `LateWeight`s, so that a whole model can be built without
+reading it. `run_once` records a program on the wrapped backend. At an op that must not have all of its weights in
+memory (`embed` reads only the rows in use, `moe` only experts that a row is routed to), recording ends; the op is
+computed apart, and the program is recorded again with the op's result as an input.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.core import StepPlan
+from headstart.formats.base import ITEM_BYTES, make_tensor
+from headstart.kernels.ops import Backend, Buffer, Experts, Ops, RawTensor, RouterSpec, StepInputs
+
+Array = NDArray[np.float32]
+Code = Callable[[Any, StepInputs, Mapping[str, Buffer]], Mapping[str, Buffer]]
+"""Program code over named inputs [R, width]."""
+ROUTED_WIDTH = 32  # rows of the matrices with which routing weights are found; a size that all backends take
+
+
+@dataclass(frozen=True, eq=False)
+class LateTensor:
+    """A RawTensor whose values are read, and then changed by `steps`, when a kernel needs them."""
+
+    source: RawTensor
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+    steps: tuple[Callable[[Any], Any], ...] = ()
+
+    def read(self) -> RawTensor:
+        tensor: Any = self.source
+        for step in self.steps:
+            tensor = step(tensor)
+        return tensor  # type: ignore[no-any-return]
+
+    def _then(self, step: Callable[[Any], Any], *shape: int, dtype: str | None = None) -> "LateTensor":
+        return replace(self, shape=shape, dtype=dtype or self.dtype, steps=(*self.steps, step))
+
+    def fingerprint(self) -> int:
+        return self.read().fingerprint()
+
+    def float32(self) -> Array:
+        return self.read().float32()
+
+    def take_rows(self, rows: NDArray[np.int64]) -> "LateTensor":
+        return self._then(lambda tensor: tensor.take_rows(rows), len(rows), *self.shape[1:])
+
+    def part(self, index: int) -> "LateTensor":
+        return self._then(lambda tensor: tensor.part(index), *self.shape[1:])
+
+    def shaped(self, *shape: int) -> "LateTensor":
+        return self._then(lambda tensor: tensor.shaped(*shape), *shape)
+
+    def transposed(self) -> "LateTensor":
+        kept = self.dtype if self.dtype in ("BF16", "F16") else "F32"
+        return self._then(lambda tensor: tensor.transposed(), *self.shape[::-1], dtype=kept)
+
+    def plain(self) -> "LateTensor":
+        kept = self.dtype if self.dtype in ("BF16", "F16", "F32") else "F32"
+        return self._then(lambda tensor: tensor.plain(), *self.shape, dtype=kept)
+
+    def affine(self, factor: float, offset: float) -> "LateTensor":
+        return self._then(lambda tensor: tensor.affine(factor, offset), *self.shape, dtype="F32")
+
+    def exp(self) -> "LateTensor":
+        return self._then(lambda tensor: tensor.exp(), *self.shape, dtype="F32")
+
+
+def late(tensor: RawTensor) -> RawTensor:
+    """The tensor, read late unless it holds whole numbers."""
+    if tensor.dtype[0] in "IU" and tensor.dtype in ITEM_BYTES:
+        return tensor
+    return LateTensor(tensor, tuple(tensor.shape), tensor.dtype, tensor.name)
+
+
+@dataclass(frozen=True, eq=False)
+class LateWeight:
+    """A weight of a StreamedBackend."""
+
+    tensor: RawTensor
+    drafts: bool = False
+    precise: bool = False
+
+    def __len__(self) -> int:
+        return self.tensor.shape[0]
+
+    def rows(self, rows: NDArray[np.int64]) -> "LateWeight":
+        return replace(self, tensor=self.tensor.take_rows(rows))
+
+    def shifted(self, offset: float) -> "LateWeight":
+        return replace(self, tensor=self.tensor.affine(1, offset))
+
+    def load(self, backend: Backend) -> Any:
+        """The weight on a backend."""
+        tensor = self.tensor.read() if isinstance(self.tensor, LateTensor) else self.tensor
+        return backend.weight(tensor, drafts=self.drafts, precise=self.precise)
+
+
+class _Apart(Exception):  # control flow: recording ends here
+    """An op is to be computed apart from `needed` results."""
+
+    def __init__(self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Array], StepPlan], Array]) -> None:
+        super().__init__()
+        self.needed, self.compute = needed, compute
+
+
+@dataclass(eq=False)
+class StreamedBackend:
+    """See the module. Attributes that are not defined here are the wrapped backend's."""
+
+    inner: Backend
+    weight_bytes: int = 0  # read so far
+    _loaded: dict[LateWeight, Any] = field(default_factory=dict)
+    _routed: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> LateWeight:
+        return LateWeight(tensor, drafts, precise)
+
+    def release(self) -> None:
+        """Drops all loaded weights."""
+        self._loaded.clear()
+
+    def load(self, weight: Any) -> Any:
+        """A weight, or several, as the wrapped backend has it; kept until `release`."""
+        if isinstance(weight, tuple | list):
+            return type(weight)(map(self.load, weight)) if any(isinstance(w, LateWeight) for w in weight) else weight
+        if not isinstance(weight, LateWeight):
+            return weight
+        if weight not in self._loaded:
+            self._loaded[weight] = weight.load(self.inner)
+        return self._loaded[weight]
+
+    def run_once(self, code: Code, plan: StepPlan, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Records and runs a program on `inputs` [R, width]; returns copies of its results."""
+        done: list[Array] = []
+        while True:
+            apart: list[_Apart] = []
+            results = self._run(code, plan, inputs, done, apart)
+            if not apart:
+                return results
+            done.append(apart[0].compute(results, plan))
+
+    def _run(
+        self, code: Code, plan: StepPlan, inputs: Mapping[str, Array], done: list[Array], apart: list[_Apart]
+    ) -> dict[str, Array]:
+        arrays = [*inputs.values(), *done]
+        widths = [each.shape[1] for each in arrays]
+
+        def program(ops: Ops, step: StepInputs) -> Mapping[str, Buffer]:
+            ends = np.cumsum(widths).tolist()
+            parts = [ops.columns(step.hidden, end - width, width) for end, width in zip(ends, widths, strict=True)]
+            streamed: Any = StreamedOps(ops, self, parts[len(inputs) :])
+            try:
+                return code(streamed, step, dict(zip(inputs, parts, strict=False)))
+            except _Apart as found:
+                apart[:] = [found]
+                return found.needed
+
+        names: dict[str, str] = {}
+
+        def distinct(ops: Ops, step: StepInputs) -> Mapping[str, Buffer]:
+            """The program with each result once: a backend may hand out a buffer under one name only."""
+            results, first = program(ops, step), dict[int, str]()
+            names.update((name, first.setdefault(id(each), name)) for name, each in results.items())
+            return {name: results[name] for name in first.values()}
+
+        handle = self.inner.prepare(distinct, hidden_width=sum(widths))
+        if apart and not apart[0].needed:
+            return {}
+        pool = None
+        if arrays:
+            pool = self.inner.hidden_pool(plan.num_rows, sum(widths))
+            content = np.ascontiguousarray(np.hstack(arrays), np.float32)
+            self.inner.write_slots(pool, 0, content.reshape(-1).view(np.uint8))
+        plan = replace(plan, hidden_slots=np.arange(plan.num_rows, dtype=np.int32) if arrays else None)
+        outputs = self.inner.run(handle, plan, hidden_pool=pool)
+        copies = {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
+        return {name: copies[first] for name, first in names.items()}
+
+    def rows_of(self, table: LateWeight, plan: StepPlan) -> Array:
+        """Ops.embed of a plan's tokens, reading only their rows of the table."""
+        used, places = np.unique(plan.token_ids, return_inverse=True)
+        rows = table.rows(used.astype(np.int64)).load(self.inner)
+        plan = replace(plan, token_ids=places.astype(np.int32))
+        return self.run_once(lambda ops, step, _: {"rows": ops.embed(rows, step.token_ids)}, plan, {})["rows"]
+
+    def mixture(
+        self, x: Array, logits: Array, bias: Any, experts: Experts, spec: RouterSpec, table: Any, plan: StepPlan
+    ) -> Array:
+        """Ops.moe, one expert after the other. x [R, in], logits [R, E] -> [R, out]."""
+        weights = self._routing(logits, bias, spec, table, plan)
+        total = np.zeros((len(x), experts.down[0].tensor.shape[0]), np.float32)
+        sums = weights.astype(np.float64)  # products are exact in it: sums are rounded once, like those of kernels
+        for index in range(spec.num_matrices):
+            rows = np.flatnonzero(weights[:, index])
+            if not len(rows):
+                continue
+            chosen = x[rows] * weights[rows, index, None] if spec.scales_inputs else x[rows]
+            factors = 1 if spec.scales_inputs else sums[rows, index, None]
+            total[rows] = total[rows] + factors * self._expert(experts, index, chosen)
+        return (total + sums[:, -1:] * x).astype(np.float32) if spec.num_identity else total
+
+    def _routing(self, logits: Array, bias: Any, spec: RouterSpec, table: Any, plan: StepPlan) -> Array:
+        """Weights of the experts [R, matrices + 1], 0 where a row is not routed to; last, the sum over identity
+        experts. Found by `moe` itself with experts that return unit vectors."""
+        count = spec.num_matrices
+        width = -(-(count + 1) // ROUTED_WIDTH) * ROUTED_WIDTH
+        if count not in self._routed:
+            first = np.zeros((ROUTED_WIDTH, width), np.float32)
+            first[0, -1] = 1
+            units = np.zeros((count, width, ROUTED_WIDTH), np.float32)
+            units[np.arange(count), np.arange(count), 0] = 1
+            self._routed[count] = (self._constant(first),) * count, tuple(map(self._constant, units))
+        up, down = self._routed[count]
+        ones = np.zeros((len(logits), width), np.float32)
+        ones[:, -1] = 1
+        bias, spec = self.load(bias), replace(spec, scales_inputs=False)
+
+        def code(ops: Any, step: StepInputs, given: Mapping[str, Buffer]) -> dict[str, Buffer]:
+            by_token = None if table is None else (table, step.token_ids)
+            unit = Experts((), up, down, "identity")
+            return {"weights": ops.moe(given["ones"], given["logits"], bias, unit, spec, by_token)}
+
+        found = self.run_once(code, plan, {"ones": ones, "logits": logits})["weights"]
+        return np.hstack((found[:, :count], found[:, -1:]))
+
+    def _constant(self, values: Array) -> Any:
+        tensor = make_tensor("unit", values.shape, "F32", np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        return self.inner.weight(tensor, precise=True)
+
+    def _expert(self, experts: Experts, index: int, x: Array) -> Array:
+        """One expert's output for rows x [R, in] -> [R, out]."""
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        lists = {name: getattr(experts, name) for name in names}
+        taken = {name: (self._read(each[index]),) if each else () for name, each in lists.items()}
+        one, spec = Experts(activation=experts.activation, **taken), RouterSpec(num_experts=1, top_k=1)
+        rows = np.arange(len(x), dtype=np.int32)
+        plan = StepPlan(
+            token_ids=0 * rows, positions=rows, slots=rows, row_starts=np.array([0, len(x)], np.int32),
+            block_tables=np.zeros((1, 1), np.int32), logit_rows=rows[:0],
+        )  # fmt: skip
+        inputs = {"x": x, "logits": np.zeros((len(x), 1), np.float32)}
+        return self.run_once(
+            lambda ops, step, given: {"y": ops.moe(given["x"], given["logits"], None, one, spec)}, plan, inputs
+        )["y"]
+
+    def _read(self, weight: Any) -> Any:
+        return weight.load(self.inner) if isinstance(weight, LateWeight) else weight
+
+
+class StreamedOps:
+    """`Ops` that load weights as they are used. done: results of the first ops that were computed apart."""
+
+    def __init__(self, ops: Ops, backend: StreamedBackend, done: list[Buffer]) -> None:
+        self._ops, self._backend, self._done = ops, backend, iter(done)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op, load = getattr(self._ops, name), self._backend.load
+        return lambda *args, **named: op(*map(load, args), **{key: load(each) for key, each in named.items()})
+
+    def embed(self, table: Any, ids: Buffer) -> Buffer:
+        """See Ops.embed."""
+        if not isinstance(table, LateWeight):
+            return self._ops.embed(table, ids)
+        return self._result({}, lambda results, plan: self._backend.rows_of(table, plan))
+
+    def moe(
+        self, x: Buffer, logits: Buffer, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None
+    ) -> Buffer:
+        """See Ops.moe."""
+        if not isinstance(experts.down[0], LateWeight):
+            return self._ops.moe(x, logits, self._backend.load(bias), experts, spec, token_experts)
+        table = None if token_experts is None else token_experts[0]
+        return self._result(
+            {"x": x, "logits": logits},
+            lambda got, plan: self._backend.mixture(got["x"], got["logits"], bias, experts, spec, table, plan),
+        )
+
+    def _result(
+        self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Array], StepPlan], Array]
+    ) -> Buffer:
+        result = next(self._done, None)
+        if result is None:
+            raise _Apart(needed, compute)
+        return result

@@ -1,0 +1,190 @@
+"""A head over given texts (teacher forcing): the share of positions at which its draft is the trunk's next token."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.core import StepPlan
+from headstart.engine.runner import whole_sequences_plan
+from headstart.heads.base import Head
+from headstart.heads.kind import head_kind
+from headstart.kernels.ops import Pool, StepInputs
+from headstart.layers.build import lm_head_tensor
+from headstart.layers.decoder import join_pools, tapped_layers
+from headstart.layers.linear import Linear
+from headstart.stats import DraftStats
+from headstart.tools.inspect.forced import BLOCK, Array, ForcedTrunk, unlimited
+
+Ids = NDArray[Any]  # whole numbers
+BRANCH = 2  # blocks of a branch: positions of drafted tokens, and those before them in the first block
+
+
+def can_force(head: Head) -> bool:
+    """Whether the head drafts token by token from states of the trunk."""
+    spec = head.spec
+    return head_kind(spec.kind).drafter == "head" and spec.block is None and spec.reader is None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Drafts by position: `tries[i]` of token i after accepted ones, `hits[i]` of them equal to the trunk's token."""
+
+    hits: tuple[int, ...]
+    tries: tuple[int, ...]
+
+    @property
+    def rates(self) -> list[float]:
+        return [hits / tries if tries else 0.0 for hits, tries in zip(self.hits, self.tries, strict=True)]
+
+    def acceptance_length(self, depth: int) -> float:
+        """Of drafts of `depth` tokens."""
+        return 1 + float(np.cumprod(self.rates[:depth]).sum())
+
+    def first(self) -> DraftStats:
+        """Counts of the first position alone."""
+        hits, tries = self.hits[0], self.tries[0]
+        return DraftStats(drafts=tries, drafted=tries, accepted=hits, per_position=[hits], drafted_at=[tries])
+
+
+@dataclass(eq=False)
+class ForcedHead:
+    """A head at all positions of a trunk's texts. The pair (h_p, t_{p+1}) drafts token p + 2."""
+
+    trunk: ForcedTrunk
+
+    def __post_init__(self) -> None:
+        texts, starts = self.trunk.texts, self.trunk.plan.row_starts
+        self.plan = whole_sequences_plan(self.trunk.texts, 1)
+        self.plan.states = None
+        self.text_of = np.repeat(np.arange(len(texts)), [len(text) - 1 for text in texts])
+        self.rows = starts[self.text_of] + self.plan.positions  # of the trunk: each pair's token
+        self.last = starts[self.text_of + 1] - 1  # of the trunk: the last row of the pair's text
+        self.tokens = np.concatenate([np.array(text, np.int64) for text in texts])
+
+    def counts(self, head: Head, depth: int = 1) -> Counts:
+        """Counts of drafts of up to `depth` tokens."""
+        hits, tries = [], []
+        for step, (pairs, tokens) in enumerate(self.drafts(head, depth)):
+            hits.append(int((tokens == self.trunk.best[self.rows[pairs] + step]).sum()))
+            tries.append(len(pairs))
+        return Counts(tuple(hits), tuple(tries))
+
+    def drafts(self, head: Head, depth: int) -> Iterator[tuple[Ids, Ids]]:
+        """Yields for each draft step (indices [n] of pairs, drafted tokens [n]). A pair takes part in a further step if
+        its draft so far is the text, and is what the trunk says."""
+        steps, pairs, recycled = _Steps(self, head), np.arange(len(self.rows)), None
+        tokens: Ids = np.zeros(0, np.int64)
+        for step in range(depth):
+            states, recycled = steps.run(step, pairs, tokens, recycled)
+            tokens = self._tokens(head, steps.module, states)
+            yield pairs, tokens
+            targets = self.rows[pairs] + step
+            follows = np.minimum(targets + 1, self.last[pairs])
+            true = (tokens == self.trunk.best[targets]) & (tokens == self.tokens[follows])
+            goes_on = true & (targets < self.last[pairs])
+            pairs, recycled, tokens = pairs[goes_on], recycled[goes_on], tokens[goes_on]
+
+    def _tokens(self, head: Head, module: int, states: Array) -> Ids:
+        """Most likely tokens [n] of states [n, H]."""
+        if not len(states):
+            return np.zeros(0, np.int64)
+        ids = head.draft_token_ids
+        lm_head = head.lm_heads[min(module, len(head.lm_heads) - 1)] if head.lm_heads else head.lm_head
+        found = self.trunk.argmax(states, lm_head or self._shared_lm_head(ids))
+        return found if ids is None else ids[found]
+
+    def _shared_lm_head(self, ids: Ids | None) -> Linear:
+        """The trunk's LM head, or its rows `ids`."""
+        model, config = self.trunk.model, self.trunk.model.config
+        if ids is None:
+            return model.decoder.lm_head
+        rows = model.weights.raw(lm_head_tensor(model.weights, config), (config.vocab_size, config.hidden_size))
+        return Linear(model.backend.weight(rows.take_rows(ids), drafts=True))
+
+
+class _Steps:
+    """The draft steps of one head. Drafts that go on are branches: sequences with the pairs' blocks up to the last
+    whole one, and blocks of their own."""
+
+    def __init__(self, forced: ForcedHead, head: Head) -> None:
+        self.forced, self.head, self.module = forced, head, 0
+        self.backend, self._first_block = forced.trunk.backend, int(forced.plan.block_tables.max()) + 1
+        slots = BLOCK * (self._first_block + BRANCH * len(forced.rows))
+        self._pools: dict[int, list[Pool]] = {
+            index: [self.backend.kv_pool(slots, unlimited(spec)) for spec in module.kv_specs]
+            for index, module in enumerate(head.modules)
+        }
+        self._paired: set[int] = set()  # modules whose pairs are computed
+
+    def run(self, step: int, alive: Ids, drafts: Ids, recycled: Array | None) -> tuple[Array, Array]:
+        """(inputs of the LM head, recycled vectors) of a step for the pairs `alive`, after the tokens `drafts` and the
+        vectors of the step before."""
+        self.module = self.head.spec.module_of(step) or 0
+        if step == 0:
+            return self._pairs(0)
+        if self.module not in self._paired and self._pools[self.module]:
+            self._pairs(self.module)
+        if not len(alive):
+            return recycled, recycled  # type: ignore[return-value]
+        assert recycled is not None
+        return self._forward(self._branches(step, alive, drafts), recycled, recycled=True)
+
+    def _pairs(self, module: int) -> tuple[Array, Array]:
+        self.module = module
+        self._paired.add(module)
+        tap, states = self.head.spec.tap, self.forced.trunk.states
+        hidden = states["layers" if tapped_layers(tap) else str(tap)][self.forced.rows - 1]
+        return self._forward(self.forced.plan, hidden, recycled=False)
+
+    def _forward(self, plan: StepPlan, hidden: Array, *, recycled: bool) -> tuple[Array, Array]:
+        head, spec = self.head, self.head.spec
+        table = self.forced.trunk.model.decoder.embedding if head.embedding is None else head.embedding
+        module, pool = head.modules[self.module], join_pools(self._pools[self.module])
+
+        def code(ops: Any, step: StepInputs, given: Mapping[str, Any]) -> dict[str, Any]:
+            embedded = ops.embed(table, step.token_ids)
+            step = replace(step, hidden=given["hidden"])
+            y, vector = module.forward(ops, spec, embedded, step, pool, recycled=recycled)
+            return {"states": y, "recycled": vector}
+
+        found = self.backend.run_once(code, plan, {"hidden": hidden})
+        self.backend.release()
+        return found["states"], found["recycled"]
+
+    def _branches(self, step: int, alive: Ids, drafts: Ids) -> StepPlan:
+        """The plan of one row for each branch."""
+        plan, before = self.forced.plan, self.head.spec.rows_before(step)
+        starts = plan.positions[alive] + 1  # position of the branch's first own row
+        shared = starts // BLOCK
+        private = self._first_block + BRANCH * alive
+        if before == 0:
+            self._copy(alive, starts, shared, private)
+        columns = np.arange(plan.block_tables.shape[1] + BRANCH)
+        tables = np.pad(plan.block_tables, ((0, 0), (0, BRANCH)))[self.forced.text_of[alive]]
+        own = columns - shared[:, None]
+        tables = np.where(own < 0, tables, np.where(own < BRANCH, private[:, None] + own, 0)).astype(np.int32)
+        positions = starts + before
+        rows = np.arange(len(alive), dtype=np.int32)
+        return StepPlan(
+            token_ids=drafts.astype(np.int32), positions=positions.astype(np.int32),
+            slots=((private + positions // BLOCK - shared) * BLOCK + positions % BLOCK).astype(np.int32),
+            row_starts=np.arange(len(alive) + 1, dtype=np.int32), block_tables=tables, logit_rows=rows[:0],
+            first_position=1,
+        )  # fmt: skip
+
+    def _copy(self, alive: Ids, starts: Ids, shared: Ids, private: Ids) -> None:
+        """Copies the pairs in each branch's first block from the text's blocks."""
+        if not (pools := self._pools[self.module]):
+            return
+        tables = self.forced.plan.block_tables[self.forced.text_of[alive]]
+        sources, targets = [], []
+        for row, (start, block) in enumerate(zip(starts.tolist(), shared.tolist(), strict=True)):
+            inside = np.arange(start - block * BLOCK)
+            if len(inside):
+                sources.append(tables[row, block] * BLOCK + inside)
+                targets.append(private[row] * BLOCK + inside)
+        if sources:
+            self.backend.copy_rows(pools, *(np.concatenate(each).astype(np.int32) for each in (sources, targets)))
