@@ -9,6 +9,7 @@
 
 #include "packing.h"
 #include "program.h"
+#include "system.h"
 
 namespace headstart {
 namespace {
@@ -103,14 +104,20 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
     return {(int)program.routings.size() - 1, chosen};
 }
 
-int group_slots(Program& program, Routing* routing, int chosen) {
+// Groups slots by expert. Experts that are not in memory are requested at once: the disk reads them in parallel.
+int group_slots(Program& program, Routing* routing, int chosen, std::vector<Matrices> matrices) {
     const int grouped = program.buffer(0, false);
     Step step;
     step.label = "experts";
     step.reads = {chosen};
     step.writes = {grouped};
     step.num_tasks = [](const Pass&) { return 1; };
-    step.run = [routing](const Pass& pass, int64_t) { routing->group(pass.num_rows); };
+    step.run = [&program, routing, matrices = std::move(matrices)](const Pass& pass, int64_t) {
+        routing->group(pass.num_rows);
+        if (!program.reads_ahead) return;
+        for (const Matrices& each : matrices)
+            for (const int32_t expert : routing->experts) read_ahead(each[expert]->data, each[expert]->num_bytes());
+    };
     program.add(std::move(step));
     return grouped;
 }
@@ -188,7 +195,9 @@ int experts(Program& program, int x, std::pair<int, int> chosen, nb::list gate_l
             "experts: identity experts need equal input and output widths");
     const std::vector<const float*> down_bias = biases_of(down_biases, downs);
     UpProjection all{gates, ups, biases_of(gate_biases, gates), biases_of(up_biases, ups), activation_of(kind)};
-    const int grouped = group_slots(program, routing, chosen.second);
+    std::vector<Matrices> matrices{ups, downs};
+    if (!gates.empty()) matrices.insert(matrices.begin(), gates);
+    const int grouped = group_slots(program, routing, chosen.second, std::move(matrices));
     const int inner = up_projection(program, routing, x, grouped, std::move(all),
                             nb::make_tuple(gate_list, up_list, gate_biases, up_biases));
 

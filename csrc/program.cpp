@@ -118,6 +118,12 @@ void Routing::group(int64_t num_rows) {
     }
 }
 
+int64_t Program::num_experts_read() const {
+    int64_t count = 0;
+    for (const auto& routing : routings) count += (int64_t)routing->experts.size();
+    return count;
+}
+
 void Scores::reach(const Pass& pass) {
     if (!wanted) return;
     width = (*std::max_element(pass.sees, pass.sees + pass.num_rows) / 16 + 1) * 16;

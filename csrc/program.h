@@ -270,6 +270,8 @@ class Program {
     std::vector<Buffer> buffers;
     std::vector<std::shared_ptr<RopeTable>> ropes;
     std::vector<std::shared_ptr<Routing>> routings;
+    bool reads_ahead = false; // weights are in a mapped file that exceeds the memory
+    int64_t num_experts_read() const; // distinct experts of the last pass, all layers together
     std::vector<AttendShape> attends; // distinct shapes of the attention steps
     std::vector<KVPool*> written;     // pools that store_kv steps write
     int64_t partial_floats = 0;       // maximum AttendTask::partial_size()

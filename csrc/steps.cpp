@@ -406,6 +406,8 @@ void bind_program(nb::module_& m) {
         .def("width", [](const Program& program, int id) { return program.buffers.at(id).width; })
         .def("finish", &Program::finish)
         .def("want", [](Program& program, int x, const OwnedMatrix& by) { program.require_input(x, by); })
+        .def_rw("reads_ahead", &Program::reads_ahead)
+        .def_prop_ro("num_experts_read", &Program::num_experts_read)
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);

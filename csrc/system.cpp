@@ -25,6 +25,8 @@ uint8_t* map_pages(int64_t bytes) {
 }
 
 void unmap_pages(uint8_t* data, int64_t) { VirtualFree(data, 0, MEM_RELEASE); }
+
+void read_ahead(const uint8_t*, int64_t) {}
 #else
 uint8_t* map_pages(int64_t bytes) {
     void* found = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -33,6 +35,12 @@ uint8_t* map_pages(int64_t bytes) {
 }
 
 void unmap_pages(uint8_t* data, int64_t bytes) { munmap(data, (size_t)bytes); }
+
+void read_ahead(const uint8_t* data, int64_t bytes) {
+    constexpr uintptr_t kPage = 4096;
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage, end = reinterpret_cast<uintptr_t>(data) + bytes;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+}
 #endif
 
 #ifdef __linux__

@@ -250,7 +250,7 @@ def load_model(
         tokenizer = pool.submit(checkpoint.load_tokenizer)
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
         if not tokenizer.done():  # large vocabularies take seconds at their first start
-            backend.loaded()
+            backend.loaded(partly=True)
     model = Model(
         name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),

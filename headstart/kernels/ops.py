@@ -334,8 +334,8 @@ class Backend(Protocol):
     def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
         """Context in which `weight` takes tensors of another checkpoint, stored in these files."""
 
-    def loaded(self) -> None:
-        """Called when all weights have been taken, and perhaps when those of the trunk have."""
+    def loaded(self, *, partly: bool = False) -> None:
+        """Called when all weights have been taken, and perhaps when those of the trunk have (partly)."""
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Handle:
         """Prepare a program for `run`. The handle owns the program's pools and frees them when dropped.

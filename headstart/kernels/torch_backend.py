@@ -52,7 +52,7 @@ class TorchBackend:
     def reading(self, files: Sequence[Path]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def loaded(self) -> None:
+    def loaded(self, *, partly: bool = False) -> None:
         """Nothing to do."""
 
     def index(self, ids: NDArray[np.integer]) -> Tensor:

@@ -9,10 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+from headstart.errors import CapacityError, ModelError
 from headstart.formats.base import Tensor, ends_crc, make_tensor
+from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
 
+from headstart.kernels.backends import native
 from headstart.kernels.native import packing
 from headstart.kernels.native.packing import PackedCache, key_of
 
@@ -186,6 +192,70 @@ def test_oldest_files_go(tmp_path: Path, folder: Path, monkeypatch: pytest.Monke
             os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns - 10**9))
         assert age == 0 or served(sources[0], these) == [True]  # its use makes it new
     assert [served(source, these) for source in sources] == [[True], [False], [True]] and not stale.exists()
+
+
+def test_weights_beyond_the_memory_go_to_the_file_one_by_one(source: Path, folder: Path) -> None:
+    """They are mapped when `put` returns; the file serves the next process; another head's weights stay in memory."""
+    these, cache = tensors(), PackedCache.open(key_of([source], None), in_file=True)
+    packed = [packing.pack(tensor, POOL) for tensor in these]
+    mapped = [cache.put(tensor, matrix) for tensor, matrix in zip(these[:2], packed, strict=False)]
+    assert [path.suffix for path in folder.iterdir()] == [".tmp"] and cache.mapped_bytes == 2 * packed[0].num_bytes
+    assert cache.save() and served(source, these) == [True, True, False]
+    only_file(folder)
+    for own, matrix in zip(mapped, packed, strict=False):
+        assert own is not matrix and own.data.tobytes() == matrix.data.tobytes()
+    assert cache.put(these[2], packed[2]) is packed[2]
+
+
+def test_a_window_holds_several_matrices(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    these = tensors(5)
+    monkeypatch.setattr(packing, "_WINDOW", 30_000)  # two matrices of 16 kB do not fit, one of 10 kB does
+    cache = PackedCache.open(key_of([source], None), in_file=True)
+    mapped = [cache.put(tensor, packing.pack(tensor, POOL)) for tensor in these]
+    cache.save()
+    assert served(source, these) == [True] * 5
+    for tensor, matrix in zip(these, mapped, strict=True):
+        np.testing.assert_array_equal(packing.dequantize(matrix, POOL), tensor.float32())
+
+
+def test_a_disk_without_room_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tensor,) = tensors(1)
+    monkeypatch.setattr(packing._Writer, "add", full)
+    cache = PackedCache.open(key_of([source], None), in_file=True)
+    with pytest.raises(CapacityError, match=r"do not fit into memory, and not into .* No space left"):
+        cache.put(tensor, packing.pack(tensor, POOL))
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_tiny_mixture_of_experts_from_a_file(
+    tmp_path: Path, folder: Path, in_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits are those of weights in memory, before and after a deletion; a cut file is an error of one line."""
+    monkeypatch.setattr(native, "MAX_WEIGHTS", 0.0 if in_file else 0.7)
+    model = write_tiny("qwen3_moe", tmp_path / "model")
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=1)
+
+    def written(llm: LLM) -> list[tuple[int, ...]]:
+        (found,) = llm.generate(["a b"], params)
+        return [(*found.token_ids, *(place.logprob for place in found.logprobs))]
+
+    options = {"backend": "native", "depth": 0, "max_model_len": 64}
+    with LLM(str(model), EngineConfig(**options, max_num_batched_tokens=3)) as llm:
+        expected = written(llm)
+    with LLM(str(model), EngineConfig(**options)) as llm:
+        path = only_file(folder)
+        assert written(llm) == expected
+        size = path.stat().st_size
+        os.truncate(path, size - 4096)
+        with pytest.raises(ModelError, match=r"was cut to .* while its weights were in use"):
+            llm.generate(["a b"], params)
+        os.truncate(path, size)
+        path.unlink()
+    with LLM(str(model), EngineConfig(**options)) as llm:
+        assert written(llm) == expected
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 EXTENSION = "headstart.kernels.native._native"
 MAX_THREADS_PER_CORE, MIN_THREAD_LIMIT = 8, 16
 """--threads is refused above MAX_THREADS_PER_CORE per core and above MIN_THREAD_LIMIT."""
+MAX_WEIGHTS = 0.7
+"""Share of the available memory beyond which packed weights stay in their file, which is mapped."""
 
 
 def limits(config: EngineConfig) -> tuple[str, str] | None:
@@ -34,7 +36,9 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
     from headstart.kernels.native.packing import PackedCache, key_of
     from headstart.kernels.native.placement import choose_placement
 
-    cache = PackedCache.open(key_of(files, config.rounding) if files else None)
+    size, available = sum(file.stat().st_size for file in files), machine.memory().available
+    in_file = size > MAX_WEIGHTS * available
+    cache = PackedCache.open(key_of(files, config.rounding) if files else None, in_file=in_file)
     threads, cores = config.threads or machine.threads().usable, machine.threads().cores
     if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
         what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"

@@ -77,6 +77,7 @@ class NativeBackend:
         self.quantization: Quantization | None = quantization
         self._kv_format = _KV_FORMATS[kv_dtype or "bfloat16"]
         self._cache = cache or PackedCache.open(None)
+        self._caches = [self._cache]  # of the trunk's checkpoint, then of others
         self.arena = Arena()
         self.weight_bytes = 0
         self.wrote_weight_cache = False
@@ -105,19 +106,24 @@ class NativeBackend:
 
     @contextmanager
     def reading(self, files: Sequence[Path]) -> Iterator[None]:
-        own, self._cache = self._cache, PackedCache.open(key_of(files, self.quantization) if self._cache.key else None)
+        own, key = self._cache, key_of(files, self.quantization) if self._cache.key else None
+        self._cache = PackedCache.open(key, in_file=own.in_file)
+        self._caches.append(self._cache)
         try:
             yield
             self.wrote_weight_cache |= self._cache.save()
         finally:
             self._cache = own
 
-    def loaded(self) -> None:
-        self.wrote_weight_cache |= self._cache.save()
+    def loaded(self, *, partly: bool = False) -> None:
+        if not (partly and self._cache.in_file):  # that file is written already, and complete at the end only
+            self.wrote_weight_cache |= self._cache.save()
 
     def prepare(self, program: Code, *, hidden_width: int = 0) -> Program:
         try:
-            return record(program, self.path, hidden_width)
+            handle = record(program, self.path, hidden_width)
+            handle.reads_ahead = self._cache.in_file
+            return handle
         except ValueError as error:  # a size beyond the kernels' limits
             raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
 
@@ -171,6 +177,8 @@ class NativeBackend:
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
     ) -> Mapping[str, Array]:
+        for each in self._caches:
+            each.check()
         return handle.run(self.threads, self.arena, plan, hidden_pool, hidden)
 
     def rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
@@ -205,7 +213,9 @@ class NativeBackend:
         return handle.profile(reset)
 
     def free_memory(self) -> int:
-        return machine.memory().available
+        """Mapped weights count as used, though the system may drop their pages."""
+        available = machine.memory().available
+        return max(available - sum(each.mapped_bytes for each in self._caches), available // 8)
 
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         buffer = np.ones(num_bytes, np.uint8)  # untouched pages would not be read from memory

@@ -7,6 +7,7 @@ import shutil
 import struct
 import tempfile
 import time
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
+from headstart.errors import CapacityError, ModelError
 from headstart.formats.base import Bytes, Tensor, ends_crc
 from headstart.kernels.native._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
@@ -96,6 +98,8 @@ LAYOUT = 6  # version of packed files; raise it when csrc/matrix.h or the packed
 _MAGIC = b"HSPACKED"
 _PREFIX = struct.Struct("<8sII")  # magic, bytes and crc32 of the header
 _PAGE = 4096
+_STREAM_HEADER, _WINDOW = 64 << 20, 1 << 30
+"""Room for the header of a file whose number of matrices is unknown (a hole takes no disk), and bytes of a mapping."""
 _MAX_FILES, _MAX_BYTES = 8, 16 << 30
 _STALE_SECONDS = 3600
 
@@ -143,21 +147,49 @@ class _Entry:
         return Matrix(*layout, data, self.levels)
 
 
+@dataclass(frozen=True)
+class MappedFile:
+    """A mapped file. Reading a page beyond the end of a file that was cut would kill the process."""
+
+    path: Path
+    data: Bytes
+    descriptor: int
+
+    @classmethod
+    def open(cls, path: Path, offset: int = 0) -> "MappedFile":
+        """Map a file from `offset` on. Raises OSError or ValueError."""
+        mapped = cls(path, np.asarray(np.memmap(path, np.uint8, "r", offset)), os.open(path, os.O_RDONLY))
+        weakref.finalize(mapped, os.close, mapped.descriptor)
+        return mapped
+
+    def check(self, end: int) -> None:
+        """Raises ModelError if the file was cut before byte `end`. A deleted file stays readable."""
+        if (size := os.fstat(self.descriptor).st_size) < end:
+            what = f"{self.path} was cut to {size} bytes while its weights were in use"
+            raise ModelError(what, "start again: the weights are packed anew")
+
+
 @dataclass
 class PackedCache:
-    """Packed matrices of one checkpoint: those in its file and those added by `put`."""
+    """Packed matrices of one checkpoint: those in its file and those added by `put`.
+
+    in_file: the matrices exceed the memory, so `put` writes each one to the file at once and returns it mapped.
+    """
 
     path: Path | None
     key: Key | None
-    _mapped: Bytes | None = None
+    in_file: bool = False
+    mapped_bytes: int = 0  # of matrices that are read from the file
+    _mapped: MappedFile | None = None
     _entries: dict[str, _Entry] = field(default_factory=dict)
     _new: dict[str, Matrix] = field(default_factory=dict)
+    _writer: "_Writer | None" = None
 
     @classmethod
-    def open(cls, key: Key | None) -> "PackedCache":
+    def open(cls, key: Key | None, *, in_file: bool = False) -> "PackedCache":
         """Open a checkpoint's cache; empty without a valid file. Without a key nothing is cached."""
         path = hub.cache_dir() / "packed" / f"{key.place}.pack" if key else None
-        cache = cls(path, key)
+        cache = cls(path, key, in_file and path is not None)
         if path and key:
             with suppress(OSError, ValueError, KeyError, TypeError, struct.error):
                 cache._mapped, cache._entries = _read(path, key)
@@ -167,22 +199,45 @@ class PackedCache:
     def get(self, tensor: RawTensor) -> Matrix | None:
         """The packed matrix of a tensor [rows, cols] from the mapped file, or None."""
         entry = self._entries.get(_identity(tensor))
-        return entry.matrix(self._mapped) if entry and self._mapped is not None else None
+        matrix = entry.matrix(self._mapped.data) if entry and self._mapped is not None else None
+        self.mapped_bytes += matrix.num_bytes if matrix else 0
+        return matrix
 
     def put(self, tensor: RawTensor, matrix: Matrix) -> Matrix:
-        """Keep a matrix for `save`; returns it."""
+        """Keep a matrix for `save`; returns it. Raises CapacityError if it fits neither the memory nor the disk."""
+        if self.in_file and not self._entries:  # what a written file lacks, say another head, stays in memory
+            return self._put_in_file(_identity(tensor), matrix)
         if self.path:
             self._new[_identity(tensor)] = matrix
         return matrix
 
+    def _put_in_file(self, name: str, matrix: Matrix) -> Matrix:
+        assert self.path is not None
+        try:
+            if self._writer is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._writer = _Writer(self.path.parent, _STREAM_HEADER)
+            entry = self._writer.add(name, matrix)
+            self.mapped_bytes += entry.num_bytes
+            return self._writer.map(entry)
+        except OSError as error:
+            what = f"the packed weights do not fit into memory, and not into {self.path.parent} either: {error}"
+            raise CapacityError(what, "free some disk space, or round them: --quantization int4") from None
+
     def save(self) -> bool:
         """Rewrite the file with old and new matrices, if there are new ones. Returns whether it was written."""
         new, self._new = self._new, {}
-        if not new or not self.path or not self.key:
+        if not self.path or not self.key or not (new or self._writer):
             return False
-        old = {name: entry.matrix(self._mapped) for name, entry in self._entries.items() if self._mapped is not None}
-        matrices = {name: matrix for name, matrix in (old | new).items() if matrix}
         with suppress(OSError):
+            if self._writer:
+                writer, self._writer = self._writer, None
+                self._mapped, self._entries = writer.finish(self.key, self.path)
+                _prune(self.path.parent)
+                return True
+            mapped = self._mapped.data if self._mapped else np.empty(0, np.uint8)
+            old = {name: entry.matrix(mapped) for name, entry in self._entries.items()}
+            matrices = {name: matrix for name, matrix in (old | new).items() if matrix}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if sum(matrix.num_bytes + _PAGE for matrix in matrices.values()) <= _budget(self.path.parent):
                 _write(self.path, self.key, matrices)
@@ -190,57 +245,84 @@ class PackedCache:
                 return self.path.exists()
         return False
 
+    def check(self) -> None:
+        """Raises ModelError if the file with matrices in use was cut."""
+        if self._mapped is not None and self.mapped_bytes:
+            self._mapped.check(self._mapped.data.size)
+
 
 def _identity(tensor: RawTensor) -> str:
     """Name, type, shape and fingerprint of a tensor (slices share their tensor's name)."""
     return f"{tensor.name} {tensor.dtype} {list(tensor.shape)} {tensor.fingerprint():08x}"
 
 
-def _read(path: Path, key: Key) -> tuple[Bytes, dict[str, _Entry]]:
-    """Map a file: (bytes, entries). Raises ValueError, KeyError, TypeError, struct.error or OSError."""
-    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
-    magic, length, crc = _PREFIX.unpack(mapped[: _PREFIX.size].tobytes())
-    header = mapped[_PREFIX.size : _PREFIX.size + length].tobytes()
+def _read(path: Path, key: Key) -> tuple[MappedFile, dict[str, _Entry]]:
+    """Map a file: (file, entries). Raises ValueError, KeyError, TypeError, struct.error or OSError."""
+    file = MappedFile.open(path)
+    magic, length, crc = _PREFIX.unpack(file.data[: _PREFIX.size].tobytes())
+    header = file.data[_PREFIX.size : _PREFIX.size + length].tobytes()
     if magic != _MAGIC or zlib.crc32(header) != crc:
         raise ValueError("damaged")
     document = json.loads(header)
-    if document["key"] != key.version or document["size"] != mapped.size:
+    if document["key"] != key.version or document["size"] != file.data.size:
         raise ValueError("of another checkpoint or version, or cut off")
-    return mapped, {name: _Entry(*entry) for name, entry in document["entries"].items()}
+    return file, {name: _Entry(*entry) for name, entry in document["entries"].items()}
+
+
+class _Writer:
+    """Appends matrices to a temporary file behind room for a header. `finish` writes the header and renames the file:
+    readers keep the old one, concurrent writers do not collide."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        self.path = Path(tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")[1])
+        self._file = self.path.open("r+b", buffering=0)
+        self._start = self._end = start
+        self._entries: dict[str, _Entry] = {}
+        self._window: tuple[int, Bytes] = (0, np.empty(0, np.uint8))
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+        weakref.finalize(self, self._file.close)
+
+    def add(self, name: str, matrix: Matrix) -> _Entry:
+        layout = (matrix.kind, matrix.rows, matrix.cols, matrix.group, matrix.zero, matrix.scales, matrix.offsets)
+        entry = _Entry(*layout, matrix.levels, self._end, matrix.num_bytes, ends_crc(matrix.data))
+        self._file.seek(self._end)
+        left = matrix.data.data
+        while left:  # a write takes 2 GiB at most
+            left = left[self._file.write(left) :]
+        self._entries[name], self._end = entry, self._end + _page_up(entry.num_bytes)
+        return entry
+
+    def map(self, entry: _Entry) -> Matrix:
+        """The matrix of an added entry, read from the file. Files are mapped some matrices at a time: the system limits
+        the number of mappings."""
+        begin, mapped = self._window
+        if entry.offset + entry.num_bytes > begin + mapped.size:
+            size = max(_WINDOW, entry.num_bytes)
+            self._file.truncate(entry.offset + size)
+            mapped = np.asarray(np.memmap(self.path, np.uint8, "r", entry.offset, (size,)))
+            self._window = begin, _ = entry.offset, mapped
+        matrix = replace(entry, offset=entry.offset - begin).matrix(mapped)
+        assert matrix is not None, "the file has what was written"
+        return matrix
+
+    def finish(self, key: Key, path: Path) -> tuple[MappedFile, dict[str, _Entry]]:
+        entries = {name: astuple(entry) for name, entry in self._entries.items()}
+        header = json.dumps({"key": key.version, "size": self._end, "entries": entries}).encode()
+        assert _PREFIX.size + len(header) <= self._start, "the header has room"
+        self._file.seek(0)
+        self._file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
+        self._file.truncate(self._end)
+        os.fsync(self._file.fileno())  # else a crash could leave a file with holes
+        self.path.replace(path)
+        return MappedFile.open(path), self._entries
 
 
 def _write(path: Path, key: Key, matrices: dict[str, Matrix]) -> None:
-    """Write a temporary file, then rename it: readers keep the old file, concurrent writers do not collide."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-        try:
-            header, start = _header(key, matrices)
-            file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)) + header)
-            for matrix in matrices.values():
-                file.seek(start)
-                file.write(matrix.data.data)
-                start += _page_up(matrix.num_bytes)
-            file.truncate(start)
-            file.flush()
-            os.fsync(file.fileno())  # else a crash could leave a file with holes
-            Path(file.name).replace(path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
-
-
-def _header(key: Key, matrices: dict[str, Matrix]) -> tuple[bytes, int]:
-    """(header without its prefix, offset of the first matrix)."""
-    entries, at = {}, 0
-    for name, m in matrices.items():
-        layout = (m.kind, m.rows, m.cols, m.group, m.zero, m.scales, m.offsets, m.levels)
-        entries[name] = _Entry(*layout, at, m.num_bytes, ends_crc(m.data))
-        at += _page_up(m.num_bytes)
-
-    def text(start: int) -> bytes:
-        rows = {name: astuple(replace(entry, offset=start + entry.offset)) for name, entry in entries.items()}
-        return json.dumps({"key": key.version, "size": start + at, "entries": rows}).encode()
-
-    start = _page_up(_PREFIX.size + len(text(1 << 40)))  # no offset has more digits
-    return text(start), start
+    """Write a file with these matrices."""
+    writer = _Writer(path.parent, _page_up(len(json.dumps([key.version, *matrices])) + 160 * len(matrices) + _PAGE))
+    for name, matrix in matrices.items():
+        writer.add(name, matrix)
+    writer.finish(key, path)
 
 
 def _page_up(size: int) -> int:
@@ -259,7 +341,7 @@ def _prune(folder: Path) -> None:
     bytes_left = _budget(folder)
     for place, file in enumerate(newest):
         bytes_left -= file.stat().st_size
-        if place >= _MAX_FILES or bytes_left < 0:
+        if place and (place >= _MAX_FILES or bytes_left < 0):  # the newest was just written
             file.unlink(missing_ok=True)
     for file in folder.glob(".*.tmp"):
         if file.stat().st_mtime < time.time() - _STALE_SECONDS:
