@@ -60,7 +60,7 @@ class Memory:
 
     total: int  # of the machine
     available: int  # to this process, without swapping
-    limit: int | None  # of the cgroup; None: no limit
+    limit: int | None  # of the cgroup or of the process (ulimit); None: no limit
 
 
 def cpu(root: Path = ROOT) -> Cpu:
@@ -105,7 +105,8 @@ def memory(root: Path = ROOT) -> Memory:
         name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", read(root / "proc/meminfo"), re.M)
     }
     total, available = found.get("MemTotal", 0), found.get("MemAvailable", UNKNOWN_MEMORY)
-    limits = [(limit, used) for limit, used in _memory_limits(root) if not total or limit < total]
+    every = [*_memory_limits(root), *system.memory_limits()]
+    limits = [(limit, used) for limit, used in every if not total or limit < total]
     free = [max(limit - used, 0) for limit, used in limits]
     return Memory(total, min([available, *free]), min((limit for limit, _ in limits), default=None))
 

@@ -223,3 +223,16 @@ def limit_resources(seconds: float, wall_seconds: int, more_bytes: int) -> None:
             resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(wall_seconds)
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """(limit, use) in bytes of this process's address space and data, where `ulimit -v` or `-d` limits them."""
+    if sys.platform == "win32" or not _STATM.exists():
+        return
+    import resource
+
+    pages = _STATM.read_text().split()
+    for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield limit, int(used) * resource.getpagesize()

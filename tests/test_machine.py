@@ -1,6 +1,8 @@
 """Threads and memory of made-up machines: hosts, containers, cgroups of both versions."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,13 @@ def test_a_container_of_version_1(own: str, tmp_path: Path) -> None:
 def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     assert machine.memory(tmp_path).available == machine.UNKNOWN_MEMORY
     assert machine.threads(tmp_path).quota is None
+
+
+def test_limits_of_the_process() -> None:
+    """`ulimit -v` and `-d` bound the memory, with what is in use taken off."""
+    pytest.importorskip("resource")
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({2 * GIB}, resource.RLIM_INFINITY))"
+    code += "; from headstart import machine; found = machine.memory(); print(found.limit, found.available)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    limit, available = map(int, done.stdout.split())
+    assert limit == 2 * GIB and 0 < available < 2 * GIB
