@@ -1,6 +1,7 @@
 // Linux is supported and tested; the other branches follow the systems' documentation and are untested.
 #include "system.h"
 
+#include <algorithm>
 #include <new>
 
 #ifdef _WIN32
@@ -38,8 +39,20 @@ void unmap_pages(uint8_t* data, int64_t bytes) { munmap(data, (size_t)bytes); }
 
 void read_ahead(const uint8_t* data, int64_t bytes) {
     constexpr uintptr_t kPage = 4096;
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(data) / kPage * kPage, end = reinterpret_cast<uintptr_t>(data) + bytes;
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+    constexpr size_t kStep = 1024 * kPage;
+#ifdef __APPLE__
+    char present[kStep / kPage];
+#else
+    unsigned char present[kStep / kPage];
+#endif
+    const uintptr_t end = reinterpret_cast<uintptr_t>(data) + bytes;
+    for (uintptr_t at = reinterpret_cast<uintptr_t>(data) / kPage * kPage; at < end; at += kStep) {
+        const size_t size = std::min<size_t>(kStep, end - at), pages = (size + kPage - 1) / kPage;
+        // mincore takes a tenth of the time of a madvise for pages that are in memory
+        const bool known = mincore(reinterpret_cast<void*>(at), size, present) == 0;
+        if (known && std::all_of(present, present + pages, [](auto page) { return page & 1; })) continue;
+        madvise(reinterpret_cast<void*>(at), size, MADV_WILLNEED);
+    }
 }
 #endif
 

@@ -57,7 +57,7 @@ def write_random_gguf(path: Path, sizes: LlamaSizes) -> None:
     writer = gguf.GGUFWriter(aside, "llama")
     for key, value in sizes.fields().items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
-    _add_tokens(writer, sizes.vocab)
+    add_tokens(writer, sizes.vocab)
     for name, shape in sizes.tensors():
         count, is_matrix = math.prod(shape), len(shape) == 2
         num_bytes = count // BLOCK * (BLOCK + 2) if is_matrix else 4 * count
@@ -79,7 +79,7 @@ def write_random_gguf(path: Path, sizes: LlamaSizes) -> None:
     aside.replace(path)
 
 
-def _add_tokens(writer: Any, count: int) -> None:
+def add_tokens(writer: Any, count: int) -> None:
     """A byte-level vocabulary for both engines: 256 bytes, one merge, and meaningless words."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     signs = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
