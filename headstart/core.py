@@ -74,6 +74,28 @@ class Constraint(Protocol):
         """Why the text can neither end nor continue; empty if it can. Set by `masks`."""
 
 
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """A picture as a vision tower reads it."""
+
+    patches: Float32  # [P, channels * patch height * patch width] normalized pixels, patches row by row
+    num_tokens: int  # positions that it takes in a prompt
+    digest: bytes  # of the pixels and their preparation
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture at its place in a prompt: positions first .. end - 1 hold its features instead of embeddings."""
+
+    first: int
+    image: ImageInput
+    is_bidirectional: bool = False  # each of its positions attends to all of them, so they share one pass
+
+    @property
+    def end(self) -> int:
+        return self.first + self.image.num_tokens
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt with its sampling parameters."""
@@ -95,7 +117,7 @@ class Request:
     owner: str = ""  # API key or user; output texts serve as drafts for requests of the same owner and salt
     share: float = 1.0  # weight of the owner in fair scheduling
     priority: int = 0  # lower runs earlier, for all owners
-    pictures: tuple[Any, ...] = field(default=(), compare=False)  # of the vision tower, with their places in the prompt
+    pictures: tuple[Picture, ...] = field(default=(), compare=False)  # in ascending order
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
 
 
@@ -250,8 +272,8 @@ class Rows:
     start: int
     token_ids: Seq[int]  # [n]
     num_logits: int  # number of last rows whose logits are computed
-    # last position that every row attends to; None: each row attends up to its own position
-    visible_end: int | None = None
+    # last position that every row attends to, or [n] that of each row; None: each row attends up to its own position
+    visible_end: int | Int32 | None = None
     parents: Seq[int] | None = None  # [n] parent row of each row in a draft tree; None: a chain
 
 

@@ -229,7 +229,7 @@ class LLM:
             raise UsageError("images and messages with pictures are both given", "put all pictures into the messages")
         if not (sources or images):
             return EncodedPrompt(ids, text)
-        tower = check_tower(self.model.name, self.tower)
+        tower = check_tower(self.model)
         return encode_pictures(tower, (ids, text), sources or images, self.engine.max_length)
 
     def _encode_text(self, prompt: Prompt, num_images: int) -> tuple[list[int], str, list[Any]]:
@@ -237,7 +237,7 @@ class LLM:
         if isinstance(prompt, str):
             text = prompt
             if num_images:
-                text = with_placeholders(check_tower(self.model.name, self.tower), prompt, num_images)
+                text = with_placeholders(check_tower(self.model), prompt, num_images)
             return self.tokenizer.encode(text, add_special=True), text, []
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             hint = "give a text, token ids or messages, in a list: generate([[1, 2, 3]]); or chat(messages)"

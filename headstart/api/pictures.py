@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.engine.load import Model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.images import Image, ImageError, VisionTower, read_image
 
@@ -82,11 +83,15 @@ def open_picture(source: Any) -> Image:
     return read_image(source)
 
 
-def check_tower(model: str, tower: VisionTower | None) -> VisionTower:
+def check_tower(model: Model) -> VisionTower:
     """The tower of a model. Raises UsageError without one."""
-    if tower is None:
-        raise UsageError(f"{model} reads text only", "leave the pictures out, or take a model with a vision tower")
-    return tower
+    if model.tower is not None:
+        return model.tower
+    config = model.checkpoint.config
+    if config.get("vision_config") and model.family.vision is None:
+        what = f"{model.name}: the vision tower of {config.get('model_type')} models is not supported"
+        raise UsageError(what, "leave the pictures out; headstart launch vllm MODEL runs it with them")
+    raise UsageError(f"{model.name} reads text only", "leave the pictures out, or take a model with a vision tower")
 
 
 def encode_pictures(

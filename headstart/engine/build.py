@@ -19,6 +19,7 @@ from headstart.drafters.ngram import SharedLookup
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
+from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
 from headstart.files import read_text
@@ -58,7 +59,10 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
         hint = f"use --depth {drafter.max_depth} or less"
         raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
-    trunk = DecoderNetwork(model.decoder, drafter.tap if drafter else None)
+    trunk = DecoderNetwork(
+        model.decoder, drafter.tap if drafter else None, embedded_width=model.config.hidden_size if model.vision else 0
+    )
+    runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None
     hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(handle.network for handle in runner.networks)]
     with _planning:

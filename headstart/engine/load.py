@@ -25,11 +25,22 @@ from headstart.kernels.streamed import StreamedBackend
 from headstart.layers.build import DecoderConfig, lm_head_tensor
 from headstart.layers.decoder import Decoder
 from headstart.layers.linear import Linear
+from headstart.layers.vision import VisionNetwork
 from headstart.layers.weights import Weights, trunk_fingerprint
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
-from headstart.models.tensors import LoadedDecoder, canonical_tensors, find_family, load_decoder, read_config, untaken
+from headstart.models.tensors import (
+    LoadedDecoder,
+    canonical_tensors,
+    find_family,
+    find_vision,
+    load_decoder,
+    load_vision,
+    read_config,
+    untaken,
+)
 from headstart.text.images import VisionTower
+from headstart.text.picture_prompt import PictureProcessor
 from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
@@ -54,6 +65,7 @@ class Model:
     tokenizer: Tokenizer
     head: Head | None
     tower: VisionTower | None = None  # None: the model reads text only
+    vision: VisionNetwork | None = None  # set with `tower`
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
 
@@ -251,11 +263,13 @@ def load_model(
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
         if not tokenizer.done():  # large vocabularies take seconds at their first start
             backend.loaded(partly=True)
+    vision = find_vision(checkpoint, loaded.family, loaded.config)
     model = Model(
         name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
-        broken_head=broken,
+        broken_head=broken, vision=load_vision(vision, backend, str(checkpoint.path)) if vision else None,
+        tower=PictureProcessor(vision.format, tokenizer.result()) if vision else None,
     )  # fmt: skip
     model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:

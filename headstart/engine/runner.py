@@ -13,7 +13,9 @@ from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import states_from_zero
 from headstart.core import (
     Draft,
+    Int32,
     Paths,
+    Picture,
     Request,
     Rows,
     Sampled,
@@ -26,6 +28,7 @@ from headstart.core import (
 )
 from headstart.drafters.base import DraftPrograms, DraftRequest, EarlyDraftRequest
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
+from headstart.engine.vision import VisionEncoder
 from headstart.errors import ModelError
 from headstart.kernels.draft_loop import (
     AsyncSampler,
@@ -36,7 +39,7 @@ from headstart.kernels.draft_loop import (
     VerifyInputs,
 )
 from headstart.kernels.ops import Backend, Buffer, Pool, Weight
-from headstart.layers.network import FORWARD, Network, NetworkHandle, Pools
+from headstart.layers.network import EMBED, FORWARD, FORWARD_EMBEDDED, Network, NetworkHandle, Pools
 
 
 def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden_offset: int | None = None) -> StepPlan:
@@ -119,7 +122,26 @@ def span_rows(span: Span) -> Rows:
     pending = sequence.tokens[span.start : span.start + span.num_rows]
     token_ids = pending + sequence.draft.tokens[: span.num_rows - len(pending)]
     wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
-    return Rows(sequence, span.start, token_ids, len(token_ids) if wants_all else span.num_sample)
+    num_logits = len(token_ids) if wants_all else span.num_sample
+    visible_end = _picture_ends(span) if sequence.request.pictures else None
+    return Rows(sequence, span.start, token_ids, num_logits, visible_end)
+
+
+def pictures_of(span: Span) -> Iterator[tuple[Picture, int, int]]:
+    """Pictures with rows in a span: (picture, first and last + 1 of their positions in the span)."""
+    for picture in span.sequence.request.pictures:
+        start, end = max(picture.first, span.start), min(picture.end, span.start + span.num_rows)
+        if start < end:
+            yield picture, start, end
+
+
+def _picture_ends(span: Span) -> Int32 | None:
+    """Last position that each row of the span attends to; None: its own."""
+    found = [each for each in pictures_of(span) if each[0].is_bidirectional]
+    ends = np.arange(span.start, span.start + span.num_rows, dtype=np.int32)
+    for picture, start, end in found:
+        ends[start - span.start : end - span.start] = picture.end - 1
+    return ends if found else None
 
 
 @dataclass(frozen=True)
@@ -175,6 +197,7 @@ class Runner:
         self._draft_loops: dict[DraftPrograms, DraftLoop | None] = {}
         self._early: dict[DraftPrograms, EarlyDrafts] = {}
         self._hidden_pool: Pool = None
+        self.vision: VisionEncoder | None = None  # None: the model reads text only
         self.num_passes = self.num_rows = 0  # trunk passes, and their rows
 
     def open(self, network: Network) -> NetworkHandle:
@@ -257,11 +280,27 @@ class Runner:
         self._early.clear()
         parts = [span_rows(span) for span in spans]
         states = self.memory.states.plan(spans) if self.memory.states else None
-        output = self.run(self.trunk, FORWARD, parts, states=states)
+        if self.vision is not None and any(True for span in spans for _ in pictures_of(span)):
+            embedded = self._embed_pictures(self.vision, spans, parts)
+            output = self.run(self.trunk, FORWARD_EMBEDDED, parts, hidden=embedded, states=states)
+        else:
+            output = self.run(self.trunk, FORWARD, parts, states=states)
         self.num_passes += 1
         self.num_rows += sum([span.num_rows for span in spans])
         starts = list(accumulate([part.num_logits for part in parts], initial=0))
         return ForwardOutput(output["logits"], starts, output["hidden"])
+
+    def _embed_pictures(self, vision: VisionEncoder, spans: Seq[Span], parts: Seq[Rows]) -> Buffer:
+        """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of pictures."""
+        features = [
+            (row + start - span.start, vision.features(picture.image), start - picture.first, end - picture.first)
+            for span, row in zip(spans, accumulate([span.num_rows for span in spans], initial=0), strict=False)
+            for picture, start, end in pictures_of(span)
+        ]
+        rows = np.concatenate([np.arange(row, row + end - start) for row, _, start, end in features])
+        values = np.concatenate([each[start:end] for _, each, start, end in features])
+        embedded = self.run(self.trunk, EMBED, parts)["embedded"]
+        return self.backend.put_rows(embedded, rows, values)
 
     def sample(self, spans: Seq[Span], forward: ForwardOutput) -> PassSamples:
         """Samples all sampling rows of the pass at once."""

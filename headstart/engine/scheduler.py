@@ -176,6 +176,8 @@ class Scheduler:
         if len(sequence.draft.tokens) > max(rows_left, 0):
             sequence.draft = sequence.draft.cut(max(rows_left, 0))
         num_rows = min(pending + len(sequence.draft.tokens), budget - num_following)
+        if num_rows > 0 and sequence.request.pictures:
+            num_rows = _whole_pictures(sequence, num_rows)
         if num_rows <= 0 or not self._make_room(sequence, num_rows):
             return 0
         num_rows = min(num_rows, pending + len(sequence.draft.tokens))  # `_make_room` may have dropped the draft
@@ -226,6 +228,16 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
             self.memory.drop(sequence)
+
+
+def _whole_pictures(sequence: Sequence, num_rows: int) -> int:
+    """Number of rows that does not split a picture whose rows attend to each other: fewer, or if none would be left,
+    all of the picture, beyond the budget."""
+    start = sequence.num_computed
+    for picture in sequence.request.pictures:
+        if picture.is_bidirectional and picture.first < start + num_rows < picture.end:
+            return picture.first - start if picture.first > start else picture.end - start
+    return num_rows
 
 
 def _priority(sequence: Sequence) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, Program, StepInputs, Weight
+from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.kernels.specs import StateSpec, StreamSpec
 from headstart.layers import parts
 from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements, num_table_elements
@@ -263,7 +263,7 @@ class Decoder:
 
     def program(
         self, kv_pools: Seq[Pool], hidden_pool: Pool = None, tap: Tap = "post_norm", state_pools: Seq[Pool] = ()
-    ) -> Program:
+    ) -> "DecoderProgram":
         """The forward program over the pools of kv_specs and state_specs. `hidden_pool`: where the hidden states of
         `tap` are stored; None: nowhere."""
         return DecoderProgram(self, self.pools(kv_pools, state_pools), hidden_pool, tap)
@@ -290,6 +290,7 @@ class DecoderProgram:
     pools: list[Pool]
     hidden_pool: Pool = None
     tap: Tap = "post_norm"
+    reads_embedded: bool = False  # the input of the first layer is StepInputs.hidden, not made of token ids
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         state = self.begin(ops, step)
@@ -306,7 +307,8 @@ class DecoderProgram:
 
     def begin(self, ops: Ops, step: StepInputs) -> ForwardState:
         """The input of the first layer."""
-        embedded, streams = self.model.embed(ops, step.token_ids), self.model.streams
+        embedded = step.hidden if self.reads_embedded else self.model.embed(ops, step.token_ids)
+        streams = self.model.streams
         return ForwardState(step.token_ids, embedded, streams.expand(ops, embedded) if streams else embedded)
 
     def run_layer(self, ops: Ops, step: StepInputs, state: ForwardState, index: int) -> None:

@@ -71,7 +71,9 @@ class NetworkHandle:
         return sum(windows) if all(windows) else 0
 
 
-FORWARD = "forward"  # name of a decoder's only program
+FORWARD = "forward"  # name of a decoder's program over token ids
+EMBED, FORWARD_EMBEDDED = "embed", "forward_embedded"
+"""The same in two parts, with the input of the first layer between them, for trunks that read pictures."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class DecoderNetwork:
     tap: Tap | None = None  # hidden states that it stores in pools.hidden
     first_position: int = 0
     hidden_offset: None = None
+    embedded_width: int = 0  # columns of the first layer's input, if it may be given; 0: always from token ids
 
     @property
     def kv_specs(self) -> Seq[KVSpec]:
@@ -94,4 +97,10 @@ class DecoderNetwork:
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         hidden = pools.hidden if self.tap else None
         code = self.decoder.program(pools.kv, hidden, self.tap or "post_norm", pools.states)
-        return {FORWARD: NetworkProgram(code)}
+        if not self.embedded_width:
+            return {FORWARD: NetworkProgram(code)}
+        return {
+            FORWARD: NetworkProgram(code),
+            EMBED: NetworkProgram(lambda ops, step: {"embedded": self.decoder.embed(ops, step.token_ids)}),
+            FORWARD_EMBEDDED: NetworkProgram(replace(code, reads_embedded=True), self.embedded_width),
+        }

@@ -11,14 +11,27 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig, build_decoder
 from headstart.layers.decoder import Decoder
 from headstart.layers.rope import CONTEXT
+from headstart.layers.vision import VisionConfig
 from headstart.layers.weights import Shapes, Weights
 from headstart.models.keys import Config
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names, trailing_name
 from headstart.models.reading import Reading
 from headstart.models.small import TINY, Arrays, random_arrays
+from headstart.text.picture_prompt import PictureFormat
 
 NOTHING: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionFamily:
+    """How a family's checkpoints keep a vision tower."""
+
+    # (config.json, the trunk's sizes) -> (the tower, how pictures are prepared); None without a tower
+    read: Callable[[Config, DecoderConfig], tuple[VisionConfig, PictureFormat] | None]
+    names: Names  # published names -> canonical names under `vision.`
+    # tensors under canonical names -> those that VisionConfig.build takes
+    adapt: Callable[[dict[str, RawTensor], VisionConfig], dict[str, RawTensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +52,7 @@ class Family:
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
     aliases: tuple[str, ...] = ()  # other model types of the family: text parts of wrappers, llama.cpp's architectures
+    vision: VisionFamily | None = None  # None: no tower is built, pictures are refused
     scratch: Mapping[str, Any] = field(default_factory=dict)  # for `train --from-scratch`: keys added to small.SCRATCH
     unsupported: str = ""  # feature that the engine lacks (models/described.py); empty: the engine runs the family
 

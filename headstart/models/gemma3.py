@@ -6,10 +6,13 @@ scale there: `models/gemma3.cpp`.
 
 import math
 
+from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.models import _gemma, keys
-from headstart.models.base import Family
+from headstart.layers.vision import VisionConfig
+from headstart.models import _gemma, _siglip, keys
+from headstart.models.base import Family, VisionFamily
 from headstart.models.keys import Config, flag, number
+from headstart.text.picture_prompt import PictureFormat
 
 LAYERS_27B = 62  # of which llama.cpp knows 27B
 
@@ -39,7 +42,33 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
+def tower(config: Config, trunk: DecoderConfig) -> tuple[VisionConfig, PictureFormat] | None:
+    """VisionFamily.read: SigLIP with averages of its patches, whose rows attend to each other."""
+    written = config.get("vision_config")
+    if not isinstance(written, dict):
+        return None
+    vision = _siglip.tower(written, number(config, "mm_tokens_per_image", default=256), trunk.hidden_size)
+    return vision, PictureFormat(
+        image_size=vision.grid * vision.patch_size, patch_size=vision.patch_size, num_tokens=vision.num_tokens,
+        marker="<start_of_image>", end="<end_of_image>", around="\n\n", is_bidirectional=True,
+        token_id=min(number(config, "image_token_index", default=262144), trunk.vocab_size - 1),
+    )  # fmt: skip
+
+
+def adapt_tower(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
+    """VisionFamily.adapt: a convolution over patches is a matrix; the projection is stored [in, out]."""
+    patch, norm, projection = (f"vision.{name}.weight" for name in ("patch_embedding", "project_norm", "projection"))
+    shape = config.shapes()[patch]
+    return {
+        **tensors,
+        patch: tensors[patch].shaped(*shape) if math.prod(tensors[patch].shape) == math.prod(shape) else tensors[patch],
+        norm: tensors[norm].affine(1, 1),
+        projection: tensors[projection].transposed(),
+    }
+
+
 FAMILY = Family(
+    vision=VisionFamily(read=tower, names=_siglip.NAMES, adapt=adapt_tower),
     parse=parse,
     names=_gemma.NAMES,
     adapt=_gemma.plus_one,

@@ -1,9 +1,11 @@
 """Loads a checkpoint's decoder: finds the family, renames the tensors, and builds the layers on a backend."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,11 +20,15 @@ from headstart.kernels.streamed import StreamedBackend, late
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
+from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
-from headstart.models.base import Family
+from headstart.models.base import Family, VisionFamily
 from headstart.models.families import family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
+from headstart.text.picture_prompt import PictureFormat
+
+log = logging.getLogger("headstart.models")
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,38 @@ def load_decoder(
     decoder = family.build(weights, config)
     check_taken(weights)
     return LoadedDecoder(family, config, weights, decoder)
+
+
+class FoundVision(NamedTuple):
+    """A vision tower in a checkpoint."""
+
+    family: VisionFamily
+    config: VisionConfig
+    format: PictureFormat
+    tensors: dict[str, RawTensor]  # under canonical names
+
+
+def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) -> FoundVision | None:
+    """A checkpoint's vision tower; None if its family or its config has none, or (with a warning) the file holds none
+    of its tensors. Raises ModelError for wrong sizes and missing tensors."""
+    declared = family.vision.read(checkpoint.config, trunk) if family.vision else None
+    if family.vision is None or declared is None:
+        return None
+    read = readable(checkpoint.tensors, checkpoint.config)
+    named = ((family.vision.names.canonical(name), tensor) for name, tensor in read.items())
+    tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
+    if missing := sorted(declared[0].shapes().keys() - tensors.keys()):
+        if tensors:
+            what = f"{checkpoint.name}: tensor {missing[0]} of the vision tower is missing"
+            raise ModelError(what, "is the checkpoint complete?")
+        log.warning("%s: text only: config.json has a vision_config, but no file has its tensors", checkpoint.name)
+        return None
+    return FoundVision(family.vision, *declared, tensors)
+
+
+def load_vision(found: FoundVision, backend: Backend, source: str) -> VisionNetwork:
+    """Builds a vision tower. Raises ModelError for a tensor of another shape."""
+    return found.config.build(Weights(found.family.adapt(found.tensors, found.config), backend, source))
 
 
 def read_config(checkpoint: Checkpoint, family: Family, context: int | None = None) -> DecoderConfig:

@@ -238,7 +238,7 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 def check_pictures(llm: LLM, count: int) -> VisionTower:
     """The vision tower for a request with `count` pictures. Raises UsageError without one, or for too many."""
-    tower = check_tower(llm.model.name, llm.tower)
+    tower = check_tower(llm.model)
     if count > limits.IMAGES:
         raise UsageError(f"the request has {count} pictures, and {limits.IMAGES} are allowed", "send fewer")
     return tower

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image as Pillow
 
+from headstart.core import ImageInput, Picture
 from headstart.errors import UsageError
 from headstart.text.images import Image
 
@@ -27,15 +28,18 @@ class DigestTower:
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def prepare(self, image: Image) -> bytes:
-        return image.digest
+    def prepare(self, image: Image) -> ImageInput:
+        return ImageInput(np.zeros((0, 0), np.float32), 4, image.digest)
 
-    def expand(self, prompt_ids: Seq[int], images: Seq[bytes]) -> tuple[list[int], tuple[Any, ...]]:
+    def expand(self, prompt_ids: Seq[int], images: Seq[ImageInput]) -> tuple[list[int], tuple[Picture, ...]]:
         if list(prompt_ids).count(self.token) != len(images):
             raise UsageError(f"the prompt has not {len(images)} placeholders")
-        rest = iter(images)
-        ids = [[100 + byte for byte in next(rest)[:4]] if each == self.token else [each] for each in prompt_ids]
-        return [token for some in ids for token in some], ()
+        ids, pictures = list[int](), list[Picture]()
+        for token in prompt_ids:
+            if token == self.token:
+                pictures.append(Picture(len(ids), images[len(pictures)]))
+            ids += [100 + byte for byte in pictures[-1].image.digest[:4]] if token == self.token else [token]
+        return ids, tuple(pictures)
 
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:

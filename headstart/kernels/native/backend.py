@@ -184,6 +184,14 @@ class NativeBackend:
     def rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
         return x[rows]
 
+    def buffer(self, values: Array) -> Array:
+        return np.ascontiguousarray(values, np.float32)
+
+    def put_rows(self, x: Array, rows: NDArray[np.int64], values: Array) -> Array:
+        changed = x.copy()
+        changed[rows] = values
+        return changed
+
     def numpy(self, x: Array) -> Array:
         return x
 

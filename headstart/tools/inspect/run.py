@@ -25,7 +25,7 @@ from headstart.models.classify import classify
 from headstart.models.families import with_sizes
 from headstart.models.head_state import dead, misread, state_of
 from headstart.models.native_heads import NativeHeads, examine
-from headstart.models.tensors import find_family, read_config
+from headstart.models.tensors import find_family, find_vision, read_config
 from headstart.params import recommended_names
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.drafters import Drafter, FitCheck, describe_drafter, state_of_drafter
@@ -251,13 +251,15 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`) and which types become float32 in memory
-    (`widened`, with their bytes then; or None)."""
+    (`widened`, with their bytes then; or None), and the sizes of its vision tower (`vision`; or None)."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:
-        read_config(checkpoint, find_family(checkpoint))
+        family = find_family(checkpoint)
+        found = find_vision(checkpoint, family, read_config(checkpoint, family))
         if checkpoint.format == "gguf":
             readable(checkpoint.tensors, checkpoint.config)
     except ModelError as error:
-        return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
-    return {"runs": True, "why": "", "fix": "", "widened": wide}
+        return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide, "vision": None}
+    sizes = found and {"layers": len(found.config.layers), "tokens": found.config.num_tokens}
+    return {"runs": True, "why": "", "fix": "", "widened": wide, "vision": sizes}

@@ -1,0 +1,59 @@
+"""SigLIP vision towers (Zhai et al. 2023): config keys and tensor names. Formula: transformers 5.24 `models/siglip`."""
+
+from typing import Any
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import AttentionSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.mlp import MLPConfig
+from headstart.layers.vision import CHANNELS, VisionConfig
+from headstart.models import keys
+from headstart.models.names import Names
+
+TOWERS = ("vision_tower.", "vision_tower.vision_model.")
+PROJECTOR = "multi_modal_projector."
+NAMES = Names(
+    {
+        **{f"{tower}encoder.layers.{{i}}.": "vision.layers.{i}." for tower in TOWERS},
+        **{f"{tower}embeddings.": "vision." for tower in TOWERS},
+        **{f"{tower}post_layernorm.": "vision.norm." for tower in TOWERS},
+        f"{PROJECTOR}mm_soft_emb_norm.": "vision.project_norm.",
+        f"{PROJECTOR}mm_input_projection_weight": "vision.projection.weight",
+    },
+    parts={
+        ".layer_norm1.": ".input_layernorm.",
+        ".layer_norm2.": ".post_attention_layernorm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".mlp.fc1.": ".mlp.up_proj.",
+        ".mlp.fc2.": ".mlp.down_proj.",
+    },
+)
+DEFAULTS = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh", "num_channels": 3,
+}  # fmt: skip
+"""Hugging Face's defaults of SiglipVisionConfig."""
+
+
+def tower(written: dict[str, Any], num_tokens: int, out: int) -> VisionConfig:
+    """The tower of a `vision_config`, with averages of patches as `num_tokens` rows of width `out`."""
+    config = {**DEFAULTS, **{key: value for key, value in written.items() if value is not None}}
+    keys.refuse_others(config, {"num_channels": CHANNELS})
+    hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
+    patch, eps = keys.number(config, "patch_size"), keys.real(config, "layer_norm_eps", 1e-6)
+    grid, side = keys.number(config, "image_size") // patch, round(num_tokens**0.5)
+    if hidden % heads or side**2 != num_tokens or grid % side:
+        raise ModelError(f"config.json: {heads} heads of {hidden} features, or {num_tokens} tokens of {grid}^2 patches")
+    spec = AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5)
+    layer = LayerConfig(
+        mixer=AttentionConfig(spec=spec, rope=None, qkv_bias=True, o_bias=True),
+        mlp=MLPConfig(
+            inner=keys.number(config, "intermediate_size"), activation=keys.activation(config), gated=False, bias=True
+        ),
+        eps=eps, centered=True, biased=True,
+    )  # fmt: skip
+    return VisionConfig(
+        grid=grid, patch_size=patch, hidden_size=hidden, eps=eps, pool=grid // side, out=out,
+        layers=(layer,) * keys.num_layers(config),
+    )  # fmt: skip
