@@ -74,7 +74,7 @@ def test_logits_and_texts_are_those_of_transformers(backend: str) -> None:
 def test_the_text_is_the_same_in_any_company() -> None:
     model = seeing("native")
     requests = [
-        asked(model, images, text, name=str(i), max_tokens=10, temperature=temperature)
+        asked(model, images, text, name=str(i), max_tokens=20, temperature=temperature)
         for i, (images, text, temperature) in enumerate(
             [([1], TEXT, 0.0), ([2], TEXT, 0.8), ([1, 2], "Hm?", 0.0), ([], "no picture at all", 0.9), ([1], TEXT, 0.0)]
         )
@@ -113,7 +113,8 @@ def test_what_is_said_about_towers() -> None:
     model = seeing("reference")
     assert runs_here(model.checkpoint)["vision"] == {"layers": 2, "tokens": 16}
     config = {**model.checkpoint.config, "model_type": "qwen2_5_vl"}
-    blind = replace(model, tower=None, checkpoint=replace(model.checkpoint, config=config), family=family_named("qwen2"))
+    checkpoint = replace(model.checkpoint, config=config)
+    blind = replace(model, tower=None, checkpoint=checkpoint, family=family_named("qwen2"))
     with pytest.raises(UsageError, match="the vision tower of qwen2_5_vl models is not supported"):
         check_tower(blind)
 
