@@ -254,7 +254,7 @@ class LLM:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         shown, sources = split_pictures(messages)
         if sources:
-            check_tower(self.model.name, self.tower)  # before a template that takes no pictures complains
+            check_tower(self.model)  # before a template that takes no pictures complains
         return *Conversation(shown).encode(self.chat_template, self.tokenizer), sources
 
     @cached_property
