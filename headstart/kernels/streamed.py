@@ -84,7 +84,6 @@ class LateWeight:
     """A weight of a StreamedBackend."""
 
     tensor: RawTensor
-    drafts: bool = False
     precise: bool = False
 
     def __len__(self) -> int:
@@ -99,7 +98,7 @@ class LateWeight:
     def load(self, backend: Backend) -> Any:
         """The weight on a backend."""
         tensor = self.tensor.read() if isinstance(self.tensor, LateTensor) else self.tensor
-        return backend.weight(tensor, drafts=self.drafts, precise=self.precise)
+        return backend.weight(tensor, precise=self.precise)
 
 
 class _Apart(Exception):  # control flow: recording ends here
@@ -123,7 +122,8 @@ class StreamedBackend:
         return getattr(self.inner, name)
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> LateWeight:
-        return LateWeight(tensor, drafts, precise)
+        """See Backend.weight. Weights of drafts are not rounded: that would take longer than to read them."""
+        return LateWeight(tensor, precise)
 
     def release(self) -> None:
         """Drops all loaded weights."""

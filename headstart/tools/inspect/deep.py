@@ -11,7 +11,7 @@ whether the row of the last token drafts.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,8 @@ from headstart.tools.prompts import builtin_prompts, measure_acceptance
 
 if TYPE_CHECKING:
     from headstart.engine.load import Model
-    from headstart.tools.inspect.forced_head import ForcedHead
+    from headstart.tools.inspect.forced import Saved
+    from headstart.tools.inspect.forced_head import Counts, ForcedHead
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40  # longest answer to each prompt
@@ -78,8 +79,8 @@ def _forced(model: "Model", progress: Progress) -> dict[str, Any]:
     forced = ForcedHead(run_trunk(model, texts, progress, saved))
     depth = min(DEPTHS[-1], model.head.spec.depth_limit)
     progress(0, 1, "measuring acceptance")
-    counts = forced.counts(model.head, depth)
-    read = _read_otherwise(model, forced, progress)
+    counts = _kept(forced, saved, model.head, "", depth)
+    read = _read_otherwise(model, forced, progress, saved)
     saved.remove()
     rows = [
         {"depth": each, "acceptance_length": counts.acceptance_length(each), "per_position": counts.rates[:each]}
@@ -88,14 +89,26 @@ def _forced(model: "Model", progress: Progress) -> dict[str, Any]:
     return _document(model.head, rows, sum(counts.tries), counts.first(), read, _best(read, counts.first()))
 
 
-def _read_otherwise(model: "Model", forced: "ForcedHead", progress: Progress) -> list[Read]:
+def _kept(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, depth: int = 1) -> "Counts":
+    """Counts of drafts, kept for another run if this one is interrupted."""
+    from headstart.tools.inspect.forced_head import Counts
+
+    if saved is None:
+        return forced.counts(head, depth)
+    found = saved.counted(what, lambda: [list(each) for each in astuple(forced.counts(head, depth))])
+    return Counts(*map(tuple, found))
+
+
+def _read_otherwise(
+    model: "Model", forced: "ForcedHead", progress: Progress, saved: "Saved | None" = None
+) -> list[Read]:
     """First drafts over the same texts with each other reading of an MTP head."""
     from headstart.tools.inspect.readings import mtp_readings
 
     read, others = [], list(mtp_readings(model))
     for done, other in enumerate(others):
         progress(done, len(others), f"measuring acceptance with {other.what}")
-        read.append(Read(other.what, other.fix, forced.counts(other.head()).first()))
+        read.append(Read(other.what, other.fix, _kept(forced, saved, other.head(), other.what).first()))
     return read
 
 

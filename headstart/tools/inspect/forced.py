@@ -10,7 +10,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -250,7 +250,8 @@ class Saved:
         """The file of this checkpoint, these texts and taps, this package and backend."""
         tap = model.head.spec.tap if model.head else None
         facts = [hub.file_stamps(model.checkpoint.files), texts, tapped_layers(tap or "post_norm"), __version__]
-        facts.append(model.backend.fingerprint())
+        head = model.head.source if model.head else "none"
+        facts += [model.backend.fingerprint(), hub.file_stamps(sorted(Path(head).glob("*")))]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
         return cls(hub.cache_dir() / "inspect" / f"{digest}.npz")
 
@@ -268,5 +269,17 @@ class Saved:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, content.getbuffer())
 
+    def counted(self, what: str, count: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """The numbers that `count` gives for one reading of a head, kept for another run."""
+        path, known = self.path.with_suffix(".json"), dict[str, list[list[int]]]()
+        with suppress(OSError, ValueError):
+            known = json.loads(path.read_bytes())
+        if what not in known:
+            known[what] = count()
+            with suppress(OSError):
+                write_atomic(path, json.dumps(known))
+        return known[what]
+
     def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
+        for path in (self.path, self.path.with_suffix(".json")):
+            path.unlink(missing_ok=True)
