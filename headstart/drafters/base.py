@@ -201,6 +201,13 @@ class TextLookup(Protocol):
         """Up to `limit` tokens after the longest match with the end of `tokens`, and the match's length; 0: none."""
 
 
+class TextCompleter(Protocol):
+    """A draft model with an engine of its own (implemented by engine.draft_engine)."""
+
+    def __call__(self, prompts: Seq[Seq[int]], counts: Seq[int]) -> list[list[int]]:
+        """The next `counts[i]` tokens (fewer at an end of the text) after each prompt, in the model's own ids."""
+
+
 @dataclass(frozen=True)
 class TargetModel:
     """What a drafter may use of the target model.
@@ -219,6 +226,7 @@ class TargetModel:
     lookup_corpus: TextLookup | None = None  # index of a text that all requests look up
     head: Head | None = None
     vocabulary: DraftVocabulary = DraftVocabulary()
+    draft_texts: TextCompleter | None = None  # of a draft model that has another tokenizer
 
 
 class Drafter:

@@ -1,7 +1,8 @@
 """A second, smaller model drafts, one pass per token, or a PARD model in one; it uses the trunk's block tables.
 
 Each draft first computes all tokens committed since the last draft; the newest token's row gives the first draft token.
-KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only.
+KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only. A model with
+another tokenizer drafts in an engine of its own (_retokenized.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from headstart.core import Rows, Sequence
+from headstart.drafters._retokenized import RetokenizingDrafter
 from headstart.drafters.base import Drafter, DraftRequest, GrowingDraft, TargetModel, draw_next
 from headstart.drafters.block import BlockDrafter
 from headstart.errors import UsageError
@@ -44,6 +46,8 @@ class DraftModelDrafter(Drafter):
     def attach(cls, target: TargetModel) -> Drafter:
         if not isinstance(target.head, DraftModel):
             raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
+        if target.draft_texts is not None:
+            return RetokenizingDrafter(target, target.head, target.draft_texts)
         return ParallelDraftModelDrafter(target, target.head) if target.head.spec.block else cls(target, target.head)
 
     def num_uncached(self, sequence: Sequence) -> int:

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from headstart.cache.recurrent import StateCacheManager
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel, TextLookup
 from headstart.drafters.ngram import SharedLookup
+from headstart.engine.draft_engine import DraftEngine
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
@@ -23,6 +25,7 @@ from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
 from headstart.files import read_text
+from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network, NetworkHandle
@@ -134,7 +137,20 @@ def _target(
         lookup_corpus=corpus,
         head=model.head,
         vocabulary=vocabulary,
+        draft_texts=_draft_engine(model, config),
     )
+
+
+def _draft_engine(model: Model, config: EngineConfig) -> DraftEngine | None:
+    """The engine of a draft model that has another tokenizer; None without one."""
+    if not isinstance(model.head, DraftModel) or model.head.whole is None:
+        return None
+    whole: Model = model.head.whole
+    plain = replace(
+        config, head=None, drafter="none", rule="exact", max_model_len=None, kv_blocks=None, kv_spill=None,
+        synthetic_acceptance=None, depth_by_batch=None, lookup_corpus=None,
+    )  # fmt: skip
+    return DraftEngine(build_engine(whole, plain), frozenset(whole.tokenizer.eos_ids))
 
 
 def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:

@@ -201,13 +201,25 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
             raise ModelError(f"{path} has recurrent layers, which cannot draft yet", hint)
         trunk_size, draft_size = trunk.config.vocab_size, loaded.config.vocab_size
         tokenizer = _tokenizer(checkpoint, same_size=trunk_size == draft_size)
-        matching = Matching(range(min(trunk_size, draft_size)), None)
+        block = parallel_block(checkpoint.config, loaded.config)
+        matching: Matching | None = Matching(range(min(trunk_size, draft_size)), None)
         if tokenizer is not None:
-            matching = match(trunk.tokenizer, tokenizer, (trunk_size, draft_size), (trunk.name, str(path)))
-        decoder = loaded.decoder if matching.rows is None else _with_rows(loaded, matching.rows)
+            names, sizes = (trunk.name, str(path)), (trunk_size, draft_size)
+            matching = match(trunk.tokenizer, tokenizer, sizes, names, by_token=block is not None)
+        rows = matching.rows if matching else None
+        decoder = loaded.decoder if rows is None else _with_rows(loaded, rows)
+    if matching is None:
+        assert tokenizer
+        whole = replace(
+            trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, config=loaded.config,
+            weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer, head=None, tower=None, broken_head="",
+        )  # fmt: skip
+        return DraftModel(
+            spec=HeadSpec(kind=DRAFT_MODEL), modules=(), source=str(path), decoder=loaded.decoder,
+            max_length=loaded.config.max_length, tokenizers=(trunk.tokenizer, tokenizer), whole=whole,
+        )  # fmt: skip
     return DraftModel(
-        spec=HeadSpec(kind=DRAFT_MODEL, block=parallel_block(checkpoint.config, loaded.config)), modules=(),
-        source=str(path),
+        spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path),
         draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64), decoder=decoder,
         max_length=loaded.config.max_length, own_ids=matching.own_ids(trunk_size),
     )  # fmt: skip

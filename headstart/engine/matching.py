@@ -12,7 +12,7 @@ from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
 MAX_UNSHARED = 0.01  # share of tokens that one vocabulary may have and the other lack: added later, or never used
-MIN_SHARED = 0.1  # share of the trunk's tokens that a draft model with another tokenizer must have
+MIN_SHARED = 0.1  # share of the trunk's tokens that a PARD model with another tokenizer must have
 
 
 class Matching(NamedTuple):
@@ -33,12 +33,18 @@ class Matching(NamedTuple):
         return table
 
 
-def match(trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], names: tuple[str, str]) -> Matching:
-    """Compares two vocabularies, by the names of tokens, or by their texts where names differ. sizes: rows of the
-    embeddings, trunk's first. Raises ModelError for vocabularies that have little in common."""
+def match(
+    trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], names: tuple[str, str], *, by_token: bool
+) -> Matching | None:
+    """Compares two vocabularies by the names of tokens. Where names differ: by texts, if the draft model drafts several
+    tokens in one pass (by_token); else None, since its text can be tokenized again. sizes: rows of the embeddings,
+    trunk's first. Raises ModelError for tokens that have little in common."""
     trunk_vocab, draft_vocab = trunk.vocabulary(), draft.vocabulary()
     if (found := match_names(trunk_vocab, draft_vocab, sizes)) is not None:
         return found
+    if not by_token:
+        log.warning("%s has other tokens than %s: its drafts are tokenized again", names[1], names[0])
+        return None
     found = match_texts(trunk, draft, sizes)
     if len(found.ids) < MIN_SHARED * len(trunk_vocab):
         raise ModelError(
@@ -46,7 +52,7 @@ def match(trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], names: tup
             f"{len(trunk_vocab)}{_first_difference(trunk_vocab, draft_vocab)}",
             "use a draft model of the same family",
         )
-    told = "%s has other tokens than %s: it drafts by text, the %d of %d tokens that both have"
+    told = "%s has other tokens than %s: it drafts the %d of %d tokens that both have"
     log.warning(told, names[1], names[0], len(found.ids), len(trunk_vocab))
     return found
 

@@ -1,4 +1,4 @@
-"""Draft model: a second, smaller model; with another tokenizer it drafts the tokens whose texts both have.
+"""Draft model: a second, smaller model; with another tokenizer its text is tokenized again.
 
 It has no modules and reads nothing of the trunk; engine/load.py loads it. A PARD model (arXiv 2504.18583; AMD-AGI/PARD
 `pard/pard_infer.py`) names a mask token in config.json: it drafts several tokens in one pass, from the last token and
@@ -17,6 +17,7 @@ from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
+from headstart.text.tokenizer import Tokenizer
 
 MASK_KEYS = ("pard_token", "ptd_token_id")  # as vLLM reads them
 NUM_DRAFTS = 12  # of a pass: PARD's own default
@@ -41,6 +42,8 @@ class DraftModel(Head):
     decoder: Decoder
     max_length: int  # context length
     own_ids: NDArray[np.int64] | None = None  # [V] what it reads for each trunk id (engine/matching.py); None: the same
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None  # the trunk's and its own, if drafts are tokenized again
+    whole: Any = None  # then the loaded model (engine.load.Model)
 
 
 HEAD = HeadKind(

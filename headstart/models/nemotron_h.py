@@ -1,4 +1,4 @@
-"""Nemotron-H, Nano v2, Nemotron 3 (Nano, Super): layers of Mamba2, attention, MLP or experts alone.
+"""Nemotron-H, Nano v2, Nemotron 3 and 3.5 (Nano, Super, Lightning): layers of Mamba2, attention, MLP or experts alone.
 
 Formula: transformers 5.23 `models/nemotron_h`, without its lower bound of steps in prefill (a key of training), as
 vLLM, llama.cpp and the published code. MTP module: attention and experts (`mtp.layers.{0,1}`; vLLM 0.32

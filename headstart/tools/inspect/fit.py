@@ -8,6 +8,7 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
 from headstart.formats.sizes import Sizes, as_size, lookup, text_config
+from headstart.heads.draft_model import MASK_KEYS
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import shape_text
 from headstart.models.native_heads import NativeHeads, examine
@@ -65,7 +66,8 @@ def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
     with suppress(ModelError):  # some checkpoints have no tokenizer
         ours, theirs = (each.load_tokenizer() for each in (target, checkpoint))
         fits = False
-        match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name))
+        by_token = any(checkpoint.config.get(key) is not None for key in MASK_KEYS)
+        match(ours, theirs, (sizes[0], sizes[1]), (target.name, checkpoint.name), by_token=by_token)
         fits = True
     return [FitCheck("vocabulary, as a draft model", sizes[1], sizes[0], fits)]
 
