@@ -33,6 +33,9 @@ MIN_SHARE = 0.3  # lower bound of Costs.prompt_share
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
 """Stored costs are confirmed once, at the next start: the ratio of a pass at CHECKED_DEPTH to a plain one must be the
 same within TOLERANCE. The check is skipped if it would take longer than CHECK_SECONDS."""
+FEW_ROWS, GROWTH = 8, 0.7
+"""Experts of n tokens in a row are about n ** GROWTH times those of one: 1.62 and 2.5 times for 2 and 4 tokens
+(cohere.com/blog/mixture-of-experts-models-get-more-from-speculative-decoding)."""
 BUSY = 1.2  # ratio of median to fastest step from which other processes are assumed to use the cores
 
 
@@ -107,12 +110,14 @@ def calibrate(engine: Engine) -> Costs:
         too_many = sequences > max_seqs or sequences * blocks > len(engine.memory.pool.blocks)
         if not depths or (sequences > 1 and too_many):
             continue
-        _, measured = run.measure(sequences, depths, length)
+        before, measured = run.measure(sequences, depths, length)
+        samples.prompts += before.prompts
         for kind in ("passes", "drafts"):
             for count, seconds in getattr(measured, kind).items():
                 getattr(samples, kind).setdefault(count, []).extend(seconds)
     if not samples.passes:
         return Costs.unknown()
+    add_prompt_pass(samples)
     drafts = samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}
     costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
     costs.busy = _busy(samples.passes[1])
@@ -121,6 +126,17 @@ def calibrate(engine: Engine) -> Costs:
     engine.reset_stats()
     engine.drafting.clear()
     return costs
+
+
+def add_prompt_pass(samples: CostSamples) -> None:
+    """Where passes are so slow that only a few rows were measured, takes the first prompt's pass as the last point of
+    the curve: costs of a mixture of experts neither rise by a twentieth of a pass per row nor on with the first slope.
+    Cold memory may slow a first pass, so its cost is limited by GROWTH."""
+    if not samples.prompts or (count := max(samples.passes)) >= FEW_ROWS:
+        return
+    work, seconds = samples.prompts[0]
+    if (rows := work.rows + work.prompt_rows) > count:
+        samples.passes[rows] = [min(seconds, undisturbed(samples.passes[count]) * (rows / count) ** GROWTH)]
 
 
 def _busy(seconds: Seq[float]) -> bool:

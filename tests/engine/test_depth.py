@@ -13,8 +13,8 @@ from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, SamplingParams, Sequence
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import AcceptanceEstimator
-from headstart.engine.calibrate import calibrate
-from headstart.engine.costs import KNOTS, TRIAL, CostCurve, Costs, PassShape
+from headstart.engine.calibrate import add_prompt_pass, calibrate
+from headstart.engine.costs import KNOTS, TRIAL, CostCurve, Costs, CostSamples, PassShape
 from headstart.engine.depth import AutoDepth, DraftCandidate
 
 FLAT = CostCurve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
@@ -77,6 +77,22 @@ def learn(acceptance: AcceptanceEstimator, each: Sequence, score: float, right: 
 
 
 @pytest.mark.slow
+def test_slow_passes_take_the_prompt_as_the_last_point() -> None:
+    """Rows of a slow mixture of experts are not cheap before they are measured; a cold first pass is limited."""
+    slow = CostSamples({1: [0.2]}, prompts=[(PassShape(1, 23), 1.3)])
+    add_prompt_pass(slow)
+    assert CostCurve.fit(slow.passes).at(24) == pytest.approx(1.3)
+    cold = CostSamples({1: [0.2]}, prompts=[(PassShape(1, 23), 50.0)])
+    add_prompt_pass(cold)
+    assert CostCurve.fit(cold.passes).at(24) == pytest.approx(0.2 * 24**0.7)
+    concave = CostSamples({1: [0.2], 2: [0.4]}, prompts=[(PassShape(1, 23), 1.3)])
+    add_prompt_pass(concave)
+    assert CostCurve.fit(concave.passes).at(6) < 0.6  # on with the first slope: 1.2
+    known = CostSamples({1: [0.2], 8: [0.21]}, prompts=[(PassShape(1, 23), 50.0)])
+    add_prompt_pass(known)
+    assert list(known.passes) == [1, 8]
+
+
 def test_scores_are_calibrated() -> None:
     acceptance, rng = AcceptanceEstimator(), np.random.default_rng(0)
     for _ in range(600):
