@@ -9,12 +9,10 @@ from openai import OpenAI
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inside import ENGINE
-from pictures import PLACEHOLDER, TEMPLATE, DigestTower
 from process import Server, running
 
 from headstart import hub
 from headstart.api import LLM
-from headstart.text.chat import ChatTemplate
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +38,8 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def seeing(llm: LLM) -> LLM:
-    """The default model with a tower that makes tokens of pictures."""
-    token = llm.tokenizer.id_of(PLACEHOLDER)
-    assert token is not None
-    found = LLM(replace(llm.model, tower=DigestTower(token)), ENGINE)
-    found.use_chat_template(ChatTemplate(TEMPLATE))
-    return found
+def seeing() -> LLM:
+    """A tiny model that reads pictures."""
+    from vision_models import gemma3
+
+    return LLM(str(gemma3()[1]), replace(ENGINE, max_model_len=512))

@@ -1,4 +1,4 @@
-"""Pictures for tests, a tower that makes four tokens of each, and the requests of all APIs about pictures."""
+"""Files of pictures for tests, and the requests of all APIs about them."""
 
 import base64
 import io
@@ -8,44 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image as Pillow
 
-from headstart.core import ImageInput, Picture
-from headstart.errors import UsageError
-from headstart.text.images import Image
-
-PLACEHOLDER = "<file_sep>"  # a special token of the default model
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{% if part.type == 'image' %}<file_sep>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-class DigestTower:
-    """Four tokens for a picture."""
-
-    placeholder = PLACEHOLDER
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def prepare(self, image: Image) -> ImageInput:
-        return ImageInput(np.zeros((0, 0), np.float32), 4, image.digest)
-
-    def expand(self, prompt_ids: Seq[int], images: Seq[ImageInput]) -> tuple[list[int], tuple[Picture, ...]]:
-        if list(prompt_ids).count(self.token) != len(images):
-            raise UsageError(f"the prompt has not {len(images)} placeholders")
-        ids, pictures = list[int](), list[Picture]()
-        for token in prompt_ids:
-            if token == self.token:
-                pictures.append(Picture(len(ids), images[len(pictures)]))
-            ids += [100 + byte for byte in pictures[-1].image.digest[:4]] if token == self.token else [token]
-        return ids, tuple(pictures)
-
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
-    """The file of a picture with random colours."""
-    colours = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
-    return file_of(Pillow.fromarray(colours), kind, **options)
+    """The file of a picture with squares of random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
+    return file_of(Pillow.fromarray(colours).resize(size, Pillow.Resampling.NEAREST), kind, **options)
 
 
 def file_of(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
