@@ -6,6 +6,7 @@ memory (`embed` reads only the rows in use, `moe` only experts that a row is rou
 computed apart, and the program is recorded again with the op's result as an input.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -126,8 +127,9 @@ class StreamedBackend:
         return LateWeight(tensor, precise)
 
     def release(self) -> None:
-        """Drops all loaded weights."""
+        """Drops all loaded weights, and programs in reference cycles."""
         self._loaded.clear()
+        gc.collect()
 
     def load(self, weight: Any) -> Any:
         """A weight, or several, as the wrapped backend has it; kept until `release`."""
@@ -162,7 +164,7 @@ class StreamedBackend:
             try:
                 return code(streamed, step, dict(zip(inputs, parts, strict=False)))
             except _Apart as found:
-                apart[:] = [found]
+                apart[:] = [found.with_traceback(None)]  # frames would keep programs in memory
                 return found.needed
 
         names: dict[str, str] = {}
