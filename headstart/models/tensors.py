@@ -68,18 +68,20 @@ class FoundVision(NamedTuple):
 def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) -> FoundVision | None:
     """A checkpoint's vision tower; None if its family or its config has none, or (with a warning) the file holds none
     of its tensors. Raises ModelError for wrong sizes and missing tensors."""
-    declared = family.vision.read(checkpoint.config, trunk) if family.vision else None
-    if family.vision is None or declared is None:
+    if family.vision is None or not checkpoint.config.get("vision_config"):
         return None
     read = readable(checkpoint.tensors, checkpoint.config)
     named = ((family.vision.names.canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
-    if missing := sorted(declared[0].shapes().keys() - tensors.keys()):
-        if tensors:
-            what = f"{checkpoint.name}: tensor {missing[0]} of the vision tower is missing"
-            raise ModelError(what, "is the checkpoint complete?")
+    if not tensors:
         log.warning("%s: text only: config.json has a vision_config, but no file has its tensors", checkpoint.name)
         return None
+    declared = family.vision.read(checkpoint.config, trunk)
+    if declared is None:
+        return None
+    if missing := sorted(declared[0].shapes().keys() - tensors.keys()):
+        what = f"{checkpoint.name}: tensor {missing[0]} of the vision tower is missing"
+        raise ModelError(what, "is the checkpoint complete?")
     return FoundVision(family.vision, *declared, tensors)
 
 

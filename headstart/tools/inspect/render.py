@@ -19,7 +19,7 @@ def _model(data: Data) -> Iterator[str]:
     yield f"context length {data['context_length']}; {sizes}" if data["context_length"] else sizes
     if here := data["here"]:
         yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
-        if vision := here["vision"]:
+        if vision := here.get("vision"):
             yield f"  vision tower: {vision['layers']} layers, {vision['tokens']} tokens for a picture"
         if here["fix"]:
             yield f"  fix: {here['fix']}"

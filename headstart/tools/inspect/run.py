@@ -251,7 +251,7 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`) and which types become float32 in memory
-    (`widened`, with their bytes then; or None), and the sizes of its vision tower (`vision`; or None)."""
+    (`widened`, with their bytes then; or None). `vision`: sizes of the vision tower, absent without one."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:
@@ -260,6 +260,6 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
         if checkpoint.format == "gguf":
             readable(checkpoint.tensors, checkpoint.config)
     except ModelError as error:
-        return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide, "vision": None}
-    sizes = found and {"layers": len(found.config.layers), "tokens": found.config.num_tokens}
-    return {"runs": True, "why": "", "fix": "", "widened": wide, "vision": sizes}
+        return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
+    vision = {"vision": {"layers": len(found.config.layers), "tokens": found.config.num_tokens}} if found else {}
+    return {"runs": True, "why": "", "fix": "", "widened": wide, **vision}
