@@ -63,9 +63,11 @@ def _source(part: Mapping[str, Any]) -> Any:
     return source
 
 
-def data_of(url: str) -> bytes:
-    """The bytes of a data URL in base64. Raises ImageError."""
-    head, comma, text = url.partition(",")
+def data_of(source: Any) -> bytes | None:
+    """The bytes of a data URL; None for anything else. Raises ImageError if it is not valid base64."""
+    if not isinstance(source, str) or source[:5].lower() != "data:":
+        return None
+    head, comma, text = source.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise ImageError("its data URL has no ;base64, part", "send data:image/png;base64,...")
     try:
@@ -76,8 +78,8 @@ def data_of(url: str) -> bytes:
 
 def open_picture(source: Any) -> Image:
     """The picture of a path, data URL, bytes, Pillow image or Image. Raises ImageError, also for other URLs."""
-    if isinstance(source, str) and source[:5].lower() == "data:":
-        return read_image(data_of(source))
+    if (data := data_of(source)) is not None:
+        return read_image(data)
     if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
         raise ImageError(f"{source[:QUOTED]} is a URL, and nothing is downloaded here", "give its bytes or a path")
     return read_image(source)

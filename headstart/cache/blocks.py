@@ -27,7 +27,7 @@ def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
 
 
 def with_pictures(parent: bytes, pictures: Seq[Picture], start: int, end: int) -> bytes:
-    """A parent key of the block at positions start .. end - 1, with the digests of the pictures that begin there."""
+    """The parent key of the block at positions start .. end - 1, with the digests of pictures that begin there."""
     inside = [each for each in pictures if start <= each.first < end]
     return parent + b"".join(each.first.to_bytes(8, "little") + each.image.digest for each in inside)
 
@@ -36,8 +36,7 @@ def prefix_keys(tokens: Seq[int], salt: str, size: int, pictures: Seq[Picture] =
     """Keys of all full blocks of a prompt, in order."""
     parent = root_key(salt)
     for start in range(0, len(tokens) - size + 1, size):
-        if pictures:
-            parent = with_pictures(parent, pictures, start, start + size)
+        parent = with_pictures(parent, pictures, start, start + size)
         parent = block_key(parent, tokens[start : start + size])
         yield parent
 

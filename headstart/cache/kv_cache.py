@@ -144,8 +144,7 @@ class KVCacheManager:
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
             parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
-            if pictures := sequence.request.pictures:
-                parent = with_pictures(parent, pictures, start, start + self.block_size)
+            parent = with_pictures(parent, sequence.request.pictures, start, start + self.block_size)
             key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)

@@ -46,8 +46,8 @@ from headstart.text.tokenizer import Tokenizer
 log = logging.getLogger("headstart.engine")
 NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
 DRAFT_MODEL = "draft_model"
-ROOM, BESIDE = 1.05, 1 << 28
-"""Memory of a loaded model: a factor of its weights, and bytes beside them."""
+MEMORY_FACTOR, MEMORY_EXTRA = 1.05, 1 << 28
+"""Memory of a loaded model: MEMORY_FACTOR times the bytes of its weights, plus MEMORY_EXTRA bytes."""
 NEED_HEAD = ("mtp", "mixed")  # values of --drafter that ask for the model's own head
 
 
@@ -305,7 +305,7 @@ def fits_memory(checkpoint: Checkpoint) -> bool:
     """Whether the weights, with room for caches and activations, fit into the free memory of this process."""
     _, wide = widened(checkpoint.tensors.values())
     size = wide + sum(tensor.nbytes for tensor in checkpoint.tensors.values() if tensor.dtype not in WIDENED)
-    return ROOM * size + BESIDE < machine.memory().available
+    return MEMORY_FACTOR * size + MEMORY_EXTRA < machine.memory().available
 
 
 def check_room(checkpoint: Checkpoint) -> None:

@@ -1,9 +1,9 @@
 """Runs programs whose weights are read from the file when an op needs them: one layer, one expert at a time.
 
-`StreamedBackend` wraps another backend. Its weights are `LateWeight`s, so that a whole model can be built without
+`StreamedBackend` wraps another backend. Its weights are `LazyWeight`s, so that a whole model can be built without
 reading it. `run_once` records a program on the wrapped backend. At an op that must not have all of its weights in
 memory (`embed` reads only the rows in use, `moe` only experts that a row is routed to), recording ends; the op is
-computed apart, and the program is recorded again with the op's result as an input.
+computed separately, and the program is recorded again with the op's result as an input.
 """
 
 import gc
@@ -25,7 +25,7 @@ ROUTED_WIDTH = 32  # rows of the matrices with which routing weights are found; 
 
 
 @dataclass(frozen=True, eq=False)
-class LateTensor:
+class LazyTensor:
     """A RawTensor whose values are read, and then changed by `steps`, when a kernel needs them."""
 
     source: RawTensor
@@ -40,7 +40,7 @@ class LateTensor:
             tensor = step(tensor)
         return tensor  # type: ignore[no-any-return]
 
-    def _then(self, step: Callable[[Any], Any], *shape: int, dtype: str | None = None) -> "LateTensor":
+    def _then(self, step: Callable[[Any], Any], *shape: int, dtype: str | None = None) -> "LazyTensor":
         return replace(self, shape=shape, dtype=dtype or self.dtype, steps=(*self.steps, step))
 
     def fingerprint(self) -> int:
@@ -49,39 +49,39 @@ class LateTensor:
     def float32(self) -> Array:
         return self.read().float32()
 
-    def take_rows(self, rows: NDArray[np.int64]) -> "LateTensor":
+    def take_rows(self, rows: NDArray[np.int64]) -> "LazyTensor":
         return self._then(lambda tensor: tensor.take_rows(rows), len(rows), *self.shape[1:])
 
-    def part(self, index: int) -> "LateTensor":
+    def part(self, index: int) -> "LazyTensor":
         return self._then(lambda tensor: tensor.part(index), *self.shape[1:])
 
-    def shaped(self, *shape: int) -> "LateTensor":
+    def shaped(self, *shape: int) -> "LazyTensor":
         return self._then(lambda tensor: tensor.shaped(*shape), *shape)
 
-    def transposed(self) -> "LateTensor":
+    def transposed(self) -> "LazyTensor":
         kept = self.dtype if self.dtype in ("BF16", "F16") else "F32"
         return self._then(lambda tensor: tensor.transposed(), *self.shape[::-1], dtype=kept)
 
-    def plain(self) -> "LateTensor":
+    def plain(self) -> "LazyTensor":
         kept = self.dtype if self.dtype in ("BF16", "F16", "F32") else "F32"
         return self._then(lambda tensor: tensor.plain(), *self.shape, dtype=kept)
 
-    def affine(self, factor: float, offset: float) -> "LateTensor":
+    def affine(self, factor: float, offset: float) -> "LazyTensor":
         return self._then(lambda tensor: tensor.affine(factor, offset), *self.shape, dtype="F32")
 
-    def exp(self) -> "LateTensor":
+    def exp(self) -> "LazyTensor":
         return self._then(lambda tensor: tensor.exp(), *self.shape, dtype="F32")
 
 
-def late(tensor: RawTensor) -> RawTensor:
-    """The tensor, read late unless it holds whole numbers."""
+def lazy(tensor: RawTensor) -> RawTensor:
+    """The tensor as a LazyTensor, unless it holds integers."""
     if tensor.dtype[0] in "IU" and tensor.dtype in ITEM_BYTES:
         return tensor
-    return LateTensor(tensor, tuple(tensor.shape), tensor.dtype, tensor.name)
+    return LazyTensor(tensor, tuple(tensor.shape), tensor.dtype, tensor.name)
 
 
 @dataclass(frozen=True, eq=False)
-class LateWeight:
+class LazyWeight:
     """A weight of a StreamedBackend."""
 
     tensor: RawTensor
@@ -90,20 +90,20 @@ class LateWeight:
     def __len__(self) -> int:
         return self.tensor.shape[0]
 
-    def rows(self, rows: NDArray[np.int64]) -> "LateWeight":
+    def rows(self, rows: NDArray[np.int64]) -> "LazyWeight":
         return replace(self, tensor=self.tensor.take_rows(rows))
 
-    def shifted(self, offset: float) -> "LateWeight":
+    def shifted(self, offset: float) -> "LazyWeight":
         return replace(self, tensor=self.tensor.affine(1, offset))
 
     def load(self, backend: Backend) -> Any:
         """The weight on a backend."""
-        tensor = self.tensor.read() if isinstance(self.tensor, LateTensor) else self.tensor
+        tensor = self.tensor.read() if isinstance(self.tensor, LazyTensor) else self.tensor
         return backend.weight(tensor, precise=self.precise)
 
 
-class _Apart(Exception):  # control flow: recording ends here
-    """An op is to be computed apart from `needed` results."""
+class _SeparateOp(Exception):  # control flow: recording ends here
+    """Raised at an op that `compute` runs separately, on the results `needed`."""
 
     def __init__(self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Array], StepPlan], Array]) -> None:
         super().__init__()
@@ -116,15 +116,15 @@ class StreamedBackend:
 
     inner: Backend
     weight_bytes: int = 0  # read so far
-    _loaded: dict[LateWeight, Any] = field(default_factory=dict)
+    _loaded: dict[LazyWeight, Any] = field(default_factory=dict)
     _routed: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> LateWeight:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> LazyWeight:
         """See Backend.weight. Weights of drafts are not rounded: that would take longer than to read them."""
-        return LateWeight(tensor, precise)
+        return LazyWeight(tensor, precise)
 
     def release(self) -> None:
         """Drops all loaded weights, and programs in reference cycles."""
@@ -134,8 +134,8 @@ class StreamedBackend:
     def load(self, weight: Any) -> Any:
         """A weight, or several, as the wrapped backend has it; kept until `release`."""
         if isinstance(weight, tuple | list):
-            return type(weight)(map(self.load, weight)) if any(isinstance(w, LateWeight) for w in weight) else weight
-        if not isinstance(weight, LateWeight):
+            return type(weight)(map(self.load, weight)) if any(isinstance(w, LazyWeight) for w in weight) else weight
+        if not isinstance(weight, LazyWeight):
             return weight
         if weight not in self._loaded:
             self._loaded[weight] = weight.load(self.inner)
@@ -145,14 +145,14 @@ class StreamedBackend:
         """Records and runs a program on `inputs` [R, width]; returns copies of its results."""
         done: list[Array] = []
         while True:
-            apart: list[_Apart] = []
-            results = self._run(code, plan, inputs, done, apart)
-            if not apart:
+            separate: list[_SeparateOp] = []
+            results = self._run(code, plan, inputs, done, separate)
+            if not separate:
                 return results
-            done.append(apart[0].compute(results, plan))
+            done.append(separate[0].compute(results, plan))
 
     def _run(
-        self, code: Code, plan: StepPlan, inputs: Mapping[str, Array], done: list[Array], apart: list[_Apart]
+        self, code: Code, plan: StepPlan, inputs: Mapping[str, Array], done: list[Array], separate: list[_SeparateOp]
     ) -> dict[str, Array]:
         arrays = [*inputs.values(), *done]
         widths = [each.shape[1] for each in arrays]
@@ -163,8 +163,8 @@ class StreamedBackend:
             streamed: Any = StreamedOps(ops, self, parts[len(inputs) :])
             try:
                 return code(streamed, step, dict(zip(inputs, parts, strict=False)))
-            except _Apart as found:
-                apart[:] = [found.with_traceback(None)]  # frames would keep programs in memory
+            except _SeparateOp as found:
+                separate[:] = [found.with_traceback(None)]  # frames would keep programs in memory
                 return found.needed
 
         names: dict[str, str] = {}
@@ -176,7 +176,7 @@ class StreamedBackend:
             return {name: results[name] for name in first.values()}
 
         handle = self.inner.prepare(distinct, hidden_width=sum(widths))
-        if apart and not apart[0].needed:
+        if separate and not separate[0].needed:
             return {}
         pool = None
         if arrays:
@@ -188,7 +188,7 @@ class StreamedBackend:
         copies = {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
         return {name: copies[first] for name, first in names.items()}
 
-    def rows_of(self, table: LateWeight, plan: StepPlan) -> Array:
+    def rows_of(self, table: LazyWeight, plan: StepPlan) -> Array:
         """Ops.embed of a plan's tokens, reading only their rows of the table."""
         used, places = np.unique(plan.token_ids, return_inverse=True)
         rows = table.rows(used.astype(np.int64)).load(self.inner)
@@ -256,11 +256,11 @@ class StreamedBackend:
         )["y"]
 
     def _read(self, weight: Any) -> Any:
-        return weight.load(self.inner) if isinstance(weight, LateWeight) else weight
+        return weight.load(self.inner) if isinstance(weight, LazyWeight) else weight
 
 
 class StreamedOps:
-    """`Ops` that load weights as they are used. done: results of the first ops that were computed apart."""
+    """`Ops` that load weights as they are used. done: results of the first ops that were computed separately."""
 
     def __init__(self, ops: Ops, backend: StreamedBackend, done: list[Buffer]) -> None:
         self._ops, self._backend, self._done = ops, backend, iter(done)
@@ -271,7 +271,7 @@ class StreamedOps:
 
     def embed(self, table: Any, ids: Buffer) -> Buffer:
         """See Ops.embed."""
-        if not isinstance(table, LateWeight):
+        if not isinstance(table, LazyWeight):
             return self._ops.embed(table, ids)
         return self._result({}, lambda results, plan: self._backend.rows_of(table, plan))
 
@@ -279,7 +279,7 @@ class StreamedOps:
         self, x: Buffer, logits: Buffer, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None
     ) -> Buffer:
         """See Ops.moe."""
-        if not isinstance(experts.down[0], LateWeight):
+        if not isinstance(experts.down[0], LazyWeight):
             return self._ops.moe(x, logits, self._backend.load(bias), experts, spec, token_experts)
         table = None if token_experts is None else token_experts[0]
         return self._result(
@@ -292,5 +292,5 @@ class StreamedOps:
     ) -> Buffer:
         result = next(self._done, None)
         if result is None:
-            raise _Apart(needed, compute)
+            raise _SeparateOp(needed, compute)
         return result

@@ -25,7 +25,7 @@ NOTHING: Mapping[str, str] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class VisionFamily:
-    """How a family's checkpoints keep a vision tower."""
+    """Config keys and tensor names of a family's vision tower."""
 
     # (config.json, the trunk's sizes) -> (the tower, how pictures are prepared); None without a tower
     read: Callable[[Config, DecoderConfig], tuple[VisionConfig, PictureFormat] | None]

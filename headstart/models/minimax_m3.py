@@ -6,7 +6,6 @@ as a context has no more blocks than that (2048 positions), all are selected and
 contexts are refused, and the indexers' tensors are left out.
 """
 
-import re
 from dataclasses import replace
 
 from headstart.heads.base import HeadSpec
@@ -69,10 +68,9 @@ PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: canonical names of experts, and norms that multiply by 1 + w."""
+    """Family.adapt: canonical names of the experts' matrices, and norms that multiply by 1 + w."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
-        name = name.replace(".block_sparse_moe.e_score", ".mlp.gate.e_score").replace(".block_sparse_moe.", ".mlp.")
         stem, _, part = name.removesuffix(".weight").rpartition(".")
         ours[f"{stem}.{PARTS[part]}.weight" if part in PARTS else name] = tensor
     return plus_one(ours, config, from_gguf)
@@ -82,10 +80,8 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Family.restore: inverse of `adapt`."""
     theirs: Arrays = {}
     for name, array in minus_one(arrays, config).items():
-        if match := re.fullmatch(r"(.*)\.mlp\.((?:gate|experts|shared_experts)\..*)", name):
-            name = f"{match[1]}.block_sparse_moe.{match[2]}".replace(".gate.e_score", ".e_score")
-            for file, part in PARTS.items():
-                name = name.replace(f".{part}.", f".{file}.") if ".experts." in name else name
+        for file, part in PARTS.items():
+            name = name.replace(f".{part}.", f".{file}.") if ".experts." in name else name
         theirs[name] = array
     return theirs
 
@@ -126,6 +122,12 @@ FAMILY = Family(
             f"{MODULE}eh_proj.": "mtp.{i}.projection.",
             f"{MODULE}final_layernorm.": "mtp.{i}.norm.",
             f"{MODULE}transformer_layer.": "mtp.{i}.block.",
+        },
+        parts={
+            ".block_sparse_moe.e_score": ".mlp.gate.e_score",
+            ".block_sparse_moe.gate.": ".mlp.gate.",
+            ".block_sparse_moe.experts.": ".mlp.experts.",
+            ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
         },
     ),
     adapt=adapt,

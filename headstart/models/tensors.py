@@ -16,7 +16,7 @@ from headstart.formats.gguf_names import FOUND
 from headstart.formats.quantization import ACTIVATIONS, readable
 from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import Backend, RawTensor
-from headstart.kernels.streamed import StreamedBackend, late
+from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
@@ -49,7 +49,7 @@ def load_decoder(
     config = read_config(checkpoint, family, context)
     tensors = canonical_tensors(checkpoint, family, config)
     if isinstance(backend, StreamedBackend):
-        tensors = {name: late(tensor) for name, tensor in tensors.items()}
+        tensors = {name: lazy(tensor) for name, tensor in tensors.items()}
     weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
     decoder = family.build(weights, config)
     check_taken(weights)

@@ -247,9 +247,7 @@ def check_pictures(llm: LLM, count: int) -> VisionTower:
 def _read_picture(downloaded: Mapping[str, bytes], source: Any) -> Image:
     """The picture of a URL: a data URL, or a downloaded one. Raises ImageError."""
     data = downloaded.get(source) if isinstance(source, str) else None
-    if data is None and isinstance(source, str) and source[:5].lower() == "data:":
-        data = data_of(source)
-    if data is None:
+    if data is None and (data := data_of(source)) is None:
         raise ImageError(f"{limits.shortened(str(source))!r} is no data URL", "send data:image/png;base64,...")
     if len(data) > limits.IMAGE_BYTES:
         raise ImageError(f"it has {len(data)} bytes, and {limits.IMAGE_BYTES} are allowed", "make it smaller")

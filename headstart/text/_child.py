@@ -1,12 +1,15 @@
-"""`ChildProcess`: a process of this package that works on untrusted input, and the pipes to it."""
+"""Processes of this package that work on untrusted input (`ChildProcess`), one caller at a time (`ChildQueue`)."""
 
 import os
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from headstart.errors import CapacityError
+from headstart.errors import BusyError, CapacityError
 
 
 class ChildProcess:
@@ -39,6 +42,36 @@ class ChildProcess:
         """Kill the process if it runs; returns its exit code."""
         self._end()
         return self._popen.wait()
+
+
+class ChildQueue:
+    """Gives one caller at a time the use of a child process."""
+
+    def __init__(self, max_waiting: int, waiting: str) -> None:
+        """waiting: for the error above `max_waiting` callers, as in "constraints wait to be compiled"."""
+        self._max_waiting, self._waiting = max_waiting, waiting
+        self._busy, self._count = threading.Lock(), threading.Lock()
+        self._num_waiting = 0
+        self._process: ChildProcess | None = None
+
+    @contextmanager
+    def reserve(self) -> Iterator[None]:
+        """Wait for exclusive use. Raises BusyError if too many callers wait already."""
+        with self._count:
+            if self._num_waiting > self._max_waiting:
+                raise BusyError(f"{self._max_waiting} {self._waiting}", "try again later")
+            self._num_waiting += 1
+        try:
+            with self._busy:
+                yield
+        finally:
+            with self._count:
+                self._num_waiting -= 1
+
+    @property
+    def _is_running(self) -> bool:
+        """True if this process, and not one that it was forked from, has started the child."""
+        return self._process is not None and self._process.owner == os.getpid()
 
 
 def child_pipes() -> tuple[Connection, Connection]:

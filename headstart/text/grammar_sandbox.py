@@ -6,16 +6,15 @@ started with the first constraint, holds the vocabulary, forks for each constrai
 """
 
 import json
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from headstart import system
-from headstart.errors import BusyError, CapacityError, UsageError
-from headstart.text._child import ChildProcess
+from headstart.errors import CapacityError, UsageError
+from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text.grammar_limits import GrammarLimits
 from headstart.text.grammar_spec import GrammarSpec
 from headstart.text.grammar_vocabulary import TokenTable
@@ -30,28 +29,12 @@ class TooSlowError(UsageError):
     """Compiling a constraint exceeded the time limit."""
 
 
-class CompileSandbox:
+class CompileSandbox(ChildQueue):
     """Compiles constraints over one vocabulary in a process with limits, one at a time."""
 
     def __init__(self, table: Callable[[], TokenTable], vocab_size: int, limits: GrammarLimits) -> None:
+        super().__init__(limits.waiting, "constraints wait to be compiled")
         self._table, self._vocab_size, self._limits = table, vocab_size, limits
-        self._busy, self._count = threading.Lock(), threading.Lock()
-        self._num_waiting = 0
-        self._process: ChildProcess | None = None
-
-    @contextmanager
-    def reserve(self) -> Iterator[None]:
-        """Wait for exclusive use of the sandbox. Raises BusyError if too many callers wait already."""
-        with self._count:
-            if self._num_waiting > self._limits.waiting:
-                raise BusyError(f"{self._limits.waiting} constraints wait to be compiled", "try again later")
-            self._num_waiting += 1
-        try:
-            with self._busy:
-                yield
-        finally:
-            with self._count:
-                self._num_waiting -= 1
 
     def run(self, spec: GrammarSpec) -> int:
         """Compile a constraint in the sandbox; returns the bytes that it takes compiled. Raises UsageError if it is
@@ -60,7 +43,7 @@ class CompileSandbox:
             what = f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation"
             raise UsageError(what, "make it simpler")
         for _ in range(2):  # if the process has ended, start it again once
-            if self._process is None or self._process.owner != os.getpid():
+            if self._process is None or not self._is_running:
                 self._process = ChildProcess(_MODULE, "compiles constraints")
                 with suppress(OSError):  # it has ended: the next line notices
                     self._process.requests.send((self._table(), self._vocab_size, self._limits))

@@ -7,7 +7,6 @@ limits of time, memory and pixels. It is started with the first picture.
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import system
-from headstart.errors import BusyError, CapacityError, UsageError
-from headstart.text._child import ChildProcess
+from headstart.errors import CapacityError, UsageError
+from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text._image_process import CHUNK, SIGNALLED, ImageLimits, to_rgb
 
 LIMITS = ImageLimits()
@@ -107,31 +106,21 @@ def read_image(source: Any) -> Image:
     raise ImageError(f"a picture is {type(source).__name__}", "give a path, bytes, a Pillow image or an Image")
 
 
-class _Decoder:
-    """The child process, used by one caller at a time."""
+class _Decoder(ChildQueue):
+    """Decodes pictures in a process with limits, one at a time."""
 
     def __init__(self, limits: ImageLimits = LIMITS) -> None:
+        super().__init__(limits.waiting, "pictures wait to be decoded")
         self._limits = limits
-        self._busy, self._count = threading.Lock(), threading.Lock()
-        self._num_waiting = 0
-        self._process: ChildProcess | None = None
 
     def decode(self, data: bytes) -> NDArray[np.uint8]:
         """Pixels [height, width, 3]."""
-        with self._count:
-            if self._num_waiting > self._limits.waiting:
-                raise BusyError(f"{self._limits.waiting} pictures wait to be decoded", "try again later")
-            self._num_waiting += 1
-        try:
-            with self._busy:
-                return self._ask(data)
-        finally:
-            with self._count:
-                self._num_waiting -= 1
+        with self.reserve():
+            return self._ask(data)
 
     def _ask(self, data: bytes) -> NDArray[np.uint8]:
         for _ in range(2):  # the process may have ended since the last picture: start it again once
-            if self._process is None or self._process.owner != os.getpid():
+            if self._process is None or not self._is_running:
                 self._process = ChildProcess(_MODULE, "decodes pictures")
             process = self._process
             with suppress(EOFError, OSError):

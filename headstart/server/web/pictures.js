@@ -14,7 +14,7 @@ const read = (file) =>
 /** The pictures among files, as data URLs. */
 export const readPictures = (files) => Promise.all([...files].filter(({ type }) => type.startsWith("image/")).map(read));
 
-/** What is wrong with the pictures of a question; empty if nothing is. */
+/** Error text for pictures above the size limit; empty within it. */
 export const excess = (urls) =>
   urls.reduce((sum, { length }) => sum + length, 0) * 0.75 > MOST_BYTES ? "The pictures are larger than 11 MB." : "";
 

@@ -19,7 +19,7 @@ const STARTERS = [
   "Give me three tips for sleeping better.",
 ];
 const PLAIN_STARTERS = ["Once upon a time", "The capital of France is", "def is_palindrome(word):\n"]; // without chat template
-const UNKNOWN = { isPlain: false, sees: false, recommended: {} };
+const UNKNOWN = { isPlain: false, readsPictures: false, recommended: {} };
 const LEFT = "This page was closed before the answer was complete.";
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
@@ -165,7 +165,7 @@ function App() {
         ${trouble && html`<p class="wrong trouble" role="alert">${trouble} <button type="button" onClick=${connect}>Try again</button></p>`}
         ${known.isPlain && html`<p class="hint plain">No chat template: the model continues your text.${" "}
           <code>--chat-template chatml</code> makes turns of it.</p>`}
-        <${Composer} ...${{ send, running, mode, setMode, wrong, isPlain: known.isPlain, sees: known.sees }} />
+        <${Composer} ...${{ send, running, mode, setMode, wrong, isPlain: known.isPlain, readsPictures: known.readsPictures }} />
       </section>
       <aside id="settings" class=${panel === "settings" ? "side open" : "side"} aria-label="Settings">
         <${Settings} ...${{ settings, change, wrong, ...known }} />
@@ -253,7 +253,7 @@ function Welcome({ model, send, isPlain, ready }) {
   </div>`;
 }
 
-function Composer({ send, running, mode, setMode, wrong, isPlain, sees }) {
+function Composer({ send, running, mode, setMode, wrong, isPlain, readsPictures }) {
   const [text, setText] = useState("");
   const [pictures, setPictures] = useState([]);
   const box = useRef(null);
@@ -276,16 +276,16 @@ function Composer({ send, running, mode, setMode, wrong, isPlain, sees }) {
     const more = await readPictures(files);
     setPictures((before) => [...new Set([...before, ...more])]);
   };
-  useEffect(() => sees || setPictures([]), [sees]);
+  useEffect(() => readsPictures || setPictures([]), [readsPictures]);
   const taken = (event, { files }) => {
-    if (!sees || !files?.length) return;
+    if (!readsPictures || !files?.length) return;
     event.preventDefault();
     add(files);
   };
   const typed = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   };
-  return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => sees && event.preventDefault()}
+  return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => readsPictures && event.preventDefault()}
       onDrop=${(event) => taken(event, event.dataTransfer)} onPaste=${(event) => taken(event, event.clipboardData)}>
     <${Pictures} urls=${pictures} remove=${(place) => setPictures(pictures.filter((_, i) => i !== place))} />
     <textarea ref=${box} rows="1" aria-label="Message" placeholder=${isPlain ? "Write a text to continue" : "Write a message"}
@@ -295,7 +295,7 @@ function Composer({ send, running, mode, setMode, wrong, isPlain, sees }) {
         ${MODES.map(([name, title]) => html`<label><input type="radio" name="mode" value=${name} checked=${mode === name}
           onChange=${() => setMode(name)} /><span>${title}</span></label>`)}
       </fieldset>
-      ${sees && html`<${PictureButton} add=${add} />`}
+      ${readsPictures && html`<${PictureButton} add=${add} />`}
       <span class="hint keys">Enter sends, Escape stops</span>
       ${running
         ? html`<button key="stop" type="button" class="main" onClick=${() => running.abort.abort()}>Stop</button>`

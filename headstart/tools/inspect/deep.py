@@ -52,20 +52,20 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
         loaded = load_model(model, config, streamed=streamed)
         if loaded.head is None:
             return {"ran": False, "why": "the model has no head that headstart can run"}
-        return _forced(loaded, progress) if streamed else _measure(loaded, config, progress)
+        return _measure_streamed(loaded, progress) if streamed else _measure(loaded, config, progress)
     except HeadstartError as error:
         return {"ran": False, "why": error.message}
 
 
-class Read(NamedTuple):
-    """Drafts with another reading of a head."""
+class MeasuredReading(NamedTuple):
+    """Drafts with another reading of a head's weights."""
 
     what: str
     fix: str
     stats: DraftStats
 
 
-def _forced(model: "Model", progress: Progress) -> dict[str, Any]:
+def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     """Measures a model that does not fit into memory: the built-in texts go through it layer by layer."""
     from headstart.tools.inspect.forced import Saved, builtin_texts, run_trunk
     from headstart.tools.inspect.forced_head import ForcedHead, can_force
@@ -79,18 +79,18 @@ def _forced(model: "Model", progress: Progress) -> dict[str, Any]:
     forced = ForcedHead(run_trunk(model, texts, progress, saved))
     depth = min(DEPTHS[-1], model.head.spec.depth_limit)
     progress(0, 1, "measuring acceptance")
-    counts = _kept(forced, saved, model.head, "", depth)
-    read = _read_otherwise(model, forced, progress, saved)
+    counts = _counts(forced, saved, model.head, "", depth)
+    readings = _measure_readings(model, forced, progress, saved)
     saved.remove()
     rows = [
         {"depth": each, "acceptance_length": counts.acceptance_length(each), "per_position": counts.rates[:each]}
         for each in DEPTHS[:depth]
     ]
-    return _document(model.head, rows, sum(counts.tries), counts.first(), read, _best(read, counts.first()))
+    return _document(model.head, rows, sum(counts.tries), counts.first(), readings, _best(readings, counts.first()))
 
 
-def _kept(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, depth: int = 1) -> "Counts":
-    """Counts of drafts, kept for another run if this one is interrupted."""
+def _counts(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, depth: int = 1) -> "Counts":
+    """Counts of drafts with one reading (`what`; empty: as written). `saved` keeps them after an interruption."""
     from headstart.tools.inspect.forced_head import Counts
 
     if saved is None:
@@ -99,17 +99,18 @@ def _kept(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, de
     return Counts(*map(tuple, found))
 
 
-def _read_otherwise(
+def _measure_readings(
     model: "Model", forced: "ForcedHead", progress: Progress, saved: "Saved | None" = None
-) -> list[Read]:
+) -> list[MeasuredReading]:
     """First drafts over the same texts with each other reading of an MTP head."""
     from headstart.tools.inspect.readings import mtp_readings
 
-    read, others = [], list(mtp_readings(model))
+    readings, others = [], list(mtp_readings(model))
     for done, other in enumerate(others):
         progress(done, len(others), f"measuring acceptance with {other.what}")
-        read.append(Read(other.what, other.fix, _kept(forced, saved, other.head(), other.what).first()))
-    return read
+        stats = _counts(forced, saved, other.head(), other.what).first()
+        readings.append(MeasuredReading(other.what, other.fix, stats))
+    return readings
 
 
 def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[str, Any]:
@@ -131,24 +132,24 @@ def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[s
 
     every = [tried(depth) for depth in depths]
     if model.head.spec.block:
-        every[-1], read, best = _read_blocks(model, config, every[-1], progress)
-        told = every[-1]
+        every[-1], readings, best = _measure_block_readings(model, config, every[-1], progress)
+        as_written = every[-1]
     elif model.head.spec.kind == "mtp":
         forced = ForcedHead(run_trunk(model, builtin_texts(model), progress))
-        told, read = forced.counts(model.head).first(), _read_otherwise(model, forced, progress)
-        best = _best(read, told)
+        as_written, readings = forced.counts(model.head).first(), _measure_readings(model, forced, progress)
+        best = _best(readings, as_written)
     else:
-        told, read, best = DraftStats(), [], None
+        as_written, readings, best = DraftStats(), [], None
     rows: list[dict[str, Any]] = [
         {"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)}
         for depth, stats in zip(depths, every, strict=True)
     ]
-    return _document(model.head, rows, sum(stats.emitted for stats in every), told, read, best)
+    return _document(model.head, rows, sum(stats.emitted for stats in every), as_written, readings, best)
 
 
-def _read_blocks(
-    model: "Model", config: EngineConfig, told: DraftStats, progress: Progress
-) -> tuple[DraftStats, list[Read], Read | None]:
+def _measure_block_readings(
+    model: "Model", config: EngineConfig, as_written: DraftStats, progress: Progress
+) -> tuple[DraftStats, list[MeasuredReading], MeasuredReading | None]:
     """(drafts with config.json's settings, with each other setting, with the best if it is better) of a block drafter.
     A difference that may be chance is measured again over longer texts."""
     from headstart.api import LLM
@@ -166,28 +167,29 @@ def _read_blocks(
         llm = LLM(replace(model, head=rebuilt(model, head, spec)), replace(config, depth=spec.depth_limit))
         return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
 
-    read = [Read(each.what, each.fix, tried(each.spec, f"with {each.what}")) for each in others]
-    best = _best(read, told)
-    if best is None and (likely := [place for place, each in enumerate(read) if gains(each.stats, told)]):
-        place = max(likely, key=lambda place: read[place].stats.acceptance_length)
+    readings = [MeasuredReading(each.what, each.fix, tried(each.spec, f"with {each.what}")) for each in others]
+    best = _best(readings, as_written)
+    if best is None and (likely := [place for place, each in enumerate(readings) if gains(each.stats, as_written)]):
+        place = max(likely, key=lambda place: readings[place].stats.acceptance_length)
         whole[0] += 2 * texts
-        told = tried(head.spec, "on longer texts", LONGER * TOKENS)
+        as_written = tried(head.spec, "on longer texts", LONGER * TOKENS)
         longer = tried(others[place].spec, f"with {others[place].what}", LONGER * TOKENS)
-        read[place] = read[place]._replace(stats=longer)
-        best = _best([read[place]], told)
-    return told, read, best
+        readings[place] = readings[place]._replace(stats=longer)
+        best = _best([readings[place]], as_written)
+    return as_written, readings, best
 
 
-def _best(read: list[Read], told: DraftStats) -> Read | None:
-    """The best of the readings that draft better than the head as it is told."""
-    better = [each for each in read if is_better(each.stats, told)]
+def _best(readings: list[MeasuredReading], as_written: DraftStats) -> MeasuredReading | None:
+    """The best of the readings that draft better than the head as written; None if none does."""
+    better = [each for each in readings if is_better(each.stats, as_written)]
     return max(better, key=lambda each: each.stats.acceptance_length, default=None)
 
 
 def _document(
-    head: Head, rows: list[dict[str, Any]], tokens: int, told: DraftStats, read: list[Read], best: Read | None
-) -> dict[str, Any]:
-    """The result of `measure`. told: drafts with the head as it is, with which those of `read` were compared."""
+    head: Head, rows: list[dict[str, Any]], tokens: int, as_written: DraftStats, readings: list[MeasuredReading],
+    best: MeasuredReading | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The result of `measure`. as_written: drafts of the head without another reading, the baseline of `readings`."""
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
     return {
         "ran": True,
@@ -196,10 +198,10 @@ def _document(
         "acceptance": first,
         "dead": first < DEAD_BELOW and best is None,
         "depths": rows,
-        "readings": [{"what": each.what, "acceptance_length": each.stats.acceptance_length} for each in read],
+        "readings": [{"what": each.what, "acceptance_length": each.stats.acceptance_length} for each in readings],
         "better": best and {
             "what": best.what, "fix": best.fix, "acceptance_length": best.stats.acceptance_length,
-            "instead_of": told.acceptance_length,
+            "instead_of": as_written.acceptance_length,
         },
     }  # fmt: skip
 
@@ -251,15 +253,15 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         yield made(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
-def gains(other: DraftStats, told: DraftStats) -> bool:
-    """Returns whether `other` has a longer acceptance length than `told` (config.json's setting), by SHARE."""
-    return other.acceptance_length > (1 + SHARE) * told.acceptance_length
+def gains(other: DraftStats, as_written: DraftStats) -> bool:
+    """Returns whether `other` has a longer acceptance length than `as_written` (config.json's setting), by SHARE."""
+    return other.acceptance_length > (1 + SHARE) * as_written.acceptance_length
 
 
-def is_better(other: DraftStats, told: DraftStats) -> bool:
-    """Returns whether `other` has a significantly longer acceptance length than `told`."""
-    gain = other.acceptance_length - told.acceptance_length
-    return gains(other, told) and gain > ERRORS * math.sqrt(_variance(other) + _variance(told))
+def is_better(other: DraftStats, as_written: DraftStats) -> bool:
+    """Returns whether `other` has a significantly longer acceptance length than `as_written`."""
+    gain = other.acceptance_length - as_written.acceptance_length
+    return gains(other, as_written) and gain > ERRORS * math.sqrt(_variance(other) + _variance(as_written))
 
 
 def _variance(stats: DraftStats) -> float:

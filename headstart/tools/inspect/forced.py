@@ -26,7 +26,7 @@ from headstart.engine.runner import whole_sequences_plan
 from headstart.files import write_atomic
 from headstart.formats.json_object import read_packaged
 from headstart.kernels.ops import AttentionSpec, IndexSpec, Pool, StepInputs
-from headstart.kernels.streamed import LateWeight, StreamedBackend
+from headstart.kernels.streamed import LazyWeight, StreamedBackend
 from headstart.layers.decoder import DecoderProgram, ForwardState, join_pools, tapped_layers
 from headstart.layers.linear import Linear, LMHead
 from headstart.version import __version__
@@ -69,14 +69,14 @@ def run_trunk(model: Model, texts: Seq[Seq[int]], progress: Progress, saved: "Sa
     layers = _Layers(model, backend, plan, taps)
     first, state = saved.read() if saved else (0, {})
     state = state or layers.begin()
-    told = _Told(model, progress, first)
+    layer_progress = _LayerProgress(model, progress, first)
     for segment in layers.segments():
         if segment[0] < first:
             continue
-        told.before(segment[0])
+        layer_progress.before(segment[0])
         state = layers.run(segment, state)
         backend.release()
-        told.done += len(segment)
+        layer_progress.done += len(segment)
         if saved and not layers.kept:
             saved.write(segment[-1] + 1, state)
     states = layers.end(state)
@@ -193,7 +193,7 @@ def _argmax(model: Model, backend: StreamedBackend, states: Array, head: LMHead 
 def _parts_of(head: LMHead) -> Iterator[tuple[int, LMHead]]:
     """(first token, LM head of neighbouring tokens): all, or parts of a head that is not loaded."""
     weight = getattr(head, "weight", None)
-    if not isinstance(head, Linear) or not isinstance(weight, LateWeight) or head.bias is not None:
+    if not isinstance(head, Linear) or not isinstance(weight, LazyWeight) or head.bias is not None:
         yield 0, head
         return
     count, width = weight.tensor.shape
@@ -203,8 +203,8 @@ def _parts_of(head: LMHead) -> Iterator[tuple[int, LMHead]]:
 
 
 @dataclass
-class _Told:
-    """Tells the progress, with the bytes to read and, from the second layer on, the time left."""
+class _LayerProgress:
+    """Progress text before each layer: bytes left to read and, from the second layer on, the estimated time left."""
 
     model: Model
     progress: Progress
@@ -262,7 +262,7 @@ class Saved:
         return 0, {}
 
     def write(self, layers: int, state: Mapping[str, Array]) -> None:
-        """Replaces the file; a full disk costs only the chance to go on later."""
+        """Replaces the file. On a full disk nothing is saved, and the run continues."""
         content = io.BytesIO()
         np.savez(content, allow_pickle=False, layers=np.array(layers), **state)
         with suppress(OSError):
@@ -270,7 +270,7 @@ class Saved:
             write_atomic(self.path, content.getbuffer())
 
     def counted(self, what: str, count: Callable[[], list[list[int]]]) -> list[list[int]]:
-        """The numbers that `count` gives for one reading of a head, kept for another run."""
+        """The result of `count` for one reading of a head, from the file of an earlier run if it is there."""
         path, known = self.path.with_suffix(".json"), dict[str, list[list[int]]]()
         with suppress(OSError, ValueError):
             known = json.loads(path.read_bytes())

@@ -74,7 +74,7 @@ class ForcedHead:
 
     def drafts(self, head: Head, depth: int) -> Iterator[tuple[Ids, Ids]]:
         """Yields for each draft step (indices [n] of pairs, drafted tokens [n]). A pair takes part in a further step if
-        its draft so far is the text, and is what the trunk says."""
+        its drafted tokens so far equal both the text and the trunk's argmax."""
         steps, pairs, recycled = _Steps(self, head), np.arange(len(self.rows)), None
         tokens: Ids = np.zeros(0, np.int64)
         for step in range(depth):

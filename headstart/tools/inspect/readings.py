@@ -11,7 +11,7 @@ from headstart.heads.base import Head, HeadSpec, limit_window
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
 from headstart.heads.mtp import MTPModule
-from headstart.kernels.streamed import LateWeight
+from headstart.kernels.streamed import LazyWeight
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import Tap
 from headstart.layers.linear import Linear
@@ -125,11 +125,11 @@ def _with_norms(part: Any, offset: float) -> Any:
     """A module, layer or part with `offset` added to the weights of all its norms."""
     if isinstance(part, RMSNorm):
         weight = part.weight
-        return replace(part, weight=weight.shifted(offset) if isinstance(weight, LateWeight) else weight + offset)
+        return replace(part, weight=weight.shifted(offset) if isinstance(weight, LazyWeight) else weight + offset)
     if isinstance(part, tuple):
         parts = tuple(_with_norms(each, offset) for each in part)
         return part if all(new is old for new, old in zip(parts, part, strict=True)) else parts
-    if isinstance(part, LateWeight) or not is_dataclass(part) or isinstance(part, type):
+    if isinstance(part, LazyWeight) or not is_dataclass(part) or isinstance(part, type):
         return part
     pairs = {each.name: getattr(part, each.name) for each in fields(part)}
     changed = {name: new for name, old in pairs.items() if (new := _with_norms(old, offset)) is not old}
