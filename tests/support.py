@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from checkpoints import as_tensors
 from family_rows import row_of
+from tiny_models import write_model
 
 from headstart import registry
 from headstart.config import MAX_DEPTH, EngineConfig
@@ -48,7 +49,6 @@ from headstart.layers.mlp import MLPConfig
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
 from headstart.models.small import Arrays, random_arrays
-from headstart.tools.tiny import write_model
 
 ALL_FAMILIES = registry.available("models")
 RELATIVES = [name for name in ALL_FAMILIES if row_of(name).is_relative]

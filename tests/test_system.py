@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart import system
-from headstart.tools.tiny import write_tiny
 
 ROOT = Path(__file__).parents[1]
 

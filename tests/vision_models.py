@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from support import new_folder
+from tiny_models import tiny_tokenizer
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from headstart.text.images import Image
-from headstart.tools.tiny import tiny_tokenizer
 
 VOCAB = 140
 MARKERS = ("<start_of_image>", "<end_of_image>")

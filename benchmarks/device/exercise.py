@@ -13,6 +13,7 @@ import numpy as np
 import support
 import torch
 from families.rows import all_rows
+from tiny_models import write_model
 
 from device.compiling import Compiler
 from device.speed import SHAPES
@@ -21,7 +22,6 @@ from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.errors import ModelError
 from headstart.models.small import TINY
-from headstart.tools.tiny import write_model
 
 MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

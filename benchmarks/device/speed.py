@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_models import write_model
 
 from device.clock import Clock, Results, attempt, say, table
 from headstart import hub, registry
@@ -29,7 +30,6 @@ from headstart.core import SamplingParams
 from headstart.formats.safetensors import bfloat16
 from headstart.layers.moe import MoEConfig
 from headstart.models.small import TINY, random_arrays
-from headstart.tools.tiny import write_model
 
 CARDS: Mapping[str, Any] = json.loads(
     (Path(__file__).parents[2] / "headstart" / "tools" / "plan" / "cards.json").read_text("utf-8")

@@ -24,6 +24,7 @@ import numpy as np
 from engines.llama_engine import LlamaServer
 from family_rows import row_of
 from numpy.typing import NDArray
+from tiny_models import write_model
 
 from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams, Sequence, Span
@@ -31,7 +32,6 @@ from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.models.base import Family
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 TYPES = ("F32", "F16", "Q8_0", "Q4_K_M")
 PROMPT, STEPS = 40, 24

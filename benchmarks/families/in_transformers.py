@@ -12,11 +12,11 @@ from family_rows import row_of
 from oracles import greedy_text, logits_of_oracle, oracle_of
 from support import make, prompt_of, request, run
 from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence
+from tiny_models import write_model
 
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.models.base import Family
-from headstart.tools.tiny import write_model
 
 LENGTH, GREEDY = 90, 100
 LIMIT = 2e-4

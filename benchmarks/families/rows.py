@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tiny_models import write_model
 
 from families.softened import QUIET, agreeing, has_head
 from families.weight_formats import FORMATS
 from headstart import registry
 from headstart.models.base import Family
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma4_experts": (

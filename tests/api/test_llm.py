@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, WithJsonSchema
 from support import EOS, SMALL, VOCAB, agreeing_model, assert_clean, headed_model
+from tiny_models import write_tiny
 
 from headstart.api import LLM, Completion
 from headstart.api.llm import as_grammar
@@ -23,7 +24,6 @@ from headstart.core import SamplingParams
 from headstart.errors import CapacityError, GenerationError, ModelError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.grammar_spec import GrammarSpec
-from headstart.tools.tiny import write_tiny
 
 FAMILY = "mimo"
 MODELS = {"random": headed_model, "agreeing": agreeing_model}

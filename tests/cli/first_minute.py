@@ -145,7 +145,7 @@ def wrong_values(item: Option, paths: Mapping[str, str]) -> tuple[str, ...]:
 
 def make_paths(folder: Path) -> dict[str, str]:
     """The words in capitals: a tiny model, and what paths may lead to."""
-    from headstart.tools.tiny import write_tiny
+    from tiny_models import write_tiny
 
     (folder / "file").write_text("not a model\n")
     (folder / "folder").mkdir()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from support import PATIENCE
+from tiny_models import write_tiny
 
 from headstart import hub
 from headstart.cli.main import main
-from headstart.tools.tiny import write_tiny
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "0" * 40

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.cli.serve import run as serve
 from headstart.cli.vllm_flags import OTHER, VllmFlags, rewrite
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import argument_table
-from headstart.tools.tiny import write_tiny
 
 KNOWN = argument_table("vllm")
 assert KNOWN is not None

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import pytest
 from seams import plugged_in
 from support import family_of
+from tiny_models import write_model
 
 from headstart import machine
 from headstart.api import LLM
@@ -20,7 +21,6 @@ from headstart.engine.load import load_model
 from headstart.errors import UsageError
 from headstart.kernels.backend import select_backend
 from headstart.kernels.backends import native, reference
-from headstart.tools.tiny import write_model
 
 
 @pytest.fixture

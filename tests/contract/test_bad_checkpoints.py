@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import family_of, plain_layer, tiny_model
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -24,7 +25,6 @@ from headstart.models.described import DESCRIBED
 from headstart.models.families import family_named, is_known
 from headstart.models.small import Arrays
 from headstart.tools.export.targets import vllm_mimo
-from headstart.tools.tiny import write_model
 
 Change = Callable[[Arrays], None]
 

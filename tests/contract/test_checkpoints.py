@@ -16,6 +16,7 @@ from gguf_files import write_gguf
 from numpy.typing import NDArray
 from support import family_of, make, model_at, new_sequence, prompt_of
 from test_families import logits_in_chunks
+from tiny_models import write_model
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -26,7 +27,6 @@ from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
 from headstart.formats.safetensors import save
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CHANGES: dict[str, dict[str, Any]] = {

@@ -12,9 +12,9 @@ import pytest
 from gguf_files import stacked, write_file
 from support import family_of, model_at
 from test_checkpoints import logits_of
+from tiny_models import write_model
 
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 KEYS = {

@@ -15,6 +15,7 @@ import pytest
 from gguf_files import ARCH, write_gguf, written
 from support import ALL_FAMILIES, family_of, model_at
 from test_converted_families import CONVERTED, SAID, write_converted
+from tiny_models import write_model
 
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint
@@ -27,7 +28,6 @@ from headstart.models.native_heads import examine
 from headstart.models.small import Arrays
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
-from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 FAMILIES = [name for name in ALL_FAMILIES if family_of(name).head]

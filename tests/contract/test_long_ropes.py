@@ -7,11 +7,11 @@ import pytest
 from oracles import logits_of_oracle, oracle_of
 from support import family_of, make, model_at, new_folder, prompt_of
 from test_families import assert_logits
+from tiny_models import write_model
 
 from headstart.engine.load import Model
 from headstart.errors import UsageError
 from headstart.layers.rope import CONTEXT, max_rope_length, rope_spec
-from headstart.tools.tiny import write_model
 
 LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0, 1.3, 1.6, 2.0], "long_factor": [2.0, 3.0, 4.0, 5.0],

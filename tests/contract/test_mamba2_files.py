@@ -11,9 +11,9 @@ import pytest
 from gguf_files import in_rope_order, stacked, write_file
 from support import family_of, make, model_at, new_folder, prompt_of, request, run
 from test_families import logits_in_chunks
+from tiny_models import write_model
 
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 RENAMED = {

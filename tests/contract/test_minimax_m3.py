@@ -6,10 +6,10 @@ import pytest
 import torch
 from oracles import build_oracle, config_and_tensors, logits_of_oracle
 from support import family_of, make, model_at, new_sequence
+from tiny_models import write_model
 
 from headstart.core import Span
 from headstart.models.families import family_named
-from headstart.tools.tiny import write_model
 
 BLOCKS = {
     "sparse_topk_blocks": 3, "sparse_block_size": 8, "sparse_num_index_heads": 2, "sparse_index_dim": 8,

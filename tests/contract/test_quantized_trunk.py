@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from support import family_of, model_at
 from test_checkpoints import logits_of
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -18,7 +19,6 @@ from headstart.errors import UsageError
 from headstart.formats.base import make_tensor
 from headstart.formats.grouped import E2M1, NF4
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 pytest.importorskip("headstart.kernels.native._native")
 

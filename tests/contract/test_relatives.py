@@ -15,10 +15,10 @@ from gguf_files import in_rope_order, stacked, write_file
 from oracles import greedy_text, logits_of_oracle, oracle_of
 from support import RELATIVES, family_of, make, model_at, new_folder, prompt_of, request, run
 from test_families import assert_logits, logits_in_chunks
+from tiny_models import write_model
 
 from headstart.engine.load import Model
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 LENGTH, NEW = 70, 24

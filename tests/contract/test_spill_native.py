@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import support
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.core import SamplingParams
 from headstart.kernels.ops import AttentionSpec
-from headstart.tools.tiny import write_model
 
 pytest.importorskip("headstart.kernels.native._native")
 FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "mimo")

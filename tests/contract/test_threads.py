@@ -3,10 +3,12 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import PATIENCE, assert_clean, family_of, in_threads, new_folder
+from tiny_models import write_model
 
 from headstart import machine
 from headstart.api import LLM
@@ -15,7 +17,6 @@ from headstart.core import SamplingParams
 from headstart.engine.load import Model, load_model
 from headstart.kernels.backends.native import limits
 from headstart.machine import Node
-from headstart.tools.tiny import write_model
 
 NATIVE = pytest.mark.skipif(limits(EngineConfig()) is not None, reason="not built")
 CASES = [
@@ -97,13 +98,14 @@ def test_llms_are_made_in_threads_while_others_run() -> None:
     assert in_threads(work, range(6)) == [alone] * 6
 
 
+TESTS = Path(__file__).parents[1]
 MADE = """
 import faulthandler, os, random, signal, sys, threading, time
 from pathlib import Path
 from headstart.api import LLM
 from headstart.core import SamplingParams
 from headstart.errors import GenerationError
-from headstart.tools.tiny import write_tiny
+from tiny_models import write_tiny
 llm = LLM(str(write_tiny("mimo", Path(sys.argv[1]))), backend="native", threads=2, kv_blocks=40, depth=2)
 params = SamplingParams(max_tokens=15, ignore_eos=True)
 """
@@ -111,7 +113,7 @@ params = SamplingParams(max_tokens=15, ignore_eos=True)
 
 def run_script(code: str) -> None:
     command = [sys.executable, "-c", MADE + code, str(new_folder())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=TESTS)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,10 +11,9 @@ import torch
 from oracles import fused_experts
 from support import family_of, model_at, prompt_of
 from test_families import assert_logits
+from tiny_models import write_model
 from torch import Tensor
 from transformers import AutoConfig
-
-from headstart.tools.tiny import write_model
 
 Config = dict[str, Any]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

@@ -12,6 +12,7 @@ import pytest
 import support
 import torch
 from support import assert_same, make, new_sequence, prompt_of, request, run, tiny_model, varied_requests
+from tiny_models import write_model
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from headstart.config import EngineConfig
@@ -19,7 +20,6 @@ from headstart.drafters.base import DraftRequest
 from headstart.engine.load import Model, attach_head, load_model
 from headstart.errors import ModelError
 from headstart.heads.assistant import read
-from headstart.tools.tiny import write_model
 
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 TRUNK = {

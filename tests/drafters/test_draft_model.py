@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 from support import VOCAB, family_of, make, make_draft_model, prompt_of, request, run, tiny_model, varied_requests
+from tiny_models import write_model
 from transformers import AutoModelForCausalLM
 
 from headstart.config import EngineConfig
@@ -19,7 +20,6 @@ from headstart.engine.load import Model, load_model
 from headstart.engine.matching import match, match_names, match_texts
 from headstart.errors import ModelError, UsageError
 from headstart.text.tokenizer import Tokenizer
-from headstart.tools.tiny import write_model
 
 EXACT = {"reference": "float64", "native": "float32"}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.core import SamplingParams
@@ -16,7 +17,6 @@ from headstart.heads.base import HeadSpec
 from headstart.heads.files import write_head
 from headstart.heads.kind import HeadCheckpoint
 from headstart.params import parameters
-from headstart.tools.tiny import write_tiny
 
 
 @pytest.fixture

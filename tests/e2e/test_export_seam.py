@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 from seams import plugged_in
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.formats.safetensors_file import read_file
-from headstart.tools.tiny import write_tiny
 
 
 def test_an_export_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import support
 from seams import TUTORIALS, plugged_in
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -28,7 +29,6 @@ from headstart.text.parsers import (
     make_parser,
     merge_events,
 )
-from headstart.tools.tiny import write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
 

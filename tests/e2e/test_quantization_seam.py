@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from seams import plugged_in
 from support import family_of
+from tiny_models import write_model
 
 from headstart import registry
 from headstart.api import LLM
@@ -19,7 +20,6 @@ from headstart.errors import ModelError
 from headstart.formats.safetensors import bfloat16
 from headstart.formats.safetensors_file import read_file
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 WEIGHTS = ("--weights", "ladder")
 LADDER = {"quantization_config": {"quant_method": "ladder"}}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from seams import TUTORIALS, example, plugged_in
 from support import SMALL, family_of, tiny_model
+from tiny_models import write_model, write_tiny
 
 from headstart import registry
 from headstart.api import LLM
@@ -16,8 +17,6 @@ from headstart.core import SamplingParams
 from headstart.engine.load import Model, load_model
 from headstart.errors import HeadstartError, UsageError
 from headstart.models.small import Arrays
-from headstart.tools import tiny
-from headstart.tools.tiny import write_tiny
 
 PROMPTS = ["the thing", "an inner ring, then another", "x x x x"]
 
@@ -98,7 +97,7 @@ def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
     renamed: Arrays = {
         name.replace("transformer.", "model."): array for name, array in arrays.items() if not name.startswith("draft.")
     }
-    twin = tiny.write_model(acme.parent / "twin", {**config, "model_type": "qwen3", "num_draft_layers": None}, renamed)
+    twin = write_model(acme.parent / "twin", {**config, "model_type": "qwen3", "num_draft_layers": None}, renamed)
     models = [load_model(str(path), EngineConfig(dtype="float64", threads=1)) for path in (acme, twin)]
     assert models[0].head and not models[1].head
     assert texts(models[0], 0.0, drafter="none")[0] == texts(models[1], 0.0, drafter="none")[0]

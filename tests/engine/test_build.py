@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support import SMALL, VOCAB, headed_model, new_folder, tiny_model
+from tiny_models import write_tiny
 
 from headstart import machine
 from headstart.api import LLM
@@ -17,7 +18,6 @@ from headstart.engine.build import MEMORY_SHARE
 from headstart.errors import HeadstartError, UsageError
 from headstart.kernels.backends import native
 from headstart.kernels.backends.native import limits
-from headstart.tools.tiny import write_tiny
 
 AUTO_SIZED: dict[str, Any] = {**SMALL, "dtype": "float64", "kv_blocks": None, "max_num_seqs": 50_000, "depth": 3}
 

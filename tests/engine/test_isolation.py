@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import support
 from support import VOCAB, agreeing_model, assert_same, headed_model, make, prompt_of, request, run, varied_requests
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -18,7 +19,6 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.errors import GenerationError, status_of
 from headstart.text.grammar import GrammarCompiler, GrammarSpec
-from headstart.tools.tiny import write_model
 
 FAMILY = "mimo"
 BAD = request(prompt_of(9, 50), name="bad", seed=77, temperature=0.8, max_tokens=20, stops=(), logprobs=1)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import support
+from tiny_models import write_model
 
 from headstart.cache.store import BlockStore
 from headstart.config import AUTO, EngineConfig
@@ -20,7 +21,6 @@ from headstart.engine.build import change_head
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.errors import UsageError
-from headstart.tools.tiny import write_model
 
 FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "gpt_oss", "falcon_h1")
 """Attention, recurrent states, latent, indexed and compressed keys, windows, sinks, both kinds of mixers at once."""

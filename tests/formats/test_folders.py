@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import family_of
+from tiny_models import write_model
 
 from headstart.errors import ModelError
 from headstart.formats import open_checkpoint, safetensors
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.placeholder import PARTIAL
-from headstart.tools.tiny import write_model
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 988097824\n"
 PLACEHOLDERS = {

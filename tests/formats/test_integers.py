@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import family_of, make as make_engine, model_at, prompt_of, request, run
+from tiny_models import write_model
 
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.formats.quantization import readable
-from headstart.tools.tiny import write_model
 
 OUT, IN, GROUP = 48, 96, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -68,7 +68,7 @@ def random_model(config: Any, seed: int) -> Any:
 
 def save(model: Any, folder: Path) -> Config:
     """As transformers saves it, with the tiny tokenizer; the config that it has written."""
-    from headstart.tools.tiny import tiny_tokenizer
+    from tests.tiny_models import tiny_tokenizer
 
     model.save_pretrained(folder)
     tiny_tokenizer(model.config.vocab_size).save(str(folder / "tokenizer.json"))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import FAMILIES, VOCAB, family_of, new_folder, prompt_of, soften
+from tiny_models import write_model
 
 from headstart import api
 from headstart.config import EngineConfig
@@ -15,7 +16,6 @@ from headstart.engine.load import load_model
 from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.layers.weights import Weights
 from headstart.models.tensors import canonical_tensors
-from headstart.tools.tiny import write_model
 
 native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 NativeBackend = native.NativeBackend

@@ -12,6 +12,8 @@ import support
 
 pytest.importorskip("headstart.kernels.native._native")
 
+from tiny_models import write_model
+
 from headstart.config import AUTO, EngineConfig
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import DraftRequest
@@ -19,7 +21,6 @@ from headstart.engine.depth import AutoDepth, AutoGate
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.heads.base import Head, HeadSpec
-from headstart.tools.tiny import write_model
 
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 MIXED: tuple[dict[str, Any], ...] = (

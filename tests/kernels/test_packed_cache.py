@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import write_tiny
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.errors import CapacityError, ModelError
 from headstart.formats.base import Tensor, ends_crc, make_tensor
-from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from gguf_files import write_gguf
 from support import family_of, make, model_at, prompt_of, request, run
+from tiny_models import write_model
 
 from headstart.engine.load import Model
 from headstart.errors import ModelError
 from headstart.models.families import family_named
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 FAMILIES = ("gemma3", "gemma4")
 Tiny = tuple[dict[str, Any], Arrays]

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import family_of, model_at
+from tiny_models import write_model
 
 from headstart.models.small import Arrays
-from headstart.tools.tiny import write_model
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

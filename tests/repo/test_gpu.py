@@ -10,10 +10,11 @@ from source import ROOT
 
 torch = pytest.importorskip("torch")
 
+from tiny_models import write_tiny  # noqa: E402
+
 from headstart.api import LLM  # noqa: E402
 from headstart.config import EngineConfig  # noqa: E402
 from headstart.core import SamplingParams  # noqa: E402
-from headstart.tools.tiny import write_tiny  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from process import Server, running
 from support import family_of
+from tiny_models import write_model, write_tiny
 
 from headstart import hub
-from headstart.tools.tiny import write_model, write_tiny
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -10,11 +10,11 @@ import pytest
 from inside import inside
 from process import HttpServer, Server, running
 from support import PATIENCE
+from tiny_models import write_tiny
 
 from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
-from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

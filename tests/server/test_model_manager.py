@@ -10,6 +10,7 @@ from weakref import ref
 
 import pytest
 from support import PATIENCE
+from tiny_models import write_tiny
 
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
@@ -19,7 +20,6 @@ from headstart.server import model_manager as manager_module
 from headstart.server.app import ServerConfig, multi_model_manager
 from headstart.server.model_manager import ModelManager, ModelSpec, ServedModel, default_names, models_in
 from headstart.server.options import KeepAlive
-from headstart.tools.tiny import write_tiny
 
 CONFIG = EngineConfig(threads=1, max_num_seqs=4, kv_blocks=64)
 Check = Callable[[ModelManager], Coroutine[Any, Any, None]]

@@ -13,10 +13,10 @@ import pytest
 from inside import Inside, inside
 from process import HttpServer, running
 from support import new_folder
+from tiny_models import write_tiny
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # server processes
 SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")

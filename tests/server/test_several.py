@@ -13,6 +13,7 @@ import pytest
 from inside import inside
 from process import PROGRAM, HttpServer, Server, running
 from support import PATIENCE, until
+from tiny_models import write_tiny
 
 from headstart import hub
 from headstart.api import LLM
@@ -23,7 +24,6 @@ from headstart.cli.serve_models import _model_specs
 from headstart.cli.settings import Settings
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
-from headstart.tools.tiny import write_tiny
 
 pytestmark = pytest.mark.slow  # server processes
 SMALL = ("--threads", "1", "--max-num-seqs", "8", "--kv-blocks", "512")

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 from support import PATIENCE
+from tiny_models import tiny_tokenizer
 from toy_tokenizers import sentencepiece
 
 from headstart.errors import UsageError
@@ -20,7 +21,6 @@ from headstart.text import grammar_spec
 from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState, Mask, ToolCalls
 from headstart.text.grammar_limits import LIMITS
 from headstart.text.tokenizer import Tokenizer
-from headstart.tools.tiny import tiny_tokenizer
 
 PADDING = 45  # ids of the logits beyond the tokenizer's
 

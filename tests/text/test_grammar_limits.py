@@ -222,7 +222,7 @@ OWNER = """
 import os, sys, time
 from headstart.text.grammar import GrammarCompiler, GrammarSpec
 from headstart.text.tokenizer import Tokenizer
-from headstart.tools.tiny import tiny_tokenizer
+from tiny_models import tiny_tokenizer
 compiled = GrammarCompiler(Tokenizer(tiny_tokenizer(300), eos_ids=[0]), 300)
 compiled.compile(GrammarSpec("regex", "a{100,200}"))
 print(compiled._quick._process._popen.pid, flush=True)
@@ -232,7 +232,8 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_the_process_ends_with_its_owner() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+    tests = Path(__file__).parents[1]
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=tests) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         owner.kill()

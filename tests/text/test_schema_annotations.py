@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tiny_models import tiny_tokenizer
 
 from headstart.errors import UsageError
 from headstart.text.grammar import GrammarCompiler, GrammarSpec, ToolCalls
 from headstart.text.tokenizer import Tokenizer
-from headstart.tools.tiny import tiny_tokenizer
 
 TEXT = {"type": "string"}
 FORMATS = [

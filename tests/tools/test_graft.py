@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
+from tiny_models import write_tiny
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -23,7 +24,6 @@ from headstart.machine import Memory
 from headstart.tools.graft import run as graft
 from headstart.tools.graft.describe import nearest_e4m3
 from headstart.tools.graft.run import BESIDE, GraftOptions, run
-from headstart.tools.tiny import write_tiny
 
 H, V, F = 8, 12, 16
 CONFIG = {

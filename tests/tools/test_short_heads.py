@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.tools import pass_timing
 from headstart.tools.plan import measure as here
-from headstart.tools.tiny import write_tiny
 
 Capture = pytest.CaptureFixture[str]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import headed_model, new_folder
+from tiny_models import write_tiny
 
 from headstart import hub
 from headstart.cli.main import main
@@ -22,7 +23,6 @@ from headstart.errors import UsageError
 from headstart.tools import client, tune
 from headstart.tools.bench.document import BenchCell, Latency
 from headstart.tools.saved import load_setting, save_setting
-from headstart.tools.tiny import write_tiny
 from headstart.tools.tune import Candidate, TuneOptions, TuningRun
 
 CONFIG = EngineConfig(threads=1, kv_blocks=128)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
+from tiny_models import write_model
 
 from headstart.cli.train import _with_own_text
 from headstart.config import EngineConfig
@@ -15,7 +16,6 @@ from headstart.engine.load import attach_head
 from headstart.errors import ModelError, UsageError
 from headstart.heads.kind import is_plain, new_head_spec
 from headstart.tools.inspect.run import InspectOptions, run as inspect
-from headstart.tools.tiny import write_model
 from headstart.train.dataset import TrainingData
 from headstart.train.frozen_model import make_frozen_model
 from headstart.train.records import Example

@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart import hub
 from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
-from headstart.tools.tiny import write_tiny
 from headstart.train import generate, self_distillation
 from headstart.train.generate import is_usable
 from headstart.train.plain_text import cut_text, detect_language, foreign_passages, passages, read_tree

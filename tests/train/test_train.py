@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from tiny_models import write_model
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
@@ -24,7 +25,6 @@ from headstart.layers.decoder import join_pools
 from headstart.layers.linear import Linear
 from headstart.layers.network import Pools
 from headstart.layers.norm import RMSNorm
-from headstart.tools.tiny import write_model
 from headstart.train import generate, records, trainer as trainer_module
 from headstart.train.dataset import TrainingData, plan_epoch, prepare_data
 from headstart.train.frozen_model import FrozenModel, make_frozen_model

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 from support import SMALL, family_of, new_folder, request, run, soften
+from tiny_models import write_model
 
 from headstart.config import EngineConfig
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.errors import UsageError
-from headstart.tools.tiny import write_model
 
 PROMPT = (3, 5, 7, 5, 7, 5, 9, 5, 7, 5)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import support
 import torch
+from tiny_models import write_model
 
 from headstart.config import EngineConfig
 from headstart.engine.build import build_engine
@@ -17,7 +18,6 @@ from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_model
 from headstart.errors import ModelError
 from headstart.heads.base import Head, HeadSpec
-from headstart.tools.tiny import write_model
 
 pytestmark = pytest.mark.slow
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))

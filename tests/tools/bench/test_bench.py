@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from support import until
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -27,7 +28,6 @@ from headstart.tools.bench.report import render
 from headstart.tools.bench.run import BenchOptions
 from headstart.tools.bench.summary import compare_documents, cost_per_million, pooled, rows_of
 from headstart.tools.bench.workloads import Task, Workload
-from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
 Capture = pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -14,7 +15,6 @@ from headstart.errors import UsageError
 from headstart.tools.bench import step as bench_step
 from headstart.tools.bench.step import StepOptions
 from headstart.tools.pass_timing import affordable_repeats
-from headstart.tools.tiny import write_tiny
 
 pytest.importorskip("headstart.kernels.native._native")
 pytest.importorskip("torch")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import support
 from gguf_files import write_gguf
+from tiny_models import write_model
 
 from headstart import hub
 from headstart.config import EngineConfig
@@ -25,7 +26,6 @@ from headstart.tools.graft.describe import FP8_CONFIG, fp8_blocks
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.forced import Saved, builtin_texts, run_trunk
 from headstart.tools.inspect.forced_head import ForcedHead
-from headstart.tools.tiny import write_model
 
 pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
 DEPTH = 3

@@ -8,6 +8,7 @@ import gguf
 import gguf_files
 import numpy as np
 import pytest
+from tiny_models import write_tiny
 from zoo import SIZES, ZOO, H, N, Tensors, V, config_of, heads, trunk, write, write_file
 
 from headstart.cli.main import main
@@ -25,7 +26,6 @@ from headstart.models.families import find_mtp_family
 from headstart.models.mtp import declared
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
-from headstart.tools.tiny import write_tiny
 
 QWEN = ZOO["qwen3_5"]
 

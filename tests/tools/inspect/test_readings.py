@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import support
+from tiny_models import write_tiny
 
 from headstart.core import DraftStats
 from headstart.heads.base import BlockSpec, HeadSpec
@@ -13,7 +14,6 @@ from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.deep import LONGER, TOKENS, is_better, other_readings
-from headstart.tools.tiny import write_tiny
 
 BLOCK = BlockSpec(block_size=3, num_layers=1, mask_token_id=3, causal=False, anchor_predicts=False)
 SPEC = HeadSpec(kind="block", tap=(1, 3), block=BLOCK)

@@ -1,6 +1,5 @@
 import pytest
-
-from headstart.tools.tiny import write_tiny
+from tiny_models import write_tiny
 
 
 @pytest.fixture(scope="session")

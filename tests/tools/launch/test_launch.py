@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiny_models import write_tiny
 
 from headstart import hub, registry
 from headstart.cli.main import main
@@ -19,7 +20,6 @@ from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter
 from headstart.tools.launch.prepare import LaunchOptions, check_plan, launcher_of, prepare
 from headstart.tools.launch.run import check_lines
 from headstart.tools.launch.spec import LaunchPlan, LaunchSpec, Parallelism
-from headstart.tools.tiny import write_tiny
 
 ENGINES = registry.available("launchers")
 FACTS = ModelFacts(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -29,7 +30,6 @@ from headstart.tools.plan.roofline import (
 )
 from headstart.tools.plan.shape import SizedModel, weight_format
 from headstart.tools.plan.sources import CARD_NAMES, CARDS, find_shape, from_checkpoint, shape_of
-from headstart.tools.tiny import write_tiny
 
 Capture = pytest.CaptureFixture[str]
 SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support import family_of, new_folder, prompt_of, soften, tiny_model
+from tiny_models import write_model
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
-from headstart.tools.tiny import write_model
 from headstart.tools.verify import numerics
 from headstart.tools.verify.options import VerifyOptions
 

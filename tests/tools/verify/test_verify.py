@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from support import family_of, make, new_folder, new_sequence, prompt_of, request, run, soften, tiny_model
+from tiny_models import write_model
 
 from headstart import hub, machine
 from headstart.cli.main import main
@@ -18,7 +19,6 @@ from headstart.core import SamplingParams, Span, VerifyResult
 from headstart.engine.verify import verify_exact
 from headstart.errors import UsageError
 from headstart.kernels.backends import reference
-from headstart.tools.tiny import write_model
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters, pairwise
 from headstart.tools.verify.references import TIE, TieReferee
