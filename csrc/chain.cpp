@@ -296,12 +296,20 @@ class Chain {
             std::copy_n(hidden.row(at[i]), hidden.width, copied_.data() + i * hidden.width);
     }
 
+    // Rotary positions of drafted tokens, less their positions: drafts go on from the span's last row, on all axes alike.
+    static int64_t rope_shift(const Pass& base, int64_t span) {
+        const int64_t last = base.row_starts[span + 1] - 1;
+        const int32_t* at = base.rope_positions + last * kRopeAxes;
+        return *std::max_element(at, at + kRopeAxes) - base.positions[last];
+    }
+
     // Runs `program` on one row per sequence in `going`: its last token and the hidden state from take().
     void advance(Program& program, ThreadPool::Turn& turn, Arena& arena, const Pass& base, const DrawRows& rows,
                  const std::vector<DraftState>& drafts, const std::vector<int32_t>& active, int64_t before) {
         const size_t count = active.size();
         for (auto* each : {&tokens_, &positions_, &slots_, &numbers_}) each->resize(count + 1);
         tables_.resize(count * base.table_width);
+        rope_positions_.resize(base.rope_positions ? count * kRopeAxes : 0);
         for (size_t i = 0; i < count; ++i) {
             const int64_t position = rows.position(active[i]) + before, block = position / base.block_size;
             require(position >= 0 && block < base.table_width, "draft: a position is outside its sequence's blocks");
@@ -312,6 +320,8 @@ class Chain {
             positions_[i] = (int32_t)position;
             slots_[i] = (int32_t)(table[block] * base.block_size + position % base.block_size);
             numbers_[i] = (int32_t)i;
+            for (int axis = 0; base.rope_positions && axis < kRopeAxes; ++axis)
+                rope_positions_[i * kRopeAxes + axis] = (int32_t)(position + rope_shift(base, active[i]));
         }
         numbers_[count] = (int32_t)count;
         Pass pass{};
@@ -324,6 +334,7 @@ class Chain {
         pass.slots = slots_.data();
         pass.row_starts = pass.unit_starts = pass.logit_rows = pass.row_spans = numbers_.data();
         pass.block_tables = tables_.data();
+        pass.rope_positions = base.rope_positions ? rope_positions_.data() : nullptr;
         pass.hidden = copied_.data();
         pass.hidden_stride = copied_width_;
         require(!program.wants_states,
@@ -339,7 +350,7 @@ class Chain {
     bool rows_given_;
     int64_t vocab_size_;
     std::optional<Column<int64_t>> token_ids_;
-    std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_;
+    std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_, rope_positions_;
     std::vector<float> copied_;
     int64_t copied_width_ = 0;
 };

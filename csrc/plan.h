@@ -23,6 +23,7 @@ class PlannedPass {
   private:
     Ints token_ids_, positions_, slots_, row_starts_, logit_rows_;
     Table block_tables_;
+    std::optional<Table> rope_positions_;
     std::optional<Ints> sees_, hidden_slots_, path_starts_, path_slots_;
     std::optional<Floats> hidden_;
     std::vector<Ints> state_arrays_;

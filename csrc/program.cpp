@@ -80,6 +80,19 @@ void RopeTable::reach(int64_t position) {
         }
 }
 
+const float* RopeTable::cosines(const Pass& pass, int64_t row, int64_t behind) const {
+    const int32_t* at = pass.rope_positions && !axes_.empty() ? pass.rope_positions + row * kRopeAxes : nullptr;
+    if (!at) return cosines(std::max<int64_t>(0, pass.positions[row] - behind));
+    if (std::all_of(at, at + kRopeAxes, [&](int32_t each) { return each == at[0]; })) return cosines(at[0]);
+    thread_local std::vector<float> mixed;
+    mixed.resize(2 * half());
+    for (int64_t i = 0; i < half(); ++i) {
+        mixed[i] = cosines(at[axes_[i]])[i];
+        mixed[half() + i] = sines(at[axes_[i]])[i];
+    }
+    return mixed.data();
+}
+
 void Routing::reach(int64_t num_rows) {
     const size_t count = (size_t)(num_rows * router.top_k);
     if (ids.size() >= count) return;
@@ -356,7 +369,9 @@ void Program::compute(ThreadPool::Turn& turn, Arena& arena, Pass& pass) {
         num_counters_ = wanted;
     }
     for (int64_t i = 0; i < wanted; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
-    const int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
+    int32_t furthest = *std::max_element(pass.positions, pass.positions + pass.num_rows);
+    if (const int32_t* at = pass.rope_positions)
+        furthest = std::max(furthest, *std::max_element(at, at + pass.num_rows * kRopeAxes));
     for (auto& rope : ropes) rope->reach(furthest);
     for (auto& routing : routings) routing->reach(pass.num_rows);
     scores.reach(pass);

@@ -101,17 +101,29 @@ struct StatePool {
     Memory states, rows;
 };
 
+constexpr int kRopeAxes = 3; // of Pass::rope_positions
+
+struct Pass;
+
 // cos and sin by position, computed in float64, stored as float32; grows with the positions in use.
 class RopeTable {
   public:
-    RopeTable(std::vector<double> inv_freq, double scale) : inv_freq_(std::move(inv_freq)), scale_(scale) {}
+    // axes: the axis of Pass::rope_positions that each frequency takes; empty: all take the row's position
+    RopeTable(std::vector<double> inv_freq, double scale, std::vector<int> axes)
+        : inv_freq_(std::move(inv_freq)), axes_(std::move(axes)), scale_(scale) {
+        require(axes_.empty() || axes_.size() == inv_freq_.size(), "RopeTable: needs an axis for each frequency");
+        for (int axis : axes_) require(axis >= 0 && axis < kRopeAxes, "RopeTable: an axis is not 0, 1 or 2");
+    }
     void reach(int64_t position); // not thread-safe
     int64_t half() const { return (int64_t)inv_freq_.size(); }
     const float* cosines(int64_t position) const { return table_.data() + position * 2 * half(); }
     const float* sines(int64_t position) const { return cosines(position) + half(); }
+    // cos and sin of a row, whose frequencies may take different positions. Valid until the thread's next call.
+    const float* cosines(const Pass& pass, int64_t row, int64_t behind) const;
 
   private:
     std::vector<double> inv_freq_;
+    std::vector<int> axes_;
     double scale_;
     std::vector<float> table_;
 };
@@ -152,8 +164,6 @@ struct AttendShape {
     }
 };
 
-struct Pass;
-
 // The attention tasks of a pass, ordered by unit (Pass::num_units), KV head, KV split if long contexts are shared between
 // threads, and tile of queries.
 struct AttendTasks {
@@ -179,6 +189,7 @@ struct Pass {
     const float* hidden; // [num_rows, hidden_stride], or nullptr: rows of the pool
     int64_t hidden_stride;
     const States* states; // or nullptr
+    const int32_t* rope_positions; // [num_rows, kRopeAxes] for ropes with axes, or nullptr: `positions` on each
     std::vector<AttendTasks> attends; // one for each of Program::attends
 };
 

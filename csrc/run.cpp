@@ -84,6 +84,8 @@ void check_pass(const Program& program, const Pass& pass) {
     require(within(pass.token_ids, pass.num_rows, limits.tokens), "run: a token id is outside the embedding");
     require(within(pass.positions, pass.num_rows, INT64_MAX) && within(pass.sees, pass.num_rows, INT64_MAX),
             "run: a position is below 0");
+    require(!pass.rope_positions || within(pass.rope_positions, pass.num_rows * kRopeAxes, INT64_MAX),
+            "run: a rotary position is below 0");
     require(within(pass.slots, pass.num_rows, limits.slots), "run: a slot is outside the pool");
     require(within(pass.logit_rows, pass.num_logits, pass.num_rows), "run: a logit row is not in the pass");
     if (program.hidden_width && pass.hidden)
@@ -99,6 +101,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     : token_ids_(array<Ints>(plan, "token_ids")), positions_(array<Ints>(plan, "positions")),
       slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
+      rope_positions_(optional_array<Table>(plan, "rope_positions")),
       sees_(optional_array<Ints>(plan, "sees")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
       hidden_(std::move(hidden)) {
     const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;
@@ -108,6 +111,8 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     require(rows > 0 && (int64_t)positions_.size() == rows && (int64_t)slots_.size() == rows && spans > 0 &&
                 (int64_t)block_tables_.shape(0) == spans && row_starts_.data()[spans] == rows &&
                 (!sees_ || (int64_t)sees_->size() == rows) &&
+                (!rope_positions_ ||
+                 ((int64_t)rope_positions_->shape(0) == rows && rope_positions_->shape(1) == kRopeAxes)) &&
                 (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows),
             "run: the plan's arrays differ in length");
     require(pass.block_size > 0 && pass.block_size % 16 == 0, "run: blocks must hold a multiple of 16 positions");
@@ -127,6 +132,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.block_tables = block_tables_.data();
     pass.logit_rows = logit_rows_.data();
     pass.hidden_slots = hidden_slots_ ? hidden_slots_->data() : nullptr;
+    pass.rope_positions = rope_positions_ ? rope_positions_->data() : nullptr;
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden_ ? hidden_->data() : nullptr;
     pass.hidden_stride = hidden_ ? (int64_t)hidden_->shape(1) : 0;

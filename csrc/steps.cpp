@@ -297,13 +297,12 @@ int rope(Program& program, int x, std::shared_ptr<RopeTable> table, int64_t head
     return rowwise(program, x, -1, width,
                    [&program, x, width, head_dim, trailing, inverse, behind,
                     rope = table.get()](const Pass& pass, int64_t row, float* to) {
-                       const int64_t position = std::max<int64_t>(0, pass.positions[row] - behind);
+                       const float *cosines = rope->cosines(pass, row, behind), *sines = cosines + rope->half();
                        if (trailing)
-                           return rope_neighbours(program.values(x, row), rope->cosines(position),
-                                                  rope->sines(position), width / head_dim, head_dim, rope->half(),
-                                                  inverse, to);
-                       program.kernels.rope(program.values(x, row), rope->cosines(position), rope->sines(position),
-                                            width / head_dim, head_dim, rope->half(), to);
+                           return rope_neighbours(program.values(x, row), cosines, sines, width / head_dim, head_dim,
+                                                  rope->half(), inverse, to);
+                       program.kernels.rope(program.values(x, row), cosines, sines, width / head_dim, head_dim,
+                                            rope->half(), to);
                    });
 }
 
@@ -376,7 +375,7 @@ void bind_program(nb::module_& m) {
             const HiddenPool& pool = nb::cast<const HiddenPool&>(self);
             return slots_of(self, pool.memory, pool.slot_bytes(), 1, first, count);
         });
-    nb::class_<RopeTable>(m, "RopeTable").def(nb::init<std::vector<double>, double>());
+    nb::class_<RopeTable>(m, "RopeTable").def(nb::init<std::vector<double>, double, std::vector<int>>());
     nb::class_<Arena>(m, "Arena").def(nb::init<>());
     nb::class_<Program> program(m, "Program");
     program.def(nb::init<const std::string&>())

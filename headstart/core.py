@@ -79,8 +79,13 @@ class ImageInput:
     """A picture as a vision tower reads it."""
 
     patches: Float32  # [P, channels * patch height * patch width] normalized pixels, patches row by row
-    num_tokens: int  # positions that it takes in a prompt
+    grid: tuple[int, int]  # rows and columns of its tokens
     digest: bytes  # of the pixels and their preparation
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions that it takes in a prompt."""
+        return self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +95,26 @@ class Picture:
     first: int
     image: ImageInput
     is_bidirectional: bool = False  # each of its positions attends to all of them, so they share one pass
+    has_axes: bool = False  # its rotary positions are those of `rope_positions`
 
     @property
     def end(self) -> int:
         return self.first + self.image.num_tokens
+
+
+def rope_positions(pictures: Seq[Picture]) -> Int32:
+    """Rotary positions [n, 3] on the axes time, row and column of a prompt up to the end of its last picture (M-RoPE;
+    transformers 5.24, Qwen3_5Model.get_rope_index). The tokens of a picture share a time and have its rows and columns.
+    A token behind a picture follows the largest position before it, on all axes; so do all later tokens."""
+    parts, first, following = [np.zeros((0, 3), np.int32)], 0, 0
+    for picture in pictures:
+        text = np.arange(following, following + picture.first - first, dtype=np.int32)
+        following += len(text)
+        rows, columns = picture.image.grid
+        places = np.indices((1, rows, columns), np.int32).reshape(3, -1).T
+        parts += [np.repeat(text[:, None], 3, 1), places + np.int32(following)]
+        first, following = picture.end, following + max(rows, columns)
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +140,19 @@ class Request:
     priority: int = 0  # lower runs earlier, for all owners
     pictures: tuple[Picture, ...] = field(default=(), compare=False)  # in ascending order
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
+
+    @cached_property
+    def rope_positions(self) -> Int32 | None:
+        """See `rope_positions`; None: all rotary positions are those in the sequence."""
+        return rope_positions(self.pictures) if any(each.has_axes for each in self.pictures) else None
+
+    def rope_positions_at(self, positions: Int32) -> Int32:
+        """Rotary positions [n, 3] of the tokens at these positions [n]."""
+        if (known := self.rope_positions) is None:
+            return np.repeat(positions[:, None], 3, 1)
+        shift = known[self.pictures[-1].first :].max() + 1 - len(known)
+        behind = positions[:, None] + np.int32(shift)
+        return np.where(positions[:, None] < len(known), known[np.minimum(positions, len(known) - 1)], behind)
 
 
 @dataclass
@@ -325,6 +359,8 @@ class StepPlan:
     hidden_slots: Int32 | None = None  # [R] slots of the stored hidden states that a head reads; None in a trunk
     block_size: int = 16
     states: StateSteps | None = None  # set for trunks with recurrent layers
+    # [R, 3] positions on rotary axes (RopeSpec.axes): time, row and column; None: the row's position on each
+    rope_positions: Int32 | None = None
 
     @property
     def num_rows(self) -> int:

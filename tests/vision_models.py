@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from support import new_folder
 from tiny_models import tiny_tokenizer
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 
+from headstart.formats import safetensors
+from headstart.models.families import family_named
 from headstart.text.images import Image
 
 VOCAB = 140
@@ -65,6 +73,82 @@ def gemma3(head_dim: int = 8) -> tuple[Any, Path]:
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return model, folder
+
+
+QWEN_MARKERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+QWEN_TEXT = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCAB, "max_position_embeddings": 512,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN_TOWER = {
+    "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": 4, "out_hidden_size": 48,
+    "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+QWEN = {
+    "qwen2_5_vl": (
+        Qwen2_5_VLForConditionalGeneration,
+        {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}},
+        {"hidden_act": "silu", "window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        Qwen3VLForConditionalGeneration,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5],
+                             "mrope_interleaved": True}},
+        {"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_5": (
+        Qwen3_5ForConditionalGeneration,
+        {**family_named("qwen3_5").tiny_config(head_dim=32, num_hidden_layers=4), **QWEN_TEXT,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2],
+                             "mrope_interleaved": True, "partial_rotary_factor": 0.5}},
+        {"num_position_embeddings": 25},
+    ),
+}  # fmt: skip
+"""model_type -> transformers' class, and keys of its text and vision configs."""
+PREPARATION = {
+    "size": {"shortest_edge": 256, "longest_edge": 2048}, "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+    "image_mean": [0.4, 0.5, 0.6], "image_std": [0.3, 0.25, 0.2], "resample": 3,
+}  # fmt: skip
+
+
+@cache
+def qwen(kind: str) -> tuple[Any, Path]:
+    """(transformers' model, its directory) of a model type in QWEN: pictures of 256 to 2048 pixels, 4 to 32 tokens.
+    qwen3_5 has a random MTP module."""
+    tokenizer = tiny_tokenizer(VOCAB)
+    tokenizer.add_special_tokens(list(QWEN_MARKERS))
+    ids = {name: tokenizer.token_to_id(each) for name, each in zip(("start", "pad", "end"), QWEN_MARKERS, strict=True)}
+    build, text, tower = QWEN[kind]
+    torch.manual_seed(5)
+    config = build.config_class(
+        text_config={**QWEN_TEXT, **text}, vision_config={**QWEN_TOWER, **tower}, image_token_id=ids["pad"],
+        vision_start_token_id=ids["start"], vision_end_token_id=ids["end"], video_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = build._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "visual" in name:
+                is_matrix, is_norm = tensor.dim() > 1, "norm" in name or "ln_q" in name
+                scale = np.prod(tensor.shape[1:]) ** -0.5 if is_matrix else 0.1
+                tensor.copy_(torch.randn(tensor.shape) * scale + (is_norm and name.endswith("weight")))
+    folder = new_folder()
+    model.save_pretrained(folder)
+    if kind == "qwen3_5":
+        written = json.loads((folder / "config.json").read_text())
+        written["text_config"]["mtp_num_hidden_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(written))
+        family = family_named(kind)
+        arrays = family.tiny(**{**text, "mtp_num_hidden_layers": 1})[1]
+        safetensors.save(folder / "mtp.safetensors", {n: a for n, a in arrays.items() if n.startswith("mtp.")})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    marked = TEMPLATE.replace("<start_of_image>", "".join(QWEN_MARKERS))
+    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": marked}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
     return model, folder
 
 

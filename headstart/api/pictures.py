@@ -89,11 +89,9 @@ def check_tower(model: Model) -> VisionTower:
     """The tower of a model. Raises UsageError without one."""
     if model.tower is not None:
         return model.tower
-    config = model.checkpoint.config
-    if config.get("vision_config") and model.family.vision is None:
-        what = f"{model.name}: the vision tower of {config.get('model_type')} models is not supported"
-        raise UsageError(what, "leave the pictures out; headstart launch vllm MODEL runs it with them")
-    raise UsageError(f"{model.name} reads text only", "leave the pictures out, or take a model with a vision tower")
+    why = f": {model.no_tower}" if model.no_tower else ""
+    hint = "leave the pictures out, or take a model with a vision tower"
+    raise UsageError(f"{model.name} reads text only{why}", hint)
 
 
 def encode_pictures(

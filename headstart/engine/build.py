@@ -63,8 +63,9 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
         hint = f"use --depth {drafter.max_depth} or less"
         raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
     trunk = DecoderNetwork(
-        model.decoder, drafter.tap if drafter else None, embedded_width=model.config.hidden_size if model.vision else 0
-    )
+        model.decoder, drafter.tap if drafter else None,
+        embedded_width=model.config.hidden_size * len(model.vision.mergers) if model.vision else 0,
+    )  # fmt: skip
     runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None
     hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(handle.network for handle in runner.networks)]

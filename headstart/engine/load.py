@@ -33,7 +33,6 @@ from headstart.models.tensors import (
     LoadedDecoder,
     canonical_tensors,
     find_family,
-    find_vision,
     load_decoder,
     load_vision,
     read_config,
@@ -66,6 +65,7 @@ class Model:
     head: Head | None
     tower: VisionTower | None = None  # None: the model reads text only
     vision: VisionNetwork | None = None  # set with `tower`
+    no_tower: str = ""  # why the vision tower that the config promises is not used, and the remedy
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
 
@@ -275,13 +275,14 @@ def load_model(
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
         if not tokenizer.done():  # large vocabularies take seconds at their first start
             backend.loaded(partly=True)
-    vision = find_vision(checkpoint, loaded.family, loaded.config)
+    vision = load_vision(checkpoint, loaded.family, loaded.config, backend)
+    found, network = (None, None) if isinstance(vision, str) else vision
     model = Model(
         name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
-        broken_head=broken, vision=load_vision(vision, backend, str(checkpoint.path)) if vision else None,
-        tower=PictureProcessor(vision.format, tokenizer.result()) if vision else None,
+        broken_head=broken, vision=network, no_tower=vision if isinstance(vision, str) else "",
+        tower=PictureProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
     model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:

@@ -47,7 +47,7 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
     hidden state stored at position q - hidden_offset; None: rows read no hidden state. Plain Python up to the arrays:
     a decode step has a few rows, for which NumPy calls cost more than they save."""
     tables = np.zeros((len(rows), max([len(part.sequence.block_table) for part in rows])), np.int32)
-    row_starts, reach, is_special = [0], hidden_offset or 0, False
+    row_starts, reach, is_special, has_axes = [0], hidden_offset or 0, False, False
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -60,6 +60,9 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
         positions += range(start, end)
         row_starts.append(len(positions))
         is_special = is_special or part.visible_end is not None or part.parents is not None
+        has_axes = has_axes or (
+            bool(part.sequence.request.pictures) and part.sequence.request.rope_positions is not None
+        )
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         part_slots = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
         slots += part_slots[reach:] if reach else part_slots
@@ -78,7 +81,17 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
     )
     if is_special:
         _set_visibility(plan, rows)
+    if has_axes:
+        plan.rope_positions = _rope_positions(plan, rows)
     return plan
+
+
+def _rope_positions(plan: StepPlan, rows: Seq[Rows]) -> Int32:
+    """Rotary positions [R, 3]. A head's row at position q pairs the hidden state of position q - first_position with
+    the next token; its rotary position is that of the hidden state + first_position."""
+    first, bounds = np.int32(plan.first_position), zip(rows, plan.row_starts, plan.row_starts[1:], strict=False)
+    found = [part.sequence.request.rope_positions_at(plan.positions[start:end] - first) for part, start, end in bounds]
+    return np.ascontiguousarray(np.concatenate(found) + first, np.int32)
 
 
 def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0, block_size: int = 16) -> StepPlan:
@@ -291,7 +304,8 @@ class Runner:
         return ForwardOutput(output["logits"], starts, output["hidden"])
 
     def _embed_pictures(self, vision: VisionEncoder, spans: Seq[Span], parts: Seq[Rows]) -> Buffer:
-        """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of pictures."""
+        """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of pictures; beside it the
+        features that are added to the output of the first layers, 0 in other rows."""
         features = [
             (row + start - span.start, vision.features(picture.image), start - picture.first, end - picture.first)
             for span, row in zip(spans, accumulate([span.num_rows for span in spans], initial=0), strict=False)
@@ -299,8 +313,11 @@ class Runner:
         ]
         rows = np.concatenate([np.arange(row, row + end - start) for row, _, start, end in features])
         values = np.concatenate([each[start:end] for _, each, start, end in features])
-        embedded = self.run(self.trunk, EMBED, parts)["embedded"]
-        return self.backend.put_rows(embedded, rows, values)
+        embedded = self.backend.numpy(self.run(self.trunk, EMBED, parts)["embedded"])
+        inputs = np.zeros((len(embedded), values.shape[1]), np.float32)
+        inputs[:, : embedded.shape[1]] = embedded
+        inputs[rows] = values
+        return self.backend.buffer(inputs)
 
     def sample(self, spans: Seq[Span], forward: ForwardOutput) -> PassSamples:
         """Samples all sampling rows of the pass at once."""

@@ -5,16 +5,29 @@ prompts that are computed in several passes or again after a preemption.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from headstart.core import Float32, ImageInput, StepPlan
+from headstart.core import Float32, ImageInput, Int32, StepPlan
 from headstart.kernels.ops import Backend, Handle
-from headstart.layers.vision import CHANNELS, VisionNetwork
+from headstart.layers.vision import VisionNetwork, patch_places, windows
 
 MAX_BYTES = 64 * 2**20  # of kept features
 BLOCK = 16  # positions of a block
+LEAST_SLOTS = 1024  # of the KV pool, which grows with the pictures
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """A tower's prepared programs over a pool of so many slots."""
+
+    num_slots: int = 0
+    embed: Handle = None
+    stages: list[Handle] = field(default_factory=list)
+    mergers: list[Handle] = field(default_factory=list)
 
 
 class VisionEncoder:
@@ -23,35 +36,81 @@ class VisionEncoder:
     def __init__(self, backend: Backend, network: VisionNetwork) -> None:
         """Raises ModelError if the backend cannot run the tower."""
         self.backend, self.network = backend, network
-        config = network.config
-        pool = backend.kv_pool(-(-config.num_patches // BLOCK) * BLOCK, config.spec)
-        self._encode = backend.prepare(partial(network.encode, pool=pool), hidden_width=CHANNELS * config.patch_size**2)
-        self._project = backend.prepare(network.project, hidden_width=config.hidden_size)
+        self._stages = network.stages
+        self._programs = _Programs()
+        self._reserve(LEAST_SLOTS)
         self._kept: OrderedDict[bytes, Float32] = OrderedDict()
 
     def features(self, image: ImageInput) -> Float32:
-        """Rows of the trunk [num_tokens, H]."""
+        """Rows of the trunk [num_tokens, H], with deep mergers those for its first layers beside them."""
         if (known := self._kept.get(image.digest)) is None:
-            encoded = self._run(self._encode, image.patches)
-            known = self._run(self._project, self.network.pooled(encoded))
-            self._kept[image.digest] = known
+            known = self._kept[image.digest] = self._encode(image)
         self._kept.move_to_end(image.digest)
         while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > MAX_BYTES:
             self._kept.popitem(last=False)
         return known
 
-    def _run(self, handle: Handle, rows: Float32) -> Float32:
-        """A copy of a program's `out` for rows that all see each other."""
-        count = len(rows)
-        numbers = np.arange(count, dtype=np.int32)
-        plan = StepPlan(
-            token_ids=numbers,
-            positions=numbers,
-            slots=numbers,
-            visible_end=np.full(count, count - 1, np.int32),
-            row_starts=np.array([0, count], np.int32),
-            block_tables=np.arange(-(-count // BLOCK), dtype=np.int32)[None],
-            logit_rows=np.zeros(0, np.int32),
-            block_size=BLOCK,
+    def _reserve(self, num_slots: int) -> None:
+        """Prepares the programs over a larger pool if this one has fewer slots."""
+        if num_slots <= self._programs.num_slots:
+            return
+        num_slots = 1 << (num_slots - 1).bit_length()
+        self._programs = _Programs()  # frees the pool before the next one
+        network, prepare, config = self.network, self.backend.prepare, self.network.config
+        pool = self.backend.kv_pool(num_slots, config.spec)
+        run = partial(network.run, pool=pool)
+        self._programs = _Programs(
+            num_slots,
+            prepare(network.embed, hidden_width=config.patch_width),
+            [prepare(partial(run, stage=stage), hidden_width=config.hidden_size) for stage in self._stages],
+            [prepare(each.project, hidden_width=config.merged_width(each.config)) for each in network.mergers],
         )
-        return self.backend.numpy(self.backend.run(handle, plan, hidden=self.backend.buffer(rows))["out"]).copy()
+
+    def _encode(self, image: ImageInput) -> Float32:
+        network, config = self.network, self.network.config
+        size, num_tokens = config.merge**2, image.num_tokens
+        groups = windows(image.grid, config.window) if config.window else [np.arange(num_tokens, dtype=np.int32)]
+        tokens = np.concatenate(groups)
+        patches = (tokens[:, None] * size + np.arange(size)).reshape(-1)
+        places = patch_places(image.grid, config.merge)
+        axes = np.concatenate((np.zeros((len(places), 1), np.int32), places), 1)[patches]
+        whole, local = _plan([num_tokens * size], axes), _plan([len(each) * size for each in groups], axes)
+        self._reserve(max(BLOCK * int(plan.block_tables.max() + 1) for plan in (whole, local)))
+        x = self._run(self._programs.embed, image.patches, whole)["out"]
+        if network.positions is not None:
+            x = x + network.position_rows(places, (image.grid[0] * config.merge, image.grid[1] * config.merge))
+        x = x[patches]
+        features = np.empty((num_tokens, len(network.mergers) * config.out), np.float32)
+        for stage, program in zip(self._stages, self._programs.stages, strict=True):
+            outputs = self._run(program, x, local if stage.is_windowed else whole)
+            x = outputs["out"]
+            if (number := stage.merger) is not None:
+                rows = network.mergers[number].joined(outputs.get("merged", x), size)
+                merged = self._run(self._programs.mergers[number], rows, _plan([num_tokens]))["out"]
+                features[tokens, number * config.out : (number + 1) * config.out] = merged
+        return features
+
+    def _run(self, handle: Handle, rows: Float32, plan: StepPlan) -> dict[str, Float32]:
+        """Copies of a program's results."""
+        hidden = self.backend.buffer(np.ascontiguousarray(rows))
+        return {name: self.backend.numpy(x).copy() for name, x in self.backend.run(handle, plan, hidden=hidden).items()}
+
+
+def _plan(sizes: Seq[int], axes: Int32 | None = None) -> StepPlan:
+    """Rows of groups of these sizes; the rows of a group see each other. axes: rotary positions [R, 3]."""
+    blocks = [-(-size // BLOCK) for size in sizes]
+    tables = np.zeros((len(sizes), max(blocks)), np.int32)
+    for i, first in enumerate(np.cumsum([0, *blocks[:-1]])):
+        tables[i, : blocks[i]] = np.arange(first, first + blocks[i])
+    positions = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+    return StepPlan(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        slots=np.repeat(tables[:, 0] * BLOCK, sizes).astype(np.int32) + positions,
+        visible_end=np.repeat(np.array(sizes, np.int32) - 1, sizes),
+        row_starts=np.cumsum([0, *sizes]).astype(np.int32),
+        block_tables=tables,
+        logit_rows=np.zeros(0, np.int32),
+        block_size=BLOCK,
+        rope_positions=axes,
+    )

@@ -123,7 +123,10 @@ def _block(layer: LayerConfig) -> dict[str, Any]:
     return {
         "intermediate_size": mlp.inner, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim, "scale": spec.scale, "eps": layer.eps,
-        "rope": {"inv_freq": list(rope.inv_freq), "rotary_dim": rope.rotary_dim, "scale": rope.scale},
+        "rope": {
+            "inv_freq": list(rope.inv_freq), "rotary_dim": rope.rotary_dim, "scale": rope.scale,
+            **({"axes": list(rope.axes)} if rope.axes else {}),
+        },
         "qkv_bias": attention.qkv_bias, "o_bias": attention.o_bias, "mlp_bias": mlp.bias, "qk_norm": attention.qk_norm,
         "gated_attention": attention.gated,
     }  # fmt: skip
@@ -217,7 +220,12 @@ def _layer(block: Document) -> LayerConfig:
     return LayerConfig(
         mixer=AttentionConfig(
             spec=spec,
-            rope=RopeSpec(tuple(map(float, rope["inv_freq"])), int(rope["rotary_dim"]), float(rope["scale"])),
+            rope=RopeSpec(
+                tuple(map(float, rope["inv_freq"])),
+                int(rope["rotary_dim"]),
+                float(rope["scale"]),
+                axes=tuple(map(int, rope.get("axes", ()))),
+            ),
             qkv_bias=bool(block.get("qkv_bias")),
             o_bias=bool(block.get("o_bias")),
             qk_norm=bool(block.get("qk_norm")),

@@ -384,9 +384,6 @@ class Backend(Protocol):
     def buffer(self, values: NDArray[np.float32]) -> Buffer:
         """Rows [R, width] for `run`."""
 
-    def put_rows(self, x: Buffer, rows: NDArray[np.int64], values: NDArray[np.float32]) -> Buffer:
-        """A copy of x [R, width] with `values` [n, width] in rows [n], outside a program."""
-
     def numpy(self, x: Buffer) -> NDArray[np.float32]:
         """Copy x to the host."""
 

@@ -14,6 +14,8 @@ class RopeSpec:
     trailing: bool = False  # the last rotary_dim dims rotate instead, neighbours 2 i and 2 i + 1 together
     inverse: bool = False  # rotate backwards
     shift: int = 0  # rotate by position - shift, at least 0
+    # column of StepPlan.rope_positions that each frequency takes (M-RoPE); empty: the row's position
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -126,12 +126,6 @@ class TorchBackend:
     def buffer(self, values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(self.torch_device, self.hidden_dtype)
 
-    @torch.inference_mode()
-    def put_rows(self, x: Tensor, rows: NDArray[np.int64], values: NDArray[np.float32]) -> Tensor:
-        changed = x.clone()
-        changed[self.index(rows)] = torch.from_numpy(np.ascontiguousarray(values)).to(x)
-        return changed
-
     def numpy(self, x: Tensor) -> NDArray[np.float32]:
         values: NDArray[np.float32] = x.float().cpu().numpy()
         return values

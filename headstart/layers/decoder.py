@@ -290,7 +290,9 @@ class DecoderProgram:
     pools: list[Pool]
     hidden_pool: Pool = None
     tap: Tap = "post_norm"
-    reads_embedded: bool = False  # the input of the first layer is StepInputs.hidden, not made of token ids
+    # columns of StepInputs.hidden: the input of the first layer [R, H], and for each of the first layers [R, H] that is
+    # added to its output; 0: the input is made of token ids
+    embedded_width: int = 0
 
     def __call__(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         state = self.begin(ops, step)
@@ -307,7 +309,9 @@ class DecoderProgram:
 
     def begin(self, ops: Ops, step: StepInputs) -> ForwardState:
         """The input of the first layer."""
-        embedded = step.hidden if self.reads_embedded else self.model.embed(ops, step.token_ids)
+        width = len(self.model.norm.weight)
+        embedded = self.model.embed(ops, step.token_ids) if not self.embedded_width else step.hidden
+        embedded = ops.columns(embedded, 0, width) if self.embedded_width > width else embedded
         streams = self.model.streams
         return ForwardState(step.token_ids, embedded, streams.expand(ops, embedded) if streams else embedded)
 
@@ -324,6 +328,9 @@ class DecoderProgram:
                 ops.store(stream, self.hidden_pool, taps.index(index) * len(self.model.norm.weight))
         layer, pool = self.model.layers[index], self.pools[index]
         state.delta, state.residual = layer(ops, state.delta, state.residual, step.positions, pool, state)
+        width = len(self.model.norm.weight)
+        if (index + 2) * width <= self.embedded_width:
+            state.residual = ops.add(state.residual, ops.columns(step.hidden, (index + 1) * width, width))
 
     def end(self, ops: Ops, state: ForwardState) -> tuple[Buffer, Buffer, Buffer]:
         """The stream after [R, H] and before [R, H] the final norm, and the residual streams after the last layer."""

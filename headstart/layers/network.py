@@ -84,7 +84,7 @@ class DecoderNetwork:
     tap: Tap | None = None  # hidden states that it stores in pools.hidden
     first_position: int = 0
     hidden_offset: None = None
-    embedded_width: int = 0  # columns of the first layer's input, if it may be given; 0: always from token ids
+    embedded_width: int = 0  # see DecoderProgram, for programs whose input may be given; 0: always from token ids
 
     @property
     def kv_specs(self) -> Seq[KVSpec]:
@@ -102,5 +102,5 @@ class DecoderNetwork:
         return {
             FORWARD: NetworkProgram(code),
             EMBED: NetworkProgram(lambda ops, step: {"embedded": self.decoder.embed(ops, step.token_ids)}),
-            FORWARD_EMBEDDED: NetworkProgram(replace(code, reads_embedded=True), self.embedded_width),
+            FORWARD_EMBEDDED: NetworkProgram(replace(code, embedded_width=self.embedded_width), self.embedded_width),
         }

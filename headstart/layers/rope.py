@@ -98,7 +98,20 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         inv_freq, scale = inv_freq / _factors(scaling, key, inv_freq), _long_scale(scaling, config)
     elif kind == "rope_freqs":
         inv_freq = inv_freq / _factors(scaling, "factors", inv_freq)
-    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale)  # an odd number of dims rotates one more
+    axes = _axes(scaling.get("mrope_section"), bool(scaling.get("mrope_interleaved", config.get("mrope_interleaved"))))
+    # an odd number of dims rotates one more
+    return RopeSpec(tuple(inv_freq.tolist()), 2 * len(inv_freq), scale, axes=axes if len(axes) == len(inv_freq) else ())
+
+
+def _axes(sections: Any, interleaved: bool) -> tuple[int, ...]:
+    """RopeSpec.axes of M-RoPE, whose `sections` are the numbers of frequencies on each axis; none if they are not three
+    numbers. `interleaved`: the axes take turns, and the first one has the rest (Qwen3-VL)."""
+    is_right = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    if not is_right or not 0 < sum(sections) <= MAX_FEATURES or min(sections) < 0:
+        return ()
+    if not interleaved:
+        return tuple(np.repeat(range(3), sections).tolist())
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
 
 
 def rope_base(rope: RopeSpec) -> float:

@@ -1,16 +1,19 @@
-"""`VisionConfig` and `VisionNetwork`: a transformer over the patches of a picture, and the projection of its outputs to
-rows of the trunk.
+"""`VisionConfig` and `VisionNetwork`: a transformer over the patches of a picture, and mergers that make rows of the
+trunk of its outputs.
 
-Canonical tensors under `vision.`: `patch_embedding` [hidden, channels * patch^2], `position_embedding` [P, hidden],
-`layers.N`, `norm`, `project_norm`, `projection` [trunk's hidden size, hidden].
+The patches of a token are neighbours: tokens row by row, in a token its patches row by row. Canonical tensors under
+`vision.`: `patch_embedding.{t}` [hidden, channels * patch^2] for each of `frames` equal frames, `position_embedding`
+[P, hidden], `layers.N`, and those of the mergers.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from headstart.core import Float32
-from headstart.kernels.ops import AttentionSpec, Buffer, Ops, Pool, StepInputs, Weight
+from headstart.core import Float32, Int32
+from headstart.kernels.ops import Activation, AttentionSpec, Buffer, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
@@ -18,27 +21,91 @@ from headstart.layers.weights import Shapes, Weights
 
 PREFIX = "vision."
 CHANNELS = 3
+NormKind = Literal["", "rms", "layer"]  # "": no norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergerConfig:
+    """From the patches of a token to a row of the trunk. Canonical tensors under its name: `patch_norm`, `norm`, `up`
+    and `down`; or `patch_norm`, `norm` and `projection` if `inner` is 0."""
+
+    name: str
+    averaged: bool = False  # the mean of the patches is projected; False: all of them, side by side
+    patch_norm: NormKind = ""  # of each patch
+    norm: NormKind = ""  # of the mean, or of the patches side by side
+    inner: int = 0  # rows of `up`, with GELU behind it
+    activation: Activation = "gelu"
+
+    def shapes(self, config: "VisionConfig") -> Shapes:
+        width = config.merged_width(self)
+        norms = [("patch_norm", self.patch_norm, config.hidden_size), ("norm", self.norm, width)]
+        shapes: Shapes = {f"{self.name}.{name}.weight": (size,) for name, kind, size in norms if kind}
+        shapes |= {f"{self.name}.{name}.bias": (size,) for name, kind, size in norms if kind == "layer"}
+        if not self.inner:
+            return {**shapes, f"{self.name}.projection.weight": (config.out, width)}
+        for name, size in (("up", (self.inner, width)), ("down", (config.out, self.inner))):
+            shapes |= {f"{self.name}.{name}.weight": size, f"{self.name}.{name}.bias": size[:1]}
+        return shapes
+
+    def build(self, weights: Weights, config: "VisionConfig") -> "Merger":
+        width = config.merged_width(self)
+
+        def norm(name: str, kind: NormKind, size: int) -> RMSNorm | None:
+            is_layer = kind == "layer"
+            full = f"{self.name}.{name}"
+            return weights.norm(full, size, config.eps, centered=is_layer, biased=is_layer) if kind else None
+
+        up = weights.linear(f"{self.name}.up", self.inner, width, bias=True) if self.inner else None
+        down = (
+            weights.linear(f"{self.name}.down", config.out, self.inner, bias=True)
+            if self.inner
+            else weights.linear(f"{self.name}.projection", config.out, width)
+        )
+        patch_norm = norm("patch_norm", self.patch_norm, config.hidden_size)
+        return Merger(self, patch_norm, norm("norm", self.norm, width), up, down)
+
+
+@dataclass(frozen=True)
+class Merger:
+    """A merger on a backend."""
+
+    config: MergerConfig
+    patch_norm: RMSNorm | None
+    norm: RMSNorm | None
+    up: Linear | None
+    down: Linear
+
+    def joined(self, patches: Float32, count: int) -> Float32:
+        """[P, hidden] -> [T, merged width], of `count` patches each."""
+        groups = patches.reshape(len(patches) // count, count, -1)
+        if self.config.averaged:
+            return np.ascontiguousarray(groups.mean(1, dtype=np.float64), np.float32)
+        return groups.reshape(len(groups), -1)
+
+    def project(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+        """[T, merged width] -> `out` [T, trunk's hidden size]."""
+        x = self.norm(ops, step.hidden) if self.norm else step.hidden
+        x = ops.activate(self.up(ops, x), self.config.activation) if self.up else x
+        return {"out": self.down(ops, x)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """Sizes and layers of a vision tower for pictures of one size."""
+    """Sizes and layers of a vision tower."""
 
-    grid: int  # patches in a row and in a column
     patch_size: int  # pixels in a row of a patch
+    frames: int = 1  # copies of the picture that the patch embedding reads, one matrix each
+    patch_bias: bool = True
     hidden_size: int
+    positions: int  # rows and columns of the learned position embedding, stretched to the picture; 0: none
     layers: tuple[LayerConfig, ...]
+    window: int = 0  # tokens in a row of an attention window; 0: no windows
+    whole: tuple[int, ...] = ()  # layers whose patches see all of the picture in spite of `window`
     eps: float
-    pool: int  # patches in a row and in a column of which the mean is one token
+    merge: int  # patches in a row and in a column of a token
+    merger: MergerConfig  # of the last layer's output: replaces embeddings in the trunk's rows
+    deep: tuple[tuple[int, MergerConfig], ...] = ()  # (layer, merger of its output), added to the trunk's first layers
     out: int  # the trunk's hidden size
-
-    @property
-    def num_patches(self) -> int:
-        return self.grid**2
-
-    @property
-    def num_tokens(self) -> int:
-        return (self.grid // self.pool) ** 2
 
     @property
     def spec(self) -> AttentionSpec:
@@ -47,59 +114,124 @@ class VisionConfig:
         assert spec is not None
         return spec
 
+    @property
+    def patch_width(self) -> int:
+        return CHANNELS * self.patch_size**2
+
+    def merged_width(self, merger: MergerConfig) -> int:
+        """Columns of a merger's input."""
+        return self.hidden_size * (1 if merger.averaged else self.merge**2)
+
+    @property
+    def mergers(self) -> tuple[MergerConfig, ...]:
+        """The last layer's merger first."""
+        return (self.merger, *(each for _, each in self.deep))
+
     def shapes(self) -> Shapes:
         """Canonical names and shapes."""
         hidden = self.hidden_size
-        shapes: Shapes = {
-            "vision.patch_embedding.weight": (hidden, CHANNELS * self.patch_size**2),
-            "vision.patch_embedding.bias": (hidden,),
-            "vision.position_embedding.weight": (self.num_patches, hidden),
-        }
+        shapes: Shapes = {f"vision.patch_embedding.{t}.weight": (hidden, self.patch_width) for t in range(self.frames)}
+        shapes |= {"vision.patch_embedding.0.bias": (hidden,)} if self.patch_bias else {}
+        shapes |= {"vision.position_embedding.weight": (self.positions**2, hidden)} if self.positions else {}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"vision.layers.{i}", hidden)
-        ends: Shapes = {"vision.norm.weight": (hidden,), "vision.norm.bias": (hidden,)}
-        return shapes | ends | {"vision.project_norm.weight": (hidden,), "vision.projection.weight": (self.out, hidden)}
+        for merger in self.mergers:
+            shapes |= merger.shapes(self)
+        return shapes
 
     def build(self, weights: Weights) -> "VisionNetwork":
-        hidden = self.hidden_size
+        hidden, size = self.hidden_size, (self.positions**2, self.hidden_size)
         return VisionNetwork(
             config=self,
-            patch_embedding=weights.linear("vision.patch_embedding", hidden, CHANNELS * self.patch_size**2, bias=True),
-            position_embedding=weights.get("vision.position_embedding.weight", self.num_patches, hidden),
+            patch_embedding=[
+                weights.linear(f"vision.patch_embedding.{t}", hidden, self.patch_width, bias=self.patch_bias and t == 0)
+                for t in range(self.frames)
+            ],
+            positions=weights.raw("vision.position_embedding.weight", size).float32() if self.positions else None,
             layers=[each.build(weights, f"vision.layers.{i}", hidden) for i, each in enumerate(self.layers)],
-            norm=weights.norm("vision.norm", hidden, self.eps, centered=True, biased=True),
-            project_norm=weights.norm("vision.project_norm", hidden, self.eps),
-            projection=weights.linear("vision.projection", self.out, hidden),
+            mergers=[each.build(weights, self) for each in self.mergers],
         )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Layers first .. end - 1, after which a merger may read the patches."""
+
+    first: int
+    end: int
+    is_windowed: bool  # patches see their window only
+    merger: int | None  # index in VisionNetwork.mergers
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionNetwork:
-    """A vision tower on a backend. `encode`, `pooled` and `project` in turn make the rows of a picture."""
+    """A vision tower on a backend: `embed`, then each of `stages`, and the mergers between them."""
 
     config: VisionConfig
-    patch_embedding: Linear
-    position_embedding: Weight
+    patch_embedding: list[Linear]
+    positions: Float32 | None  # [side^2, hidden]
     layers: list[DecoderLayer]
-    norm: RMSNorm
-    project_norm: RMSNorm
-    projection: Linear
+    mergers: list[Merger]
 
-    def encode(self, ops: Ops, step: StepInputs, pool: Pool) -> dict[str, Buffer]:
-        """Patches [P, channels * patch^2] with their numbers as token ids -> `out` [P, hidden]."""
-        x = self.patch_embedding(ops, step.hidden)
-        residual = ops.add(x, ops.embed(self.position_embedding, step.token_ids))
-        delta = None
-        for layer in self.layers:
+    @property
+    def stages(self) -> list[Stage]:
+        """Runs of layers of one kind, cut where a merger reads."""
+        config, last = self.config, len(self.layers) - 1
+        merged = {layer: number for number, (layer, _) in enumerate(config.deep, 1)} | {last: 0}
+        windowed = [bool(config.window) and i not in config.whole for i in range(len(self.layers))]
+        stages, first = list[Stage](), 0
+        for i in range(len(self.layers)):
+            if i in merged or windowed[i] != windowed[i + 1]:
+                stages.append(Stage(first, i + 1, windowed[i], merged.get(i)))
+                first = i + 1
+        return stages
+
+    def embed(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+        """Patches [P, channels * patch^2] -> `out` [P, hidden]."""
+        frames = [each(ops, step.hidden) for each in self.patch_embedding]
+        x = frames[0]
+        for frame in frames[1:]:
+            x = ops.add(x, frame)
+        return {"out": x}
+
+    def run(self, ops: Ops, step: StepInputs, stage: Stage, pool: Pool) -> dict[str, Buffer]:
+        """Patches [P, hidden] through the layers of a stage -> `out` [P, hidden], and `merged`, a merger's input."""
+        delta, residual = None, step.hidden
+        for layer in self.layers[stage.first : stage.end]:
             delta, residual = layer(ops, delta, residual, step.positions, pool)
-        return {"out": self.norm.add(ops, delta, residual)[0]}
+        x = residual if delta is None else ops.add(delta, residual)
+        norm = None if stage.merger is None else self.mergers[stage.merger].patch_norm
+        return {"out": x} if norm is None else {"out": x, "merged": norm(ops, x)}
 
-    def pooled(self, encoded: Float32) -> Float32:
-        """Means of squares of pool * pool patches [P, hidden] -> [T, hidden]."""
-        config, side = self.config, self.config.grid // self.config.pool
-        squares = encoded.reshape(side, config.pool, side, config.pool, -1)
-        return np.ascontiguousarray(squares.mean((1, 3), dtype=np.float64).reshape(side * side, -1), np.float32)
+    def position_rows(self, places: Int32, grid: tuple[int, int]) -> Float32:
+        """Position embeddings [P, hidden] of patches at `places` [P, 2] in a grid: the learned square, stretched
+        linearly with its corners at the grid's (transformers 5.24, vision_utils.py)."""
+        assert self.positions is not None
+        side, found = self.config.positions, np.float32(0)
+        at = [
+            places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(grid[axis] - 1, 1))
+            for axis in (0, 1)
+        ]
+        low = [np.floor(each).astype(np.int64) for each in at]
+        for down in (0, 1):
+            for right in (0, 1):
+                taps = [np.minimum(low[axis] + step, side - 1) for axis, step in enumerate((down, right))]
+                weights = [1 - np.abs(at[axis] - low[axis] - step) for axis, step in enumerate((down, right))]
+                rows = self.positions[taps[0] * side + taps[1]]
+                found = found + rows * (weights[0] * weights[1]).astype(np.float32)[:, None]
+        return np.asarray(found, np.float32)
 
-    def project(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
-        """[T, hidden] -> `out` [T, trunk's hidden size]."""
-        return {"out": self.projection(ops, self.project_norm(ops, step.hidden))}
+
+def patch_places(grid: tuple[int, int], merge: int) -> Int32:
+    """Row and column [P, 2] of each patch, in the order of this file. grid: rows and columns of tokens."""
+    rows, columns = np.mgrid[0 : grid[0] * merge, 0 : grid[1] * merge]
+    places = np.stack((rows, columns), -1).reshape(grid[0], merge, grid[1], merge, 2)
+    return places.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int32)
+
+
+def windows(grid: tuple[int, int], side: int) -> list[Int32]:
+    """Tokens of each attention window, row by row; windows row by row. Those at the right and lower edge may be smaller
+    than side * side."""
+    numbers = np.arange(math.prod(grid), dtype=np.int32).reshape(grid)
+    starts = ((row, column) for row in range(0, grid[0], side) for column in range(0, grid[1], side))
+    return [numbers[row : row + side, column : column + side].reshape(-1) for row, column in starts]

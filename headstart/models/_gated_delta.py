@@ -23,7 +23,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.delta import DeltaConfig
 from headstart.layers.parts import FeedForwardConfig
-from headstart.models import keys
+from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
@@ -270,7 +270,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
 
 
 DEFAULTS = {
-    "max_position_embeddings": 32768,
+    "max_position_embeddings": 32768, "mrope_interleaved": True,
     "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
@@ -344,6 +344,7 @@ def family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),
         defaults={**DEFAULTS, **defaults}, harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)}, names=NAMES,
         head=HeadSpec(beyond="cycle"), mtp=mtp, adapt=adapt, restore=partial(restore, joined=joined), aliases=aliases,
+        vision=_qwen_vision.VISION if not joined else None,
         small={**SMALL, **(SMALL_EXPERTS if experts else {}), **small},
         scratch=SCRATCH_WITH_EXPERTS if experts else SCRATCH,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from headstart.kernels.ops import AttentionSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.vision import CHANNELS, VisionConfig
+from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
 from headstart.models import keys
 from headstart.models.names import Names
 
@@ -16,10 +16,11 @@ PROJECTOR = "multi_modal_projector."
 NAMES = Names(
     {
         **{f"{tower}encoder.layers.{{i}}.": "vision.layers.{i}." for tower in TOWERS},
-        **{f"{tower}embeddings.": "vision." for tower in TOWERS},
-        **{f"{tower}post_layernorm.": "vision.norm." for tower in TOWERS},
-        f"{PROJECTOR}mm_soft_emb_norm.": "vision.project_norm.",
-        f"{PROJECTOR}mm_input_projection_weight": "vision.projection.weight",
+        **{f"{tower}embeddings.patch_embedding.": "vision.patch_embedding.0." for tower in TOWERS},
+        **{f"{tower}embeddings.position_embedding.": "vision.position_embedding." for tower in TOWERS},
+        **{f"{tower}post_layernorm.": "vision.merger.patch_norm." for tower in TOWERS},
+        f"{PROJECTOR}mm_soft_emb_norm.": "vision.merger.norm.",
+        f"{PROJECTOR}mm_input_projection_weight": "vision.merger.projection.weight",
     },
     parts={
         ".layer_norm1.": ".input_layernorm.",
@@ -54,6 +55,7 @@ def tower(written: dict[str, Any], num_tokens: int, out: int) -> VisionConfig:
         eps=eps, centered=True, biased=True,
     )  # fmt: skip
     return VisionConfig(
-        grid=grid, patch_size=patch, hidden_size=hidden, eps=eps, pool=grid // side, out=out,
+        patch_size=patch, hidden_size=hidden, positions=grid, eps=eps, merge=grid // side, out=out,
         layers=(layer,) * keys.num_layers(config),
+        merger=MergerConfig(name="vision.merger", averaged=True, patch_norm="layer", norm="rms"),
     )  # fmt: skip

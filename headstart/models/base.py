@@ -27,11 +27,15 @@ NOTHING: Mapping[str, str] = {}
 class VisionFamily:
     """Config keys and tensor names of a family's vision tower."""
 
-    # (config.json, the trunk's sizes) -> (the tower, how pictures are prepared); None without a tower
-    read: Callable[[Config, DecoderConfig], tuple[VisionConfig, PictureFormat] | None]
+    # (config.json, the trunk's sizes, preprocessor_config.json) -> (the tower, how pictures are prepared); None for a
+    # tower of a model type that is not supported
+    read: Callable[[Config, DecoderConfig, Config], tuple[VisionConfig, PictureFormat] | None]
     names: Names  # published names -> canonical names under `vision.`
     # tensors under canonical names -> those that VisionConfig.build takes
     adapt: Callable[[dict[str, RawTensor], VisionConfig], dict[str, RawTensor]]
+    stored: Callable[[str], str] = (
+        str  # name of a tensor that VisionConfig.build takes -> name of the one that holds it
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

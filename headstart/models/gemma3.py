@@ -42,22 +42,25 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def tower(config: Config, trunk: DecoderConfig) -> tuple[VisionConfig, PictureFormat] | None:
+def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig, PictureFormat] | None:
     """VisionFamily.read: SigLIP with averages of its patches, whose rows attend to each other."""
     written = config.get("vision_config")
     if not isinstance(written, dict):
         return None
     vision = _siglip.tower(written, number(config, "mm_tokens_per_image", default=256), trunk.hidden_size)
     return vision, PictureFormat(
-        image_size=vision.grid * vision.patch_size, patch_size=vision.patch_size, num_tokens=vision.num_tokens,
-        marker="<start_of_image>", end="<end_of_image>", around="\n\n", is_bidirectional=True,
+        image_size=vision.positions * vision.patch_size, patch_size=vision.patch_size, merge=vision.merge,
+        placeholder="<start_of_image>", marker="<start_of_image>", begin="<start_of_image>", end="<end_of_image>",
+        around="\n\n", is_bidirectional=True,
         token_id=min(number(config, "image_token_index", default=262144), trunk.vocab_size - 1),
     )  # fmt: skip
 
 
 def adapt_tower(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
     """VisionFamily.adapt: a convolution over patches is a matrix; the projection is stored [in, out]."""
-    patch, norm, projection = (f"vision.{name}.weight" for name in ("patch_embedding", "project_norm", "projection"))
+    patch, norm, projection = (
+        f"vision.{name}.weight" for name in ("patch_embedding.0", "merger.norm", "merger.projection")
+    )
     shape = config.shapes()[patch]
     return {
         **tensors,

@@ -1,10 +1,10 @@
-"""Qwen2 and Qwen2.5 (dense), and the text part of Qwen2-VL and Qwen2.5-VL.
+"""Qwen2 and Qwen2.5 (dense), Qwen2.5-VL, and the text part of Qwen2-VL.
 
 Formula: transformers `models/qwen2`, `models/qwen2_5_vl`: for text all axes of the rope have the same position.
 """
 
 from headstart.layers.build import DecoderConfig
-from headstart.models import keys
+from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config
 from headstart.models.names import WRAPPED, Names
@@ -30,6 +30,7 @@ FAMILY = Family(
         "vision_token_id": "of pictures, whose tensors are left out",
     },
     names=Names(WRAPPED),
+    vision=_qwen_vision.VISION,
     aliases=("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2vl"),
     small={"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6},
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 (dense), text part: gated DeltaNet and attention layers."""
+"""Qwen3.5 and 3.6 (dense): gated DeltaNet and attention layers."""
 
 from headstart.models import _gated_delta
 from headstart.models.mtp import MTPLayout

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 with experts, text part."""
+"""Qwen3.5 and 3.6 with experts."""
 
 from headstart.models import _gated_delta
 from headstart.models.mtp import MTPLayout

@@ -1,11 +1,11 @@
-"""Qwen3 with experts (30B-A3B, 235B-A22B), and the text part of Qwen3-VL with experts.
+"""Qwen3 with experts (30B-A3B, 235B-A22B), and Qwen3-VL with experts.
 
 Formula: transformers `models/qwen3_moe`; `models/qwen3_vl_moe` always normalizes the chosen scores and stores experts
 as [experts, in, out].
 """
 
 from headstart.layers.build import DecoderConfig
-from headstart.models import keys
+from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.joined import turned_stacks
 from headstart.models.keys import Config, flag, number
@@ -32,7 +32,7 @@ FAMILY = Family(
     parse=parse,
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_experts_per_tok": 8, "norm_topk_prob": False,
-        "sliding_window": 4096,
+        "sliding_window": 4096, "mrope_interleaved": True,
     },
     harmless={
         "max_window_layers": "a window is for all layers",
@@ -43,6 +43,7 @@ FAMILY = Family(
     },
     names=Names(WRAPPED),
     adapt=turned_stacks,
+    vision=_qwen_vision.VISION,
     aliases=("qwen3moe", *SEEING),
     small={
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "rope_theta": 1e6,

@@ -27,6 +27,7 @@ from headstart.models.families import family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
 from headstart.text.picture_prompt import PictureFormat
+from headstart.text.tokenizer import read_config as read_json
 
 log = logging.getLogger("headstart.models")
 
@@ -66,28 +67,45 @@ class FoundVision(NamedTuple):
 
 
 def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) -> FoundVision | None:
-    """A checkpoint's vision tower; None if its family or its config has none, or (with a warning) the file holds none
-    of its tensors. Raises ModelError for wrong sizes and missing tensors."""
-    if family.vision is None or not checkpoint.config.get("vision_config"):
+    """A checkpoint's vision tower; None if its config has none. Raises ModelError if the tower cannot be used: the
+    model then reads text only."""
+    if not checkpoint.config.get("vision_config"):
         return None
+    what = f"the vision tower of {checkpoint.config.get('model_type')} models is not supported"
+    not_supported = ModelError(what, "headstart launch vllm MODEL runs it with pictures")
+    if (vision := family.vision) is None:
+        raise not_supported
     read = readable(checkpoint.tensors, checkpoint.config)
-    named = ((family.vision.names.canonical(name), tensor) for name, tensor in read.items())
+    named = ((vision.names.canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
     if not tensors:
-        log.warning("%s: text only: config.json has a vision_config, but no file has its tensors", checkpoint.name)
-        return None
-    declared = family.vision.read(checkpoint.config, trunk)
-    if declared is None:
-        return None
-    if missing := sorted(declared[0].shapes().keys() - tensors.keys()):
-        what = f"{checkpoint.name}: tensor {missing[0]} of the vision tower is missing"
+        raise ModelError("config.json has a vision_config, but no file has its tensors", "see the original model")
+    preparation = read_json(checkpoint.path / "preprocessor_config.json")
+    preparation = preparation or read_json(checkpoint.path / "processor_config.json").get("image_processor") or {}
+    if (declared := vision.read(checkpoint.config, trunk, preparation)) is None:
+        raise not_supported
+    if missing := sorted({vision.stored(name) for name in declared[0].shapes()} - tensors.keys()):
+        what = f"tensor {vision.names.theirs(missing[0])} of the vision tower is missing"
         raise ModelError(what, "is the checkpoint complete?")
-    return FoundVision(family.vision, *declared, tensors)
+    return FoundVision(vision, *declared, tensors)
 
 
-def load_vision(found: FoundVision, backend: Backend, source: str) -> VisionNetwork:
-    """Builds a vision tower. Raises ModelError for a tensor of another shape."""
-    return found.config.build(Weights(found.family.adapt(found.tensors, found.config), backend, source))
+def load_vision(
+    checkpoint: Checkpoint, family: Family, trunk: DecoderConfig, backend: Backend
+) -> tuple[FoundVision, VisionNetwork] | str:
+    """A checkpoint's vision tower on a backend, or why it reads text only (with a warning if it should have one)."""
+    try:
+        found = find_vision(checkpoint, family, trunk)
+        if found and found.format.has_axes and backend.runs_on != "cpu":
+            what = f"backend {backend.name} does not read pictures of {checkpoint.config.get('model_type')} models"
+            raise ModelError(what, "use --backend native")
+        if found:
+            adapted = found.family.adapt(found.tensors, found.config)
+            return found, found.config.build(Weights(adapted, backend, str(checkpoint.path)))
+    except ModelError as error:
+        log.warning("%s reads text only: %s; %s", checkpoint.name, error.message, error.hint)
+        return f"{error.message}; {error.hint}"
+    return ""
 
 
 def read_config(checkpoint: Checkpoint, family: Family, context: int | None = None) -> DecoderConfig:

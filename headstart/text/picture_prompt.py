@@ -1,6 +1,7 @@
 """`PictureProcessor`: resizes and normalizes pictures, and puts their rows into prompts."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,24 +10,56 @@ import numpy as np
 
 from headstart.core import Float32, ImageInput, Picture
 from headstart.errors import UsageError
-from headstart.text.images import Image
+from headstart.text.images import Image, ImageError
 from headstart.text.tokenizer import Tokenizer
+
+MAX_RATIO = 200  # of the sides of a picture that keeps its shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class PictureFormat:
     """How a family prepares a picture, and the tokens that it takes in a prompt."""
 
-    image_size: int  # width and height in pixels after resizing
+    image_size: int = 0  # width and height in pixels after resizing; 0: as `min_pixels` and `max_pixels` say
+    min_pixels: int = 0  # pictures keep their shape, with so many pixels at least and at most after resizing
+    max_pixels: int = 0
+    resample: int = 2  # Pillow's number of the filter; 2: bilinear
     patch_size: int  # width and height of a patch in pixels
-    num_tokens: int  # positions of a picture
+    merge: int  # patches in a row and in a column of a token
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of red, green and blue, subtracted from values in 0..1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # divides them
-    marker: str  # special token that the chat template writes for a picture, and that begins its rows
-    end: str  # special token behind the rows
-    around: str = ""  # newlines before the marker and behind the end
+    placeholder: str  # what the chat template writes for a picture
+    marker: str  # special token in it, which is replaced by `begin`, the rows and `end`
+    begin: str = ""  # special tokens before and behind the rows; empty: none
+    end: str = ""
+    around: str = ""  # newlines before `begin` and behind `end`
     token_id: int  # of the rows, whose embeddings are not used
     is_bidirectional: bool = False  # see core.Picture
+    has_axes: bool = False  # see core.Picture
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions of the largest picture."""
+        side = self.patch_size * self.merge
+        return (self.image_size**2 or self.max_pixels) // side**2
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL). Raises
+        ImageError for a picture that is too long."""
+        if self.image_size:
+            return self.image_size, self.image_size
+        if max(width, height) > MAX_RATIO * min(width, height):
+            what = f"it has {width} x {height} pixels, and one side may be {MAX_RATIO} times the other at most"
+            raise ImageError(what, "cut it into parts")
+        unit = self.patch_size * self.merge
+        sizes = [round(each / unit) * unit for each in (width, height)]
+        if sizes[0] * sizes[1] > self.max_pixels:
+            factor = math.sqrt(width * height / self.max_pixels)
+            sizes = [max(unit, math.floor(each / factor / unit) * unit) for each in (width, height)]
+        elif sizes[0] * sizes[1] < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / (width * height))
+            sizes = [math.ceil(each * factor / unit) * unit for each in (width, height)]
+        return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True)
@@ -38,20 +71,21 @@ class PictureProcessor:
 
     @property
     def placeholder(self) -> str:
-        return self.format.marker
+        return self.format.placeholder
 
     def prepare(self, image: Image) -> ImageInput:
-        """The resized picture (bilinear, antialiased, without regard to its shape) as patches."""
+        """The resized picture (antialiased) as patches."""
         from PIL import Image as Pillow  # only pictures need it
 
         about = self.format
-        size, side = about.image_size, about.patch_size
-        resized = Pillow.fromarray(image.pixels).resize((size, size), Pillow.Resampling.BILINEAR)
+        width, height = about.size_of(*image.size)
+        resized = Pillow.fromarray(image.pixels).resize((width, height), Pillow.Resampling(about.resample))
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (about.mean, about.std))
         pixels: Float32 = ((values - mean) / std).astype(np.float32)
         digest = hashlib.sha256(f"{about}".encode() + image.digest).digest()
-        return ImageInput(to_patches(pixels, side), about.num_tokens, digest)
+        unit = about.patch_size * about.merge
+        return ImageInput(to_patches(pixels, about.patch_size, about.merge), (height // unit, width // unit), digest)
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[list[int], tuple[Picture, ...]]:
         """See text.images.VisionTower.expand. Newlines around a picture become one token with those next to them, as
@@ -65,10 +99,10 @@ class PictureProcessor:
         for token in prompt_ids:
             if token == marker:
                 self._add_newlines(ids, len(about.around))
-                ids.append(marker)
+                ids += [self._id_of(about.begin)] if about.begin else []
                 image = images[len(found)]
-                found.append(Picture(len(ids), image, about.is_bidirectional))
-                ids += [about.token_id] * image.num_tokens + [self._id_of(about.end)]
+                found.append(Picture(len(ids), image, about.is_bidirectional, about.has_axes))
+                ids += [about.token_id] * image.num_tokens + ([self._id_of(about.end)] if about.end else [])
                 self._add_newlines(ids, len(about.around))
                 is_behind = bool(about.around)
             elif is_behind and (newlines := self._newlines.get(token)):
@@ -99,9 +133,11 @@ class PictureProcessor:
         return found
 
 
-def to_patches(pixels: Float32, side: int) -> Float32:
-    """Pixels [height, width, channels] -> patches [P, channels * side * side], row by row; in a patch, channel by
-    channel, as a convolution's weight [out, channels, side, side] has them."""
+def to_patches(pixels: Float32, side: int, merge: int) -> Float32:
+    """Pixels [height, width, channels] -> patches [P, channels * side * side]: squares of merge * merge patches row by
+    row, and in a square its patches row by row; in a patch, channel by channel, as a convolution's weight [out,
+    channels, side, side] has them."""
     height, width, channels = pixels.shape
-    cut = pixels.reshape(height // side, side, width // side, side, channels)
-    return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3).reshape(-1, channels * side * side))
+    unit = side * merge
+    cut = pixels.reshape(height // unit, merge, side, width // unit, merge, side, channels)
+    return np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * side * side))

@@ -1,8 +1,10 @@
 """Pictures in prompts: logits and texts against transformers' classes; the same text in any company."""
 
+import json
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,45 +12,69 @@ import pytest
 import torch
 from support import make, model_at, request, run
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from vision_models import gemma3, picture
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision_models import PREPARATION, QWEN, gemma3, picture, qwen
 
 from headstart.api.pictures import check_tower
 from headstart.core import Request, Sequence, Span
+from headstart.engine.engine import Engine
 from headstart.engine.load import Model
-from headstart.errors import ModelError, UsageError
+from headstart.engine.runner import Runner
+from headstart.engine.vision import VisionEncoder
+from headstart.errors import UsageError
 from headstart.formats import safetensors
-from headstart.models.families import family_named
+from headstart.text.images import ImageError
 from headstart.tools.inspect.run import runs_here
 
 TEXT = "What is on it?"
+KINDS = ("gemma3", *QWEN)
+IMAGES = {1: picture(1), 2: picture(2, 90, 23), 3: picture(3, 31, 64), 4: picture(4, 1, 1)}
+
+
+def published(kind: str) -> tuple[Any, Path]:
+    """(transformers' model, its directory)."""
+    return gemma3() if kind == "gemma3" else qwen(kind)
 
 
 @cache
-def seeing(backend: str) -> Model:
+def seeing(kind: str, backend: str) -> Model:
     settings: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    return model_at(gemma3()[1], backend, **settings)
+    return model_at(published(kind)[1], backend, **settings)
+
+
+def engine_of(model: Model, **settings: Any) -> Engine:
+    kept = "float32" if model.backend.name == "native" else None
+    common = {"backend": model.backend.name, "dtype": "float32", "block_size": 16, "kv_cache_dtype": kept}
+    return make(model, **{**common, **settings})
 
 
 def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Request:
     """A request with a placeholder for each picture, the last one in the middle of the text."""
     assert model.tower
-    marked = "".join("a<start_of_image>" for _ in images) + text
+    marked = "".join(f"a{model.tower.placeholder}" for _ in images) + text
     ids = model.tokenizer.encode(marked)
-    ids, pictures = model.tower.expand(ids, [model.tower.prepare(picture(seed)) for seed in images])
+    ids, pictures = model.tower.expand(ids, [model.tower.prepare(IMAGES[seed]) for seed in images])
     return replace(request(ids, **params), pictures=pictures)
 
 
-def truth(images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
+def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
     """Logits [T, V] of the prompt by transformers, and its greedy text."""
-    oracle, _ = gemma3()
-    processor = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-    pixels = processor([picture(seed).pixels for seed in images], return_tensors="pt").pixel_values
+    oracle, _ = published(kind)
+    is_gemma = kind == "gemma3"
+    processor = (
+        Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+        if is_gemma
+        else Qwen2VLImageProcessorPil(**PREPARATION)
+    )
+    prepared = processor([IMAGES[seed].pixels for seed in images], return_tensors="pt")
+    prepared = {key: value for key, value in prepared.items() if key in ("pixel_values", "image_grid_thw")}
     ids, texts = list(prompt), list[int]()
     first = None
     with torch.inference_mode():
         for _ in range(count):
             kinds = torch.tensor([[int(token == oracle.config.image_token_id) for token in ids]])
-            logits = oracle(torch.tensor([ids]), pixel_values=pixels, token_type_ids=kinds, use_cache=False).logits[0]
+            about = {"token_type_ids" if is_gemma else "mm_token_type_ids": kinds, **prepared}
+            logits = oracle(torch.tensor([ids]), use_cache=False, **about).logits[0]
             first = logits if first is None else first
             texts.append(int(logits[-1].argmax()))
             ids.append(texts[-1])
@@ -56,48 +82,80 @@ def truth(images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor,
     return first, texts
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_logits_and_texts_are_those_of_transformers(backend: str) -> None:
-    model = seeing(backend)
-    kept = "float32" if backend == "native" else None
-    engine = make(model, backend=backend, dtype="float32", kv_cache_dtype=kept, block_size=16)
-    one = asked(model, [1, 2], max_tokens=8)
-    expected, text = truth([1, 2], one.prompt_ids, 8)
+def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> None:
+    model = seeing(kind, backend)
+    engine = engine_of(model)
+    one = asked(model, [1, 2, 3], max_tokens=8)
+    expected, text = truth(kind, [1, 2, 3], one.prompt_ids, 8)
     sequence = Sequence(replace(one, params=replace(one.params, prompt_logprobs=0)), 0, list(one.prompt_ids), 0)
     assert engine.memory.reserve(sequence, len(sequence.tokens))
     logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
-    np.testing.assert_allclose(model.backend.numpy(logits), expected.numpy(), rtol=2e-3, atol=2e-3)
+    limit = {"gemma3": 2e-3}.get(kind, 2e-4)
+    np.testing.assert_allclose(model.backend.numpy(logits), expected.numpy(), rtol=limit, atol=limit)
     engine.memory.release(sequence)
     assert run(engine, [one])["r", 0].tokens == text
 
 
-def test_the_text_is_the_same_in_any_company() -> None:
-    model = seeing("native")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_the_same_in_any_company(kind: str) -> None:
+    model = seeing(kind, "native")
     requests = [
         asked(model, images, text, name=str(i), max_tokens=20, temperature=temperature)
         for i, (images, text, temperature) in enumerate(
             [([1], TEXT, 0.0), ([2], TEXT, 0.8), ([1, 2], "Hm?", 0.0), ([], "no picture at all", 0.9), ([1], TEXT, 0.0)]
         )
     ]
-    settings: dict[str, Any] = {"backend": "native", "dtype": "float32", "block_size": 16, "kv_cache_dtype": "float32"}
+    head = {"drafter": "mtp"} if kind == "qwen3_5" else {"drafter": "ngram"}
 
     def texts(**more: Any) -> dict[Any, list[int]]:
-        found = run(make(model, **{**settings, **more}), requests)
+        found = run(engine_of(model, **more), requests)
         return {key: each.tokens for key, each in found.items()}
 
     alone = texts(max_num_seqs=1, kv_blocks=16, drafter="none", enable_prefix_caching=False)
     assert alone["0", 0] == alone["4", 0] != alone["1", 0]
     assert texts(max_num_seqs=8, drafter="ngram", depth=3) == alone
+    assert texts(max_num_seqs=8, depth=3, **head) == alone
     for budget in (5, 19, 24):  # less than a picture, and cuts inside of it
-        assert texts(max_num_batched_tokens=budget, drafter="ngram", depth=2) == alone
-    engine = make(model, **{**settings, "max_num_seqs": 4, "kv_blocks": 9, "max_num_batched_tokens": 19})
+        assert texts(max_num_batched_tokens=budget, depth=2, **head) == alone
+    engine = engine_of(model, max_num_seqs=4, kv_blocks=9, max_num_batched_tokens=19, depth=2, **head)
     crowded = {key: each.tokens for key, each in run(engine, requests).items()}
     assert crowded == alone and engine.scheduler.num_preemptions
 
 
+def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rotary positions of drafted tokens behind a picture are those of the tokens in the text."""
+    model = seeing("qwen3_5", "native")
+    one = asked(model, [2, 1], max_tokens=24, ignore_eos=True, temperature=0.8)
+
+    def drafts() -> list[list[int]]:
+        found = list[list[int]]()
+        engine = engine_of(model, drafter="mtp", depth=4, enable_prefix_caching=False)
+        run(engine, [one], lambda e: found.extend(list(each.draft.tokens) for each in e.scheduler.running))
+        return found
+
+    together = drafts()
+    monkeypatch.setattr(Runner, "_draft_loop", lambda self, steps: None)
+    assert drafts() == together
+    assert sum(map(len, together)) > 40
+
+
+@pytest.mark.parametrize("kind", QWEN)
+def test_a_picture_has_the_same_features_in_any_pool(kind: str) -> None:
+    model = seeing(kind, "native")
+    assert model.vision and model.tower
+    images = [model.tower.prepare(each) for each in IMAGES.values()]
+    alone = [VisionEncoder(model.backend, model.vision).features(each) for each in images]
+    encoder = VisionEncoder(model.backend, model.vision)
+    encoder._reserve(1 << 14)
+    for image, features in reversed(list(zip(images, alone, strict=True))):
+        np.testing.assert_array_equal(encoder.features(image), features)
+
+
 def test_the_prefix_cache_knows_pictures() -> None:
-    model = seeing("native")
-    engine = make(model, backend="native", dtype="float32", block_size=16, kv_cache_dtype="float32")
+    model = seeing("gemma3", "native")
+    engine = engine_of(model)
     first, same, other = (asked(model, [seed], TEXT, max_tokens=4) for seed in (1, 1, 2))
     assert first.prompt_ids == other.prompt_ids
     expected = run(engine, [first])["r", 0].tokens
@@ -109,19 +167,26 @@ def test_the_prefix_cache_knows_pictures() -> None:
     assert engine.scheduler.prefix_hits == hits
 
 
-def test_what_is_said_about_towers() -> None:
-    model = seeing("reference")
+def test_what_is_said_about_towers(tmp_path: Path) -> None:
+    model = seeing("gemma3", "reference")
     assert runs_here(model.checkpoint)["vision"] == {"layers": 2, "tokens": 16}
-    config = {**model.checkpoint.config, "model_type": "qwen2_5_vl"}
-    checkpoint = replace(model.checkpoint, config=config)
-    blind = replace(model, tower=None, checkpoint=checkpoint, family=family_named("qwen2"))
-    with pytest.raises(UsageError, match="the vision tower of qwen2_5_vl models is not supported"):
-        check_tower(blind)
+    assert runs_here(seeing("qwen3_vl", "reference").checkpoint)["vision"] == {"layers": 3, "tokens": 32}
+    copied(qwen("qwen2_5_vl")[1], tmp_path, model_type="qwen2_vl")
+    with pytest.raises(UsageError, match="reads text only: the vision tower of qwen2_vl models is not supported"):
+        check_tower(model_at(tmp_path))
+
+
+def test_sizes_of_pictures() -> None:
+    tower = seeing("qwen3_vl", "reference").tower
+    assert tower
+    assert [tower.prepare(each).grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
+    with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
+        tower.prepare(picture(1, 402, 2))
 
 
 def test_placeholders() -> None:
-    tower = seeing("reference").tower
-    tokenizer = seeing("reference").tokenizer
+    tower = seeing("gemma3", "reference").tower
+    tokenizer = seeing("gemma3", "reference").tokenizer
     assert tower
     image = tower.prepare(picture(1))
     ids, (placed,) = tower.expand(tokenizer.encode("user\n<start_of_image>\nWhat"), [image])
@@ -132,16 +197,40 @@ def test_placeholders() -> None:
         tower.expand(tokenizer.encode("<start_of_image>"), [image, image])
 
 
-def test_a_checkpoint_without_its_tower_reads_text(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    folder = gemma3()[1]
-    tensors = safetensors.open_checkpoint(folder).tensors
-    arrays = {name: tensor.float32() for name, tensor in tensors.items()}
-    for file in folder.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    safetensors.save(tmp_path / "model.safetensors", {n: a for n, a in arrays.items() if "language_model" in n})
+def copied(source: Path, target: Path, without: str = "", **changes: Any) -> None:
+    """Copies a model without the tensors whose names contain a text, and changes keys of its config."""
+    arrays = {name: tensor.float32() for name, tensor in safetensors.open_checkpoint(source).tensors.items()}
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    kept = {name: array for name, array in arrays.items() if not without or without not in name}
+    safetensors.save(target / "model.safetensors", kept)
+
+
+WITHOUT = {
+    ("gemma3", "vision_tower"): "tensor vision_tower.encoder.layers.0.layer_norm1.bias",
+    ("gemma3", "layers.0.mlp.fc1.bias"): "tensor vision_tower.encoder.layers.0.mlp.fc1.bias",
+    ("qwen3_5", "blocks.1.attn.qkv.weight"): "tensor model.visual.blocks.1.attn.qkv.weight",
+    ("qwen3_vl", "visual."): "no file has its tensors",
+}
+"""(model, part of the names of tensors that are left out) -> what is said."""
+
+
+@pytest.mark.parametrize(("kind", "without"), WITHOUT)
+def test_a_model_with_a_part_of_its_tower_reads_text(
+    kind: str, without: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = published(kind)[1]
+    copied(source, tmp_path, without)
     model = model_at(tmp_path)
-    assert model.tower is None and "text only" in caplog.text
-    del arrays[next(name for name in arrays if name.endswith("fc1.bias"))]
-    safetensors.save(tmp_path / "model.safetensors", arrays)
-    with pytest.raises(ModelError, match=r"vision.layers.\d.mlp.up_proj.bias of the vision tower is missing"):
-        model_at(tmp_path)
+    said = WITHOUT[kind, without]
+    warnings = [each.getMessage() for each in caplog.records if "reads text only" in each.getMessage()]
+    assert len(warnings) == 1 and warnings[0].endswith(f"reads text only: {model.no_tower}")
+    assert said in model.no_tower and runs_here(model.checkpoint)["vision"]["why"] in model.no_tower
+    with pytest.raises(UsageError, match="reads text only: "):
+        check_tower(model)
+    ids = model.tokenizer.encode(TEXT)
+    whole = seeing(kind, "reference")
+    texts = [run(make(each, dtype="float32"), [request(ids, max_tokens=4)])["r", 0] for each in (model, whole)]
+    assert texts[0].tokens == texts[1].tokens

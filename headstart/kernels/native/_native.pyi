@@ -152,9 +152,10 @@ class StatePool:
         """View of these slots' memory. Raises ValueError for slots outside the pool."""
 
 class RopeTable:
-    """Table of cos and sin of position * inv_freq, times scale."""
+    """Table of cos and sin of position * inv_freq, times scale. axes: column of StepPlan.rope_positions of each
+    frequency; empty: all take the row's position."""
 
-    def __init__(self, inv_freq: list[float], scale: float) -> None: ...
+    def __init__(self, inv_freq: list[float], scale: float, axes: list[int]) -> None: ...
 
 class Arena:
     """Scratch memory that the programs of a backend share."""

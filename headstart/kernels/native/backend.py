@@ -187,11 +187,6 @@ class NativeBackend:
     def buffer(self, values: Array) -> Array:
         return np.ascontiguousarray(values, np.float32)
 
-    def put_rows(self, x: Array, rows: NDArray[np.int64], values: Array) -> Array:
-        changed = x.copy()
-        changed[rows] = values
-        return changed
-
     def numpy(self, x: Array) -> Array:
         return x
 

@@ -39,7 +39,7 @@ class ProgramRecorder:
     def __init__(self, path: str, hidden_width: int) -> None:
         self.program = Program(path)
         self._pending: list[Symbol] = []
-        self._ropes: dict[tuple[tuple[float, ...], float], RopeTable] = {}
+        self._ropes: dict[tuple[tuple[float, ...], float, tuple[int, ...]], RopeTable] = {}
         self._chosen: dict[KVPool, int] = {}  # the last selection over each pool
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
@@ -150,7 +150,8 @@ class ProgramRecorder:
 
     def rope(self, x: Symbol, positions: Input, spec: specs.RopeSpec, head_dim: int) -> Symbol:
         assert positions == "positions", positions
-        table = self._ropes.setdefault((spec.inv_freq, spec.scale), RopeTable(list(spec.inv_freq), spec.scale))
+        key = (spec.inv_freq, spec.scale, spec.axes)
+        table = self._ropes.setdefault(key, RopeTable(list(spec.inv_freq), spec.scale, list(spec.axes)))
         index = self.program.rope(self._index(x), table, head_dim, spec.trailing, spec.inverse, spec.shift)
         return Symbol(x.width, index)
 

@@ -241,8 +241,10 @@ class ReferenceOps:
         key = (id(positions), spec)
         if key not in self._rope_tables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
-            steps = (positions - spec.shift).clamp(min=0) * (-1 if spec.inverse else 1)
-            angles = steps[..., None, None].double() * frequencies
+            steps = (positions - spec.shift).clamp(min=0)[:, None, None] * (-1 if spec.inverse else 1)
+            if spec.axes and self._plan.rope_positions is not None:
+                steps = torch.from_numpy(self._plan.rope_positions[:, None, list(spec.axes)]).to(positions.device)
+            angles = steps.double() * frequencies
             tables = (angles.cos() * spec.scale, angles.sin() * spec.scale)
             self._rope_tables[key] = (tables[0].to(self._dtype), tables[1].to(self._dtype))
         return self._rope_tables[key]

@@ -20,7 +20,10 @@ def _model(data: Data) -> Iterator[str]:
     if here := data["here"]:
         yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
         if vision := here.get("vision"):
-            yield f"  vision tower: {vision['layers']} layers, {vision['tokens']} tokens for a picture"
+            if why := vision.get("why"):
+                yield f"  vision tower: not used: {why}"
+            else:
+                yield f"  vision tower: {vision['layers']} layers, at most {vision['tokens']} tokens for a picture"
         if here["fix"]:
             yield f"  fix: {here['fix']}"
         if wide := here["widened"]:

@@ -251,15 +251,21 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`) and which types become float32 in memory
-    (`widened`, with their bytes then; or None). `vision`: sizes of the vision tower, absent without one."""
+    (`widened`, with their bytes then; or None). `vision`: sizes of the vision tower, or `why` and `fix` if it is not
+    used; absent without one."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:
         family = find_family(checkpoint)
-        found = find_vision(checkpoint, family, read_config(checkpoint, family))
+        sizes = read_config(checkpoint, family)
         if checkpoint.format == "gguf":
             readable(checkpoint.tensors, checkpoint.config)
     except ModelError as error:
         return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
-    vision = {"vision": {"layers": len(found.config.layers), "tokens": found.config.num_tokens}} if found else {}
+    vision: dict[str, Any] = {}
+    try:
+        if found := find_vision(checkpoint, family, sizes):
+            vision = {"vision": {"layers": len(found.config.layers), "tokens": found.format.max_tokens}}
+    except ModelError as error:
+        vision = {"vision": {"why": error.message, "fix": error.hint}}
     return {"runs": True, "why": "", "fix": "", "widened": wide, **vision}
