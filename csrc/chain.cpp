@@ -2,11 +2,12 @@
 // a token of every sequence, scores it, asks the gate, and runs the program of the next step; finished sequences drop out.
 // With rows_given the first pass computes all rows of the drafts (block drafters), and the loop only samples.
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "bindings.h"
 #include "plan.h"
@@ -59,6 +60,11 @@ class Gate {
     std::vector<Doubles> tries_, hits_; // by place in the draft; the last also for later places
 };
 
+using Leaf = std::tuple<int64_t, int64_t, int64_t, double>; // core.Leaf: place, rank, token, score
+using Drafted = std::tuple<std::vector<int64_t>, std::vector<double>, std::vector<Leaf>>;
+
+constexpr float kExcluded = -1e30f; // logit of a candidate that was drawn before
+
 // The draft of one sequence.
 struct DraftState {
     int64_t depth, logit; // maximum tokens; first row in the first pass's logits
@@ -68,6 +74,8 @@ struct DraftState {
     std::vector<double> scores;
     std::vector<float> carried; // result `carry` of the step before; it replaces the last columns of the next row
     float logprob = 0;
+    int64_t width = 1;         // candidates for each token
+    std::vector<Leaf> leaves;  // candidates after the first, by place
 };
 
 // Rows of a program's output.
@@ -99,14 +107,15 @@ class Chain {
                     "token_ids must ascend, and be below vocab_size");
     }
 
-    // Returns (tokens, scores) of each sequence of the plan.
-    std::vector<std::pair<std::vector<int64_t>, std::vector<double>>>
+    // Returns (tokens, scores, leaves) of each sequence of the plan.
+    std::vector<Drafted>
     draft(ThreadPool& threads, Arena& arena, Program& first, nb::handle plan, const HiddenPool* hidden_pool,
-          nb::handle draw_rows, const std::vector<int64_t>& depths, const std::vector<nb::object>& gates) {
+          nb::handle draw_rows, const std::vector<int64_t>& depths, const std::vector<nb::object>& gates,
+          const std::vector<int64_t>& widths) {
         PlannedPass planned(first, plan, hidden_pool, std::nullopt);
         Pass& pass = planned.pass;
-        require((int64_t)depths.size() == pass.num_spans && gates.size() == depths.size(),
-                "draft: needs one depth and one gate per sequence");
+        require((int64_t)depths.size() == pass.num_spans && gates.size() == depths.size() && widths.size() == depths.size(),
+                "draft: needs one depth, one gate and one width per sequence");
         const DrawRows rows(draw_rows, depths.size(), vocab_size_);
         std::vector<DraftState> drafts(depths.size());
         int64_t num_logits = 0;
@@ -114,6 +123,7 @@ class Chain {
             require(depths[i] > 0 && (rows_given_ || depths[i] <= (int64_t)steps_.size() + 1),
                     "draft: a depth is below 1, or above the number of steps + 1");
             drafts[i].depth = depths[i];
+            drafts[i].width = widths[i];
             drafts[i].logit = num_logits;
             drafts[i].scored = !gates[i].is_none();
             num_logits += rows_given_ ? depths[i] : 1;
@@ -127,8 +137,9 @@ class Chain {
             if (rows_given_) draw_given(turn, arena, first, pass, rows, drafts);
             else grow(turn, arena, first, pass, rows, drafts);
         }
-        std::vector<std::pair<std::vector<int64_t>, std::vector<double>>> found;
-        for (DraftState& state : drafts) found.push_back({std::move(state.tokens), std::move(state.scores)});
+        std::vector<Drafted> found;
+        for (DraftState& state : drafts)
+            found.push_back({std::move(state.tokens), std::move(state.scores), std::move(state.leaves)});
         return found;
     }
 
@@ -214,7 +225,7 @@ class Chain {
             DraftState& state = drafts[i];
             state.tokens.assign(state.depth, -1);
             state.scores.assign(state.depth, 0);
-            const int64_t step = rows.is_penalized(i) ? state.depth : 1;
+            const int64_t step = rows.is_penalized(i) || state.width > 1 ? state.depth : 1;
             for (int64_t k = 0; k < state.depth; k += step) tasks.push_back({i, k, k + step});
         }
         const Vocabulary vocabulary = vocabulary_of(given);
@@ -228,6 +239,7 @@ class Chain {
                 if (token < 0) return;
                 if (confidence.values) state.scores[k] = sigmoid(*confidence.row(state.logit + k));
                 else if (state.scored) state.scores[k] = std::exp((double)logprob(x, token, vocabulary, scratch));
+                branch(x, tasks[task].state, token, state, k, rows, vocabulary, scratch);
             }
         });
         for (DraftState& state : drafts) {
@@ -240,6 +252,8 @@ class Chain {
                 ++kept;
             state.tokens.resize(std::min(kept, state.tokens.size()));
             state.scores.resize(std::min(kept, state.scores.size()));
+            while (!state.leaves.empty() && std::get<0>(state.leaves.back()) >= (int64_t)state.tokens.size())
+                state.leaves.pop_back();
         }
     }
 
@@ -267,8 +281,24 @@ class Chain {
             const int64_t token = rows.draw(x, active[i], vocabulary, nullptr, scratch, state.tokens.data(),
                                             (int64_t)state.tokens.size());
             if (token >= 0 && state.scored) state.logprob = logprob(x, token, vocabulary, scratch);
+            if (token >= 0) branch(x, active[i], token, state, (int64_t)state.tokens.size(), rows, vocabulary, scratch);
             state.tokens.push_back(token);
         });
+    }
+
+    // Draws the leaves beside the token drawn from logits x at `place`: each without the candidates before it.
+    static void branch(const float* x, int64_t row, int64_t token, DraftState& state, int64_t place, const DrawRows& rows,
+                       const Vocabulary& vocabulary, Scratch& scratch) {
+        if (state.width < 2) return;
+        thread_local std::vector<float> rest;
+        rest.assign(x, x + vocabulary.width);
+        for (int64_t rank = 1; rank < state.width; ++rank) {
+            rest[vocabulary.column(token)] = kExcluded;
+            token = rows.draw(rest.data(), row, vocabulary, nullptr, scratch, state.tokens.data(), place);
+            if (token < 0 || rest[vocabulary.column(token)] == kExcluded) return;
+            const double score = state.gate ? std::exp((double)logprob(x, token, vocabulary, scratch)) : 0;
+            state.leaves.emplace_back(place, rank, token, score);
+        }
     }
 
     // Records the score of the last token. Returns false if sampling failed (no allowed token in the draft vocabulary, or
@@ -363,7 +393,7 @@ void bind_chain(nb::module_& m) {
                       std::optional<Column<int64_t>>>(),
              nb::arg("path"), nb::arg("steps"), nb::arg("rows_before"), nb::arg("rows_given"), nb::arg("vocab_size"), nb::arg("token_ids").none())
         .def("draft", &Chain::draft, nb::arg("threads"), nb::arg("arena"), nb::arg("first"), nb::arg("plan"),
-             nb::arg("hidden_pool").none(), nb::arg("rows"), nb::arg("depths"), nb::arg("gates"));
+             nb::arg("hidden_pool").none(), nb::arg("rows"), nb::arg("depths"), nb::arg("gates"), nb::arg("widths"));
 }
 
 } // namespace headstart

@@ -27,7 +27,7 @@ class PlannedPass {
     std::optional<Ints> sees_, hidden_slots_, path_starts_, path_slots_;
     std::optional<Floats> hidden_;
     std::vector<Ints> state_arrays_;
-    std::vector<int32_t> row_spans_, each_row_;
+    std::vector<int32_t> row_spans_, unit_starts_, unit_spans_;
     States states_{};
 };
 

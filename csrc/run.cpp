@@ -1,6 +1,5 @@
 // Converts a StepPlan (headstart/core.py) to a Pass, checks all ids, slots and positions, and runs it.
 #include <algorithm>
-#include <numeric>
 
 #include "plan.h"
 
@@ -154,18 +153,23 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.num_units = spans;
     pass.unit_starts = pass.row_starts;
     if (tree.is_none()) return;
-    // rows with different paths see different keys, so each row is a unit
+    // a row with a path sees keys of its own, so it is a unit; other rows of a span share one with their neighbours
     path_starts_ = array<Ints>(tree, "starts");
     path_slots_ = array<Ints>(tree, "slots");
     require((int64_t)path_starts_->size() == rows + 1, "run: the plan's arrays differ in length");
     pass.path_starts = path_starts_->data();
     pass.path_slots = path_slots_->data();
     check_paths(program, pass, (int64_t)path_slots_->size());
-    each_row_.resize(rows + 1);
-    std::iota(each_row_.begin(), each_row_.end(), 0);
-    pass.num_units = rows;
-    pass.unit_starts = each_row_.data();
-    pass.unit_spans = pass.row_spans;
+    const auto has_path = [&](int64_t row) { return pass.path_starts[row + 1] > pass.path_starts[row]; };
+    for (int64_t row = 0; row < rows; ++row) {
+        if (row && row_spans_[row] == row_spans_[row - 1] && !has_path(row) && !has_path(row - 1)) continue;
+        unit_starts_.push_back((int32_t)row);
+        unit_spans_.push_back(row_spans_[row]);
+    }
+    pass.num_units = (int64_t)unit_spans_.size();
+    unit_starts_.push_back((int32_t)rows);
+    pass.unit_starts = unit_starts_.data();
+    pass.unit_spans = unit_spans_.data();
 }
 
 namespace {

@@ -99,6 +99,12 @@ class EngineConfig:
         "sketch of the LM head where that is faster.",
         1, hint="or auto, or full",
     )  # fmt: skip
+    draft_width: int | None = _flag(
+        None,
+        "Candidates for each token that a head drafts; each after the first costs a row. Default: 1; with depth auto 3 "
+        "where rows are cheap. Needs the native backend. Recurrent models and output with a grammar have one.",
+        1, 4,
+    )  # fmt: skip
     depth_by_batch: str | None = _flag(
         None, "Maximum depth by number of running sequences, as JSON [[from, to, depth], ...]."
     )

@@ -155,18 +155,50 @@ class Request:
         return np.where(positions[:, None] < len(known), known[np.minimum(positions, len(known) - 1)], behind)
 
 
+class Leaf(NamedTuple):
+    """Another candidate for the token at index `place` of a draft. Nothing is drafted after it."""
+
+    place: int
+    rank: int  # 1: the drafter's second choice
+    token: int
+    score: float  # as Draft.scores; 0 without scores
+
+
 @dataclass
 class Draft:
-    """Tokens that a drafter proposes after `Sequence.tokens`."""
+    """Tokens that a drafter proposes after `Sequence.tokens`: a chain, and leaves beside its tokens."""
 
     tokens: list[int] = field(default_factory=list)  # [k]
     probs: Any = None  # [k, V] draft distributions, needed by rule `rejection`; None: one-hot drafts
     method: str = ""  # name of the drafter
     # [k] confidence of each token in 0..1, in the drafter's own scale; empty: unknown
     scores: list[float] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)  # places are below k
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that verify the draft, beside the row of the last committed token."""
+        return len(self.tokens) + len(self.leaves)
+
+    @property
+    def prefixes(self) -> list[list[int]]:
+        """[1 + num_rows] drafted tokens up to each row of a pass: the row before the draft, its tokens, its leaves."""
+        tokens = self.tokens
+        chain = [tokens[:i] for i in range(len(tokens) + 1)]
+        return chain + [[*tokens[: leaf.place], leaf.token] for leaf in self.leaves]
+
+    @property
+    def parents(self) -> list[int]:
+        """[num_rows] index of the draft's token before each token and leaf; -1: none."""
+        return [*range(-1, len(self.tokens) - 1), *(leaf.place - 1 for leaf in self.leaves)]
+
+    def to_leaf(self, leaf: Leaf) -> Draft:
+        """The chain that ends in a leaf."""
+        scores = [*self.scores[: leaf.place], leaf.score] if self.scores else []
+        return Draft([*self.tokens[: leaf.place], leaf.token], None, self.method, scores)
 
     def cut(self, length: int) -> Draft:
-        """The first `length` tokens."""
+        """The first `length` tokens, without leaves."""
         probs = None if self.probs is None else self.probs[:length]
         return Draft(self.tokens[:length], probs, self.method, self.scores[:length])
 
@@ -433,10 +465,11 @@ class VerifyResult:
     """Tokens that one pass commits for one sequence: accepted drafts, then one recovered or bonus token."""
 
     tokens: tuple[int, ...]
-    num_drafted: int
+    num_drafted: int  # with leaves
     num_accepted: int
     logprobs: tuple[TokenLogprob | None, ...] = ()
     error: str = ""  # why no token follows the accepted ones
+    leaf: int | None = None  # index of the draft's leaf that is the last accepted token
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,13 @@ class DraftStats:
     sources: Counter[str] = field(default_factory=Counter)  # accepted tokens by drafter
     synthetic: tuple[float, ...] = ()  # acceptance rates of --synthetic-acceptance, if it was used
 
-    def record(self, drafted: int, accepted: int, source: str = "") -> None:
-        """Count one draft: `drafted` tokens, of which the first `accepted` were accepted."""
+    def record(self, drafted: int, accepted: int, source: str = "", *, num_leaves: int = 0) -> None:
+        """Count one draft: `drafted` tokens in a row, of which the first `accepted` were accepted. The last of these
+        may be a leaf."""
         if drafted:
             self.sources[source] += accepted
             self.drafts += 1
-            self.drafted += drafted
+            self.drafted += drafted + num_leaves
             self.accepted += accepted
             grow = drafted - len(self.per_position)
             self.per_position += [0] * grow

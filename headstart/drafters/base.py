@@ -49,6 +49,7 @@ class DraftRequest:
     sequence: Sequence
     depth: int  # maximum number of tokens
     gate: Gate | None = None
+    width: int = 1  # candidates for each token; those after the first become leaves, if the draft loop draws any
 
     @property
     def should_start(self) -> bool:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from headstart.core import GREEDY_BELOW, Draft, Sequence
+from headstart.core import GREEDY_BELOW, Draft, Leaf, Sequence
 
 EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # upper edges of all bins of scores but the last
 MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))  # of the bins
@@ -131,6 +131,13 @@ class AcceptanceEstimator:
         table = self.table(sequence, draft.method, place)
         return min(1.0, self.factor(sequence, draft.method) * table.probability(_score(draft, place)))
 
+    def leaf_probability(self, sequence: Sequence, method: str, leaf: Leaf) -> float:
+        """Acceptance probability of a leaf, given that the tokens before it are accepted."""
+        return self._leaf_table(sequence, method, leaf).probability(leaf.score)
+
+    def _leaf_table(self, sequence: Sequence, method: str, leaf: Leaf) -> CalibrationTable:
+        return self.table(sequence, f"{method}, choice {leaf.rank + 1}", leaf.place)
+
     def record_draft(self, sequence: Sequence, draft: Draft) -> None:
         """Remembers a draft before it is cut, unless the drafter's last draft is still being compared."""
         self._pending.setdefault(sequence, {}).setdefault(draft.method, _PendingDraft(draft, len(sequence.tokens)))
@@ -157,6 +164,10 @@ class AcceptanceEstimator:
                 if place <= PLACES:  # a single long copy must not dominate the table
                     record.learn(table.probability(score), hit)
                     table.learn(score, hit)
+                    for leaf in pending.draft.leaves:
+                        if leaf.place == place:
+                            is_right = leaf.token == tokens[pending.start + place]
+                            self._leaf_table(sequence, method, leaf).learn(leaf.score, is_right)
                 pending.place += 1
             if not hit or pending.place == len(guesses):
                 del pending_drafts[method]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headstart.config import MAX_DEPTH
-from headstart.core import Draft, Sequence
+from headstart.core import Draft, Leaf, Sequence
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import EDGES, AcceptanceEstimator, prefix_probabilities
 from headstart.engine.costs import Costs, PassShape
@@ -34,6 +34,10 @@ MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9
 """Decay per step of the running sums of seconds, and of the running mean of verified tokens per draft."""
+LEAF_ROW_SHARE, LEAF_WIDTH = 0.1, 3
+"""Leaves (core.Leaf) are drafted where a row costs less than this share of a token's value, up to this many candidates
+for each token. A second choice is right for 1 token in 6: with dearer rows leaves gain less than 1 % (docs/log)."""
+MAX_LEAVES = 16  # in a draft
 BIN_EDGES = np.array(EDGES)
 
 
@@ -44,6 +48,7 @@ class DraftCandidate:
     sequence: Sequence
     limit: int  # maximum number of tokens
     num_uncached: int  # pairs that a head must compute before drafting
+    width: int = 1  # candidates for each token
 
 
 class AutoDepth:
@@ -83,7 +88,12 @@ class AutoDepth:
         ]
         if refused := [each for each in gated if not each[1].should_start]:
             self._probe(*min(refused, key=lambda each: each[0].num_uncached))
-        return [DraftRequest(candidate.sequence, candidate.limit, gate) for candidate, gate in gated]
+        return [DraftRequest(candidate.sequence, candidate.limit, gate, candidate.width) for candidate, gate in gated]
+
+    @property
+    def width(self) -> int:
+        """Candidates for each token that a draft may have, at the costs of the next pass."""
+        return LEAF_WIDTH if self.row_s < LEAF_ROW_SHARE * self.token_s else 1
 
     def should_skip_step(self) -> bool:
         """True if no drafts are made in this step. Called once per step."""
@@ -176,23 +186,39 @@ class AutoDepth:
         return free > promise - self.draft_s
 
     def cut(self, requests: Seq[DraftRequest]) -> None:
-        """Cuts the drafts to the rows that are worth verifying together, likeliest first; or to nothing."""
+        """Cuts the drafts to the rows that are worth verifying together, likeliest first; or to nothing. A leaf stays
+        only if the chain's token at its place does."""
         drafts = [request.sequence for request in requests if request.sequence.draft.tokens]
-        rows: list[tuple[float, int]] = []  # acceptance probability, index of the draft
+        rows: list[tuple[float, int, Leaf | None]] = []  # acceptance probability, index of the draft
         for index, sequence in enumerate(drafts):
             self.acceptance.record_draft(sequence, sequence.draft)
             kept = prefix_probabilities(self.acceptance, sequence, sequence.draft, self._min_probability)
-            rows += [(probability, index) for probability in kept]
+            rows += [(probability, index, None) for probability in kept]
+            rows += [(each, index, leaf) for each, leaf in self._leaves(sequence, kept)]
         rows.sort(key=lambda row: -row[0])  # stable: a token never comes before its predecessors
-        num_rows = self._num_worth_verifying([probability for probability, _ in rows])
-        lengths = Counter([index for _, index in rows[:num_rows]])
+        num_rows = self._num_worth_verifying([probability for probability, _, _ in rows])
+        lengths = Counter([index for _, index, leaf in rows[:num_rows] if leaf is None])
+        leaves = [(index, leaf) for _, index, leaf in rows[:num_rows] if leaf and leaf.place < lengths[index]]
         for index, sequence in enumerate(drafts):
             sequence.draft = sequence.draft.cut(lengths[index])
-        num_verified = lengths.total()
+        for index, leaf in leaves:
+            drafts[index].draft.leaves.append(leaf)
+        num_verified = lengths.total() + len(leaves)
         self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, MAX_REST_STEPS)
         self._steps_to_skip = self._rest_steps
         if drafts:
             self._mean_verified += (1 - KEPT_DECAY) * (num_verified / len(drafts) - self._mean_verified)
+
+    def _leaves(self, sequence: Sequence, kept: Seq[float]) -> list[tuple[float, Leaf]]:
+        """(acceptance probability, leaf) of the likeliest leaves. kept: probabilities of the chain's first tokens."""
+        draft, found = sequence.draft, list[tuple[float, Leaf]]()
+        for leaf in draft.leaves:
+            if leaf.place < len(kept):
+                reached = kept[leaf.place - 1] if leaf.place else 1.0
+                probability = reached * self.acceptance.leaf_probability(sequence, draft.method, leaf)
+                if probability > self._min_probability:
+                    found.append((probability, leaf))
+        return sorted(found, key=lambda each: -each[0])[:MAX_LEAVES]
 
     def _num_worth_verifying(self, falling: Seq[float]) -> int:
         """Number of rows that saves most, given falling acceptance probabilities; 0 if the saving is too small."""

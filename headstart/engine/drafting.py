@@ -10,7 +10,7 @@ from headstart.core import FORCED, Draft, Sequence, Span
 from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest, TextLookup
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.costs import Costs, CostSamples, PassShape
-from headstart.engine.depth import AutoDepth, DraftCandidate
+from headstart.engine.depth import MAX_LEAVES, AutoDepth, DraftCandidate
 from headstart.engine.runner import PassSamples
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.verify import SyntheticVerifier
@@ -30,6 +30,7 @@ class Drafting:
         self.auto = AutoDepth(drafter.method if drafter else "none", block)
         self.num_vocab: int | None = None  # logits that a head computes exactly per drafted token; None: no head
         self.lookup_corpus: TextLookup | None = None  # outlives a change of the head
+        self.can_branch = False  # drafts may have leaves: the backend draws them, and no layer keeps a recurrent state
         self.samples: CostSamples | None = None  # collects step times during a calibration
 
     @property
@@ -74,6 +75,8 @@ class Drafting:
         for request in requests:
             sequence = request.sequence
             self._check(sequence.draft, request)
+            if request.gate is None:
+                del sequence.draft.leaves[MAX_LEAVES:]
             if sequence.constraint is not None:  # rows after a refused token or the end of the text are useless
                 sequence.draft = sequence.draft.cut(sequence.constraint.fitting(sequence.draft.tokens))
         if gated := [request for request in requests if request.gate is not None]:
@@ -106,6 +109,7 @@ class Drafting:
         assert len(tokens) <= request.depth, (
             f"{self.method} drafts {len(tokens)} tokens, but was asked for {request.depth}"
         )
+        tokens = [*tokens, *(leaf.token for leaf in draft.leaves)]
         assert not tokens or (min(tokens) >= 0 and max(tokens) < size), f"{self.method} drafts ids past {size - 1}"
 
     def _make_requests(self, sequences: Seq[Sequence]) -> list[DraftRequest]:
@@ -121,13 +125,26 @@ class Drafting:
                 continue
             if depth == AUTO and can_pay is None:
                 can_pay = not self.auto.should_skip_step() and self.auto.estimate_costs(self._next_pass(ready))
-            if (depth == AUTO and not can_pay) or not self._reserve(sequence, num_tokens):
+            if depth == AUTO and not can_pay:
+                continue
+            width = self._width(sequence, num_tokens, is_auto=depth == AUTO)
+            if not self._reserve(sequence, num_tokens):
                 continue
             if depth == AUTO:
-                candidates.append(DraftCandidate(sequence, num_tokens, self.drafter.num_uncached(sequence)))
+                candidates.append(DraftCandidate(sequence, num_tokens, self.drafter.num_uncached(sequence), width))
             else:
-                requests.append(DraftRequest(sequence, num_tokens))
+                requests.append(DraftRequest(sequence, num_tokens, width=width))
         return requests + self.auto.make_requests(candidates) if candidates else requests
+
+    def _width(self, sequence: Sequence, depth: int, *, is_auto: bool) -> int:
+        """Candidates for each token of a draft; reserves slots for the leaves if there are any. A grammar's states do
+        not branch."""
+        wanted = self._config.draft_width or (self.auto.width if is_auto else 1)
+        rows = depth + min(MAX_LEAVES, depth * (wanted - 1))
+        fits = len(sequence.tokens) + rows <= self._max_length and rows < self._scheduler.budget
+        if wanted == 1 or not self.can_branch or sequence.constraint is not None or not fits:
+            return 1
+        return wanted if self._reserve(sequence, rows) else 1
 
     def _next_pass(self, ready: Seq[Sequence]) -> PassShape:
         """Expected size of the next pass without drafts."""

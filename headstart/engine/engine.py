@@ -24,7 +24,7 @@ from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.drafting import Drafting, HeadHealth
 from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
-from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_rejection
+from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_leaves, verify_rejection
 from headstart.errors import CapacityError, UsageError
 
 Deliver = Callable[[list[Delta]], None]
@@ -44,6 +44,7 @@ class Engine:
             chunks_prompts=config.enable_chunked_prefill,
         )
         self.drafting = Drafting(drafter, self.scheduler, config, max_length, runner.vocab_size)
+        self.drafting.can_branch = runner.backend.draws_leaves and memory.states is None and config.rule == "exact"
         self.head_health = HeadHealth(self.drafting)
         rates = config.synthetic_rates
         self.synthetic = SyntheticVerifier(rates) if rates and drafter else None
@@ -93,8 +94,7 @@ class Engine:
         sequence.finish_reason, sequence.error = delta.finish_reason, delta.error
         sequence.num_cached, sequence.admitted = delta.num_cached, True
         if delta.tokens:
-            draft = delta.draft or Draft()
-            _count(sequence.stats, draft.method, len(draft.tokens), delta.num_accepted, len(delta.tokens))
+            _count(sequence.stats, delta.draft or Draft(), delta.num_accepted, len(delta.tokens))
         if not delta.finish_reason and len(sequence.tokens) >= self.max_length:
             what = f"the text has {len(sequence.tokens)} tokens so far, but the context holds {self.max_length}"
             raise CapacityError(what, "start all engines with the same --max-model-len")
@@ -150,6 +150,7 @@ class Engine:
         self.drafting.propose_early(spans, pass_samples, self.synthetic)
         computed_s = time.perf_counter()
         results = self._verify(spans, forward, pass_samples)
+        self.runner.keep_leaves(spans, results)
         deltas = [delta for delta in self._commit(spans, results, forward) if delta]
         committed_s = time.perf_counter()
         deliver(deltas)
@@ -176,7 +177,12 @@ class Engine:
         rows = slice(start, start + span.num_sample)
         if not span.num_sample:
             return VerifyResult((), 0, 0)
-        result = verify_exact(span.sequence.draft.tokens, tokens[rows], sampled.logprobs[rows])
+        draft = span.sequence.draft
+        if draft.leaves:
+            result = verify_leaves(draft, tokens[rows], sampled.logprobs[rows])
+            start += 0 if result.leaf is None else len(draft.tokens) + 1 + result.leaf - result.num_accepted
+        else:
+            result = verify_exact(draft.tokens, tokens[rows], sampled.logprobs[rows])
         return _until_failure(result, start, sampled.failures)
 
     def _verify_inexact(
@@ -211,11 +217,13 @@ class Engine:
         self.drafting.record_outcomes(sequence)
         sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
         if emitted:
-            _count(sequence.stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
-            _count(self.stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
+            _count(sequence.stats, sequence.draft, result.num_accepted, emitted)
+            _count(self.stats, sequence.draft, result.num_accepted, emitted)
             if sequence.request.depth is None and sequence.is_ordinary:
-                _count(self.ordinary_stats, sequence.draft.method, result.num_drafted, result.num_accepted, emitted)
+                _count(self.ordinary_stats, sequence.draft, result.num_accepted, emitted)
         draft, sequence.draft = sequence.draft, Draft()
+        if result.leaf is not None:
+            draft = draft.to_leaf(draft.leaves[result.leaf])
         draft.probs = None  # a slow reader of deltas must not hold distributions in memory
         reason = sequence.finish_reason
         if reason != "error":  # blocks of a failed pass may be wrong: they must not enter the prefix cache
@@ -280,10 +288,10 @@ def _fail(sequence: Sequence, reason: str) -> None:
     sequence.finish_reason, sequence.error = "error", reason
 
 
-def _count(stats: DraftStats, method: str, num_drafted: int, num_accepted: int, emitted: int) -> None:
-    if method == FORCED:
+def _count(stats: DraftStats, draft: Draft, num_accepted: int, emitted: int) -> None:
+    if draft.method == FORCED:
         stats.forced += min(emitted, num_accepted)
     else:
-        stats.record(num_drafted, num_accepted, method)
+        stats.record(len(draft.tokens), num_accepted, draft.method, num_leaves=len(draft.leaves))
     stats.passes += 1
     stats.emitted += emitted

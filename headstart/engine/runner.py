@@ -14,6 +14,7 @@ from headstart.cache.recurrent import states_from_zero
 from headstart.core import (
     Draft,
     Int32,
+    Leaf,
     Paths,
     Picture,
     Request,
@@ -25,6 +26,7 @@ from headstart.core import (
     StateSteps,
     StepPlan,
     TokenLogprob,
+    VerifyResult,
 )
 from headstart.drafters.base import DraftPrograms, DraftRequest, EarlyDraftRequest
 from headstart.engine.sampling import Entry, allowed_tokens, build_rows, is_plain, is_steady
@@ -121,7 +123,8 @@ def _set_visibility(plan: StepPlan, rows: Seq[Rows]) -> None:
         lines: list[list[int]] = []  # for each row of a tree, the rows from its root to itself
         for i, parent in enumerate(part.parents or ()):
             lines.append([*(lines[parent] if parent >= 0 else ()), row + i])
-            slots += plan.slots[lines[i]].tolist()
+            if len(lines[i]) <= i:  # else all rows before are ancestors, and the block table has their slots
+                slots += plan.slots[lines[i]].tolist()
             starts.append(len(slots))
             plan.visible_end[row + i] = plan.positions[row + i] = part.start + len(lines[i]) - 1
         starts += [len(slots)] * (count - len(lines))
@@ -133,11 +136,16 @@ def span_rows(span: Span) -> Rows:
     """The trunk's rows of a scheduled span: committed tokens not yet computed, then the draft."""
     sequence, prompt_logprobs = span.sequence, span.sequence.prompt_logprobs
     pending = sequence.tokens[span.start : span.start + span.num_rows]
-    token_ids = pending + sequence.draft.tokens[: span.num_rows - len(pending)]
+    draft = sequence.draft
+    token_ids = pending + draft.tokens[: span.num_rows - len(pending)] + [leaf.token for leaf in draft.leaves]
     wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
     num_logits = len(token_ids) if wants_all else span.num_sample
     visible_end = _picture_ends(span) if sequence.request.pictures else None
-    return Rows(sequence, span.start, token_ids, num_logits, visible_end)
+    if not draft.leaves:
+        return Rows(sequence, span.start, token_ids, num_logits, visible_end)
+    count = len(pending)
+    parents = [*range(-1, count - 1), *(parent + count for parent in draft.parents)]
+    return Rows(sequence, span.start, token_ids, num_logits, visible_end, parents)
 
 
 def pictures_of(span: Span) -> Iterator[tuple[Picture, int, int]]:
@@ -319,14 +327,34 @@ class Runner:
         inputs[rows] = values
         return self.backend.buffer(inputs)
 
+    def keep_leaves(self, spans: Seq[Span], results: Seq[VerifyResult]) -> None:
+        """Moves what a pass stored of accepted leaves to the slots of their positions."""
+        sources, targets = list[int](), list[int]()
+        for span, result in zip(spans, results, strict=True):
+            if result.leaf is not None:
+                first, table, size = span.start + span.num_rows, span.sequence.block_table, self.memory.block_size
+                source = first - len(span.sequence.draft.leaves) + result.leaf
+                target = first - span.num_sample + result.num_accepted
+                for at, slots in ((source, sources), (target, targets)):
+                    slots.append(table[at // size] * size + at % size)
+        if not sources:
+            return
+        self.backend.copy_rows(self.trunk.pools.kv, np.array(sources, np.int32), np.array(targets, np.int32))
+        if (hidden := self._hidden_pool) is not None:
+            for source, target in zip(sources, targets, strict=True):
+                self.backend.write_slots(hidden, target, self.backend.read_slots(hidden, source, 1))
+
     def sample(self, spans: Seq[Span], forward: ForwardOutput) -> PassSamples:
         """Samples all sampling rows of the pass at once."""
         entries: list[Entry] = []
         rows: list[int] = []
         starts = [0]
         for span, end in zip(spans, forward.starts[1:], strict=True):
-            sequence, draft = span.sequence, span.sequence.draft.tokens
-            entries += [(sequence, len(sequence.tokens) + i, draft[:i]) for i in range(span.num_sample)]
+            sequence = span.sequence
+            if span.num_sample:
+                entries += [
+                    (sequence, len(sequence.tokens) + len(prefix), prefix) for prefix in sequence.draft.prefixes
+                ]
             rows += range(end - span.num_sample, end)
             starts.append(len(entries))
         if not entries:
@@ -401,10 +429,13 @@ class Runner:
             build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
             [request.depth for request in requests],
             [request.gate.rule(method, request.depth) if request.gate else None for request in requests],
+            [request.width for request in requests],
             hidden_pool=self._hidden_pool,
         )
-        for request, (tokens, scores) in zip(requests, drafts, strict=True):
-            request.sequence.draft = Draft(tokens, method=method, scores=scores)
+        for request, (tokens, scores, leaves) in zip(requests, drafts, strict=True):
+            request.sequence.draft = Draft(
+                tokens, method=method, scores=scores, leaves=[Leaf(*each) for each in leaves]
+            )
 
     def draft_early(
         self, steps: DraftPrograms, requests: Seq[EarlyDraftRequest], parts: Seq[Rows], sample: PendingSample

@@ -173,15 +173,15 @@ class Scheduler:
         """Appends the span of a running sequence, cut so that all that follow get a row; returns its rows."""
         pending = len(sequence.tokens) - sequence.num_computed
         rows_left = budget - pending - num_following
-        if len(sequence.draft.tokens) > max(rows_left, 0):
+        if sequence.draft.num_rows > max(rows_left, 0):
             sequence.draft = sequence.draft.cut(max(rows_left, 0))
-        num_rows = min(pending + len(sequence.draft.tokens), budget - num_following)
+        num_rows = min(pending + sequence.draft.num_rows, budget - num_following)
         if num_rows > 0 and sequence.request.pictures:
             num_rows = _whole_pictures(sequence, num_rows)
         if num_rows <= 0 or not self._make_room(sequence, num_rows):
             return 0
-        num_rows = min(num_rows, pending + len(sequence.draft.tokens))  # `_make_room` may have dropped the draft
-        num_sample = 1 + len(sequence.draft.tokens) if num_rows >= pending else 0
+        num_rows = min(num_rows, pending + sequence.draft.num_rows)  # `_make_room` may have dropped the draft
+        num_sample = 1 + sequence.draft.num_rows if num_rows >= pending else 0
         spans.append(Span(sequence, sequence.num_computed, num_rows, num_sample))
         return num_rows
 
@@ -189,7 +189,7 @@ class Scheduler:
         """Reserves blocks for the rows: drops the draft, then preempts from the youngest to the sequence itself."""
         if self.memory.reserve(sequence, sequence.num_computed + num_rows):
             return True
-        num_rows -= len(sequence.draft.tokens)
+        num_rows -= sequence.draft.num_rows
         sequence.draft = Draft()
         while not self.memory.reserve(sequence, sequence.num_computed + num_rows):
             victim = self.running[-1]

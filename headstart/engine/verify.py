@@ -7,6 +7,7 @@ measure speed where no head is right (random weights); its output is not the mod
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -28,6 +29,21 @@ def verify_exact(draft: Seq[int], targets: Seq[int], logprobs: Seq[TokenLogprob 
         accepted += 1
     end = accepted + 1
     return VerifyResult(tuple(targets[:end]), len(draft), accepted, tuple(logprobs[:end]))
+
+
+def verify_leaves(draft: Draft, targets: Seq[int], logprobs: Seq[TokenLogprob | None] = ()) -> VerifyResult:
+    """As `verify_exact`; a leaf that equals the token in the chain's place is accepted, and the target's token after it
+    is added. targets: [1 + draft.num_rows], in the order of `Draft.prefixes`."""
+    result, first = verify_exact(draft.tokens, targets, logprobs), len(draft.tokens) + 1
+    place, token = result.num_accepted, result.tokens[-1]
+    for index, leaf in enumerate(draft.leaves):
+        if leaf.place == place and leaf.token == token:
+            row = first + index
+            added = tuple(logprobs[row : row + 1])
+            return VerifyResult(
+                (*result.tokens, targets[row]), draft.num_rows, place + 1, result.logprobs + added, leaf=index
+            )
+    return replace(result, num_drafted=draft.num_rows)
 
 
 def verify_rejection(draft: Draft, target_probs: Any, seed: int, choice: int, position: int) -> VerifyResult:

@@ -79,7 +79,11 @@ class PendingDrafts(Protocol):
         """Accepted tokens [S] of the drafts before."""
 
     def drafts(self, gates: Sequence[GateRule | None]) -> Sequence[tuple[list[int], list[float]]]:
-        """The new drafts, as `DraftLoop.draft` returns them."""
+        """Tokens and scores of the new drafts, as `DraftLoop.draft` returns them."""
+
+
+DraftedTokens = tuple[list[int], list[float], Sequence[tuple[int, int, int, float]]]
+"""Tokens, scores, and leaves as the fields of core.Leaf."""
 
 
 class DraftLoop(Protocol):
@@ -92,10 +96,14 @@ class DraftLoop(Protocol):
         rows: SamplingRows,
         depths: Sequence[int],
         gates: Sequence[GateRule | None],
+        widths: Sequence[int],
         *,
         hidden_pool: Any = None,
-    ) -> Sequence[tuple[list[int], list[float]]]:
-        """Draft up to depths[s] tokens for each of S sequences; returns tokens and scores per sequence.
+    ) -> Sequence[DraftedTokens]:
+        """Draft up to depths[s] tokens for each of S sequences; returns tokens, scores and leaves per sequence.
+
+        Each token has up to widths[s] - 1 leaves: what is sampled from the same logits without the candidates before.
+        A backend without `draws_leaves` returns none.
 
         `first` runs as in `Backend.run` with one row of logits per sequence, from which the first tokens are sampled;
         each step reads the token and the `hidden` result of the step before. A draft ends early when no token can be

@@ -320,6 +320,7 @@ class Backend(Protocol):
     """Owns weights and pools, runs programs and samples tokens."""
 
     name: str
+    draws_leaves: bool  # its draft loops draw several candidates for a token (draft_loop.DraftLoop)
 
     @property
     def runs_on(self) -> Literal["cpu", "cuda"]:

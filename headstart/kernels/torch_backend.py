@@ -40,6 +40,7 @@ class TorchBackend:
     """The part of `Backend` that does not depend on how a program runs."""
 
     name: str
+    draws_leaves = False
     torch_device: torch.device
     kv_dtype: torch.dtype  # of keys and values
     hidden_dtype: torch.dtype  # of hidden states

@@ -12,7 +12,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import Progress, Sampled, SamplingParams, SamplingRows, Sequence, Span, StepPlan
 from headstart.engine.load import Model
-from headstart.kernels.draft_loop import DraftLoop
+from headstart.kernels.draft_loop import DraftedTokens, DraftLoop
 from headstart.kernels.ops import Backend, Buffer, Handle, Pool, Profiler, Program
 from headstart.layers.moe import MoE
 from headstart.tools.prompts import builtin_prompts
@@ -113,10 +113,10 @@ class MeteredDraftLoop:
     backend: MeteredBackend
     loop: DraftLoop
 
-    def draft(self, *arguments: Any, **options: Any) -> Seq[tuple[list[int], list[float]]]:
+    def draft(self, *arguments: Any, **options: Any) -> Seq[DraftedTokens]:
         begin = time.perf_counter()
         drafts = self.loop.draft(*arguments, **options)
-        steps = max([len(tokens) for tokens, _ in drafts]) or 1
+        steps = max([len(tokens) for tokens, _, _ in drafts]) or 1
         seconds = [(time.perf_counter() - begin) / steps] * steps
         self.backend.head += seconds
         self.backend.drafts += seconds

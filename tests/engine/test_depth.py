@@ -10,7 +10,7 @@ from support import SMALL, headed_model, request
 
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
-from headstart.core import Draft, SamplingParams, Sequence
+from headstart.core import Draft, Leaf, SamplingParams, Sequence
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.calibrate import add_prompt_pass, calibrate
@@ -271,3 +271,35 @@ def test_auto_keeps_the_text_and_a_table_by_batch_size() -> None:
         llm = LLM(model, EngineConfig(**SMALL, depth=depth))
         texts[depth] = [done.token_ids for done in llm.generate(["one two three", "the"], params)]
     assert texts[0] == texts[AUTO]
+
+
+@pytest.mark.parametrize(("passes", "width"), [(FLAT, 3), (STEEP, 1), (CostCurve.fit({1: [1.0], 8: [2.0]}), 1)])
+def test_a_draft_is_as_wide_as_rows_are_cheap(passes: CostCurve, width: int) -> None:
+    pilot = AutoDepth("mtp")
+    pilot.costs = Known(passes, CHEAP_DRAFTS)
+    pilot.estimate_costs(PassShape(1))
+    assert pilot.width == width
+
+
+def test_a_leaf_stays_where_it_promises_more_than_its_row() -> None:
+    pilot, each = AutoDepth("mtp"), sequence()
+    pilot.costs = Known(CostCurve.fit({1: [1.0], 8: [1.7], 64: [8.0]}), CHEAP_DRAFTS)
+    pilot.estimate_costs(PassShape(1))
+    (request,) = pilot.make_requests([DraftCandidate(each, 8, 0, width=2)])
+    assert request.width == 2
+    leaves = [Leaf(0, 1, 9, 0.35), Leaf(1, 1, 4, 0.01), Leaf(2, 1, 5, 0.9)]
+    each.draft = Draft([7, 8, 3], method="mtp", scores=[0.6, 0.6, 0.01], leaves=list(leaves))
+    pilot.cut([request])
+    assert each.draft.tokens == [7, 8] and each.draft.leaves == leaves[:1]  # no leaf beside a token that is cut
+
+
+def test_leaves_are_calibrated_apart_from_first_choices() -> None:
+    acceptance, each, leaf = AcceptanceEstimator(), sequence(), Leaf(0, 1, 8, 0.5)
+    for _ in range(100):
+        acceptance.record_draft(each, Draft([7], method="mtp", scores=[0.5], leaves=[leaf]))
+        each.tokens.append(8)
+        acceptance.record_outcomes(each)
+    assert (
+        acceptance.leaf_probability(each, "mtp", leaf) > 0.9 > 0.1 > acceptance.table(each, "mtp", 0).probability(0.5)
+    )
+    assert acceptance.first_token_rate("mtp") == (100, 0)

@@ -59,5 +59,5 @@ def test_rows_of_a_tree_know_their_ancestors() -> None:
     plan = build_plan((tree, chain), SIZE)
     assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1] and plan.slots.tolist()[:5] == [23, 0, 1, 2, 3]
     paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
-    assert paths == [[23], [0], [23, 1], [23, 2], [23, 1, 3], []]
+    assert paths == [[], [0], [23, 1], [23, 2], [23, 1, 3], []]  # the first row's slot is where a chain's would be
     assert plan.visible_end.tolist() == plan.positions.tolist()

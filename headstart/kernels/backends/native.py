@@ -61,6 +61,6 @@ BACKEND = BackendKind(
     exact=True,
     limits=limits,
     open=open_native,
-    flags=frozenset({"quantization", "kv_cache_dtype", "numa"}),
+    flags=frozenset({"quantization", "kv_cache_dtype", "numa", "draft_width"}),
     detail=paths,
 )

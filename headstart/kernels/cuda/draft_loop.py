@@ -24,7 +24,7 @@ from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.plan import DevicePlan, PlanShape, bucket_of
 from headstart.kernels.cuda.recording import MAX_ROWS, CudaProgram, GraphRecorder
 from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_edited, is_limited
-from headstart.kernels.draft_loop import GateRule, VerifyInputs
+from headstart.kernels.draft_loop import DraftedTokens, GateRule, VerifyInputs
 
 MAX_VERIFIED = 32  # drafted tokens of a sequence plus one, at most
 FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS = range(7)
@@ -240,10 +240,11 @@ class CudaDraftLoop:
     @torch.inference_mode()
     def draft(
         self, first: CudaProgram, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
-        gates: Sequence[GateRule | None], *, hidden_pool: Tensor | None = None,
-    ) -> Drafts:  # fmt: skip
+        gates: Sequence[GateRule | None], widths: Sequence[int], *, hidden_pool: Tensor | None = None,
+    ) -> list[DraftedTokens]:  # fmt: skip
         scored = any(gate is not None for gate in gates)
-        return self._start(first, plan, rows, depths, None, scored=scored, hidden_pool=hidden_pool).drafts(gates)
+        started = self._start(first, plan, rows, depths, None, scored=scored, hidden_pool=hidden_pool)
+        return [(tokens, scores, ()) for tokens, scores in started.drafts(gates)]
 
     @torch.inference_mode()
     def draft_early(

@@ -348,7 +348,8 @@ class Chain:
         rows: SamplingRows,
         depths: Sequence[int],
         gates: Sequence[GateRule | None],
-    ) -> list[tuple[list[int], list[float]]]:
+        widths: Sequence[int],
+    ) -> list[tuple[list[int], list[float], list[tuple[int, int, int, float]]]]:
         """DraftLoop.draft. Raises ValueError if a plan points outside a program's pools or tables."""
 
 # bandwidth.cpp

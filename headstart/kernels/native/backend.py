@@ -22,7 +22,7 @@ from headstart import machine
 from headstart.config import KVDtype, Quantization
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Float32, Int64, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.errors import ModelError, UsageError
-from headstart.kernels.draft_loop import GateRule
+from headstart.kernels.draft_loop import DraftedTokens, GateRule
 from headstart.kernels.native import _native
 from headstart.kernels.native._native import (
     Arena,
@@ -59,6 +59,7 @@ class NativeBackend:
     """
 
     name = "native"
+    draws_leaves = True
     runs_on: Literal["cpu"] = "cpu"
 
     def __init__(
@@ -234,10 +235,10 @@ class NativeDraftLoop:
 
     def draft(
         self, first: Program, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
-        gates: Sequence[GateRule | None], *, hidden_pool: HiddenPool | None = None,
-    ) -> list[tuple[list[int], list[float]]]:  # fmt: skip
+        gates: Sequence[GateRule | None], widths: Sequence[int], *, hidden_pool: HiddenPool | None = None,
+    ) -> Sequence[DraftedTokens]:  # fmt: skip
         backend = self.backend
-        return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates)
+        return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates, widths)
 
 
 @cache
