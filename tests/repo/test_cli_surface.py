@@ -14,9 +14,9 @@ SAMPLING = {
 }  # fmt: skip
 ENGINE = {
     "--backend", "--quantization", "--kv-cache-dtype", "--dtype", "--device", "--threads", "--numa", "--drafter",
-    "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--rule", "--max-model-len", "--max-num-seqs",
-    "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching", "--no-shared-lookup",
-    "--gpu-memory-utilization", "--no-enable-chunked-prefill",
+    "--head", "--depth", "--depth-by-batch", "--draft-vocab", "--draft-width", "--rule", "--max-model-len",
+    "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
+    "--no-shared-lookup", "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
     "--kv-spill", "--kv-spill-gb", "--lookup-corpus",
 }  # fmt: skip
