@@ -37,13 +37,13 @@ def match(
     trunk: Tokenizer, draft: Tokenizer, sizes: tuple[int, int], names: tuple[str, str], *, by_token: bool
 ) -> Matching | None:
     """Compares two vocabularies by the names of tokens. Where names differ: by texts, if the draft model drafts several
-    tokens in one pass (by_token); else None, since its text can be tokenized again. sizes: rows of the embeddings,
+    tokens in one pass (by_token); else None: the trunk's tokenizer encodes its texts. sizes: rows of the embeddings,
     trunk's first. Raises ModelError for tokens that have little in common."""
     trunk_vocab, draft_vocab = trunk.vocabulary(), draft.vocabulary()
     if (found := match_names(trunk_vocab, draft_vocab, sizes)) is not None:
         return found
     if not by_token:
-        log.warning("%s has other tokens than %s: its drafts are tokenized again", names[1], names[0])
+        log.warning("%s has another tokenizer than %s, which encodes the texts of its drafts", names[1], names[0])
         return None
     found = match_texts(trunk, draft, sizes)
     if len(found.ids) < MIN_SHARED * len(trunk_vocab):

@@ -43,6 +43,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.norm import RMSNorm
+from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
 GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
@@ -257,8 +258,8 @@ def _half_split(weights: Weights, config: LayerConfig) -> Weights:
     second ones. Products of q and k do not change."""
     mixer = config.mixer
     assert isinstance(mixer, AttentionConfig) and mixer.rope
-    pairs = np.arange(mixer.rope.rotary_dim).reshape(-1, 2).T.reshape(-1)
-    head = np.concatenate((pairs, np.arange(mixer.rope.rotary_dim, mixer.spec.head_dim)))
+    rotary = mixer.rope.rotary_dim
+    head = np.concatenate((half_split(rotary, interleaved=True), np.arange(rotary, mixer.spec.head_dim)))
 
     def reordered(name: str, tensor: RawTensor) -> RawTensor:
         if not name.startswith("layers.") or ".self_attn." not in name or name.split(".")[3][0] not in "qk":

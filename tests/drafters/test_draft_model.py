@@ -199,7 +199,7 @@ def test_another_tokenizer_drafts_by_text(tmp_path: Path, caplog: pytest.LogCapt
     """Drafts that are tokenized again are accepted where both models write the same, and change no text."""
     trunk, draft, ids, vocab = reversed_tokens(tmp_path)
     model = loaded("native", trunk, draft)
-    assert "its drafts are tokenized again" in caplog.text
+    assert "has another tokenizer than" in caplog.text
     engine = engine_of(model, "native")
     missing = [ids[name] for name in ids.keys() - vocab.keys()]
     unknown = dict.fromkeys([*range(3), *missing, *range(len(ids), VOCAB)], -100.0)

@@ -19,6 +19,7 @@ _PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list
 class TaggedArgumentsParser(MarkedToolParser):
     """Builds the JSON object of a call's arguments. Strings are streamed; other values are converted when complete."""
 
+    writes_json = True
     default_types: frozenset[str]  # JSON Schema types (or ANY) of an argument without a schema
 
     def _read_member(self, function: str, key: str, ends: tuple[str, ...]) -> Steps[None]:
@@ -27,7 +28,7 @@ class TaggedArgumentsParser(MarkedToolParser):
 
     def _read_typed_member(self, types: frozenset[str], key: str, ends: tuple[str, ...]) -> Steps[None]:
         """Like _read_member, for a value of these types."""
-        self._arguments((", " if self._has_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+        self._begin_member(key)
         if types == {"string"}:
             yield from self._read_string(ends)
         else:
@@ -49,9 +50,6 @@ class TaggedArgumentsParser(MarkedToolParser):
             self._arguments("".join(parts))
             raise
         self._arguments(convert_to_json("".join(parts), types))
-
-    def _complete_arguments(self) -> None:
-        self._arguments("}" if self._has_arguments else "{}")
 
 
 class InvokeParser(TaggedArgumentsParser):

@@ -20,6 +20,7 @@ class PythonCallParser(ToolParser):
     """Reads calls whose arguments are strings, numbers, lists, tuples, dictionaries, or constants of Python or JSON."""
 
     strays = (")",)
+    writes_json = True
     _tools_only = False  # True: only calls of the request's tools count, since without markers any list could be a call
 
     def _call_list(self) -> Steps[bool]:
@@ -50,7 +51,7 @@ class PythonCallParser(ToolParser):
             key = yield from self._key_name()
             if not self._is_announced:
                 self._announce(name)
-            self._arguments((", " if self._has_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
+            self._begin_member(key)
             yield from self._value(self._arguments, MAX_NESTING)
             yield from self._skip_space()
             if (yield from self._expect(",", ")")) == ")":
@@ -58,7 +59,7 @@ class PythonCallParser(ToolParser):
             yield from self._skip_space()
         if not self._is_announced:
             self._announce(name)
-        self._arguments("}" if self._has_arguments else "{}")
+        self._complete_arguments()
         self._drop_read_text()
         yield from self._drop_strays()
 
@@ -69,9 +70,6 @@ class PythonCallParser(ToolParser):
         yield from self._expect("=")
         yield from self._skip_space()
         return "".join(parts)
-
-    def _complete_arguments(self) -> None:
-        self._arguments("}" if self._has_arguments else "{}")
 
     def _value(self, sink: Sink, depth: int) -> Steps[None]:
         yield from self._skip_space()

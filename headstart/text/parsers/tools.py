@@ -12,7 +12,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser, Mismatch, Sink, Steps, ToolCall
 
@@ -53,6 +53,8 @@ class ToolParser(JsonValueParser):
 
     marks: tuple[str, ...] = ()
     """Texts that all occur in the chat templates of models with this format; empty: templates do not identify it."""
+    writes_json: ClassVar[bool] = False
+    """Whether the parser writes the JSON object of the arguments itself, member by member, as calls are not in JSON."""
 
     def __init__(self, tools: Tools = ()) -> None:
         self.tools = tools
@@ -84,6 +86,12 @@ class ToolParser(JsonValueParser):
         """Emit the end of the call's arguments."""
         if not self._has_arguments:
             self._arguments("{}")
+        elif self.writes_json:
+            self._arguments("}")
+
+    def _begin_member(self, key: str) -> None:
+        """With `writes_json`: emit the text before the value of an argument."""
+        self._arguments((", " if self._has_arguments else "{") + json.dumps(key, ensure_ascii=False) + ": ")
 
     def _abort_call(self, reason: Mismatch, opened: str = "") -> None:
         """Handle a call that does not match its format. Not announced: `opened` becomes content, and the call's text is
