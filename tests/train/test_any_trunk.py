@@ -25,7 +25,7 @@ QUICK = ("deepseek_v4", "gemma3", "gemma4", "nemotron_h")
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in support.ALL_FAMILIES]
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in support.FAMILIES]
 )
 def test_heads_of_each_kind_are_trained_and_drafted_with(family: str, tmp_path: Path) -> None:
     model, rng = support.tiny_model(family), np.random.default_rng(0)
