@@ -1,4 +1,4 @@
-"""Tiny random models that read pictures, as transformers writes them, with a tokenizer and a chat template."""
+"""Tiny random models that read images, as transformers writes them, with a tokenizer and a chat template."""
 
 import json
 from functools import cache
@@ -38,7 +38,7 @@ TEMPLATE = """\
 
 @cache
 def gemma3(head_dim: int = 8) -> tuple[Any, Path]:
-    """(transformers' model, its directory): pictures of 32 x 32 pixels with 64 patches and 16 tokens, which exceed the
+    """(transformers' model, its directory): images of 32 x 32 pixels with 64 patches and 16 tokens, which exceed the
     sliding window."""
     tokenizer = tiny_tokenizer(VOCAB)
     tokenizer.add_special_tokens([*MARKERS, "<image>"])
@@ -116,7 +116,7 @@ PREPARATION = {
 
 @cache
 def qwen(kind: str) -> tuple[Any, Path]:
-    """(transformers' model, its directory) of a model type in QWEN: pictures of 256 to 2048 pixels, 4 to 32 tokens.
+    """(transformers' model, its directory) of a model type in QWEN: images of 256 to 2048 pixels, 4 to 32 tokens.
     qwen3_5 has a random MTP module."""
     tokenizer = tiny_tokenizer(VOCAB)
     tokenizer.add_special_tokens(list(QWEN_MARKERS))
@@ -152,8 +152,8 @@ def qwen(kind: str) -> tuple[Any, Path]:
     return model, folder
 
 
-def picture(seed: int, width: int = 50, height: int = 41) -> Image:
-    """A random picture, smooth enough to survive resizing."""
+def random_image(seed: int, width: int = 50, height: int = 41) -> Image:
+    """A random image, smooth enough to survive resizing."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3)).astype(np.uint8)
     rows, columns = np.arange(height) * 5 // height, np.arange(width) * 6 // width
     return Image.of(coarse[rows][:, columns])

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from headstart.api.pictures import (
+from headstart.api.images import (
     EncodedPrompt,
     check_tower,
-    encode_pictures,
+    encode_images,
     per_prompt,
-    split_pictures,
+    split_images,
     with_placeholders,
 )
 from headstart.api.session import Completion, Session, TextDelta, gather
@@ -218,22 +218,22 @@ class LLM:
         return self.encode_prompt(prompt, raw=raw).ids
 
     def encode_prompt(self, prompt: Prompt, images: Seq[Any] = (), *, raw: bool = False) -> EncodedPrompt:
-        """A prompt as token ids, with its pictures. A text becomes a user message in the chat template, unless `raw` is
-        true or there is no template. `images`: pictures before a text, or of the placeholders in it. Raises UsageError
-        for anything but text, token ids or messages, and for wrong pictures."""
+        """A prompt as token ids, with its images. A text becomes a user message in the chat template, unless `raw` is
+        true or there is no template. `images`: images before a text, or of the placeholders in it. Raises UsageError
+        for anything but text, token ids or messages, and for wrong images."""
         if isinstance(prompt, str) and not raw and self.chat_template is not None:
             parts = [*({"type": "image", "image": each} for each in images), {"type": "text", "text": prompt}]
             prompt, images = [{"role": "user", "content": parts}], ()
         ids, text, sources = self._encode_text(prompt, len(images))
         if sources and images:
-            raise UsageError("images and messages with pictures are both given", "put all pictures into the messages")
+            raise UsageError("images and messages with images are both given", "put all images into the messages")
         if not (sources or images):
             return EncodedPrompt(ids, text)
         tower = check_tower(self.model)
-        return encode_pictures(tower, (ids, text), sources or images, self.engine.max_length)
+        return encode_images(tower, (ids, text), sources or images, self.engine.max_length)
 
     def _encode_text(self, prompt: Prompt, num_images: int) -> tuple[list[int], str, list[Any]]:
-        """Token ids, with placeholders, and text of a prompt, and the pictures of its messages."""
+        """Token ids, with placeholders, and text of a prompt, and the images of its messages."""
         if isinstance(prompt, str):
             text = prompt
             if num_images:
@@ -252,9 +252,9 @@ class LLM:
             raise UsageError("a prompt is neither token ids nor messages", hint)
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
-        shown, sources = split_pictures(messages)
+        shown, sources = split_images(messages)
         if sources:
-            check_tower(self.model)  # before a template that takes no pictures complains
+            check_tower(self.model)  # before a template that takes no images complains
         return *Conversation(shown).encode(self.chat_template, self.tokenizer), sources
 
     @cached_property
@@ -299,7 +299,7 @@ class LLM:
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(encoded.ids),
-            pictures=encoded.pictures,
+            pictures=encoded.images,
             params=params,
             seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
             stop_ids=stop_ids,
@@ -332,7 +332,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
-        images: pictures of a single prompt (paths, bytes, Pillow images), or a list of them for each prompt.
+        images: images of a single prompt (paths, bytes, Pillow images), or a list of them for each prompt.
         constraint: applies to each text. on_finish(index, completion): called when a prompt's choices are complete.
         abort: once set, running prompts end, and only finished completions are returned. Raises UsageError for a wrong
         prompt before any prompt runs, GenerationError if a text breaks off.
@@ -371,7 +371,7 @@ class LLM:
         constraint: Constraint | None = None,
     ) -> list[Completion]:
         """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Content may
-        have OpenAI's parts, pictures too. Other arguments, the result and errors are those of `generate`."""
+        have OpenAI's parts, images too. Other arguments, the result and errors are those of `generate`."""
         if isinstance(messages, str) or not isinstance(messages, Seq) or not messages:
             raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
         several = not isinstance(messages[0], Mapping)

@@ -37,7 +37,7 @@ ROLES = ("system", "user", "assistant")
 WHOLE_NUMBERS = ("top_k", "max_tokens", "min_tokens", "seed")
 PARAMETERS = (*(row.name for row in parameters().values() if row.kind == "number"), *WHOLE_NUMBERS)
 """Sampling parameters that /set changes."""
-PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 SYSTEM = "system"
 NO_SEED = "none"
 
@@ -74,7 +74,7 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
         print_note(f"{llm.model.name} has no chat template: it continues your text; --chat-template chatml makes turns")
     params = sampling.params(engine.config.seed, llm.chat_sampling)
     stop = (*llm.turn_end, *params.stop)
-    session = ChatSession(replace(params, stop=stop), flags.system, reads_pictures=llm.tower is not None)
+    session = ChatSession(replace(params, stop=stop), flags.system, reads_images=llm.tower is not None)
     for text in _read_turns():
         if text in ENDS:
             break
@@ -189,21 +189,21 @@ class ChatSession:
     params: SamplingParams
     system: str | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)  # messages without the system message
-    reads_pictures: bool = False
-    pictures: list[dict[str, Any]] = field(default_factory=list)  # content parts for the next text
+    reads_images: bool = False
+    images: list[dict[str, Any]] = field(default_factory=list)  # content parts for the next text
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         return [*([{"role": SYSTEM, "content": self.system}] if self.system else []), *self.turns]
 
     def take(self, text: str) -> Any:
-        """Run a command, or keep the picture whose path was pasted; returns the content to answer, or None."""
-        if self.reads_pictures and (path := pasted_picture(text)) is not None:
+        """Run a command, or keep the image whose path was pasted; returns the content to answer, or None."""
+        if self.reads_images and (path := pasted_image(text)) is not None:
             _image(self, path)
             return None
         content: Any = self.run_command(text) if text.startswith("/") else text
-        if self.pictures and isinstance(content, str):
-            content, self.pictures = [*self.pictures, {"type": "text", "text": content}], []
+        if self.images and isinstance(content, str):
+            content, self.images = [*self.images, {"type": "text", "text": content}], []
         return content
 
     def run_command(self, line: str) -> Any:
@@ -214,9 +214,9 @@ class ChatSession:
         return COMMANDS[name][0](self, rest.strip())
 
 
-def pasted_picture(text: str) -> str | None:
-    """The path of a picture file that is all of a text, as terminals paste dropped files; None for other texts."""
-    if "\n" in text or not text.rstrip("'\" ").lower().endswith(PICTURE_ENDINGS):
+def pasted_image(text: str) -> str | None:
+    """The path of an image file that is all of a text, as terminals paste dropped files; None for other texts."""
+    if "\n" in text or not text.rstrip("'\" ").lower().endswith(IMAGE_ENDINGS):
         return None
     for words in ([text], _words(text)):
         with suppress(OSError):
@@ -233,13 +233,13 @@ def _words(text: str) -> list[str]:
 
 def _image(session: ChatSession, rest: str) -> None:
     path = _path(rest, "/image", "cat.jpg")
-    if not session.reads_pictures:
+    if not session.reads_images:
         raise UsageError("this model reads text only", "take a model with a vision tower")
     from headstart.text.images import read_image
 
     width, height = read_image(path).size
     data = base64.b64encode(path.read_bytes()).decode()
-    session.pictures.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
+    session.images.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
     _say(f"{path}: {width} x {height} pixels, for your next message")
 
 
@@ -251,7 +251,7 @@ def _help(session: ChatSession, rest: str) -> None:
 
 def _reset(session: ChatSession, rest: str) -> None:
     session.turns.clear()
-    session.pictures.clear()
+    session.images.clear()
 
 
 def _set(session: ChatSession, rest: str) -> None:
@@ -306,7 +306,7 @@ def _load(session: ChatSession, rest: str) -> None:
 
 
 def _content(given: Any) -> Any:
-    """The content of a saved message: text, or parts with pictures. Raises TypeError for other parts."""
+    """The content of a saved message: text, or parts with images. Raises TypeError for other parts."""
     if not isinstance(given, list):
         return str(given)
     if not all(isinstance(part, dict) and part.get("type") in ("text", "image_url") for part in given):
@@ -338,7 +338,7 @@ def _say(text: str) -> None:
 COMMANDS: Mapping[str, tuple[Callable[[ChatSession, str], Any], str]] = {
     "/help": (_help, ": this list"),
     "/set": (_set, "NAME VALUE: temperature, top_p, max_tokens, seed, system, ...; alone: what is set"),
-    "/image": (_image, "FILE: a picture for the next message; or paste its path"),
+    "/image": (_image, "FILE: an image for the next message; or paste its path"),
     "/regenerate": (_regenerate, ": another answer to the last question"),
     "/save": (_save, "FILE: the conversation and its settings, as JSON"),
     "/load": (_load, "FILE: go on with a saved conversation"),

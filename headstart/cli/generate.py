@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureOptions(OptionGroup):
-    """Pictures of the prompt."""
+class ImageOptions(OptionGroup):
+    """Images of the prompt."""
 
-    image: list[str] | None = option("Picture before the prompt; may be repeated.", metavar="FILE")
+    image: list[str] | None = option("Image before the prompt; may be repeated.", metavar="FILE")
 
     def read(self) -> list[Image]:
-        """The decoded pictures. Raises UsageError."""
+        """The decoded images. Raises UsageError."""
         if not self.image:
             return []
         from headstart.text.images import read_image
@@ -41,11 +41,11 @@ class PictureOptions(OptionGroup):
 @command(
     "headstart generate --prompt 'Give me three tips for sleeping better.'",
     "headstart generate ./my-model --prompt-file task.txt --temperature 0.7 --seed 1 --json",
-    "headstart generate ./my-vision-model --image cat.jpg --prompt 'What is in this picture?'",
+    "headstart generate ./my-vision-model --image cat.jpg --prompt 'What is in this image?'",
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
 def run(
-    named: options.ModelOptions, prompts: options.PromptOptions, pictures: PictureOptions,
+    named: options.ModelOptions, prompts: options.PromptOptions, attached: ImageOptions,
     sampling: options.SamplingOptions, engine: options.LoadTestOptions, output: options.OutputOptions,
 ) -> int:  # fmt: skip
     """Continue one prompt; prints streamed text or one JSON document."""
@@ -55,7 +55,7 @@ def run(
         raise UsageError(f"{model!r} is no model", hint)
     prompt = prompts.text()
     sampling.params(engine.config.seed)  # errors come before a model is loaded
-    images = pictures.read()
+    images = attached.read()
 
     from headstart.api import LLM
 

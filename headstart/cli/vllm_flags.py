@@ -93,7 +93,7 @@ ALLOWED_VALUES: Mapping[str, tuple[str | bool, ...]] = {
 HINTS: tuple[tuple[str, str], ...] = (
     (r"lora", "adapters are not served: merge the adapter into the checkpoint"),
     (r"mm-|media|image|video|audio|vision|multimodal|language-model-only",
-     "headstart reads text and pictures, without settings: leave it out"),
+     "headstart reads text and images, without settings: leave it out"),
     (r"parallel|nnodes|node-rank|master-|expert|eplb|all2all|distributed|numa|dcp|pcp|worker|ray|headless|ep-",
      ONE_COPY),
     (r"cuda-?graph|compilation|optimization|enforce-eager|kernel|backend|fuse|performance|jit|autotune",

@@ -38,8 +38,8 @@ from headstart.models.tensors import (
     read_config,
     untaken,
 )
+from headstart.text.image_prompt import ImageProcessor
 from headstart.text.images import VisionTower
-from headstart.text.picture_prompt import PictureProcessor
 from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
@@ -282,7 +282,7 @@ def load_model(
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
         broken_head=broken, vision=network, no_tower=vision if isinstance(vision, str) else "",
-        tower=PictureProcessor(found.format, tokenizer.result()) if found else None,
+        tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
     model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:

@@ -36,11 +36,11 @@ DEFAULTS = {
 }  # fmt: skip
 HARMLESS = {
     "hidden_act": "given by hidden_activation",
-    **dict.fromkeys(("mm_tokens_per_image", "vision_soft_tokens_per_image"), "of pictures"),
+    **dict.fromkeys(("mm_tokens_per_image", "vision_soft_tokens_per_image"), "of images"),
     **dict.fromkeys(
         ("boi_token_index", "eoi_token_index", "image_token_index", "boi_token_id", "eoi_token_id", "boa_token_id",
          "eoa_token_id", "eoa_token_index"),
-        "of pictures and sounds",
+        "of images and sounds",
     ),
     "rope_local_base_freq": "given by rope_parameters",
     "rope_theta": "given by rope_parameters",

@@ -1,4 +1,4 @@
-"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5: config keys, tensor names and how pictures are prepared.
+"""Vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5: config keys, tensor names and how images are prepared.
 
 Formulas: transformers 5.24 `models/qwen2_5_vl`, `qwen3_vl`, `qwen3_5`; preparation: `image_processing_pil_qwen2_vl.py`.
 """
@@ -20,7 +20,7 @@ from headstart.models import keys
 from headstart.models.base import VisionFamily
 from headstart.models.keys import Config
 from headstart.models.names import Names
-from headstart.text.picture_prompt import PictureFormat
+from headstart.text.image_prompt import ImageFormat
 
 EPS, ROPE_BASE = 1e-6, 10000.0  # in no config
 COMMON = {"in_channels": CHANNELS, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -68,14 +68,14 @@ NAMES = Names(
 )
 
 
-def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[VisionConfig, PictureFormat] | None:
+def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[VisionConfig, ImageFormat] | None:
     """VisionFamily.read."""
     written, defaults = config.get("vision_config"), DEFAULTS.get(str(config.get("model_type")))
     if not isinstance(written, dict) or defaults is None:
         return None
     if not any(isinstance(each.mixer, AttentionConfig) and _has_axes(each.mixer) for each in trunk.layers):
         what = "config.json: mrope_section of the rope must be three numbers, and their sum half the rotated features"
-        raise ModelError(what, "without it positions in a picture are unknown")
+        raise ModelError(what, "without it positions in an image are unknown")
     vision = _tower({**defaults, **{key: each for key, each in written.items() if each is not None}}, trunk)
     return vision, _format({**PREPARATION, **preparation}, vision, keys.number(config, "image_token_id"), trunk)
 
@@ -123,8 +123,8 @@ def _layers(config: dict[str, Any], key: str, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: DecoderConfig) -> PictureFormat:
-    """How preprocessor_config.json prepares a picture."""
+def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: DecoderConfig) -> ImageFormat:
+    """How preprocessor_config.json prepares an image."""
     sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge, "temporal_patch_size": vision.frames}
     steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
     for key, only in {**sizes, **steps}.items():
@@ -139,7 +139,7 @@ def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: 
     except (KeyError, TypeError, ValueError):
         what = "preprocessor_config.json: size, image_mean or image_std is wrong"
         raise ModelError(what, "see the model's original file") from None
-    return PictureFormat(
+    return ImageFormat(
         min_pixels=low, max_pixels=high, patch_size=vision.patch_size, merge=vision.merge, mean=mean, std=std,
         resample=keys.number(config, "resample", least=0), placeholder="<|vision_start|><|image_pad|><|vision_end|>",
         marker="<|image_pad|>", token_id=min(token_id, trunk.vocab_size - 1), has_axes=True,

@@ -18,7 +18,7 @@ from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names, trailing_name
 from headstart.models.reading import Reading
 from headstart.models.small import TINY, Arrays, random_arrays
-from headstart.text.picture_prompt import PictureFormat
+from headstart.text.image_prompt import ImageFormat
 
 NOTHING: Mapping[str, str] = {}
 
@@ -27,9 +27,9 @@ NOTHING: Mapping[str, str] = {}
 class VisionFamily:
     """Config keys and tensor names of a family's vision tower."""
 
-    # (config.json, the trunk's sizes, preprocessor_config.json) -> (the tower, how pictures are prepared); None for a
+    # (config.json, the trunk's sizes, preprocessor_config.json) -> (the tower, how images are prepared); None for a
     # tower of a model type that is not supported
-    read: Callable[[Config, DecoderConfig, Config], tuple[VisionConfig, PictureFormat] | None]
+    read: Callable[[Config, DecoderConfig, Config], tuple[VisionConfig, ImageFormat] | None]
     names: Names  # published names -> canonical names under `vision.`
     # tensors under canonical names -> those that VisionConfig.build takes
     adapt: Callable[[dict[str, RawTensor], VisionConfig], dict[str, RawTensor]]
@@ -56,7 +56,7 @@ class Family:
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
     aliases: tuple[str, ...] = ()  # other model types of the family: text parts of wrappers, llama.cpp's architectures
-    vision: VisionFamily | None = None  # None: no tower is built, pictures are refused
+    vision: VisionFamily | None = None  # None: no tower is built, images are refused
     scratch: Mapping[str, Any] = field(default_factory=dict)  # for `train --from-scratch`: keys added to small.SCRATCH
     unsupported: str = ""  # feature that the engine lacks (models/described.py); empty: the engine runs the family
 

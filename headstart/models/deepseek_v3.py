@@ -32,7 +32,7 @@ FAMILY = Family(
         **dict.fromkeys(
             ("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder", "projection_hidden_size",
              "projection_layer_norm_eps", "vision_end_token_id"),
-            "of pictures, whose tensors are left out",
+            "of images, whose tensors are left out",
         ),
     },
     head=HeadSpec(),

@@ -258,7 +258,7 @@ _FAMILIES: Mapping[str, Family] = {
         head=HeadSpec(),
         defaults=mimo_v2_flash.FAMILY.defaults,
         aliases=("mimo_v2_pro", "mimo_v2_omni"),
-        unsupported="projections fused in the order of several devices, and pictures (MiMo-V2.5, Pro, Omni)",
+        unsupported="projections fused in the order of several devices, and images (MiMo-V2.5, Pro, Omni)",
     ),
     "minicpm3": _family("MiniCPM3's latent attention"),
     "nemotron_h_puzzle": _family("layers of several sizes (Puzzle)"),

@@ -12,7 +12,7 @@ from headstart.layers.vision import VisionConfig
 from headstart.models import _gemma, _siglip, keys
 from headstart.models.base import Family, VisionFamily
 from headstart.models.keys import Config, flag, number
-from headstart.text.picture_prompt import PictureFormat
+from headstart.text.image_prompt import ImageFormat
 
 LAYERS_27B = 62  # of which llama.cpp knows 27B
 
@@ -42,13 +42,13 @@ def parse(config: Config) -> DecoderConfig:
     )
 
 
-def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig, PictureFormat] | None:
+def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig, ImageFormat] | None:
     """VisionFamily.read: SigLIP with averages of its patches, whose rows attend to each other."""
     written = config.get("vision_config")
     if not isinstance(written, dict):
         return None
     vision = _siglip.tower(written, number(config, "mm_tokens_per_image", default=256), trunk.hidden_size)
-    return vision, PictureFormat(
+    return vision, ImageFormat(
         image_size=vision.positions * vision.patch_size, patch_size=vision.patch_size, merge=vision.merge,
         placeholder="<start_of_image>", marker="<start_of_image>", begin="<start_of_image>", end="<end_of_image>",
         around="\n\n", is_bidirectional=True,

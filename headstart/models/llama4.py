@@ -84,7 +84,7 @@ FAMILY = Family(
         "rope_theta": 500000.0, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
     },
     harmless={
-        **dict.fromkeys(("boi_token_index", "eoi_token_index", "image_token_index"), "of pictures"),
+        **dict.fromkeys(("boi_token_index", "eoi_token_index", "image_token_index"), "of images"),
         **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step"), "given by another key"),
         **dict.fromkeys(("floor_scale", "attn_scale", "attn_temperature_tuning"), "of full layers, if there are any"),
         **dict.fromkeys(("attention_chunk_size", "use_qk_norm"), "of chunked layers, if there are any"),

@@ -109,7 +109,7 @@ FAMILY = Family(
         **dict.fromkeys(("mtp_transformer_layers", "use_mtp"), "num_mtp_modules says it"),
         **dict.fromkeys(("image_token_index", "video_token_index", "projector_hidden_size", "merged_hidden_size",
                          "image_seq_length", "multimodal_projector_bias", "process_image_mode",
-                         "vision_feature_layer", "vision_feature_select_strategy"), "of pictures"),
+                         "vision_feature_layer", "vision_feature_select_strategy"), "of images"),
     },
     names=Names(
         {

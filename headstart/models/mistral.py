@@ -31,7 +31,7 @@ FAMILY = Family(
     harmless={
         **dict.fromkeys(
             ("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "image_token_index"),
-            "of pictures, whose tensors are left out",
+            "of images, whose tensors are left out",
         )
     },
     aliases=("ministral", "ministral3", "mistral3"),

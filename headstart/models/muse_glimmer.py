@@ -63,7 +63,7 @@ FAMILY = Family(
     },
     harmless={
         "hidden_act": "hidden_activation says it",
-        **dict.fromkeys(("out_hidden_size", "projector_hidden_size", "projector_hidden_act"), "of pictures"),
+        **dict.fromkeys(("out_hidden_size", "projector_hidden_size", "projector_hidden_act"), "of images"),
     },
     names=Names({**WRAPPED, **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE}}),
     adapt=adapt,

@@ -27,7 +27,7 @@ FAMILY = Family(
     },
     harmless={
         "attention_bias": "q, k and v have one in every file",
-        "vision_token_id": "of pictures, whose tensors are left out",
+        "vision_token_id": "of images, whose tensors are left out",
     },
     names=Names(WRAPPED),
     vision=_qwen_vision.VISION,

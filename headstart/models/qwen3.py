@@ -21,7 +21,7 @@ def parse(config: Config) -> DecoderConfig:
 FAMILY = Family(
     parse=parse,
     names=Names(WRAPPED),
-    harmless={"n_deepstack_layers": "of pictures, whose tensors are left out"},
+    harmless={"n_deepstack_layers": "of images, whose tensors are left out"},
     vision=_qwen_vision.VISION,
     aliases=("qwen3_vl", "qwen3_vl_text", "qwen3vl"),
     defaults={**qwen2.FAMILY.defaults, "head_dim": 128, "mrope_interleaved": True},

@@ -36,7 +36,7 @@ FAMILY = Family(
     },
     harmless={
         "max_window_layers": "a window is for all layers",
-        "n_deepstack_layers": "of pictures, whose tensors are left out",
+        "n_deepstack_layers": "of images, whose tensors are left out",
         "sliding_window": "of use_sliding_window only",
         "shared_expert_intermediate_size": "there is none",
         "intermediate_size": "used only by dense layers",

@@ -26,7 +26,7 @@ from headstart.models.base import Family, VisionFamily
 from headstart.models.families import family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
-from headstart.text.picture_prompt import PictureFormat
+from headstart.text.image_prompt import ImageFormat
 from headstart.text.tokenizer import read_config as read_json
 
 log = logging.getLogger("headstart.models")
@@ -62,7 +62,7 @@ class FoundVision(NamedTuple):
 
     family: VisionFamily
     config: VisionConfig
-    format: PictureFormat
+    format: ImageFormat
     tensors: dict[str, RawTensor]  # under canonical names
 
 
@@ -72,7 +72,7 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
     if not checkpoint.config.get("vision_config"):
         return None
     what = f"the vision tower of {checkpoint.config.get('model_type')} models is not supported"
-    not_supported = ModelError(what, "headstart launch vllm MODEL runs it with pictures")
+    not_supported = ModelError(what, "headstart launch vllm MODEL runs it with images")
     if (vision := family.vision) is None:
         raise not_supported
     read = readable(checkpoint.tensors, checkpoint.config)
@@ -97,7 +97,7 @@ def load_vision(
     try:
         found = find_vision(checkpoint, family, trunk)
         if found and found.format.has_axes and backend.runs_on != "cpu":
-            what = f"backend {backend.name} does not read pictures of {checkpoint.config.get('model_type')} models"
+            what = f"backend {backend.name} does not read images of {checkpoint.config.get('model_type')} models"
             raise ModelError(what, "use --backend native")
         if found:
             adapted = found.family.adapt(found.tensors, found.config)

@@ -1,4 +1,4 @@
-"""Pictures from the web, for `serve --allow-image-urls`: downloads that cannot reach private networks.
+"""Images from the web, for `serve --allow-image-urls`: downloads that cannot reach private networks.
 
 The addresses of a host are resolved once and checked, and the connection goes to the checked address. Each redirect is
 checked in the same way. Size and time are limited, proxies of the environment are not used.
@@ -24,12 +24,12 @@ SCHEMES = ("http://", "https://")
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
-HINT = "send the picture as a data URL: data:image/png;base64,..."
+HINT = "send the image as a data URL: data:image/png;base64,..."
 
 
 @dataclass(frozen=True)
 class UrlPolicy:
-    """Which URLs of pictures are downloaded. `domains`: hosts that are allowed; empty: every public one."""
+    """Which URLs of images are downloaded. `domains`: hosts that are allowed; empty: every public one."""
 
     allowed: bool = False
     domains: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class UrlPolicy:
     def check(self, url: str) -> SplitResult:
         """The parts of a URL that may be downloaded. Raises ImageError."""
         if not self.allowed:
-            raise ImageError("this server downloads no pictures", f"{HINT}; or start it with --allow-image-urls")
+            raise ImageError("this server downloads no images", f"{HINT}; or start it with --allow-image-urls")
         shown = limits.shortened(url)
         try:
             parts = urlsplit(url)
@@ -53,12 +53,12 @@ class UrlPolicy:
 
 
 def is_url(source: str) -> bool:
-    """Whether the source of a picture is a URL to download."""
+    """Whether the source of an image is a URL to download."""
     return source.lower().startswith(SCHEMES)
 
 
 async def download(urls: Iterable[str], policy: UrlPolicy) -> dict[str, bytes]:
-    """The bytes behind URLs of pictures. Raises ImageError for the first one that fails."""
+    """The bytes behind URLs of images. Raises ImageError for the first one that fails."""
     wanted = list(dict.fromkeys(urls))
     tasks = [asyncio.create_task(_download(url, policy)) for url in wanted]
     try:
@@ -114,7 +114,7 @@ async def _read(reader: asyncio.StreamReader) -> "_Response":
         parser.feed_data(data)
         response.status = parser.get_status_code()
         if response.num_header_bytes > limits.HEADER_BYTES or len(response.body) > limits.IMAGE_BYTES:
-            raise ImageError(f"the picture of a URL is larger than {limits.IMAGE_BYTES} bytes", "make it smaller")
+            raise ImageError(f"the image of a URL is larger than {limits.IMAGE_BYTES} bytes", "make it smaller")
     if not response.is_complete and ("content-length" in response.headers or not response.status):
         raise asyncio.IncompleteReadError(bytes(response.body), None)
     return response

@@ -2,7 +2,7 @@
 
 A response depends only on the request body, the ordered deltas of its texts, and its origin. The origin is a random
 number (ids and an unset seed are drawn from it) and the creation time. The record holds one JSON line for each delta,
-and one for downloaded pictures, whose URLs may show others later.
+and one for downloaded images, whose URLs may show others later.
 An engine that receives the record renders these deltas again and then continues.
 """
 
@@ -42,7 +42,7 @@ class Journal:
         self.seed = self._random.getrandbits(SEED_BITS)  # for requests without a seed
         lines = [json.loads(line) for line in record.splitlines()]
         self.history, self.is_resumed = [_read(line) for line in lines if isinstance(line, list)], is_resumed
-        self.pictures = {  # URL -> bytes
+        self.images = {  # URL -> bytes
             url: base64.b64decode(data) for line in lines if isinstance(line, dict) for url, data in line.items()
         }
         self._write, self._unwritten = write, list[bytes]()
@@ -64,8 +64,8 @@ class Journal:
             if len(self._unwritten) > MAX_UNWRITTEN:
                 await self._write()
 
-    def note_pictures(self, found: Mapping[str, bytes]) -> None:
-        """Record downloaded pictures, by URL. They are written with the first delta."""
+    def note_images(self, found: Mapping[str, bytes]) -> None:
+        """Record downloaded images, by URL. They are written with the first delta."""
         if self._write is not None and found:
             document = {url: base64.b64encode(data).decode() for url, data in found.items()}
             self._unwritten.append(json.dumps(document).encode() + b"\n")

@@ -39,10 +39,10 @@ CHOICES = 100_000
 BAD_WORDS = 1024
 PRIORITY = 2**31 - 1  # largest absolute value
 DETOKENIZED = 2**17  # tokens of one /detokenize
-IMAGES = 16  # pictures
-IMAGE_BYTES = 12 * MiB  # of one picture's file
+IMAGES = 16  # images
+IMAGE_BYTES = 12 * MiB  # of one image's file
 IMAGE_URL = 2048  # characters of a URL
-IMAGE_SECONDS = 10.0  # for downloading one picture, redirects included
+IMAGE_SECONDS = 10.0  # for downloading one image, redirects included
 IMAGE_REDIRECTS = 3
 PROMPT_LOGPROBS = 500_000  # logprobs of prompt tokens in one response
 

@@ -43,7 +43,7 @@ class ServerOptions:
         "Parse names of special tokens in messages as special tokens.", default=False, **RARE
     )
     allow_image_urls: bool = option(
-        "Download pictures of http and https URLs, from public addresses.", default=False, **RARE
+        "Download images of http and https URLs, from public addresses.", default=False, **RARE
     )
     allowed_media_domains: list[str] | None = option(
         "Domain of such URLs; only these are allowed then. May be repeated.", metavar="DOMAIN", **RARE

@@ -22,10 +22,10 @@ from headstart.server.image_urls import UrlPolicy, download, is_url
 from headstart.server.journal import Journal
 from headstart.server.model_manager import ModelManager, ServedModel
 from headstart.server.options import KeepAlive
-from headstart.server.prepare import check_pictures, is_constrained, num_choices, prepare
+from headstart.server.prepare import check_images, is_constrained, num_choices, prepare
 from headstart.server.renderer import MakeRenderer, ResponseRenderer
 from headstart.server.replicas.group import ReplicaId
-from headstart.server.schema import Common, Pictured, ResponseModel, ignored_fields_header
+from headstart.server.schema import Common, MessagesBody, ResponseModel, ignored_fields_header
 
 Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
@@ -141,7 +141,7 @@ async def respond(
     pool, journal = "grammar" if is_constrained(body) else pool_of(incoming), Journal.of(request.scope)
 
     async def begin() -> Generation:
-        await _download_pictures(body, served, state, incoming, journal)
+        await _download_images(body, served, state, incoming, journal)
         prepared = await pools.run(pool, prepare, served.llm, served.formats, account, body, journal.seed)
         generation = Generation(served, pools, prepared, options, model, journal)
         await generation.begin()
@@ -166,20 +166,20 @@ async def respond(
     return Response(whole, media_type="application/json", headers=headers)
 
 
-async def _download_pictures(
-    body: Pictured, served: ServedModel, state: ServerState, incoming: IncomingBody, journal: Journal
+async def _download_images(
+    body: MessagesBody, served: ServedModel, state: ServerState, incoming: IncomingBody, journal: Journal
 ) -> None:
-    """Download the pictures of a body whose URLs are not data URLs, or take those that an earlier engine downloaded.
+    """Download the images of a body whose URLs are not data URLs, or take those that an earlier engine downloaded.
     Raises ImageError, UsageError without a vision tower, and BusyError."""
-    urls = body.picture_urls()
+    urls = body.image_urls()
     if not urls:
         return
-    check_pictures(served.llm, len(urls))
-    wanted = [url for url in urls if is_url(url) and url not in journal.pictures]
+    check_images(served.llm, len(urls))
+    wanted = [url for url in urls if is_url(url) and url not in journal.images]
     found = await download(wanted, state.url_policy)
     incoming.hold(sum(map(len, found.values())))
-    journal.note_pictures(found)
-    body._downloaded = {**journal.pictures, **found}
+    journal.note_images(found)
+    body._downloaded = {**journal.images, **found}
 
 
 class _StreamResponse(Response):

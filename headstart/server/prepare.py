@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headstart.api import LLM
-from headstart.api.pictures import EncodedPrompt, check_tower, data_of, encode_pictures, split_pictures
+from headstart.api.images import EncodedPrompt, check_tower, data_of, encode_images, split_images
 from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.params import parameters
@@ -137,7 +137,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     request = _request(llm, account, ids, params, body, constraint)
-    requests = [replace(request, pictures=prompt.pictures)]
+    requests = [replace(request, pictures=prompt.images)]
     _check_prompt_logprobs(requests)
     own = formats.tools or FORCED_FORMAT  # the system prompt for templates without tools asks for FORCED_FORMAT
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
@@ -182,16 +182,16 @@ def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
 
 
 def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
-    """The prompt that the chat template makes of the messages and their pictures. Raises UsageError (with the
+    """The prompt that the chat template makes of the messages and their images. Raises UsageError (with the
     template's own message if the template refuses the messages) and CapacityError."""
-    messages, pictures = split_pictures([_message(each) for each in body.messages or ()])
-    if not pictures:
+    messages, images = split_images([_message(each) for each in body.messages or ()])
+    if not images:
         return EncodedPrompt(*_encode_messages(llm, formats, body, messages))
-    tower = check_pictures(llm, len(pictures))
+    tower = check_images(llm, len(images))
     if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None:
-        raise UsageError("truncate_prompt_tokens could cut a picture", "leave it out of requests with pictures")
+        raise UsageError("truncate_prompt_tokens could cut an image", "leave it out of requests with images")
     prompt = _encode_messages(llm, formats, body, messages)
-    return encode_pictures(tower, prompt, pictures, llm.engine.max_length, partial(_read_picture, body._downloaded))
+    return encode_images(tower, prompt, images, llm.engine.max_length, partial(_read_image, body._downloaded))
 
 
 def _encode_messages(
@@ -236,16 +236,16 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return variables
 
 
-def check_pictures(llm: LLM, count: int) -> VisionTower:
-    """The vision tower for a request with `count` pictures. Raises UsageError without one, or for too many."""
+def check_images(llm: LLM, count: int) -> VisionTower:
+    """The vision tower for a request with `count` images. Raises UsageError without one, or for too many."""
     tower = check_tower(llm.model)
     if count > limits.IMAGES:
-        raise UsageError(f"the request has {count} pictures, and {limits.IMAGES} are allowed", "send fewer")
+        raise UsageError(f"the request has {count} images, and {limits.IMAGES} are allowed", "send fewer")
     return tower
 
 
-def _read_picture(downloaded: Mapping[str, bytes], source: Any) -> Image:
-    """The picture of a URL: a data URL, or a downloaded one. Raises ImageError."""
+def _read_image(downloaded: Mapping[str, bytes], source: Any) -> Image:
+    """The image of a URL: a data URL, or a downloaded one. Raises ImageError."""
     data = downloaded.get(source) if isinstance(source, str) else None
     if data is None and (data := data_of(source)) is None:
         raise ImageError(f"{limits.shortened(str(source))!r} is no data URL", "send data:image/png;base64,...")

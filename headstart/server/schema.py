@@ -196,21 +196,21 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
     return create_model(base.__name__, __base__=base, **members)
 
 
-class Pictured(Body):
-    """Base of bodies with messages, which may have pictures."""
+class MessagesBody(Body):
+    """Base of bodies with messages, which may have images."""
 
-    # URL of a picture -> its bytes, once they are downloaded
+    # URL of an image -> its bytes, once they are downloaded
     _downloaded: dict[str, bytes] = PrivateAttr(default_factory=dict)
 
-    def picture_urls(self) -> list[str]:
-        """The URLs of the pictures of all messages, data URLs too."""
+    def image_urls(self) -> list[str]:
+        """The URLs of the images of all messages, data URLs too."""
         messages: list[Message] = getattr(self, "messages", None) or []
         parts = [part for each in messages if isinstance(each.content, list) for part in each.content]
         found = [part.image_url for part in parts if part.image_url is not None]
         return [each if isinstance(each, str) else each.url for each in found]
 
 
-class Common(with_sampling(Pictured, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
+class Common(with_sampling(MessagesBody, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
     """Fields of both chat and completion requests. `logprobs` is declared in each, with different types."""
 
     _left_out: list[str] = PrivateAttr(default_factory=list)  # ignored members of the body that was translated to this
@@ -277,7 +277,7 @@ class CompletionRequest(Common):
 
 
 class ImageUrl(Body):
-    """Where a picture is. `detail` has no effect: a model's own settings decide its size."""
+    """Where an image is. `detail` has no effect: a model's own settings decide its size."""
 
     harmless = frozenset({"detail"})
     url: StrictStr
@@ -292,13 +292,13 @@ class ContentPart(Body):
     image_url: ImageUrl | StrictStr | None = None
 
 
-def picture_part(url: str) -> dict[str, Any]:
-    """The content part of a picture."""
+def image_part(url: str) -> dict[str, Any]:
+    """The content part of an image."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def joined_parts(parts: list[dict[str, Any]]) -> Any:
-    """The content of a message: one text, or the parts if there is a picture among them."""
+    """The content of a message: one text, or the parts if there is an image among them."""
     if any(part["type"] != "text" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
@@ -385,7 +385,7 @@ class ChatRequest(Common):
     include_reasoning: StrictBool = True
 
 
-class TokenizeRequest(Pictured):
+class TokenizeRequest(MessagesBody):
     """POST /tokenize: a text, or messages."""
 
     model: StrictStr | None = None

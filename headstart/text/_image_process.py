@@ -1,4 +1,4 @@
-"""The child process of `images.decode_image`: holds Pillow and forks for each picture.
+"""The child process of `images.decode_image`: holds Pillow and forks for each image.
 
 A fork that exceeds its limits, or crashes inside a decoder, ends this process, whose exit code names the signal.
 """
@@ -31,7 +31,7 @@ DEEP_MODES = ("I;16", "I;16L", "I;16B", "I;16N")  # gray with 16 bits
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Limits of one picture."""
+    """Limits of one image."""
 
     pixels: int = 50_000_000  # cameras of phones have up to 48 million in their largest common mode
     seconds: float = 10.0  # processor time
@@ -78,13 +78,13 @@ def _reply(replies: Connection, data: bytes, limits: ImageLimits) -> None:
 
 
 class _RefusedError(Exception):
-    """The picture cannot be read, for the reason that the message gives."""
+    """The image cannot be read, for the reason that the message gives."""
 
     hint = "send a PNG or JPEG file"
 
 
 class _TooLargeError(_RefusedError):
-    """The picture has too many pixels."""
+    """The image has too many pixels."""
 
     hint = "make it smaller"
 
@@ -97,7 +97,7 @@ def _decode(data: bytes, limits: ImageLimits) -> Any:
         known = [name for name in FORMATS if name in Image.OPEN]
         image = Image.open(io.BytesIO(data), formats=known)
     except UnidentifiedImageError:
-        raise _RefusedError(f"it is no picture in a known format ({', '.join(known)})") from None
+        raise _RefusedError(f"it is no image in a known format ({', '.join(known)})") from None
     except FAILURES as error:
         raise _RefusedError(f"it is damaged: {error}") from None
     width, height = image.size

@@ -1,7 +1,7 @@
-"""Pictures of a request: `decode_image` makes pixels of a file's bytes.
+"""Images of a request: `decode_image` makes pixels of a file's bytes.
 
-Decoders of picture formats are a common target of attacks, so a child process (`_image_process.py`) runs them with
-limits of time, memory and pixels. It is started with the first picture.
+Decoders of image formats are a common target of attacks, so a child process (`_image_process.py`) runs them with
+limits of time, memory and pixels. It is started with the first image.
 """
 
 import hashlib
@@ -27,37 +27,37 @@ _MODULE = "headstart.text._image_process"
 
 
 class ImageError(UsageError):
-    """A picture that cannot be read."""
+    """An image that cannot be read."""
 
 
 class VisionTower(Protocol):
-    """The part of a model that reads pictures. `prepare` may run in several threads at once."""
+    """The part of a model that reads images. `prepare` may run in several threads at once."""
 
     @property
     def placeholder(self) -> str:
-        """The text that stands for one picture in a prompt."""
+        """The text that stands for one image in a prompt."""
 
     def prepare(self, image: "Image") -> Any:
-        """A picture as the tower computes it, resized and normalized, without its pixels. Raises CapacityError or
-        ImageError for a picture of a size that the tower does not take."""
+        """An image as the tower computes it, resized and normalized, without its pixels. Raises CapacityError or
+        ImageError for an image of a size that the tower does not take."""
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], tuple[Any, ...]]:
-        """Token ids with the rows of each prepared picture in place of its placeholder, and the pictures for
-        `Request.pictures`. Raises UsageError if the numbers of placeholders and pictures differ."""
+        """Token ids with the rows of each prepared image in place of its placeholder, and the images for
+        `Request.pictures`. Raises UsageError if the numbers of placeholders and images differ."""
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """A decoded picture."""
+    """A decoded image."""
 
     pixels: NDArray[np.uint8] = field(repr=False)  # [height, width, 3] RGB
     digest: bytes = field(repr=False)  # SHA-256 over size and pixels
 
     @classmethod
     def of(cls, pixels: NDArray[np.uint8]) -> "Image":
-        """The picture with these pixels [height, width, 3]. Raises ImageError for another shape or type."""
+        """The image with these pixels [height, width, 3]. Raises ImageError for another shape or type."""
         if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not pixels.size:
-            raise ImageError(f"a picture has shape {pixels.shape} and type {pixels.dtype}", "give uint8 [h, w, 3]")
+            raise ImageError(f"an image has shape {pixels.shape} and type {pixels.dtype}", "give uint8 [h, w, 3]")
         pixels = np.ascontiguousarray(pixels)
         height, width, _ = pixels.shape
         digest = hashlib.sha256(b"%dx%d:" % (width, height))
@@ -71,18 +71,18 @@ class Image:
 
 
 def decode_image(data: bytes) -> Image:
-    """The picture in the bytes of a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM file: its first frame, upright as EXIF
+    """The image in the bytes of a PNG, JPEG, WebP, GIF, BMP, TIFF, AVIF or PPM file: its first frame, upright as EXIF
     says, over white where it is transparent. Raises ImageError if it cannot be read or exceeds LIMITS, BusyError if too
-    many pictures wait, CapacityError if the child process does not start."""
+    many images wait, CapacityError if the child process does not start."""
     if not data:
-        raise ImageError("the picture is empty", "send the bytes of a picture file")
+        raise ImageError("the image is empty", "send the bytes of an image file")
     if find_spec("PIL") is None:
-        raise UsageError("reading pictures needs Pillow, which is not installed", "pip install pillow")
+        raise UsageError("reading images needs Pillow, which is not installed", "pip install pillow")
     return Image.of(_decoder.decode(data))
 
 
 def read_image(source: Any) -> Image:
-    """The picture of a path, of a file's bytes, of a Pillow image, or an Image. Raises ImageError, as `decode_image`,
+    """The image of a path, of a file's bytes, of a Pillow image, or an Image. Raises ImageError, as `decode_image`,
     and for another type."""
     if isinstance(source, Image):
         return source
@@ -102,15 +102,15 @@ def read_image(source: Any) -> Image:
         try:
             return Image.of(np.asarray(to_rgb(source)))
         except (ValueError, OSError) as error:
-            raise ImageError(f"the picture cannot be read: {error}") from None
-    raise ImageError(f"a picture is {type(source).__name__}", "give a path, bytes, a Pillow image or an Image")
+            raise ImageError(f"the image cannot be read: {error}") from None
+    raise ImageError(f"an image is {type(source).__name__}", "give a path, bytes, a Pillow image or an Image")
 
 
 class _Decoder(ChildQueue):
-    """Decodes pictures in a process with limits, one at a time."""
+    """Decodes images in a process with limits, one at a time."""
 
     def __init__(self, limits: ImageLimits = LIMITS) -> None:
-        super().__init__(limits.waiting, "pictures wait to be decoded")
+        super().__init__(limits.waiting, "images wait to be decoded")
         self._limits = limits
 
     def decode(self, data: bytes) -> NDArray[np.uint8]:
@@ -119,9 +119,9 @@ class _Decoder(ChildQueue):
             return self._ask(data)
 
     def _ask(self, data: bytes) -> NDArray[np.uint8]:
-        for _ in range(2):  # the process may have ended since the last picture: start it again once
+        for _ in range(2):  # the process may have ended since the last image: start it again once
             if self._process is None or not self._is_running:
-                self._process = ChildProcess(_MODULE, "decodes pictures")
+                self._process = ChildProcess(_MODULE, "decodes images")
             process = self._process
             with suppress(EOFError, OSError):
                 process.requests.send((data, self._limits))
@@ -129,7 +129,7 @@ class _Decoder(ChildQueue):
             self._process, code = None, process.end()
             if code > SIGNALLED:
                 raise self._limit_error(code - SIGNALLED)
-        raise CapacityError("the process that decodes pictures ends at once", "check this machine's limits")
+        raise CapacityError("the process that decodes images ends at once", "check this machine's limits")
 
     def _pixels(self, process: ChildProcess) -> NDArray[np.uint8]:
         """The reply. Raises EOFError or OSError if the process ends before it is complete."""
@@ -139,7 +139,7 @@ class _Decoder(ChildQueue):
             raise self._limit_error(None)
         reply = json.loads(process.replies.recv_bytes())
         if message := reply.get("error"):
-            raise ImageError(f"the picture cannot be read: {message}", reply["hint"])
+            raise ImageError(f"the image cannot be read: {message}", reply["hint"])
         pixels = np.empty((reply["height"], reply["width"], 3), np.uint8)
         flat, start = pixels.data.cast("B"), 0
         while start < len(flat):
@@ -148,8 +148,8 @@ class _Decoder(ChildQueue):
 
     def _limit_error(self, signal_number: int | None) -> ImageError:
         if signal_number is None or signal_number in system.TIMEOUT_SIGNALS:
-            return ImageError(f"decoding the picture takes more than {self._limits.seconds:g} s", "make it smaller")
-        return ImageError("decoding the picture takes too much memory, or it is damaged", "send a PNG or JPEG file")
+            return ImageError(f"decoding the image takes more than {self._limits.seconds:g} s", "make it smaller")
+        return ImageError("decoding the image takes too much memory, or it is damaged", "send a PNG or JPEG file")
 
 
 _decoder = _Decoder()

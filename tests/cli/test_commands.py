@@ -123,7 +123,7 @@ def test_engine_options_make_the_config(
         (["--prompt", "a", "--nonsense"], "No such option: --nonsense"),
         (["The sky is"], "'The sky is' is no model"),
         (["--prompt", "a", "--image", "/no/such/cat.png"], "--image: cannot read /no/such/cat.png: No such file"),
-        (["--prompt", "a", "--image", __file__], "test_commands.py: the picture cannot be read: it is no picture"),
+        (["--prompt", "a", "--image", __file__], "test_commands.py: the image cannot be read: it is no image"),
     ],
 )
 def test_bad_input_is_one_line_with_exit_code_2(
@@ -256,7 +256,7 @@ def test_chat_saves_loads_and_answers_again(
     assert [params.max_tokens for _, params, *_ in fake_llm.asked] == [9, 9, 9]
 
 
-def test_pictures(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+def test_images(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
     """In chat they go with the next text, are saved and loaded, and may be pasted paths."""
     files = [tmp_path / "a cat.png", tmp_path / "dog.bmp"]
     for width, file in enumerate(files, 1):

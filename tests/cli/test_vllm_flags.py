@@ -129,7 +129,7 @@ KV_TRANSFER = """{"kv_connector":"%s","kv_role":"kv_both"%s}"""
     (["--speculative-config", '{"draft_tensor_parallel_size": 2}'], "leave it out"),
     (["--speculative-config", '{"method": "mlp_speculator"}'], "choose from: auto"),
     (["--allowed-media-domains", "https://a.org"], "for example upload.wikimedia.org"),
-    (["--limit-mm-per-prompt", '{"image": 1}'], "reads text and pictures, without settings"),
+    (["--limit-mm-per-prompt", '{"image": 1}'], "reads text and images, without settings"),
     (["--mem-fraction-static", "0.88"], "write --gpu-memory-utilization"),
     (["--model-path", "org/m"], "headstart serve MODEL"), (["--speculative-algorithm", "MTP"], "write --drafter"),
     (["-ngl", "99"], "headstart doctor shows the backend"), (["--unheard-of"], "leave --unheard-of out"),

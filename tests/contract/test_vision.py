@@ -1,4 +1,4 @@
-"""Pictures in prompts: logits and texts against transformers' classes; the same text in any company."""
+"""Images in prompts: logits and texts against transformers' classes; the same text in any company."""
 
 import json
 from collections.abc import Sequence as Seq
@@ -13,9 +13,9 @@ import torch
 from support import make, model_at, request, run
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from vision_models import PREPARATION, QWEN, gemma3, picture, qwen
+from vision_models import PREPARATION, QWEN, gemma3, qwen, random_image
 
-from headstart.api.pictures import check_tower
+from headstart.api.images import check_tower
 from headstart.core import Request, Sequence, Span
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
@@ -28,7 +28,7 @@ from headstart.tools.inspect.run import runs_here
 
 TEXT = "What is on it?"
 KINDS = ("gemma3", *QWEN)
-IMAGES = {1: picture(1), 2: picture(2, 90, 23), 3: picture(3, 31, 64), 4: picture(4, 1, 1)}
+IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 1, 1)}
 
 
 def published(kind: str) -> tuple[Any, Path]:
@@ -49,12 +49,12 @@ def engine_of(model: Model, **settings: Any) -> Engine:
 
 
 def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Request:
-    """A request with a placeholder for each picture, the last one in the middle of the text."""
+    """A request with a placeholder for each image, the last one in the middle of the text."""
     assert model.tower
     marked = "".join(f"a{model.tower.placeholder}" for _ in images) + text
     ids = model.tokenizer.encode(marked)
-    ids, pictures = model.tower.expand(ids, [model.tower.prepare(IMAGES[seed]) for seed in images])
-    return replace(request(ids, **params), pictures=pictures)
+    ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGES[seed]) for seed in images])
+    return replace(request(ids, **params), pictures=images)
 
 
 def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
@@ -104,7 +104,7 @@ def test_the_text_is_the_same_in_any_company(kind: str) -> None:
     requests = [
         asked(model, images, text, name=str(i), max_tokens=20, temperature=temperature)
         for i, (images, text, temperature) in enumerate(
-            [([1], TEXT, 0.0), ([2], TEXT, 0.8), ([1, 2], "Hm?", 0.0), ([], "no picture at all", 0.9), ([1], TEXT, 0.0)]
+            [([1], TEXT, 0.0), ([2], TEXT, 0.8), ([1, 2], "Hm?", 0.0), ([], "no image at all", 0.9), ([1], TEXT, 0.0)]
         )
     ]
     head = {"drafter": "mtp"} if kind == "qwen3_5" else {"drafter": "ngram"}
@@ -117,7 +117,7 @@ def test_the_text_is_the_same_in_any_company(kind: str) -> None:
     assert alone["0", 0] == alone["4", 0] != alone["1", 0]
     assert texts(max_num_seqs=8, drafter="ngram", depth=3) == alone
     assert texts(max_num_seqs=8, depth=3, **head) == alone
-    for budget in (5, 19, 24):  # less than a picture, and cuts inside of it
+    for budget in (5, 19, 24):  # less than an image, and cuts inside of it
         assert texts(max_num_batched_tokens=budget, depth=2, **head) == alone
     engine = engine_of(model, max_num_seqs=4, kv_blocks=9, max_num_batched_tokens=19, depth=2, **head)
     crowded = {key: each.tokens for key, each in run(engine, requests).items()}
@@ -125,7 +125,7 @@ def test_the_text_is_the_same_in_any_company(kind: str) -> None:
 
 
 def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rotary positions of drafted tokens behind a picture are those of the tokens in the text."""
+    """The rotary positions of drafted tokens behind an image are those of the tokens in the text."""
     model = seeing("qwen3_5", "native")
     one = asked(model, [2, 1], max_tokens=24, ignore_eos=True, temperature=0.8)
 
@@ -142,7 +142,7 @@ def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", QWEN)
-def test_a_picture_has_the_same_features_in_any_pool(kind: str) -> None:
+def test_a_image_has_the_same_features_in_any_pool(kind: str) -> None:
     model = seeing(kind, "native")
     assert model.vision and model.tower
     images = [model.tower.prepare(each) for each in IMAGES.values()]
@@ -153,7 +153,7 @@ def test_a_picture_has_the_same_features_in_any_pool(kind: str) -> None:
         np.testing.assert_array_equal(encoder.features(image), features)
 
 
-def test_the_prefix_cache_knows_pictures() -> None:
+def test_the_prefix_cache_knows_images() -> None:
     model = seeing("gemma3", "native")
     engine = engine_of(model)
     first, same, other = (asked(model, [seed], TEXT, max_tokens=4) for seed in (1, 1, 2))
@@ -176,24 +176,24 @@ def test_what_is_said_about_towers(tmp_path: Path) -> None:
         check_tower(model_at(tmp_path))
 
 
-def test_sizes_of_pictures() -> None:
+def test_sizes_of_images() -> None:
     tower = seeing("qwen3_vl", "reference").tower
     assert tower
     assert [tower.prepare(each).grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
     with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
-        tower.prepare(picture(1, 402, 2))
+        tower.prepare(random_image(1, 402, 2))
 
 
 def test_placeholders() -> None:
     tower = seeing("gemma3", "reference").tower
     tokenizer = seeing("gemma3", "reference").tokenizer
     assert tower
-    image = tower.prepare(picture(1))
+    image = tower.prepare(random_image(1))
     ids, (placed,) = tower.expand(tokenizer.encode("user\n<start_of_image>\nWhat"), [image])
     row = ids[placed.first]
     text = "user\n\n\n<start_of_image><end_of_image>\n\n\nWhat"
     assert [token for token in ids if token != row] == tokenizer.encode(text) and ids.count(row) == 16
-    with pytest.raises(UsageError, match="has 1 placeholders <start_of_image> for 2 pictures"):
+    with pytest.raises(UsageError, match="has 1 placeholders <start_of_image> for 2 images"):
         tower.expand(tokenizer.encode("<start_of_image>"), [image, image])
 
 

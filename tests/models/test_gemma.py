@@ -33,7 +33,7 @@ def logprobs(model: Model) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", (*FAMILIES, "gemma3n"), indirect=True)
 def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
-    """Names of older and newer transformers; towers of pictures and sounds are left out."""
+    """Names of older and newer transformers; towers of images and sounds are left out."""
     config, arrays = tiny
     outside = {key: config[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id")}
     wrapper = {

@@ -39,7 +39,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def seeing() -> LLM:
-    """A tiny model that reads pictures."""
+    """A tiny model that reads images."""
     from vision_models import gemma3
 
     return LLM(str(gemma3()[1]), replace(ENGINE, max_model_len=512))

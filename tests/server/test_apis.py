@@ -61,7 +61,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (MESSAGES, MESSAGE | {"max_tokens": 0}, 400, "max_tokens"),
     (MESSAGES, MESSAGE | {"messages": []}, 400, "messages"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
-    (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "is no picture"),
+    (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "is no image"),
     (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": NAMED}, 400,
      "no tools that are functions"),
     (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),

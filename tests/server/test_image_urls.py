@@ -1,4 +1,4 @@
-"""Downloads of pictures: sizes, times, redirects, and the addresses that are never asked."""
+"""Downloads of images: sizes, times, redirects, and the addresses that are never asked."""
 
 import asyncio
 import re
@@ -144,7 +144,7 @@ def test_public_addresses(address: str, public: bool) -> None:
 
 
 @pytest.mark.parametrize(("url", "policy", "message"), [
-    ("http://example.org/a", UrlPolicy(), "downloads no pictures.*--allow-image-urls"),
+    ("http://example.org/a", UrlPolicy(), "downloads no images.*--allow-image-urls"),
     ("http://user:word@example.org/a", ALL, "no http or https URL"), ("http:///a", ALL, "no http or https URL"),
     ("http://example.org:99999/a", ALL, "no http or https URL"), ("http://a/ b", ALL, "no http or https URL"),
     ("http://a/\r\nX: y", ALL, "no http or https URL"), ("http://" + "a" * 70 + "/", ALL, "no http or https URL"),

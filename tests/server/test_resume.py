@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_files import data_url, png
 from inside import Inside, inside
-from pictures import data_url, png
 from process import CITY, QUESTION, WEATHER
 
 from headstart.api import LLM
@@ -16,7 +16,7 @@ from headstart.config import EngineConfig
 from headstart.server import journal, pipeline
 from headstart.server.replicas import frames
 from headstart.server.replicas.group import ReplicaId
-from headstart.server.schema import picture_part
+from headstart.server.schema import image_part
 
 pytestmark = pytest.mark.slow
 ORIGIN = f"{'0' * 32}-1700000000"
@@ -172,7 +172,7 @@ def test_a_resumed_request_is_not_charged_again(engines: tuple[Inside, Inside]) 
     assert engines[1].served.metrics.generated_tokens - before == 20 - said
 
 
-def test_a_picture_of_a_url_is_that_of_the_first_download(
+def test_a_image_of_a_url_is_that_of_the_first_download(
     seeing: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second engine takes it from the record: the URL shows another one by then."""
@@ -184,7 +184,7 @@ def test_a_picture_of_a_url_is_that_of_the_first_download(
     monkeypatch.setattr(pipeline, "download", download)
     monkeypatch.setattr(journal, "MAX_UNWRITTEN", 0)
     urls = data_url(png(0)), "https://example.org/a.png"
-    content = [*map(picture_part, urls), {"type": "text", "text": "What?"}]
+    content = [*map(image_part, urls), {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 24, "stream": True, "seed": 1}
     with inside(seeing, replica=ReplicaId(tmp_path, 0, "token"), allow_image_urls=True) as server:
         whole = ask(server, CHAT, body)

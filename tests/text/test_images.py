@@ -1,4 +1,4 @@
-"""Pictures: what their files say arrives as pixels, and files that say nonsense do no harm."""
+"""Images: what their files say arrives as pixels, and files that say nonsense do no harm."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from headstart.text import images
 from headstart.text.images import Image, ImageError, ImageLimits, decode_image, read_image
 
 COLORS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
-PICTURE = Pillow.fromarray(COLORS)
+IMAGE = Pillow.fromarray(COLORS)
 
 
 def file_of(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -33,7 +33,7 @@ def pixels_of(data: bytes) -> np.ndarray:
     ("PNG", {}), ("BMP", {}), ("TIFF", {}), ("PPM", {}), ("WEBP", {"lossless": True}),
 ])  # fmt: skip
 def test_formats_without_loss(kind: str, options: dict[str, Any]) -> None:
-    assert np.array_equal(pixels_of(file_of(PICTURE, kind, **options)), COLORS)
+    assert np.array_equal(pixels_of(file_of(IMAGE, kind, **options)), COLORS)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "AVIF", "GIF"])
@@ -49,7 +49,7 @@ def test_modes() -> None:
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     assert np.array_equal(pixels_of(file_of(Pillow.fromarray(deep)))[..., 1], deep >> 8)
     assert np.array_equal(pixels_of(file_of(Pillow.new("1", (1, 1), 1))), [[[255] * 3]])
-    palette = PICTURE.quantize(256)
+    palette = IMAGE.quantize(256)
     assert np.array_equal(pixels_of(file_of(palette)), np.asarray(palette.convert("RGB")))
     cmyk = pixels_of(file_of(Pillow.new("CMYK", (16, 16), (0, 255, 255, 0)), "JPEG"))
     assert np.abs(cmyk.astype(int) - [255, 0, 0]).max() <= 3
@@ -67,7 +67,7 @@ def test_modes() -> None:
 def test_orientation(orientation: int, turn: Callable[[np.ndarray], np.ndarray]) -> None:
     exif = Pillow.Exif()
     exif[0x0112] = orientation
-    assert np.array_equal(pixels_of(file_of(PICTURE, exif=exif)), turn(COLORS))
+    assert np.array_equal(pixels_of(file_of(IMAGE, exif=exif)), turn(COLORS))
 
 
 def test_first_frame() -> None:
@@ -78,7 +78,7 @@ def test_first_frame() -> None:
 
 
 def test_digest_is_of_size_and_pixels() -> None:
-    first, other_format = decode_image(file_of(PICTURE)), decode_image(file_of(PICTURE, "BMP"))
+    first, other_format = decode_image(file_of(IMAGE)), decode_image(file_of(IMAGE, "BMP"))
     assert first.digest == other_format.digest and len(first.digest) == 32
     assert Image.of(COLORS.reshape(9, 6, 3)).digest != first.digest
     assert first.size == (9, 6)
@@ -86,12 +86,12 @@ def test_digest_is_of_size_and_pixels() -> None:
 
 BAD = {
     "empty": (b"", "is empty"),
-    "text": (b"hello " * 20, "no picture in a known format"),
-    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture in a known format"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture in a known format"),
-    "truncated PNG": (file_of(PICTURE)[:80], "damaged or cut off"),
+    "text": (b"hello " * 20, "no image in a known format"),
+    "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image in a known format"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no image in a known format"),
+    "truncated PNG": (file_of(IMAGE)[:80], "damaged or cut off"),
     "truncated JPEG": (file_of(Pillow.fromarray(np.tile(COLORS, (9, 9, 1))), "JPEG")[:-200], "damaged or cut off"),
-    "only a header": (file_of(PICTURE)[:16], "cannot be read"),
+    "only a header": (file_of(IMAGE)[:16], "cannot be read"),
     "bomb": (file_of(Pillow.new("1", (60_000, 60_000))), "60000 x 60000 pixels, and 50 million are allowed"),
     "floats": (file_of(Pillow.new("F", (2, 2)), "TIFF"), "32-bit numbers"),
 }
@@ -102,7 +102,7 @@ def test_bad_files(name: str) -> None:
     data, message = BAD[name]
     with pytest.raises(ImageError, match=message):
         decode_image(data)
-    assert np.array_equal(pixels_of(file_of(PICTURE)), COLORS)
+    assert np.array_equal(pixels_of(file_of(IMAGE)), COLORS)
 
 
 @pytest.mark.parametrize(("limits", "message"), [
@@ -113,24 +113,24 @@ def test_limits(limits: ImageLimits, message: str) -> None:
     decoder = images._Decoder(limits)
     with pytest.raises(ImageError, match=message):
         decoder.decode(file_of(Pillow.new("L", (6000, 6000))))
-    assert np.array_equal(decoder.decode(file_of(PICTURE)), COLORS)
+    assert np.array_equal(decoder.decode(file_of(IMAGE)), COLORS)
 
 
 def test_a_process_that_has_ended_is_started_again() -> None:
     decoder = images._Decoder()
-    decoder.decode(file_of(PICTURE))
+    decoder.decode(file_of(IMAGE))
     assert decoder._process is not None
     os.kill(decoder._process._popen.pid, signal.SIGKILL)
-    assert np.array_equal(decoder.decode(file_of(PICTURE)), COLORS)
+    assert np.array_equal(decoder.decode(file_of(IMAGE)), COLORS)
 
 
 def test_sources(tmp_path: Path) -> None:
-    data, path = file_of(PICTURE), tmp_path / "a.png"
+    data, path = file_of(IMAGE), tmp_path / "a.png"
     path.write_bytes(data)
-    found = [read_image(each) for each in (data, path, str(path), PICTURE, decode_image(data))]
+    found = [read_image(each) for each in (data, path, str(path), IMAGE, decode_image(data))]
     assert len({each.digest for each in found}) == 1
-    path.write_bytes(b"no picture")
-    for source, message in ((path, r"a\.png: the picture cannot"), (tmp_path, "Is a directory"), (3, "is int")):
+    path.write_bytes(b"no image")
+    for source, message in ((path, r"a\.png: the image cannot"), (tmp_path, "Is a directory"), (3, "is int")):
         with pytest.raises(ImageError, match=message):
             read_image(source)
     with pytest.raises(ImageError, match="uint8"):

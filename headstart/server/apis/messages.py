@@ -33,7 +33,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 class ImageSource(schema.Body):
-    """A picture: base64 with its media type, or a URL."""
+    """An image: base64 with its media type, or a URL."""
 
     harmless = frozenset({"media_type"})
     type: schema.Name
@@ -177,7 +177,7 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
 
 
 def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
-    """The chat messages of a user's turn: one for each tool result, then one for texts and pictures."""
+    """The chat messages of a user's turn: one for each tool result, then one for texts and images."""
     said = list[Json]()
     for number, part in enumerate(parts):
         if part.type == "tool_result":
@@ -199,16 +199,16 @@ def _text(content: str | list[MessageBlock], place: str) -> str:
 
 
 def _part_of(part: MessageBlock, place: str) -> Json:
-    """The content part of a text or picture."""
+    """The content part of a text or image."""
     if part.type != "image":
         return {"type": "text", "text": _text_of(part, place)}
     source = part.source
     if source is not None and source.type == "url" and source.url:
-        return schema.picture_part(source.url)
+        return schema.image_part(source.url)
     if source is not None and source.type == "base64" and source.data:
-        return schema.picture_part(f"data:;base64,{source.data}")
+        return schema.image_part(f"data:;base64,{source.data}")
     where = f"{place}.source"
-    raise BodyError(f"{where} is no picture", where, "give type base64 with data, or type url with url")
+    raise BodyError(f"{where} is no image", where, "give type base64 with data, or type url with url")
 
 
 def _text_of(part: MessageBlock, place: str) -> str:

@@ -36,8 +36,8 @@ from headstart.server.schema import (
     Name,
     ResponseModel,
     Tool,
+    image_part,
     joined_parts,
-    picture_part,
 )
 from headstart.version import __version__
 
@@ -225,9 +225,9 @@ def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
 
 
 def _content(images: list[str] | None, text: str) -> Any:
-    """The content of a chat message: pictures, in base64, come before the text."""
-    pictures = [picture_part(each if each.startswith("data:") else f"data:;base64,{each}") for each in images or ()]
-    return joined_parts([*pictures, {"type": "text", "text": text}])
+    """The content of a chat message: images, in base64, come before the text."""
+    parts = [image_part(each if each.startswith("data:") else f"data:;base64,{each}") for each in images or ()]
+    return joined_parts([*parts, {"type": "text", "text": text}])
 
 
 OLLAMA_VERSION = "0.12.0"  # version of the supported API; clients check it before they use newer features

@@ -24,8 +24,8 @@ from headstart.server.schema import (
     Many,
     Name,
     ResponseModel,
+    image_part,
     joined_parts,
-    picture_part,
     with_sampling,
 )
 
@@ -51,7 +51,7 @@ LOGPROBS = "message.output_text.logprobs"  # value of `include` that is refused
 
 
 class InputPart(Body):
-    """Text or a picture in a message or in the output of a function, or text in reasoning."""
+    """Text or an image in a message or in the output of a function, or text in reasoning."""
 
     harmless = frozenset({"annotations", "logprobs", "detail"})
     refused: ClassVar[Mapping[str, str]] = {"file_id": NOT_STORED}
@@ -219,7 +219,7 @@ def _other(item: InputItem, place: str) -> Json:
 
 
 def _content(content: str | list[InputPart] | None, place: str) -> Any:
-    """The content of a chat message: a text, or parts if there is a picture."""
+    """The content of a chat message: a text, or parts if there is an image."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = list[Json]()
@@ -227,7 +227,7 @@ def _content(content: str | list[InputPart] | None, place: str) -> Any:
         if part.type != "input_image":
             parts.append({"type": "text", "text": _text([part], place)})
         elif part.image_url:
-            parts.append(picture_part(part.image_url))
+            parts.append(image_part(part.image_url))
         else:
             raise BodyError(f"{place}: a part of type input_image has no image_url", place, "give a data URL")
     return joined_parts(parts)

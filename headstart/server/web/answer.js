@@ -93,7 +93,7 @@ export function asText(messages) {
   }, "");
 }
 
-const contentOf = ({ content, pictures }) =>
-  !pictures?.length ? content : [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }];
+const contentOf = ({ content, images }) =>
+  !images?.length ? content : [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: content }];
 const toolResult = (message) => ({ role: "tool", content: message.content, tool_call_id: message.callId });
 const asCall = ({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } });

@@ -39,8 +39,8 @@ export function asMarkdown({ title, messages }, system) {
   if (system) parts.push(`**System**\n\n${system}`);
   for (const each of messages) {
     if (each.role !== "assistant") {
-      const pictures = (each.pictures ?? []).map((url, i) => `![Picture ${i + 1}](${url})`);
-      parts.push([`**${each.role === "tool" ? "Tool" : "You"}**`, ...pictures, each.content].join("\n\n"));
+      const images = (each.images ?? []).map((url, i) => `![Image ${i + 1}](${url})`);
+      parts.push([`**${each.role === "tool" ? "Tool" : "You"}**`, ...images, each.content].join("\n\n"));
     } else {
       const calls = each.answer.calls.map((call) => `\`${call.name}(${call.arguments})\``);
       parts.push(["**Model**", each.answer.text, ...calls].filter(Boolean).join("\n\n"));

@@ -99,7 +99,7 @@ function span(token, paint) {
     case "br":
       return html`<br />`;
     case "link":
-    case "image": // pictures from elsewhere are not loaded
+    case "image": // images from elsewhere are not loaded
       return link(token, paint);
     case "escape":
       return paint(token.text);

@@ -2,7 +2,7 @@
 import { bytesOf, firstDifference, speed } from "./answer.js";
 import { markdown } from "./markdown.js";
 import { Painter } from "./paint.js";
-import { Pictures } from "./pictures.js";
+import { Images } from "./images.js";
 import { html, memo, number, useState } from "./ui.js";
 
 export const Message = memo(({ message, place, running, actions }) => {
@@ -34,7 +34,7 @@ function Question({ message, place, actions }) {
     actions.edit(place, text);
   };
   if (text === null) {
-    return html`<article class="message user" aria-label="You"><${Pictures} urls=${message.pictures} /><div class="said">${message.content}</div>
+    return html`<article class="message user" aria-label="You"><${Images} urls=${message.images} /><div class="said">${message.content}</div>
       <p class="edit"><button type="button" class="quiet" onClick=${() => setText(message.content)}>Edit</button></p>
     </article>`;
   }

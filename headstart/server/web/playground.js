@@ -4,7 +4,7 @@ import * as kept from "./conversations.js";
 import { Message } from "./messages.js";
 import * as server from "./server.js";
 import { DEMO_MODEL } from "./parameters.js";
-import { PictureButton, Pictures, excess, readPictures } from "./pictures.js";
+import { ImageButton, Images, excess, readImages } from "./images.js";
 import { Settings, fields, loadSettings, problems, saveSettings } from "./settings.js";
 import { Tip } from "./tip.js";
 import { Bar, Fragment, KeyDialog, html, start, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
@@ -19,7 +19,7 @@ const STARTERS = [
   "Give me three tips for sleeping better.",
 ];
 const PLAIN_STARTERS = ["Once upon a time", "The capital of France is", "def is_palindrome(word):\n"]; // without chat template
-const UNKNOWN = { isPlain: false, readsPictures: false, recommended: {} };
+const UNKNOWN = { isPlain: false, readsImages: false, recommended: {} };
 const LEFT = "This page was closed before the answer was complete.";
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
@@ -106,7 +106,7 @@ function App() {
     const answers = how === "both" ? { answer: newAnswer(true, seed, isJson), plain: newAnswer(false, seed, isJson) } : { answer: newAnswer(how === "on", seed, isJson) };
     const place = messages.length;
     const next = { ...base, messages: [...messages, { role: "assistant", mode: how, ...answers }] };
-    if (!next.title) next.title = messages[0].content.slice(0, 60) || "Pictures";
+    if (!next.title) next.title = messages[0].content.slice(0, 60) || "Images";
     setTalk(next);
     const abort = new AbortController();
     setRunning({ place, abort });
@@ -125,7 +125,7 @@ function App() {
     setIndex(await kept.save(next, Math.max(0, from)).catch(() => kept.listed()));
   };
 
-  const send = (content, pictures = []) => ask(talk, [...talk.messages, { role: "user", content, pictures }]);
+  const send = (content, images = []) => ask(talk, [...talk.messages, { role: "user", content, images }]);
   const actions = useRef({});
   Object.assign(actions.current, {
     retry: (place) => {
@@ -165,7 +165,7 @@ function App() {
         ${trouble && html`<p class="wrong trouble" role="alert">${trouble} <button type="button" onClick=${connect}>Try again</button></p>`}
         ${known.isPlain && html`<p class="hint plain">No chat template: the model continues your text.${" "}
           <code>--chat-template chatml</code> makes turns of it.</p>`}
-        <${Composer} ...${{ send, running, mode, setMode, wrong, isPlain: known.isPlain, readsPictures: known.readsPictures }} />
+        <${Composer} ...${{ send, running, mode, setMode, wrong, isPlain: known.isPlain, readsImages: known.readsImages }} />
       </section>
       <aside id="settings" class=${panel === "settings" ? "side open" : "side"} aria-label="Settings">
         <${Settings} ...${{ settings, change, wrong, ...known }} />
@@ -253,13 +253,13 @@ function Welcome({ model, send, isPlain, ready }) {
   </div>`;
 }
 
-function Composer({ send, running, mode, setMode, wrong, isPlain, readsPictures }) {
+function Composer({ send, running, mode, setMode, wrong, isPlain, readsImages }) {
   const [text, setText] = useState("");
-  const [pictures, setPictures] = useState([]);
+  const [images, setImages] = useState([]);
   const box = useRef(null);
   const faults = Object.values(wrong);
-  const tooMuch = excess(pictures);
-  const ready = !running && !faults.length && !tooMuch && (text.trim() !== "" || pictures.length > 0);
+  const tooMuch = excess(images);
+  const ready = !running && !faults.length && !tooMuch && (text.trim() !== "" || images.length > 0);
   useEffect(() => box.current.focus(), []);
   useLayoutEffect(() => {
     box.current.style.height = "auto";
@@ -269,25 +269,25 @@ function Composer({ send, running, mode, setMode, wrong, isPlain, readsPictures 
     event.preventDefault();
     if (!ready) return;
     setText("");
-    setPictures([]);
-    send(text, pictures);
+    setImages([]);
+    send(text, images);
   };
   const add = async (files) => {
-    const more = await readPictures(files);
-    setPictures((before) => [...new Set([...before, ...more])]);
+    const more = await readImages(files);
+    setImages((before) => [...new Set([...before, ...more])]);
   };
-  useEffect(() => readsPictures || setPictures([]), [readsPictures]);
+  useEffect(() => readsImages || setImages([]), [readsImages]);
   const taken = (event, { files }) => {
-    if (!readsPictures || !files?.length) return;
+    if (!readsImages || !files?.length) return;
     event.preventDefault();
     add(files);
   };
   const typed = (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   };
-  return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => readsPictures && event.preventDefault()}
+  return html`<form class="composer" onSubmit=${submit} onDragOver=${(event) => readsImages && event.preventDefault()}
       onDrop=${(event) => taken(event, event.dataTransfer)} onPaste=${(event) => taken(event, event.clipboardData)}>
-    <${Pictures} urls=${pictures} remove=${(place) => setPictures(pictures.filter((_, i) => i !== place))} />
+    <${Images} urls=${images} remove=${(place) => setImages(images.filter((_, i) => i !== place))} />
     <textarea ref=${box} rows="1" aria-label="Message" placeholder=${isPlain ? "Write a text to continue" : "Write a message"}
       value=${text} onInput=${(event) => setText(event.target.value)} onKeyDown=${typed}></textarea>
     <div class="row">
@@ -295,7 +295,7 @@ function Composer({ send, running, mode, setMode, wrong, isPlain, readsPictures 
         ${MODES.map(([name, title]) => html`<label><input type="radio" name="mode" value=${name} checked=${mode === name}
           onChange=${() => setMode(name)} /><span>${title}</span></label>`)}
       </fieldset>
-      ${readsPictures && html`<${PictureButton} add=${add} />`}
+      ${readsImages && html`<${ImageButton} add=${add} />`}
       <span class="hint keys">Enter sends, Escape stops</span>
       ${running
         ? html`<button key="stop" type="button" class="main" onClick=${() => running.abort.abort()}>Stop</button>`

@@ -34,11 +34,11 @@ const posted = (path, body, signal) => ask(path, {
   signal,
 });
 
-/** isPlain: no chat template, the model continues texts. readsPictures: it has a vision tower. recommended: sampling parameters. */
+/** isPlain: no chat template, the model continues texts. readsImages: it has a vision tower. recommended: sampling parameters. */
 export async function describe(model) {
   const { template, parameters, capabilities } = await (await posted("api/show", { model })).json();
   const recommended = Object.fromEntries(parameters.split("\n").filter(Boolean).map((line) => line.split(" ")));
-  return { isPlain: !template, readsPictures: capabilities.includes("vision"), recommended };
+  return { isPlain: !template, readsImages: capabilities.includes("vision"), recommended };
 }
 
 export const json = async (path) => (await ask(path)).json();

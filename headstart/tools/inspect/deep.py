@@ -73,7 +73,7 @@ def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     assert model.head
     if not can_force(model.head):
         kind = model.head.spec.kind
-        raise ModelError(f"the model does not fit into memory, where heads of kind {kind} are not measured")
+        raise ModelError(f"the model does not fit into memory; {kind} heads are measured with models that do")
     texts = builtin_texts(model)
     saved = Saved.of(model, texts)
     forced = ForcedHead(run_trunk(model, texts, progress, saved))
@@ -237,13 +237,13 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
     rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
     yield made(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
     causal = not block.all_causal
-    how = "causally" if causal else "both ways"
+    how = "only earlier rows of their block" if causal else "all rows of their block"
     mask = f'"{"causal" if ours else "is_causal"}": {json.dumps(causal)}'
-    yield made(f"rows that see their block {how}", mask, causal=causal, causal_windows=causal)
+    yield made(f"rows that see {how}", mask, causal=causal, causal_windows=causal)
     for step in (1, -1):
         moved = tuple(layer + step for layer in taps)
         if moved[0] >= 0 and moved[-1] < num_layers:
-            what = f"layer ids that are {'one higher' if step == 1 else 'one lower'}"
+            what = f"layer ids that are one {'higher' if step == 1 else 'lower'}"
             yield Reading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
     rows = block.rows_for(block.block_size)
     if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):

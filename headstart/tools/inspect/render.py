@@ -23,7 +23,7 @@ def _model(data: Data) -> Iterator[str]:
             if why := vision.get("why"):
                 yield f"  vision tower: not used: {why}"
             else:
-                yield f"  vision tower: {vision['layers']} layers, at most {vision['tokens']} tokens for a picture"
+                yield f"  vision tower: {vision['layers']} layers, at most {vision['tokens']} tokens for an image"
         if here["fix"]:
             yield f"  fix: {here['fix']}"
         if wide := here["widened"]:

@@ -30,7 +30,7 @@ def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
     blocks = {what: each.spec.block for what, each in found.items()}
     assert blocks == {
         "a RoPE that is interleaved": replace(BLOCK, interleaved=True),
-        "rows that see their block causally": replace(BLOCK, causal=True, causal_windows=True),
+        "rows that see only earlier rows of their block": replace(BLOCK, causal=True, causal_windows=True),
         "layer ids that are one higher": BLOCK,
         "layer ids that are one lower": BLOCK,
         "a first row that drafts too": replace(BLOCK, anchor_predicts=True, block_size=4),

@@ -1,4 +1,4 @@
-"""`PictureProcessor`: resizes and normalizes pictures, and puts their rows into prompts."""
+"""`ImageProcessor`: resizes and normalizes images, and puts their rows into prompts."""
 
 import hashlib
 import math
@@ -13,22 +13,22 @@ from headstart.errors import UsageError
 from headstart.text.images import Image, ImageError
 from headstart.text.tokenizer import Tokenizer
 
-MAX_RATIO = 200  # of the sides of a picture that keeps its shape
+MAX_RATIO = 200  # of the sides of an image that keeps its shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureFormat:
-    """How a family prepares a picture, and the tokens that it takes in a prompt."""
+class ImageFormat:
+    """How a family prepares an image, and the tokens that it takes in a prompt."""
 
     image_size: int = 0  # width and height in pixels after resizing; 0: as `min_pixels` and `max_pixels` say
-    min_pixels: int = 0  # pictures keep their shape, with so many pixels at least and at most after resizing
+    min_pixels: int = 0  # images keep their shape, with so many pixels at least and at most after resizing
     max_pixels: int = 0
     resample: int = 2  # Pillow's number of the filter; 2: bilinear
     patch_size: int  # width and height of a patch in pixels
     merge: int  # patches in a row and in a column of a token
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of red, green and blue, subtracted from values in 0..1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # divides them
-    placeholder: str  # what the chat template writes for a picture
+    placeholder: str  # what the chat template writes for an image
     marker: str  # special token in it, which is replaced by `begin`, the rows and `end`
     begin: str = ""  # special tokens before and behind the rows; empty: none
     end: str = ""
@@ -39,13 +39,13 @@ class PictureFormat:
 
     @property
     def max_tokens(self) -> int:
-        """Positions of the largest picture."""
+        """Positions of the largest image."""
         side = self.patch_size * self.merge
         return (self.image_size**2 or self.max_pixels) // side**2
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL). Raises
-        ImageError for a picture that is too long."""
+        ImageError for an image that is too long."""
         if self.image_size:
             return self.image_size, self.image_size
         if max(width, height) > MAX_RATIO * min(width, height):
@@ -63,10 +63,10 @@ class PictureFormat:
 
 
 @dataclass(frozen=True)
-class PictureProcessor:
-    """Prepares pictures for one model. Implements text.images.VisionTower."""
+class ImageProcessor:
+    """Prepares images for one model. Implements text.images.VisionTower."""
 
-    format: PictureFormat
+    format: ImageFormat
     tokenizer: Tokenizer
 
     @property
@@ -74,8 +74,8 @@ class PictureProcessor:
         return self.format.placeholder
 
     def prepare(self, image: Image) -> ImageInput:
-        """The resized picture (antialiased) as patches."""
-        from PIL import Image as Pillow  # only pictures need it
+        """The resized image (antialiased) as patches."""
+        from PIL import Image as Pillow  # only images need it
 
         about = self.format
         width, height = about.size_of(*image.size)
@@ -88,14 +88,14 @@ class PictureProcessor:
         return ImageInput(to_patches(pixels, about.patch_size, about.merge), (height // unit, width // unit), digest)
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[list[int], tuple[Picture, ...]]:
-        """See text.images.VisionTower.expand. Newlines around a picture become one token with those next to them, as
+        """See text.images.VisionTower.expand. Newlines around an image become one token with those next to them, as
         in the tokens of the whole text."""
         about, marker, found = self.format, self._id_of(self.format.marker), list[Picture]()
         if (count := sum(token == marker for token in prompt_ids)) != len(images):
-            message = f"the prompt has {count} placeholders {about.marker} for {len(images)} pictures"
-            raise UsageError(message, "each picture needs one; the chat template writes them")
+            message = f"the prompt has {count} placeholders {about.marker} for {len(images)} images"
+            raise UsageError(message, "each image needs one; the chat template writes them")
         ids: list[int] = []
-        is_behind = False  # only newlines since the end of a picture
+        is_behind = False  # only newlines since the end of an image
         for token in prompt_ids:
             if token == marker:
                 self._add_newlines(ids, len(about.around))
@@ -129,7 +129,7 @@ class PictureProcessor:
     def _id_of(self, token: str) -> int:
         found = self.tokenizer.id_of(token)
         if found is None:
-            raise UsageError(f"the tokenizer has no token {token}, which pictures need")
+            raise UsageError(f"the tokenizer has no token {token}, which images need")
         return found
 
 

@@ -1,4 +1,4 @@
-"""Pictures in the requests of all APIs, with a tiny model."""
+"""Images in the requests of all APIs, with a tiny model."""
 
 import base64
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_files import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
 from inside import ENGINE, Inside, inside
-from pictures import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
 from PIL import Image as Pillow
 
 from headstart.api import LLM
@@ -52,7 +52,7 @@ def test_all_apis_say_the_same(served: Inside, seeing: LLM) -> None:
 
 
 def test_counts(served: Inside) -> None:
-    """/tokenize, the token counts of Anthropic's API and rendered prompts include pictures."""
+    """/tokenize, the token counts of Anthropic's API and rendered prompts include images."""
     _, body = requests([CAT], "Hi", model="eye")["openai"]
     tokens = served.client.post("/tokenize", json={name: body[name] for name in ("model", "messages")}).json()
     rendered = served.client.post("/v1/chat/completions/render", json=body).json()
@@ -72,9 +72,9 @@ def test_tool_results_and_raw_prompts(served: Inside, seeing: LLM) -> None:
     assert served.client.post("/v1/messages", json=body).status_code == 200
     for text, count in (("One", 0), (f"One {PLACEHOLDER}", 1)):
         found = seeing.encode_prompt(text, [CAT], raw=True)
-        assert len(found.pictures) == 1 and PLACEHOLDER in found.text
+        assert len(found.images) == 1 and PLACEHOLDER in found.text
         assert found.text.endswith(text) and found.text.count(PLACEHOLDER) == 1, count
-    with pytest.raises(UsageError, match="put all pictures into the messages"):
+    with pytest.raises(UsageError, match="put all images into the messages"):
         seeing.encode_prompt([{"role": "user", "content": [{"type": "image", "image": CAT}]}], [CAT])
 
 
@@ -85,7 +85,7 @@ def test_names_of_placeholders_in_texts_are_text(served: Inside) -> None:
 
 TOO_MANY = [CAT] * (limits.IMAGES + 1)
 BAD_FILES = {
-    "no picture": (b"just text " * 9, "picture 2 of 2: the picture cannot be read: it is no picture"),
+    "no image": (b"just text " * 9, "image 2 of 2: the image cannot be read: it is no image"),
     "truncated": (CAT[: len(CAT) // 2], "damaged or cut off"),
     "bomb": (file_of(Pillow.new("1", (60_000, 60_000))), "60000 x 60000 pixels"),
     "empty": (b"", "source"),
@@ -115,13 +115,13 @@ def part(url: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ([part({"url": "data:image/png;base64,abc!"})], "picture 1 of 1: its base64 is not valid"),
+    ([part({"url": "data:image/png;base64,abc!"})], "image 1 of 1: its base64 is not valid"),
     ([part("data:image/png,abc")], "has no ;base64, part"), ([part({"url": "/etc/passwd"})], "is no data URL"),
     ([{"type": "image", "path": "/etc/passwd"}], "is no data URL"), ([part({})], "image_url"),
-    ([part({"url": ""})], "has no picture"), ([{"type": "image_url"}], "has no picture"),
+    ([part({"url": ""})], "has no image"), ([{"type": "image_url"}], "has no image"),
     ([{"type": "input_audio"}], "a part of type 'input_audio'"),
-    ([part({"url": "http://example.org/a.png"})], "this server downloads no pictures"),
-    ([part({"url": data_url(CAT)})] * (limits.IMAGES + 1), "has 17 pictures, and 16 are allowed"),
+    ([part({"url": "http://example.org/a.png"})], "this server downloads no images"),
+    ([part({"url": data_url(CAT)})] * (limits.IMAGES + 1), "has 17 images, and 16 are allowed"),
 ])  # fmt: skip
 def test_bad_parts(served: Inside, content: Any, message: str) -> None:
     body = {"model": "eye", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
@@ -130,7 +130,7 @@ def test_bad_parts(served: Inside, content: Any, message: str) -> None:
 
 
 def test_limits(served: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "could cut a picture" in message_of(ask(served, "openai", [CAT], truncate_prompt_tokens=5))
+    assert "could cut an image" in message_of(ask(served, "openai", [CAT], truncate_prompt_tokens=5))
     monkeypatch.setattr(limits, "IMAGE_BYTES", 100)
     assert "100 are allowed" in message_of(ask(served, "openai", [CAT]))
 
@@ -140,7 +140,7 @@ def test_too_many_for_the_context(seeing: LLM) -> None:
     with inside(small, served_model_name=("eye",)) as server:
         assert ask(server, "anthropic", [CAT], max_tokens=1)["content"]
         answer = ask(server, "anthropic", [CAT] * 4)
-    assert re.search(r"the prompt with its 4 pictures has \d+ tokens, but the context holds 64", message_of(answer))
+    assert re.search(r"the prompt with its 4 images has \d+ tokens, but the context holds 64", message_of(answer))
     small.close()
 
 
@@ -169,7 +169,7 @@ def test_a_model_without_tower(llm: LLM) -> None:
 
 
 def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A downloaded picture is the same as a sent one, and is in the record of the response."""
+    """A downloaded image is the same as a sent one, and is in the record of the response."""
     asked = list[str]()
 
     async def download(urls: Any, policy: Any) -> dict[str, bytes]:
@@ -192,20 +192,20 @@ def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "is no data URL" in message_of(server.client.post(f"{path}/count_tokens", json=counted).json())
 
 
-def test_the_record_of_a_response_has_its_downloaded_pictures() -> None:
+def test_the_record_of_a_response_has_its_downloaded_images() -> None:
     journal = Journal(f"{'0' * 32}-1", write=None)
-    journal.note_pictures({"http://a/b": CAT})
+    journal.note_images({"http://a/b": CAT})
     assert journal.take() == b""  # nothing is recorded without a relay
 
     async def write() -> None: ...
 
     journal = Journal(f"{'0' * 32}-1", write=write)
-    journal.note_pictures({"http://a/b": CAT})
+    journal.note_images({"http://a/b": CAT})
     resumed = Journal(f"{'0' * 32}-1", journal.take(), write)
-    assert (resumed.pictures, resumed.history) == ({"http://a/b": CAT}, [])
+    assert (resumed.images, resumed.history) == ({"http://a/b": CAT}, [])
 
 
-def test_texts_about_pictures_are_not_recorded(seeing: LLM, tmp_path: Path) -> None:
+def test_texts_about_images_are_not_recorded(seeing: LLM, tmp_path: Path) -> None:
     recorder = TextRecorder(RecordFiles(tmp_path, 2**20))
     recorder.start()
     for images in ([CAT], []):

@@ -1,7 +1,7 @@
-"""Pictures in prompts: `split_pictures` takes them out of OpenAI's messages, `encode_pictures` puts them into a prompt.
+"""Images in prompts: `split_images` takes them out of OpenAI's messages, `encode_images` puts them into a prompt.
 
-A chat template gets `{"type": "image"}` for each picture, as in transformers, and writes a placeholder. The model's
-vision tower replaces the placeholders by the rows of the pictures.
+A chat template gets `{"type": "image"}` for each image, as in transformers, and writes a placeholder. The model's
+vision tower replaces the placeholders by the rows of the images.
 """
 
 import base64
@@ -15,9 +15,9 @@ from headstart.errors import CapacityError, UsageError
 from headstart.text.images import Image, ImageError, VisionTower, read_image
 
 Message = Mapping[str, Any]
-PICTURES = ("image_url", "image", "input_image")
-"""Types of content parts that are pictures: OpenAI's, transformers' and the Responses API's."""
-_SOURCES = ("image_url", "image", "url", "path")  # members that hold the picture
+IMAGES = ("image_url", "image", "input_image")
+"""Types of content parts that are images: OpenAI's, transformers' and the Responses API's."""
+_SOURCES = ("image_url", "image", "url", "path")  # members that hold the image
 QUOTED = 80  # characters of a type or URL that an error quotes
 
 
@@ -25,41 +25,41 @@ QUOTED = 80  # characters of a type or URL that an error quotes
 class EncodedPrompt:
     """A prompt as the engine takes it."""
 
-    ids: list[int]  # with the rows of the pictures
+    ids: list[int]  # with the rows of the images
     text: str = ""  # of the rendered chat template
-    pictures: tuple[Any, ...] = ()  # for Request.pictures
+    images: tuple[Any, ...] = ()  # for Request.pictures
 
 
-def split_pictures(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The messages for the chat template, and the pictures of all messages in order (URLs, paths, bytes, ...). Content
-    without pictures becomes one text. Raises UsageError for a part that is neither text nor picture."""
-    found, pictures = list[dict[str, Any]](), list[Any]()
+def split_images(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages for the chat template, and the images of all messages in order (URLs, paths, bytes, ...). Content
+    without images becomes one text. Raises UsageError for a part that is neither text nor image."""
+    found, images = list[dict[str, Any]](), list[Any]()
     for message in messages:
         content = message.get("content")
         if not isinstance(content, list | tuple):
             found.append(dict(message))
             continue
-        parts, before = list[dict[str, str]](), len(pictures)
+        parts, before = list[dict[str, str]](), len(images)
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind in PICTURES:
-                pictures.append(_source(part))
+            if kind in IMAGES:
+                images.append(_source(part))
                 parts.append({"type": "image"})
             elif kind == "text" or (kind == "input_text" and "text" in part):
                 parts.append({"type": "text", "text": part.get("text") or ""})
             else:
                 what = f"a message holds a part of type {str(kind)[:QUOTED]!r}"
                 raise UsageError(what, "parts of type text and image_url are read")
-        has_pictures = len(pictures) > before
-        found.append({**message, "content": parts if has_pictures else "".join(part["text"] for part in parts)})
-    return found, pictures
+        has_images = len(images) > before
+        found.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})
+    return found, images
 
 
 def _source(part: Mapping[str, Any]) -> Any:
     source = next((part[name] for name in _SOURCES if part.get(name) is not None), None)
     source = source.get("url") if isinstance(source, Mapping) else source
     if source is None or source == "":
-        raise ImageError(f"a part of type {part['type']!r} has no picture", 'give {"image_url": {"url": "data:..."}}')
+        raise ImageError(f"a part of type {part['type']!r} has no image", 'give {"image_url": {"url": "data:..."}}')
     return source
 
 
@@ -76,8 +76,8 @@ def data_of(source: Any) -> bytes | None:
         raise ImageError(f"its base64 is not valid: {error}", "encode the file's bytes as base64") from None
 
 
-def open_picture(source: Any) -> Image:
-    """The picture of a path, data URL, bytes, Pillow image or Image. Raises ImageError, also for other URLs."""
+def open_image(source: Any) -> Image:
+    """The image of a path, data URL, bytes, Pillow image or Image. Raises ImageError, also for other URLs."""
     if (data := data_of(source)) is not None:
         return read_image(data)
     if isinstance(source, str) and source.lower().startswith(("http://", "https://")):
@@ -90,45 +90,45 @@ def check_tower(model: Model) -> VisionTower:
     if model.tower is not None:
         return model.tower
     why = f": {model.no_tower}" if model.no_tower else ""
-    hint = "leave the pictures out, or take a model with a vision tower"
+    hint = "leave the images out, or take a model with a vision tower"
     raise UsageError(f"{model.name} reads text only{why}", hint)
 
 
-def encode_pictures(
+def encode_images(
     tower: VisionTower, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
-    read: Callable[[Any], Image] = open_picture,
+    read: Callable[[Any], Image] = open_image,
 ) -> EncodedPrompt:  # fmt: skip
-    """The prompt (token ids with placeholders, and its text) with the pictures that `read` makes of the sources. Raises
-    the errors of `read` and of the tower, with the picture's number, and CapacityError for more than `max_tokens`."""
+    """The prompt (token ids with placeholders, and its text) with the images that `read` makes of the sources. Raises
+    the errors of `read` and of the tower, with the image's number, and CapacityError for more than `max_tokens`."""
     inputs = []
     for number, source in enumerate(sources, 1):
         try:
             inputs.append(tower.prepare(read(source)))  # one by one: their pixels take far more memory than the inputs
         except (ImageError, CapacityError) as error:
-            raise type(error)(f"picture {number} of {len(sources)}: {error.message}", error.hint) from None
-    ids, pictures = tower.expand(list(prompt[0]), inputs)
+            raise type(error)(f"image {number} of {len(sources)}: {error.message}", error.hint) from None
+    ids, images = tower.expand(list(prompt[0]), inputs)
     if len(ids) >= max_tokens:
-        some = "picture" if len(sources) == 1 else f"{len(sources)} pictures"
+        some = "image" if len(sources) == 1 else f"{len(sources)} images"
         what = f"the prompt with its {some} has {len(ids)} tokens, but the context holds {max_tokens}"
-        raise CapacityError(what, "send fewer or smaller pictures")
-    return EncodedPrompt(ids, prompt[1], tuple(pictures))
+        raise CapacityError(what, "send fewer or smaller images")
+    return EncodedPrompt(ids, prompt[1], tuple(images))
 
 
 def with_placeholders(tower: VisionTower, text: str, count: int) -> str:
-    """A raw text with one placeholder for each of its pictures: those that it lacks are put before it."""
+    """A raw text with one placeholder for each of its images: those that it lacks are put before it."""
     return tower.placeholder * (count - text.count(tower.placeholder)) + text
 
 
 def per_prompt(images: Seq[Any] | None, prompts: Seq[Any], is_single: bool) -> list[Seq[Any]]:
-    """The pictures of each prompt. `images`: those of the single prompt, else a list for each prompt. Raises
+    """The images of each prompt. `images`: those of the single prompt, else a list for each prompt. Raises
     UsageError if the numbers differ."""
     if images is None:
         return [()] * len(prompts)
     if isinstance(images, str | bytes) or not isinstance(images, Seq):
-        raise UsageError(f"images is {type(images).__name__}", "give a list of pictures: images=[path]")
+        raise UsageError(f"images is {type(images).__name__}", "give a list of images: images=[path]")
     if is_single:
         return [images]
     if len(images) != len(prompts) or not all(isinstance(each, list | tuple) for each in images):
-        what = f"images must be a list of pictures for each of the {len(prompts)} prompts"
+        what = f"images must be a list of images for each of the {len(prompts)} prompts"
         raise UsageError(what, "for example images=[[path], []]")
     return list(images)

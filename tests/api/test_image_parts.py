@@ -1,4 +1,4 @@
-"""Pictures in prompts of the Python API: how messages and lists of pictures are read, and what is refused."""
+"""Images in prompts of the Python API: how messages and lists of images are read, and what is refused."""
 
 import base64
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from headstart.api.pictures import open_picture, per_prompt, split_pictures
+from headstart.api.images import open_image, per_prompt, split_images
 from headstart.errors import UsageError
 
 
@@ -20,25 +20,25 @@ def test_parts_of_messages() -> None:
     ]  # fmt: skip
     texts = [{"type": "text", "text": "So"}, {"type": "input_text", "text": "?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts, "name": "x"}]
-    shown, pictures = split_pictures([*messages, {"role": "user", "content": texts}, {"role": "assistant"}])
-    picture = {"type": "image"}
+    shown, images = split_images([*messages, {"role": "user", "content": texts}, {"role": "assistant"}])
+    image = {"type": "image"}
     assert shown[1]["content"] == [
-        picture,
+        image,
         {"type": "text", "text": "What?"},
-        *[picture] * 4,
+        *[image] * 4,
         {"type": "text", "text": ""},
     ]
     assert [each.get("content") for each in (shown[0], *shown[2:])] == ["Be brief.", "So?", None]
-    assert shown[1]["name"] == "x" and pictures == ["data:a", "data:b", "c.png", b"d", "data:e"]
+    assert shown[1]["name"] == "x" and images == ["data:a", "data:b", "c.png", b"d", "data:e"]
 
 
 @pytest.mark.parametrize(("part", "message"), [
     ({"type": "video_url"}, "a part of type 'video_url'"), ("a text", "a part of type 'str'"),
-    ({"type": "image"}, "has no picture"), ({"type": "image_url", "image_url": {"detail": "low"}}, "has no picture"),
+    ({"type": "image"}, "has no image"), ({"type": "image_url", "image_url": {"detail": "low"}}, "has no image"),
 ])  # fmt: skip
 def test_other_parts(part: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        split_pictures([{"role": "user", "content": [part]}])
+        split_images([{"role": "user", "content": [part]}])
 
 
 def test_sources(tmp_path: Path) -> None:
@@ -46,16 +46,16 @@ def test_sources(tmp_path: Path) -> None:
     Image.new("RGB", (2, 1)).save(path)
     text = base64.b64encode(path.read_bytes()).decode()
     found = [
-        open_picture(each) for each in (path, str(path), path.read_bytes(), f"data:;base64,{text}", Image.open(path))
+        open_image(each) for each in (path, str(path), path.read_bytes(), f"data:;base64,{text}", Image.open(path))
     ]
     assert len({each.digest for each in found}) == 1
     for source, message in (("https://a.org/b.png", "nothing is downloaded here"), ("data:image/png,x", "no ;base64,"),
                             ("data:;base64,x!", "base64 is not valid"), (None, "is NoneType")):  # fmt: skip
         with pytest.raises(UsageError, match=message):
-            open_picture(source)
+            open_image(source)
 
 
-def test_pictures_of_each_prompt() -> None:
+def test_images_of_each_prompt() -> None:
     assert per_prompt(None, ["a", "b"], False) == [(), ()]
     assert per_prompt(["x"], ["a"], True) == [["x"]]
     assert per_prompt([["x"], []], ["a", "b"], False) == [["x"], []]

@@ -1,12 +1,12 @@
-"""Pictures in the playground: chosen, pasted, dropped, removed and sent; hidden where the model reads text only."""
+"""Images in the playground: chosen, pasted, dropped, removed and sent; hidden where the model reads text only."""
 
 import base64
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from image_files import png
 from inside import Inside, inside
-from pictures import png
 from test_browser import CHROMIUM, FLAGS
 
 from headstart.api import LLM
@@ -39,16 +39,16 @@ def page_of() -> Iterator[Any]:
         browser.close()
 
 
-def test_pictures_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
+def test_images_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
     with inside(seeing) as server:
         page = page_of(server)
-        page.get_by_label("Add pictures").wait_for()
-        page.get_by_label("Picture files").set_input_files(FILES)
+        page.get_by_label("Add images").wait_for()
+        page.get_by_label("Image files").set_input_files(FILES)
         for kind, seed in (("paste", 3), ("drop", 4)):
             page.evaluate(GIVE, [kind, base64.b64encode(png(seed)).decode()])
-        mine = page.locator(".composer .pictures img")
+        mine = page.locator(".composer .images img")
         playwright.expect(mine).to_have_count(4)
-        page.get_by_label("Remove picture 1").click()
+        page.get_by_label("Remove image 1").click()
         playwright.expect(mine).to_have_count(3)
         assert mine.first.evaluate("(img) => img.naturalWidth") == 40
         box = page.get_by_label("Message", exact=True)
@@ -60,9 +60,9 @@ def test_pictures_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
         data = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in content[:3]]
         assert data == [png(seed) for seed in (2, 3, 4)]
         page.locator(".after").last.wait_for()
-        assert page.locator(".message.user .pictures img").count() == 3
+        assert page.locator(".message.user .images img").count() == 3
         assert mine.count() == page.locator(".answer .wrong").count() == 0
-        page.locator(".message.user .edit button").click()  # an edited question keeps its pictures
+        page.locator(".message.user .edit button").click()  # an edited question keeps its images
         with page.expect_request("**/v1/chat/completions") as again:
             page.get_by_label("Edited message").locator("xpath=..").locator("button.main").click()
         assert again.value.post_data_json["messages"][-1]["content"] == content
@@ -72,4 +72,4 @@ def test_a_model_that_reads_text_only(page_of: Any, llm: LLM) -> None:
     with inside(llm) as server:
         page = page_of(server)
         page.evaluate(GIVE, ["drop", base64.b64encode(png()).decode()])
-        assert page.get_by_label("Add pictures").count() == page.locator(".pictures").count() == 0
+        assert page.get_by_label("Add images").count() == page.locator(".images").count() == 0

@@ -1,4 +1,4 @@
-"""Files of pictures for tests, and the requests of all APIs about them."""
+"""Files of images for tests, and the requests of all APIs about them."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
-    """The file of a picture with squares of random colours."""
+    """The file of an image with squares of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
     return file_of(Pillow.fromarray(colours).resize(size, Pillow.Resampling.NEAREST), kind, **options)
 
@@ -26,7 +26,7 @@ def data_url(data: bytes) -> str:
 
 
 def requests(files: Seq[bytes], text: str, **sampling: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """API -> path and body of one question about pictures."""
+    """API -> path and body of one question about images."""
     texts, urls = [base64.b64encode(each).decode() for each in files], [data_url(each) for each in files]
     size, model = sampling.pop("max_tokens", 8), sampling.pop("model")
     source = [{"type": "base64", "media_type": "image/png", "data": each} for each in texts]
@@ -74,7 +74,7 @@ def text_of(api: str, answer: dict[str, Any]) -> str:
 
 
 def prompt_tokens(api: str, answer: dict[str, Any]) -> int:
-    """The tokens of the prompt, those of pictures too."""
+    """The tokens of the prompt, those of images too."""
     usage = answer.get("usage", answer)
     if api == "anthropic":
         return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
