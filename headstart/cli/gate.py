@@ -22,6 +22,9 @@ class GateFlags(OptionGroup):
     floor: float | None = option("Least tokens per pass, as a share of the old one. Default: 0.9.", above=0, max=1)
     allow_text_changes: bool = option("Another text is no failure: the weights or the engine changed.", default=False)
     max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=2**20)
+    trials: int | None = option(
+        "Prompts of each form, greedy and sampled. Below 6, lost JSON is not always noticed. Default: 6.", min=1, max=100
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

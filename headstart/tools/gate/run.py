@@ -1,8 +1,8 @@
 """`headstart gate`: is a new server or checkpoint as good as the old one?
 
 Both sides answer the same prompts: twice alone, then all at once. A check of counts fails where the new side has fewer
-hits, and so few or fewer have a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided). Tokens per
-pass and speed fail below a share of the old value, if the 95 % interval of the ratio lies below 1. The expected rate of
+hits, and so few or fewer have a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided). It is not
+judged where the old side has so few hits that none would be no proof. Tokens per pass and speed fail below a share of the old value, if the 95 % interval of the ratio lies below 1. The expected rate of
 equal texts is the rate at which the old side repeats its own.
 """
 
@@ -54,6 +54,7 @@ class GateOptions:
     floor: float = 0.9  # of the old tokens per pass
     allow_text_changes: bool = False  # another quantization or engine
     max_tokens: int = MAX_TOKENS
+    trials: int = TRIALS
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,19 @@ class GateAnswer:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the first text is a JSON object with the members that the schema requires."""
+        """Whether the first text is a JSON object with the members that the schema requires, or several: a client joins
+        the arguments of tool calls."""
+        rest, decoder = self.texts[0].strip(), json.JSONDecoder()
         try:
-            found = json.loads(self.texts[0])
+            while True:
+                found, end = decoder.raw_decode(rest)
+                if not isinstance(found, dict) or not set(SCHEMA["required"]) <= found.keys():
+                    return False
+                rest = rest[end:].lstrip()
+                if not rest:
+                    return True
         except ValueError:
             return False
-        return isinstance(found, dict) and set(SCHEMA["required"]) <= found.keys()
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,8 @@ def _count(name: str, old: Seq[bool], new: Seq[bool]) -> GateCheck:
     """Compares the shares of hits."""
     if not old or not new:
         return GateCheck(name, None, _share(old), _share(new), "one side has no such requests")
+    if chance_of_fewer(sum(old), len(old), 0, len(new)) >= SIGNIFICANT:
+        return GateCheck(name, None, _share(old), _share(new), "the old side has too few to notice a loss")
     chance = chance_of_fewer(sum(old), len(old), sum(new), len(new))
     note = "" if chance >= SIGNIFICANT else f"chance under equal rates: {chance:.1e}"
     return GateCheck(name, chance >= SIGNIFICANT, _share(old), _share(new), note)
@@ -232,16 +242,19 @@ def collect(sides: Mapping[str, str], options: GateOptions, max_tokens: int, pro
     with ExitStack() as stack:
         servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
         models = [str(find_model(server, options.model)["id"]) for server in servers]
-        return asyncio.run(_collect(list(zip(sides, servers, models, strict=True)), max_tokens, progress))
+        asked = list(zip(sides, servers, models, strict=True))
+        return asyncio.run(_collect(asked, gate_prompts(options.trials), max_tokens, progress))
 
 
-async def _collect(servers: Seq[tuple[str, Server, str]], max_tokens: int, progress: Progress) -> list[GateRecord]:
-    sides = [await GateSide.connect(name, server, model, max_tokens) for name, server, model in servers]
-    for number, prompt in enumerate(PROMPTS):
-        progress(number, len(PROMPTS), prompt.kind)
+async def _collect(
+    servers: Seq[tuple[str, Server, str]], prompts: Seq["GatePrompt"], max_tokens: int, progress: Progress
+) -> list[GateRecord]:
+    sides = [await GateSide.connect(name, server, model, prompts, max_tokens) for name, server, model in servers]
+    for number, prompt in enumerate(prompts):
+        progress(number, len(prompts), prompt.kind)
         for side in sides if number % 2 else sides[::-1]:
             await side.ask_alone(number)
-    progress(len(PROMPTS), len(PROMPTS), "all at once")
+    progress(len(prompts), len(prompts), "all at once")
     return [await side.record() for side in sides]
 
 
@@ -254,12 +267,14 @@ class GatePrompt:
     text: str
 
 
-PROMPTS = [
-    GatePrompt(form, case, make_prompt(case, SEED, trial, "asked"))
-    for trial in range(TRIALS)
-    for form in FORMS
-    for case in (RequestCase(form, False), RequestCase(form, True))
-] + [GatePrompt("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
+def gate_prompts(trials: int) -> list[GatePrompt]:
+    """`trials` prompts of each form, greedy and sampled, and the built-in ones."""
+    return [
+        GatePrompt(form, case, make_prompt(case, SEED, trial, "asked"))
+        for trial in range(trials)
+        for form in FORMS
+        for case in (RequestCase(form, False), RequestCase(form, True))
+    ] + [GatePrompt("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
 
 
 @dataclass
@@ -267,22 +282,25 @@ class GateSide:
     """A server and its answers so far, by index of the prompt."""
 
     client: ExactClient
+    prompts: Seq[GatePrompt]
     max_tokens: int
     salt: dict[str, Any]  # request fields that keep answers to other requests from being drafts
     deep: dict[str, Any]  # request fields of fixed drafting: depth auto drafts by the load of the machine
     alone: dict[int, tuple[ProbeResponse, ProbeResponse]] = field(default_factory=dict)
 
     @classmethod
-    async def connect(cls, name: str, server: Server, model: str, max_tokens: int) -> "GateSide":
+    async def connect(
+        cls, name: str, server: Server, model: str, prompts: Seq[GatePrompt], max_tokens: int
+    ) -> "GateSide":
         client = await ExactClient.connect(server, model, max_tokens, SEED)
         salt: dict[str, Any] = {"cache_salt": f"gate {name}"}
         deep = SWITCHES["headstart"][DEEP]
         taken = [each if await client.takes(**each) else {} for each in (salt, deep)]
-        return cls(client, max_tokens, taken[0], taken[1])
+        return cls(client, prompts, max_tokens, taken[0], taken[1])
 
     async def ask_alone(self, number: int) -> None:
         """Asks a prompt twice, if the server takes its form."""
-        if PROMPTS[number].case not in self.client.cases:
+        if self.prompts[number].case not in self.client.cases:
             return
         again = {name: f"{value} again" for name, value in self.salt.items()}
         first = await self._ask(number, counted=not self.deep, **self.salt)
@@ -303,13 +321,13 @@ class GateSide:
                 (other if self.deep else one).accepted,
             )
             for prompt, (one, other), among in zip(
-                [PROMPTS[number] for number in self.alone], self.alone.values(), company, strict=True
+                [self.prompts[number] for number in self.alone], self.alone.values(), company, strict=True
             )
         }  # fmt: skip
         return GateRecord(str(self.client.endpoint.model), self.max_tokens, answers)
 
     async def _ask(self, number: int, counted: bool = False, **fields: Any) -> ProbeResponse:
-        prompt = PROMPTS[number]
+        prompt = self.prompts[number]
         limit = max(self.max_tokens, OBJECT_TOKENS) if prompt.kind in OBJECTS else self.max_tokens
         fields = {self.client.endpoint.length_field: limit, **fields}
         return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)

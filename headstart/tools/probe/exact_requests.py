@@ -30,7 +30,10 @@ FIELDS: dict[Form, list[dict[str, Any]]] = {
     "schema": [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "note", "strict": True, "schema": SCHEMA}}}
     ],
-    "tools": [{"tools": [TOOL], "tool_choice": choice} for choice in TOOL_CHOICES],
+    "tools": [
+        {"tools": [TOOL], "tool_choice": choice, **one} for one in ({"parallel_tool_calls": False}, {})
+        for choice in TOOL_CHOICES
+    ],
 }
 """Form -> request fields, in order of preference."""
 
