@@ -23,7 +23,9 @@ class GateFlags(OptionGroup):
     allow_text_changes: bool = option("Another text is no failure: the weights or the engine changed.", default=False)
     max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=2**20)
     trials: int | None = option(
-        "Prompts of each form, greedy and sampled. Below 6, lost JSON is not always noticed. Default: 6.", min=1, max=100
+        "Prompts of each form, greedy and sampled. Below 6, lost JSON is not always noticed. Default: 6.",
+        min=1,
+        max=100,
     )
 
 

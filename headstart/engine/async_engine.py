@@ -7,6 +7,7 @@ communicate by the command queue and `call_soon_threadsafe`.
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence as Seq
 from contextlib import suppress
 from dataclasses import replace
@@ -85,6 +86,7 @@ class AsyncEngine:
 
     def __init__(self, shared: SharedEngine, after_step: Callable[[], None] = lambda: None) -> None:
         self.num_failed_steps = 0  # consecutive
+        self._busy_since: float | None = None  # time.monotonic() at the start of the step or command that runs
         self._shared, self._after_step = shared, after_step
         self._streams: dict[str, RequestStream] = {}  # by request id
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -107,6 +109,12 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the step or command that runs was begun; 0 between two."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def open(
         self, requests: Seq[Request], on_close: Callable[[RequestStream], None] | None = None,
@@ -156,13 +164,17 @@ class AsyncEngine:
     def _run(self) -> None:
         engine = self._shared.engine
         while True:
+            self._busy_since = None
             with suppress(Empty):
                 while command := self._commands.get(block=not (self._streams and engine.has_work)):
+                    self._busy_since = time.monotonic()
                     try:
                         command()
                     except BaseException:
                         log.exception("a command to the engine failed")
+                    self._busy_since = None
                 return
+            self._busy_since = time.monotonic()
             try:
                 self._shared.step()
                 self._after_step()

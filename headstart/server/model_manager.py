@@ -48,6 +48,7 @@ log = logging.getLogger("headstart.server")
 LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
 SWEEP_INTERVAL_S = 0.5  # time between two looks for models whose keep-alive is over
 MIN_KEEP_ALIVE_S = 1.0  # so that requests that waited for a load reach the model before it is unloaded
+MAX_STEP_S = 300.0  # an engine that works longer on one step or command hangs
 CACHE_DIVISOR = 4  # a model's caches take 1 / CACHE_DIVISOR of the memory that its weights leave
 _OF_PARTS = re.compile(r"-00001-of-\d{5}$")  # end of the stem of a split GGUF's first file
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # end of the names of its other files
@@ -134,6 +135,8 @@ class ServedModel:
             return "the engine's thread has ended; see the server's log"
         if self.engine.num_failed_steps > 1:
             return f"{self.engine.num_failed_steps} steps in a row have failed; see the server's log"
+        if (seconds := self.engine.busy_s) > MAX_STEP_S:
+            return f"the engine hangs: one step takes {seconds:.0f} s so far"
         return ""
 
 

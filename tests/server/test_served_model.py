@@ -83,6 +83,34 @@ def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch)
     with_served(check)
 
 
+def test_an_engine_that_hangs_in_a_step_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check(served: ServedModel) -> None:
+        runner, hangs, goes_on = served.llm.engine.runner, threading.Event(), threading.Event()
+        forward = runner.forward
+
+        def hanging(spans: Any) -> Any:
+            hangs.set()
+            goes_on.wait(support.PATIENCE)
+            return forward(spans)
+
+        monkeypatch.setattr(runner, "forward", hanging)
+        text = asyncio.create_task(tokens_of(await served.open([request(served, 1)])))
+        try:
+            await asyncio.to_thread(hangs.wait, support.PATIENCE)
+            assert served.fault == ""
+            monkeypatch.setattr("headstart.server.model_manager.MAX_STEP_S", 0.01)
+            await asyncio.sleep(0.02)
+            assert served.fault.startswith("the engine hangs")
+        finally:
+            goes_on.set()
+        assert len(await text) == 20
+        while served.engine.busy_s:
+            await asyncio.sleep(0.01)
+        assert served.fault == ""
+
+    with_served(check)
+
+
 def test_who_had_just_finished_in_a_failing_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         engine = served.llm.engine

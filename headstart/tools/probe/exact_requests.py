@@ -31,7 +31,8 @@ FIELDS: dict[Form, list[dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"name": "note", "strict": True, "schema": SCHEMA}}}
     ],
     "tools": [
-        {"tools": [TOOL], "tool_choice": choice, **one} for one in ({"parallel_tool_calls": False}, {})
+        {"tools": [TOOL], "tool_choice": choice, **one}
+        for one in ({"parallel_tool_calls": False}, {})
         for choice in TOOL_CHOICES
     ],
 }
