@@ -53,7 +53,7 @@ INLINE f32 gelu_tanh(f32 x) {
     return select_less(x, splat(-10.0f), splat(0.0f), y);
 }
 
-INLINE f32 relu(f32 x) { return max(splat(0.0f), x); } // NaN stays NaN (second operand of max)
+INLINE f32 relu(f32 x) { return select_less(x, splat(0.0f), splat(0.0f), x); } // NaN and -0 stay
 
 // Not inlined, to keep the products' code small.
 __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation kind) {

@@ -9,12 +9,6 @@
 
 namespace headstart::HEADSTART_PATH {
 
-#if HEADSTART_AVX512
-constexpr int kChains = 2; // separate sums of even and odd columns, to hide latency
-#else
-constexpr int kChains = 1;
-#endif
-
 constexpr int64_t kNear = 2; // panels that reach the first cache before their use
 
 enum class Read { F16, F32, I8, ANY }; // compile-time type of scales; ANY: decided at run time
@@ -224,10 +218,9 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
         for (int64_t line = 0; line < panel_bytes; line += 64)
             for (int b = 0; b < kBlocks; ++b) prefetch(p[b] + ahead + line);
         for (int64_t group = 0, unit = 0; group < w.groups(); ++group) {
-            f32 sum[kRows][kBlocks][kChains];
+            f32 sum[kRows][kBlocks];
             for (auto& r : sum)
-                for (auto& b : r)
-                    for (auto& chain : b) chain = splat(0.0f);
+                for (f32& lanes : r) lanes = splat(0.0f);
             for (int64_t end = unit + units; unit < end; ++unit) {
                 decltype(load_codes<kKind>(table, nullptr)) codes[kBlocks];
                 for (int b = 0; b < kBlocks; ++b) codes[b] = load_codes<kKind>(table, p[b] + head + unit * 64);
@@ -240,16 +233,14 @@ INLINE void multiply_coded(const Matrix& w, const uint8_t* const block[2], const
                     for (int r = 0; r < kRows; ++r) {
                         const f32 a = splat(in[r][column_of(kKind, unit, i)]);
 #pragma GCC unroll 2
-                        for (int b = 0; b < kBlocks; ++b)
-                            sum[r][b][i % kChains] = fma(weights[b], a, sum[r][b][i % kChains]);
+                        for (int b = 0; b < kBlocks; ++b) sum[r][b] = fma(weights[b], a, sum[r][b]);
                     }
                 }
             }
 #pragma GCC unroll 2
             for (int b = 0; b < kBlocks; ++b) {
                 const f32 scale = load_scale<Read::F32>(w, p[b], group, unit_value) * unit_value;
-                for (int r = 0; r < kRows; ++r)
-                    acc[r][b] = fma(kChains > 1 ? sum[r][b][0] + sum[r][b][kChains - 1] : sum[r][b][0], scale, acc[r][b]);
+                for (int r = 0; r < kRows; ++r) acc[r][b] = fma(sum[r][b], scale, acc[r][b]);
             }
         }
         for (int r = 0; r < kRows; ++r) in[r] += kPanel;

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include "angles.h"
 #include "cpu.h"
 #include "system.h"
 
@@ -74,9 +75,9 @@ void RopeTable::reach(int64_t position) {
     table_.resize(wanted * width);
     for (int64_t p = is_supported; p < wanted; ++p)
         for (int64_t i = 0; i < half(); ++i) {
-            const double angle = (double)p * inv_freq_[i];
-            table_[p * width + i] = (float)(std::cos(angle) * scale_);
-            table_[p * width + half() + i] = (float)(std::sin(angle) * scale_);
+            const Angle angle = turned((double)p * inv_freq_[i]);
+            table_[p * width + i] = (float)(angle.cosine * scale_);
+            table_[p * width + half() + i] = (float)(angle.sine * scale_);
         }
 }
 

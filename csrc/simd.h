@@ -277,7 +277,22 @@ INLINE f32 operator/(f32 a, f32 b) { LANES a.v[l] /= b.v[l]; return a; }
 #if defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
 INLINE f32 fma(f32 a, f32 b, f32 c) { LANES c.v[l] = __builtin_fmaf(a.v[l], b.v[l], c.v[l]); return c; }
 #else
-INLINE f32 fma(f32 a, f32 b, f32 c) { LANES c.v[l] += a.v[l] * b.v[l]; return c; }
+// The bits of the instruction. The product is exact in double; the sum is rounded to odd (Boldo, Melquiond 2008), so that
+// rounding it again to float is as good as rounding once. `error` is that of the sum (Knuth's TwoSum).
+__attribute__((noinline, unused)) static f32 fma(f32 a, f32 b, f32 c) {
+    LANES {
+        const double product = (double)a.v[l] * b.v[l], more = c.v[l], sum = product + more, part = sum - product;
+        const double error = (product - (sum - part)) + (more - part);
+        int64_t bits;
+        std::memcpy(&bits, &sum, 8);
+        const int64_t even = (bits & 1) - 1, step = error * sum > 0.0 ? 1 : -1; // infinity becomes the largest double
+        bits += error != 0.0 ? step & even : 0;
+        double odd;
+        std::memcpy(&odd, &bits, 8);
+        c.v[l] = (float)odd;
+    }
+    return c;
+}
 #endif
 INLINE f32 max(f32 a, f32 b) { LANES a.v[l] = a.v[l] > b.v[l] ? a.v[l] : b.v[l]; return a; }
 INLINE f32 min(f32 a, f32 b) { LANES a.v[l] = a.v[l] < b.v[l] ? a.v[l] : b.v[l]; return a; }

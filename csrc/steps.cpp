@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "cpu.h"
+#include "noise.h"
 #include "packing.h"
 #include "program.h"
 
@@ -210,7 +211,7 @@ int temper(Program& program, int x, int64_t every, double strength, int64_t ahea
     return rowwise(program, x, -1, width,
                    [&program, x, width, every, strength, ahead](const Pass& pass, int64_t row, float* to) {
                        const double steps = (double)((pass.positions[row] + ahead) / every);
-                       program.kernels.scale(program.values(x, row), (float)(1 + strength * std::log1p(steps)), width,
+                       program.kernels.scale(program.values(x, row), (float)(1 + strength * exact_log(1 + steps)), width,
                                              to);
                    });
 }
@@ -362,11 +363,12 @@ void store_hidden(Program& program, int x, nb::object hidden_pool, int64_t colum
 } // namespace
 
 void bind_program(nb::module_& m) {
-    m.def("paths", [] {
+    m.def("paths", [](bool portable_bits) {
         std::vector<std::string> names;
-        for (const Path& path : paths()) names.push_back(path.name);
+        for (const Path& path : paths()) // products of pairs of bfloat16 round differently
+            if (!portable_bits || !path.kernels->to_bf16_row) names.push_back(path.name);
         return names;
-    });
+    }, nb::arg("portable_bits") = false);
     nb::class_<HiddenPool>(m, "HiddenPool")
         .def(nb::init<int64_t, int64_t>())
         .def_ro("width", &HiddenPool::width)

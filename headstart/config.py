@@ -81,6 +81,10 @@ class EngineConfig:
         "Weights on machines with several NUMA nodes: auto (default; each core's share on its own node), replicate "
         "(all weights on each node), interleave (pages in turn) or off.",
     )
+    portable_bits: bool = _flag(
+        False,
+        "The text of other processors, too: no products of bfloat16 pairs (AMX, AVX512-BF16), which round differently.",
+    )
     drafter: str = _flag(
         "auto", "Drafter: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's."
     )

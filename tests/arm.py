@@ -2,7 +2,8 @@
 
 Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors,
 each with one instruction-set path more than the one before: a path that uses what its processor lacks ends there.
-The oracle is torch, as everywhere, in its build for arm64. All is kept in build/arm; nothing is installed.
+The oracle is torch, as everywhere, in its build for arm64; texts have the bits of x86. All is kept in build/arm;
+nothing is installed.
 
 `make wheel-arm`, or `python -m tests.arm --wheel`: the wheel for ARM into dist/arm, and a text from it as each of them,
 by wheels of the package index only.
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,7 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "build" / "arm"
-SYSTEM, SITE, SOURCE, CMAKE, BARE = (HOME / name for name in ("system", "site", "source", "cmake", "bare"))
+SYSTEM, SITE, NEEDS, SOURCE, CMAKE, BARE = (
+    HOME / name for name in ("system", "site", "needs", "source", "cmake", "bare")
+)
 DIST = ROOT / "dist" / "arm"
 PLATFORMS = ("linux", *(f"manylinux{age}" for age in ("_2_34", "_2_31", "_2_28", "_2_27", "_2_17", "2014")))
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -53,6 +57,7 @@ BITS = ("native_ops",)  # the contract of bits, for which nobody is asked
 TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_choice", "native_streams")
 TESTS += ("native_sampling", "native_pool", "refine", "packing", "philox", "sampling")
 RECURRENT = "tests/contract/test_rollback.py"
+TEXTS = "tests/contract/test_portable_bits.py"
 
 
 def run(*command: str | Path, **options: object) -> None:
@@ -87,6 +92,12 @@ def install(target: Path, *wanted: str | Path) -> None:
 def fetch_site() -> None:
     """pip would take the requirements of this machine's processor, so all are named."""
     install(SITE, "--no-deps", *(f"{name}=={version(name)}" for name in SAME), *OTHERS)
+
+
+def fetch_needs() -> None:
+    """What the package needs, for texts."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    install(NEEDS, *(each for each in project["dependencies"] if not each.startswith("nanobind")))
 
 
 def settings() -> dict[str, str | Path]:
@@ -144,7 +155,7 @@ def try_wheel(wheel: Path) -> int:
 def python(processor: str, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Debian's Python as this processor; -P, for the package beside the tests has no module for ARM."""
     command = [QEMU, "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
-    env = os.environ | {"PYTHONPATH": str(path or f"{SOURCE}:{SITE}"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = os.environ | {"PYTHONPATH": str(path or f"{SOURCE}:{SITE}:{NEEDS}"), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -157,7 +168,7 @@ def check(processor: Processor, arguments: list[str]) -> int:
         print(f"{processor.name}: its paths are {' '.join(processor.paths)}, found {found.stdout}", flush=True)
         return 1
     tests = [f"tests/kernels/test_{name}.py" for name in (TESTS if processor.torch else BITS)]
-    tests += [RECURRENT] if processor.torch else []
+    tests += [TEXTS, RECURRENT] if processor.torch else [TEXTS]
     words = [] if processor.torch else ["--noconftest"]
     words += ["-k", " and ".join(f"not {path}" for path in processor.leaves)] if processor.leaves else []
     chosen = arguments if arguments and processor.torch else tests
@@ -178,6 +189,8 @@ def main(arguments: list[str]) -> int:
         return try_wheel(build_wheel())
     if not SITE.exists():
         fetch_site()
+    if not NEEDS.exists():
+        fetch_needs()
     build()
     with ThreadPoolExecutor(os.cpu_count()) as several:
         return max(several.map(lambda processor: check(processor, arguments), PROCESSORS))

@@ -15,7 +15,7 @@ MODE_OPTIONS = {"depth"}  # engine options that --modes sets
 MAX_COUNT = 10_000_000  # more requests, runs or tokens are a typing error
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
-                "depth", "block_size"}  # fmt: skip
+                "depth", "block_size", "portable_bits"}  # fmt: skip
 """Engine options that `bench step` accepts; it refuses the others."""
 IN_PLACE_COLUMNS = {
     "rows": "{rows}", "forward\nms": "{forward_ms:.2f}", "times\nfirst": "{ratio:.2f}",

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 Paths = list[Path] | None
 SCRATCH_OPTIONS = ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
 WRITING_SHARE = 0.3  # share of a run without --data or --prompts in which the model writes its training text
-DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "max_model_len",
-                    "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size", "seed"}  # fmt: skip
+DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "portable_bits",
+                    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size",
+                    "seed"}  # fmt: skip
 """Engine options of `data`, which decodes without drafts."""
 
 

@@ -69,7 +69,12 @@ class CaseOptions(ModelOptions):
     max_tokens: int = option("Tokens per prompt.", default=64, min=1)
     numerics: bool = option("Compare the backend's logits with float32 (needs torch).", default=False)
     against: str | None = option(
-        "Compare greedy text with another implementation: transformers.", choices=("transformers",)
+        "Compare greedy text with transformers, or tokens with a --transcript of another machine.",
+        metavar="transformers|FILE",
+    )
+    transcript: str | None = option(
+        "Write the tokens of all prompts at all temperatures and seeds to a file, for --against elsewhere.",
+        metavar="FILE",
     )
 
 
@@ -80,6 +85,8 @@ class CaseOptions(ModelOptions):
     "headstart verify ./my-model --head ./my-head --prompts prompts.jsonl --json",
     "headstart verify --numerics",
     "headstart verify --against transformers",
+    "headstart verify --portable-bits --transcript here.json",
+    "headstart verify --portable-bits --against here.json",
 )
 def verify(case: CaseOptions, levels: LevelOptions, engine: EngineOptions, output: OutputOptions) -> int:
     """Compare token ids with plain decoding, over pairs of all levels; exit code 1: a difference that is no tie."""
@@ -100,10 +107,19 @@ def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> No
         raise UsageError(f"verify varies {flag_of(fixed[0])}", f"use {VARIED[fixed[0]]}")
     if "threads" in engine.given and levels.thread_counts:
         raise UsageError("--threads and --thread-counts are both given", "give one of them")
-    modes = (("--numerics", case.numerics), ("--against", case.against), ("--full", levels.full))
+    modes = (
+        ("--numerics", case.numerics), ("--against", case.against), ("--transcript", case.transcript),
+        ("--full", levels.full),
+    )  # fmt: skip
     given = [flag for flag, value in modes if value]
     if len(given) > 1:
         raise UsageError(f"{given[0]} and {given[1]} are both given", "give one of them")
+    used = {"temperatures", "seeds"} if case.transcript else set[str]()
+    is_file = case.against not in (None, "transformers")
+    if (is_file or case.transcript) and (unused := sorted(levels.chosen().keys() - used)):
+        raise UsageError(f"{flag_of(unused[0])} has no meaning with {given[0]}", "leave it out")
+    if is_file and case.prompts:
+        raise UsageError("--prompts has no meaning with --against FILE: the prompts are in it", "leave it out")
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.formats.grouped import layout_of, values as grouped_values
 from headstart.placeholder import DOWNLOAD
@@ -229,7 +230,7 @@ class Tensor:
 
     def exp(self) -> Tensor:
         """A tensor of e^value, in float32."""
-        return self._changed(np.exp(self.float32()))
+        return self._changed(exact.exp(self.float32()))
 
     def transposed(self) -> Tensor:
         """The transposed matrix, in memory. BF16 and F16 keep their dtype, any other becomes F32."""

@@ -85,7 +85,8 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
     """Raise UsageError for a flag that only another backend accepts."""
     for other, kind in kinds.items():
         for field in sorted(kind.flags - chosen.flags, reverse=True):
-            if (value := getattr(config, field)) is not None:
+            if (value := getattr(config, field)) is not None and value is not False:
                 refusal = kind.limits(config)
                 hint = refusal[0] if refusal else "use --backend auto"
-                raise UsageError(f"{flag_of(field)} {value} needs the {other} backend", hint)
+                given = flag_of(field) if value is True else f"{flag_of(field)} {value}"
+                raise UsageError(f"{given} needs the {other} backend", hint)

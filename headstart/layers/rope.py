@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.kernels.ops import RopeSpec
 
@@ -81,8 +82,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
         what = f"config.json: {rotary_dim} of {head_dim} features would be rotated"
         raise ModelError(what, "see partial_rotary_factor")
     if kind == "dynamic":
-        theta *= _ntk(scaling, config) ** (rotary_dim / max(rotary_dim - 2, 1))
-    inv_freq = theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+        theta *= exact.power(_ntk(scaling, config), rotary_dim / max(rotary_dim - 2, 1))
+    inv_freq = np.array(exact.geometric(theta, rotary_dim))
     scale = 1.0
     if kind == "linear":
         inv_freq = inv_freq / _number(scaling, "factor")
@@ -189,7 +190,7 @@ def _yarn(
     original, factor = _extension(scaling, config)
 
     def dim_of(turns: float) -> float:
-        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_dim * exact.log(original / (turns * 2 * math.pi)) / (2 * exact.log(theta))
 
     low, high = dim_of(_number(scaling, "beta_fast", 32)), dim_of(_number(scaling, "beta_slow", 1))
     if scaling.get("truncate", True):
@@ -211,7 +212,7 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
 
 def yarn_mscale(factor: float, weight: float) -> float:
     """YaRN's attention temperature for a context `factor` times as long: 0.1 weight ln(factor) + 1."""
-    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+    return 0.1 * weight * exact.log(factor) + 1 if factor > 1 else 1.0
 
 
 def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
@@ -219,7 +220,7 @@ def _long_scale(scaling: Mapping[str, Any], config: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     original, factor = _extension(scaling, config)
-    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return math.sqrt(1 + exact.log(factor) / exact.log(original)) if factor > 1 else 1.0
 
 
 def half_split(rotary: int, *, interleaved: bool) -> NDArray[np.int64]:

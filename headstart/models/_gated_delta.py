@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.formats.rows import RowSubset
 from headstart.heads.base import HeadSpec
@@ -245,7 +246,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
     for name, array in arrays.items():
         stem, _, part = name.partition(".linear_attn.")
         if part == "decay_rate":
-            theirs[f"{stem}.linear_attn.A_log"] = np.log(-array)
+            theirs[f"{stem}.linear_attn.A_log"] = exact.logs(-array)
         elif part == "conv":
             width = _linear_layers(config)[stem].conv_width
             theirs[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()

@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import RawTensor
@@ -116,7 +117,7 @@ def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (-1,
     for name, array in arrays.items():
         stem, _, part = name.partition(".self_attn.")
         if part == "decay_rate":
-            theirs[f"{stem}.self_attn.A_log"] = np.log(-array).reshape(shape)
+            theirs[f"{stem}.self_attn.A_log"] = exact.logs(-array).reshape(shape)
         elif part == "decay_bias":
             theirs[f"{stem}.self_attn.dt_bias"] = array
         elif part == "conv":

@@ -9,8 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import ScanSpec
@@ -131,7 +130,7 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     for name, array in arrays.items():
         stem, _, part = name.rpartition(".mamba.")
         if stem and part == "decay_rate":
-            theirs[f"{stem}.mamba.A_log"] = np.log(-array)
+            theirs[f"{stem}.mamba.A_log"] = exact.logs(-array)
         else:
             theirs[f"{stem}.mamba.D" if stem and part == "skip" else name] = array
     return theirs

@@ -17,7 +17,7 @@ from headstart.api import LLM
 from headstart.core import SamplingParams
 from headstart.kernels.ops import AttentionSpec
 
-pytest.importorskip("headstart.kernels.native._native")
+_native: Any = pytest.importorskip("headstart.kernels.native._native")
 FAMILIES = ("llama", "qwen3_5", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3", "mimo")
 PROMPT = support.prompt_of(300, 1)
 SETTINGS: dict[str, Any] = {"backend": "native", "threads": 1, "max_model_len": 400, "kv_blocks": 60, "depth": 2}
@@ -50,6 +50,22 @@ def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
         assert answer(second) == expected and second.engine.memory.spill.hits.total() == 288
         for number, part in second.engine.memory.spill._parts.items():
             assert number == -2 or any(part.read(block)[0].any() for block in range(SETTINGS["kv_blocks"])), number
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_portable_files_serve_other_paths(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written by plain C++, read by the best path; only with portable bits."""
+    settings = {**SETTINGS, "portable_bits": True, "kv_spill": str(tmp_path)}
+    with monkeypatch.context() as changed:
+        changed.setattr("headstart.kernels.native.backend.paths", lambda portable_bits: ["portable"])
+        with LLM(model_of(family), **settings) as first:
+            expected = answer(first)
+    with LLM(model_of(family), **settings) as second:
+        assert second.model.backend.path == _native.paths(True)[0]
+        assert answer(second) == expected and second.engine.memory.spill.hits.total() == 288
+    with LLM(model_of(family), **settings | {"portable_bits": False}) as third:
+        answer(third)
+        assert third.engine.memory.spill.hits.total() == 0
 
 
 def test_slots_of_pools_are_their_memory() -> None:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ from headstart.core import Request, SamplingParams, Sequence, Span
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.errors import HeadstartError
-from headstart.kernels.native.backend import paths
 from tests.fuzz.converted import convert, sayable
 from tests.fuzz.drawn import LENGTH, Config, config_class, draw
 from tests.fuzz.spelled import spelled, wrapped
@@ -31,9 +29,9 @@ from tests.fuzz.spelled import spelled, wrapped
 Logits = NDArray[np.float32]
 TOLERANCE = 3e-4
 """Of logits, as a share of the largest one (at least 1)."""
-BACKENDS: dict[str, dict[str, Any]] = {"reference": {}, "native": {"kv_cache_dtype": "float32"}}
+BACKENDS: dict[str, dict[str, Any]] = {"reference": {}, "native": {"kv_cache_dtype": "float32", "portable_bits": True}}
+"""Paths that round rows to bfloat16 are left to tests/kernels."""
 ENGINE: dict[str, Any] = {"threads": 1, "block_size": 16, "kv_blocks": 40, "max_model_len": 64, "dtype": "float32"}
-ROUNDING = ("amx", "avx512bf16")
 SPLITS = ((LENGTH,), (7, 1, 1, LENGTH - 9))
 """Rows of each pass."""
 
@@ -107,9 +105,7 @@ def _sequence(engine: Any, tokens: list[int]) -> Sequence:
 def found_logits(path: Path, tokens: list[int], backend: str, **more: Any) -> Iterator[Logits]:
     """[T, V] by each of SPLITS, the last time in company of another sequence. `more`: settings of the engine."""
     config = EngineConfig(backend=backend, drafter="none", **{**ENGINE, **BACKENDS[backend], **more})
-    # those that round rows to bfloat16 are left to tests/kernels
-    with patch("headstart.kernels.native.backend.paths", lambda: [each for each in paths() if each not in ROUNDING]):
-        engine = build_engine(load_model(str(path), config), config)
+    engine = build_engine(load_model(str(path), config), config)
     for company, lengths in enumerate(SPLITS):
         sequence, other, start, pieces = _sequence(engine, tokens), _sequence(engine, tokens[::-1]), 0, []
         for length in lengths:

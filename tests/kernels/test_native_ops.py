@@ -6,7 +6,19 @@ from typing import Any
 import native_ops as nat
 import numpy as np
 import pytest
-from native_ops import FORMS, PATHS, Part, assert_same_bits, backend, plan_of, random_matrix, run_native, single_rows
+from native_ops import (
+    FORMS,
+    PAIRED,
+    PATHS,
+    Part,
+    assert_same_bits,
+    backend,
+    plan_of,
+    random_matrix,
+    reported,
+    run_native,
+    single_rows,
+)
 
 from headstart.kernels.native.program import ACTIVATIONS
 from headstart.kernels.ops import AttentionSpec, RopeSpec
@@ -17,7 +29,8 @@ VARIETY = 40
 
 
 def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, counts: Seq[int] = COUNTS) -> None:
-    """Every row alone, then in passes of other rows: results [R, ...] and, in reverse, logits [R, ...]."""
+    """Every row alone, then in passes of other rows: results [R, ...] and, in reverse, logits [R, ...]; and alone by
+    plain C++."""
     rng = np.random.default_rng(seed)
     workers = [backend(path, threads) for threads in (1, 2, 3)]
     rows = range(len(hidden))
@@ -28,6 +41,11 @@ def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, count
         expected["logits"] = expected["logits"][::-1]
         found = run_native(workers[i % 3], code, single_rows(chosen), hidden[chosen])
         assert_same_bits(found, expected, f"{count} rows, {i % 3 + 1} threads")
+    if path not in PAIRED:
+        plain = backend("portable")
+        for row, expected in zip(rows, alone, strict=True):
+            with reported(path):
+                assert_same_bits(run_native(plain, code, single_rows([row]), hidden[[row]]), expected, "by plain C++")
 
 
 def varied_rows(width: int, rng: np.random.Generator) -> nat.Array:

@@ -18,7 +18,7 @@ ENGINE = {
     "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--no-shared-lookup", "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
-    "--kv-spill", "--kv-spill-gb", "--lookup-corpus",
+    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--portable-bits",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
@@ -46,7 +46,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--replicas", "--join", "--replica"},
     "verify": ENGINE
     | JSON
-    | {"--prompts", "--raw", "--max-tokens", "--against", "--numerics", "--full"}
+    | {"--prompts", "--raw", "--max-tokens", "--against", "--transcript", "--numerics", "--full"}
     | {"--temperatures", "--depths", "--drafters", "--batch-sizes", "--chunk-sizes", "--prefix-cache", "--seeds"}
     | {"--preemption", "--thread-counts"},
     "inspect": JSON | {"--head", "--target", "--deep"},

@@ -12,7 +12,7 @@ from headstart import registry
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "core", "params", "stats", "config", "errors", "registry", "files", "system", "hub", "machine", "svg",
-        "_download", "placeholder", "version",
+        "_download", "placeholder", "version", "exact",
     ),
     ("text", "formats", "kernels"),
     ("layers", "cache"),

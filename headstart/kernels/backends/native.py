@@ -44,7 +44,8 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
         what = f"--threads is {threads}, but this machine has {cores} cores: they would only wait for each other"
         raise UsageError(what, "leave --threads out: it is what affinity and quota allow")
     return NativeBackend(
-        threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype, cache=cache,
+        threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype,
+        portable_bits=config.portable_bits, cache=cache,
         placement=choose_placement(threads, config.numa, machine.nodes(), machine.threads().quota),
     )  # fmt: skip
 
@@ -61,6 +62,6 @@ BACKEND = BackendKind(
     exact=True,
     limits=limits,
     open=open_native,
-    flags=frozenset({"quantization", "kv_cache_dtype", "numa", "draft_width"}),
+    flags=frozenset({"quantization", "kv_cache_dtype", "numa", "draft_width", "portable_bits"}),
     detail=paths,
 )

@@ -103,8 +103,9 @@ def logprobs(
 
 # cpu.cpp
 
-def paths() -> list[str]:
-    """Instruction-set paths that this CPU can run, the best one first."""
+def paths(portable_bits: bool = False) -> list[str]:
+    """Instruction-set paths that this CPU can run, the best one first. portable_bits: only those with the same bits as
+    the paths of other machines."""
 
 # steps.cpp, *_steps.cpp, run.cpp, program.cpp
 

@@ -48,14 +48,17 @@ Array = NDArray[np.float32]
 SlotPool = KVPool | RowPool | HiddenPool | StatePool
 _instances: "WeakSet[NativeBackend]" = WeakSet()
 _leaked_pools: list[ThreadPool] = []
+BITS = "portable 1"
+"""Name of the order of arithmetic with --portable-bits. A change of csrc/ that changes bits needs another number."""
 _KV_FORMATS: Mapping[KVDtype, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8": 3}  # Store in csrc/kernels.h
 
 
 class NativeBackend:
     """Weights in the file's precision or quantized, KV cache in float32, bfloat16, int8 or FP8, activations float32.
 
-    On the paths `amx` and `avx512bf16`, activations that multiply bfloat16 or FP8 values are rounded to bfloat16.
-    path: an instruction-set path of `paths()`; None: the best of this CPU. Bits depend on the path.
+    On the paths `amx` and `avx512bf16`, activations that multiply bfloat16 or FP8 values are rounded to bfloat16. All
+    other paths give the same bits. path: an instruction-set path of `paths()`; None: the best of this CPU.
+    portable_bits: the best of those other paths; the fingerprint is then that of other machines.
     """
 
     name = "native"
@@ -64,11 +67,14 @@ class NativeBackend:
 
     def __init__(
         self, *, threads: int, quantization: Quantization | None = None, kv_dtype: KVDtype | None = None,
-        path: str | None = None, cache: PackedCache | None = None, placement: ThreadPlacement = FREE,
+        path: str | None = None, portable_bits: bool = False, cache: PackedCache | None = None,
+        placement: ThreadPlacement = FREE,
     ) -> None:  # fmt: skip
-        if path is not None and path not in paths():
-            raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(paths())}")
-        self.path = path or paths()[0]
+        usable = paths(portable_bits)
+        if path is not None and path not in usable:
+            raise UsageError(f"the CPU cannot run the path {path!r}", f"it can run: {', '.join(usable)}")
+        self.path = path or usable[0]
+        self.bits = BITS if portable_bits else f"{self.path} {_build_hash()}"
         try:
             self.threads = ThreadPool(threads, placement.groups)
         except RuntimeError as error:
@@ -173,7 +179,7 @@ class NativeBackend:
         pool.slots(first, slots)[:] = content
 
     def fingerprint(self) -> str:
-        return f"{self.name} {self.path} {self.quantization} {self._kv_format} {_build_hash()}"
+        return f"{self.name} {self.bits} {self.quantization} {self._kv_format}"
 
     def run(
         self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
@@ -258,9 +264,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def instruction_paths() -> list[str]:
-    """Instruction-set paths that this CPU can run, the best one first."""
-    return list(paths())
+def instruction_paths(*, portable_bits: bool = False) -> list[str]:
+    """Instruction-set paths that this CPU can run, the best one first. portable_bits: those with the bits of others."""
+    return list(paths(portable_bits))
 
 
 _REASONS = {_native.NOTHING_LEFT: NOTHING_LEFT, _native.NOT_FINITE: NOT_FINITE}

@@ -12,6 +12,7 @@ from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
 
 Prompt = str | list[int]
+TRANSFORMERS = "transformers"
 MAX_SEED = 2**43  # a prompt's seed is the cell's seed times about a million, and must fit 64 bits
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
@@ -41,7 +42,8 @@ class VerifyOptions:
     preemption: tuple[bool, ...] = (True, False)  # True: so few KV blocks that running sequences are preempted
     thread_counts: tuple[int, ...] = ()  # empty: run.default_threads
     seeds: tuple[int, ...] = (0,)
-    against: str | None = None
+    against: str | None = None  # TRANSFORMERS, or a transcript's path
+    transcript: str | None = None  # file to write
 
     def __post_init__(self) -> None:
         if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:
@@ -53,6 +55,11 @@ class VerifyOptions:
             "batch": self.batch_sizes, "chunk": self.chunk_sizes, "cache": self.prefix_caching,
             "preemption": self.preemption, "threads": self.thread_counts, "seed": self.seeds,
         }  # fmt: skip
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """Returns the seed of prompt `index`; each prompt has its own."""
+    return seed * 1_000_003 + index
 
 
 def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:

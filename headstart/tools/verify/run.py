@@ -7,6 +7,7 @@ tokens' scores (l + g) within TIE of each other.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from headstart import machine
@@ -18,7 +19,17 @@ from headstart.engine.load import DRAFT_MODEL, Model, load_model, other_heads
 from headstart.errors import UsageError
 from headstart.kernels.backend import backend_kind, select_backend
 from headstart.tools.prompts import builtin_prompts, first_difference
-from headstart.tools.verify.options import DEPTHS, FULL_DEPTHS, GridCell, VerifyOptions, default_drafters, pairwise
+from headstart.tools.verify import transcript
+from headstart.tools.verify.options import (
+    DEPTHS,
+    FULL_DEPTHS,
+    TRANSFORMERS,
+    GridCell,
+    VerifyOptions,
+    default_drafters,
+    pairwise,
+    prompt_seed,
+)
 from headstart.tools.verify.references import TIE, TieReferee, compare_transformers
 
 PLAIN_CELL = {"depth": 0, "drafter": "none", "batch": 1, "chunk": 512, "cache": False, "preemption": False}
@@ -53,12 +64,16 @@ class DecodedPrompt(NamedTuple):
 def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     """Runs every cell and reports differences. Raises UsageError for a drafter or depth that the model lacks, and for
     options that change the text on purpose."""
-    if options.against:
+    if options.against == TRANSFORMERS:
         return compare_transformers(options, progress)
     if options.config.synthetic_acceptance:
         raise UsageError("--synthetic-acceptance changes the model's text", "verify without it")
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
+    if options.transcript:
+        return transcript.write(options, Path(options.transcript), progress)
+    if options.against:
+        return transcript.compare(options, Path(options.against), progress)
     backend = select_backend(options.config)
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
@@ -213,7 +228,7 @@ def _with_few_blocks(config: EngineConfig, texts: list[DecodedPrompt], context: 
 
 def params_of(cell: GridCell, index: int, max_tokens: int) -> SamplingParams:
     """Returns the sampling parameters of prompt `index`; each prompt has its own seed, the same in every cell."""
-    return SamplingParams(temperature=cell["temperature"], seed=cell["seed"] * 1_000_003 + index, max_tokens=max_tokens)
+    return SamplingParams(temperature=cell["temperature"], seed=prompt_seed(cell["seed"], index), max_tokens=max_tokens)
 
 
 def summarize(

@@ -1,0 +1,158 @@
+"""Transcripts of `headstart verify`: token ids of many texts in a file, for comparison with another machine's."""
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headstart.api import LLM
+from headstart.core import Progress, Report, SamplingParams, no_progress
+from headstart.errors import UsageError
+from headstart.files import read_regular, write_atomic
+from headstart.layers.weights import weights_fingerprint
+from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.verify.options import VerifyOptions, prompt_seed
+from headstart.version import __version__
+
+MAX_BYTES = 1 << 30
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Text(_Strict):
+    """A prompt with its parameters, and the tokens that followed."""
+
+    prompt_ids: list[int]
+    temperature: float
+    seed: int
+    max_tokens: int
+    token_ids: list[int]
+
+
+class Transcript(_Strict):
+    """The file's content. `arithmetic`: the backend's fingerprint; `options`: rounding of weights and KV cache."""
+
+    headstart: str
+    model: str
+    weights: str
+    options: list[str | None]
+    machine: str
+    arithmetic: str
+    texts: list[Text]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of a text; -1: one of the texts ends there."""
+
+    text: int
+    position: int
+    theirs: int
+    ours: int
+
+
+def write(options: VerifyOptions, path: Path, progress: Progress = no_progress) -> Report:
+    """Decodes every prompt at every temperature and seed, and writes the transcript."""
+    llm = LLM(options.model, options.config)
+    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    chosen = [
+        (index, SamplingParams(temperature=t, seed=prompt_seed(seed, index), max_tokens=options.max_tokens))
+        for t, seed, index in product(options.temperatures, options.seeds, range(len(prompts)))
+    ]
+    texts = list(
+        _decoded(llm, [prompts[i] for i, _ in chosen], [params for _, params in chosen], options.raw, progress)
+    )
+    made = Transcript(**_described(llm), texts=texts)
+    try:
+        write_atomic(path, (made.model_dump_json() + "\n").encode())
+    except OSError as error:
+        raise UsageError(f"--transcript: cannot write {path}: {error.strerror}") from None
+    tokens = sum(len(each.token_ids) for each in texts)
+    data = {"ok": True, "transcript": str(path), "texts": len(texts), "tokens": tokens, **_described(llm)}
+    return Report(ok=True, data=data, lines=[f"{path}: {len(texts)} texts, {tokens} tokens by {made.arithmetic}"])
+
+
+def compare(options: VerifyOptions, path: Path, progress: Progress = no_progress) -> Report:
+    """Decodes the texts of a transcript again. `ok`: all tokens are equal. Raises UsageError for a file that is none,
+    and for one of another model or other options."""
+    theirs = _read(path)
+    llm = LLM(options.model, options.config)
+    ours = _described(llm)
+    if (theirs.weights, theirs.options) != (ours["weights"], ours["options"]):
+        made_of = f"{theirs.model} ({theirs.weights}, {theirs.options})"
+        what = f"--against: {path} is of {made_of}, but this is {ours['model']} ({ours['weights']}, {ours['options']})"
+        raise UsageError(what, "name the same model, --quantization and --kv-cache-dtype")
+    params = [
+        SamplingParams(temperature=each.temperature, seed=each.seed, max_tokens=each.max_tokens)
+        for each in theirs.texts
+    ]
+    found = list(_decoded(llm, [each.prompt_ids for each in theirs.texts], params, True, progress))
+    differences = []
+    for number, (a, b) in enumerate(zip(theirs.texts, found, strict=True)):
+        if (at := first_difference(a.token_ids, b.token_ids)) is not None:
+            inside = at < min(len(a.token_ids), len(b.token_ids))
+            differences.append(Difference(number, at, *((a.token_ids[at], b.token_ids[at]) if inside else (-1, -1))))
+    same, tokens = len(found) - len(differences), sum(len(each.token_ids) for each in found)
+    data = {
+        "ok": not differences, "against": str(path), "identical": same, "texts": len(found), "tokens": tokens,
+        "theirs": {"machine": theirs.machine, "arithmetic": theirs.arithmetic, "headstart": theirs.headstart},
+        "found": [vars(each) for each in differences], **ours,
+    }  # fmt: skip
+    lines = [
+        f"{path}: {theirs.model} by {theirs.arithmetic} ({theirs.machine})",
+        f"here: {ours['arithmetic']} ({ours['machine']})",
+        *(_line(theirs.texts[each.text], each) for each in differences[:1]),
+        f"identical {same}/{len(found)} texts, {tokens} tokens compared",
+    ]
+    if differences and not options.config.portable_bits:
+        lines.append("  paths with products of bfloat16 round differently: both sides need --portable-bits")
+    return Report(ok=not differences, data=data, lines=lines)
+
+
+def _line(text: Text, found: Difference) -> str:
+    what = f"{found.theirs} there, {found.ours} here" if found.theirs >= 0 else "one text ends there"
+    asked = f"T {text.temperature:g}, seed {text.seed}"
+    return f"  DIFFERENT: text {found.text} ({asked}), output token {found.position}: {what}"
+
+
+def _described(llm: LLM) -> dict[str, Any]:
+    model, config = llm.model, llm.config
+    path = getattr(model.backend, "path", "")
+    return {
+        "headstart": __version__, "model": model.name, "weights": weights_fingerprint(model.weights.tensors),
+        "options": [config.rounding, config.kv_cache_dtype], "machine": f"{platform.system()} {platform.machine()}",
+        "arithmetic": f"{model.backend.name} {path}".strip() + (", portable bits" if config.portable_bits else ""),
+    }  # fmt: skip
+
+
+def _decoded(
+    llm: LLM, prompts: Sequence[Any], params: list[SamplingParams], raw: bool, progress: Progress
+) -> Iterator[Text]:
+    done = iter(range(1, len(prompts) + 1))
+
+    def finished(index: int, completion: Any) -> None:
+        progress(next(done), len(prompts), "decoding")
+
+    completions = llm.generate(list(prompts), params, raw=raw, on_finish=finished)
+    for completion, used in zip(completions, params, strict=True):
+        yield Text(
+            prompt_ids=list(completion.prompt_token_ids), temperature=used.temperature, seed=used.seed or 0,
+            max_tokens=used.max_tokens or 0, token_ids=list(completion.token_ids),
+        )  # fmt: skip
+
+
+def _read(path: Path) -> Transcript:
+    try:
+        return Transcript.model_validate(json.loads(read_regular(path, MAX_BYTES)))
+    except OSError as error:
+        raise UsageError(f"--against: cannot read {path}: {error.strerror}", "or: --against transformers") from None
+    except (ValueError, RecursionError) as error:
+        where = f" at {'.'.join(map(str, error.errors()[0]['loc']))}" if isinstance(error, ValidationError) else ""
+        raise UsageError(f"--against: {path} is no transcript{where}", "write one: verify --transcript FILE") from None

@@ -1,0 +1,77 @@
+"""--portable-bits: the tokens and the bits of their logprobs are those of a file, on every machine and every path.
+
+The file was written with `python -m tests.contract.test_portable_bits` on x86 with AVX2. Without torch, and without
+other files of the tests, so that ARM processors run it, too (tests/arm.py).
+"""
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from headstart.tools.tiny import write_tiny
+
+from headstart import api
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+
+native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
+
+UNTRIED = ("avx512", "avxvnni")
+"""See tests/kernels/native_ops.py."""
+PATHS = native.instruction_paths(portable_bits=True)
+DIGESTS = Path(__file__).with_name("portable_bits.json")
+PROMPTS, TOKENS = 6, 12
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packaged model": ("", {}),
+    "llama, int4": ("llama", {"quantization": "int4"}),
+    "llama, int8, KV in float32": ("llama", {"quantization": "int8", "kv_cache_dtype": "float32"}),
+    "gemma3, int8, KV in int8": ("gemma3", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    "gpt_oss, KV in fp8": ("gpt_oss", {"kv_cache_dtype": "fp8"}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "deepseek_v4": ("deepseek_v4", {}),
+    "qwen3_next, int4": ("qwen3_next", {"quantization": "int4"}),
+    "kimi_linear": ("kimi_linear", {}),
+    "nemotron_h, int8": ("nemotron_h", {"quantization": "int8"}),
+    "phi3": ("phi3", {}),
+    "gemma3n": ("gemma3n", {}),
+}
+"""All kinds of KV cache, latent attention, an indexer, experts, streams, recurrent layers, activations."""
+
+
+def digest(name: str, path: str, folder: Path) -> str:
+    family, options = MODELS[name]
+    model = str(write_tiny(family, folder)) if family else "qwen3_5-tiny"
+    config = EngineConfig(portable_bits=True, threads=2, kv_blocks=40, max_model_len=64, backend="native", **options)
+    with patch.object(native, "paths", lambda portable_bits: [path]):
+        llm = api.LLM(model, config)
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=TOKENS, logprobs=2)
+        for seed, temperature in enumerate((0.0, 0.8, 1.3) * (PROMPTS // 3))
+    ]
+    prompts = [[3 + (seed * 7 + i * i) % 60 for i in range(4 + 5 * seed)] for seed in range(PROMPTS)]
+    found = llm.generate(prompts, params, raw=True)
+    said = [[each.token_ids, [one.logprob.hex() for one in each.logprobs]] for each in found]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_other_machines(name: str, path: str, tmp_path: Path) -> None:
+    expected, found = json.loads(DIGESTS.read_text())[name], digest(name, path, tmp_path)
+    if found != expected and path in UNTRIED:
+        pytest.skip(f"{name} on {path}: {found} and not {expected}, against what its code says")
+    assert found == expected
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: digest(name, PATHS[0], Path(folder) / str(i)) for i, name in enumerate(MODELS)}
+    DIGESTS.write_text(json.dumps(made, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
