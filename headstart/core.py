@@ -96,10 +96,12 @@ class Picture:
     image: ImageInput
     is_bidirectional: bool = False  # each of its positions attends to all of them, so they share one pass
     has_axes: bool = False  # its rotary positions are those of `rope_positions`
+    offset: int = 0  # the first of its features at this place; the others may be at other places
+    count: int = 0  # features at this place; 0: all
 
     @property
     def end(self) -> int:
-        return self.first + self.image.num_tokens
+        return self.first + (self.count or self.image.num_tokens)
 
 
 def rope_positions(pictures: Seq[Picture]) -> Int32:

@@ -12,9 +12,13 @@ from tiny_models import tiny_tokenizer
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from headstart.formats import safetensors
@@ -69,10 +73,7 @@ def gemma3(head_dim: int = 8) -> tuple[Any, Path]:
         model.model.multi_modal_projector.mm_input_projection_weight.mul_(7)  # as large as scaled embeddings
     folder = new_folder()
     model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    write_tokenizer(folder, tokenizer, "<start_of_image>")
     return model, folder
 
 
@@ -128,12 +129,7 @@ def qwen(kind: str) -> tuple[Any, Path]:
         vision_start_token_id=ids["start"], vision_end_token_id=ids["end"], video_token_id=0, tie_word_embeddings=False,
     )  # fmt: skip
     model = build._from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "visual" in name:
-                is_matrix, is_norm = tensor.dim() > 1, "norm" in name or "ln_q" in name
-                scale = np.prod(tensor.shape[1:]) ** -0.5 if is_matrix else 0.1
-                tensor.copy_(torch.randn(tensor.shape) * scale + (is_norm and name.endswith("weight")))
+    randomize(model, "visual")
     folder = new_folder()
     model.save_pretrained(folder)
     if kind == "qwen3_5":
@@ -143,13 +139,92 @@ def qwen(kind: str) -> tuple[Any, Path]:
         family = family_named(kind)
         arrays = family.tiny(**{**text, "mtp_num_hidden_layers": 1})[1]
         safetensors.save(folder / "mtp.safetensors", {n: a for n, a in arrays.items() if n.startswith("mtp.")})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    marked = TEMPLATE.replace("<start_of_image>", "".join(QWEN_MARKERS))
-    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": marked}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    write_tokenizer(folder, tokenizer, "".join(QWEN_MARKERS))
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPARATION))
     return model, folder
+
+
+LONGEST = {"size": {"longest_edge": 48}, "patch_size": 4, "image_mean": [0.4, 0.5, 0.6], "resample": 3}
+"""preprocessor_config.json of `mistral3`."""
+
+
+@cache
+def mistral3() -> tuple[Any, Path]:
+    """(transformers' model, its directory): images of at most 48 x 48 pixels, 36 tokens and 5 row ends."""
+    tokenizer = tiny_tokenizer(VOCAB)
+    tokenizer.add_special_tokens(["[IMG]", "[IMG_BREAK]", "[IMG_END]"])
+    torch.manual_seed(9)
+    config = Mistral3Config(
+        text_config={
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 512,
+            "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "model_type": "mistral",
+            "sliding_window": None, "tie_word_embeddings": False,
+        },
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 48, "patch_size": 4, "hidden_act": "silu", "model_type": "pixtral",
+        },
+        image_token_index=tokenizer.token_to_id("[IMG]"), tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    randomize(model, "vision_tower", "multi_modal_projector")
+    folder = new_folder()
+    model.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer, "[IMG]")
+    (folder / "preprocessor_config.json").write_text(json.dumps(LONGEST))
+    return model, folder
+
+
+SQUARES = ("<fake_token_around_image>", "<global-img>", *(f"<row_{r}_col_{c}>" for r in (1, 2, 3) for c in (1, 2, 3)))
+CUT = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}, "do_image_splitting": True, "resample": 1}
+"""preprocessor_config.json of `smolvlm`."""
+
+
+@cache
+def smolvlm() -> tuple[Any, Path]:
+    """(transformers' model, its directory): squares of 16 x 16 pixels with 16 patches and 4 tokens."""
+    tokenizer = tiny_tokenizer(VOCAB)
+    tokenizer.add_special_tokens([*SQUARES, "<image>"])
+    torch.manual_seed(7)
+    config = SmolVLMConfig(
+        text_config={
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 512,
+            "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "model_type": "llama",
+        },
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "image_size": 16, "patch_size": 4,
+        },
+        scale_factor=2, image_token_id=tokenizer.token_to_id("<image>"), pad_token_id=0,
+    )  # fmt: skip
+    model = SmolVLMForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    randomize(model, "vision_model", "connector")
+    folder = new_folder()
+    model.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer, "<image>")
+    (folder / "preprocessor_config.json").write_text(json.dumps(CUT))
+    return model, folder
+
+
+def randomize(model: Any, *parts: str) -> None:
+    """Random tensors with outputs of usual size in the parts of a model."""
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if any(part in name for part in parts):
+                is_matrix, is_norm = tensor.dim() > 1, "norm" in name or "ln_" in name
+                scale = np.prod(tensor.shape[1:]) ** -0.5 if is_matrix else 0.1
+                tensor.copy_(torch.randn(tensor.shape) * scale + (is_norm and name.endswith("weight")))
+
+
+def write_tokenizer(folder: Path, tokenizer: Any, placeholder: str) -> None:
+    """tokenizer.json, and tokenizer_config.json with a chat template that writes this for an image."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    template = TEMPLATE.replace("<start_of_image>", placeholder)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def random_image(seed: int, width: int = 50, height: int = 41) -> Image:

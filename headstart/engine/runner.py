@@ -13,6 +13,7 @@ from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import states_from_zero
 from headstart.core import (
     Draft,
+    Float32,
     Int32,
     Leaf,
     Paths,
@@ -314,17 +315,18 @@ class Runner:
     def _embed_pictures(self, vision: VisionEncoder, spans: Seq[Span], parts: Seq[Rows]) -> Buffer:
         """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of pictures; beside it the
         features that are added to the output of the first layers, 0 in other rows."""
-        features = [
-            (row + start - span.start, vision.features(picture.image), start - picture.first, end - picture.first)
-            for span, row in zip(spans, accumulate([span.num_rows for span in spans], initial=0), strict=False)
-            for picture, start, end in pictures_of(span)
-        ]
-        rows = np.concatenate([np.arange(row, row + end - start) for row, _, start, end in features])
-        values = np.concatenate([each[start:end] for _, each, start, end in features])
+        starts = accumulate([span.num_rows for span in spans], initial=0)
+        rows, features = list[Int32](), list[Float32]()
+        for span, row in zip(spans, starts, strict=False):
+            for picture, start, end in pictures_of(span):
+                first = picture.offset + start - picture.first
+                rows.append(np.arange(row + start - span.start, row + end - span.start, dtype=np.int32))
+                features.append(vision.features(picture.image)[first : first + end - start])
+        values = np.concatenate(features)
         embedded = self.backend.numpy(self.run(self.trunk, EMBED, parts)["embedded"])
         inputs = np.zeros((len(embedded), values.shape[1]), np.float32)
         inputs[:, : embedded.shape[1]] = embedded
-        inputs[rows] = values
+        inputs[np.concatenate(rows)] = values
         return self.backend.buffer(inputs)
 
     def keep_leaves(self, spans: Seq[Span], results: Seq[VerifyResult]) -> None:

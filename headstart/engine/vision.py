@@ -85,7 +85,7 @@ class VisionEncoder:
             outputs = self._run(program, x, local if stage.is_windowed else whole)
             x = outputs["out"]
             if (number := stage.merger) is not None:
-                rows = network.mergers[number].joined(outputs.get("merged", x), size)
+                rows = network.mergers[number].side_by_side(outputs.get("merged", x), size)
                 merged = self._run(self._programs.mergers[number], rows, _plan([num_tokens]))["out"]
                 features[tokens, number * config.out : (number + 1) * config.out] = merged
         return features

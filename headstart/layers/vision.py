@@ -26,26 +26,36 @@ NormKind = Literal["", "rms", "layer"]  # "": no norm
 
 @dataclass(frozen=True, kw_only=True)
 class MergerConfig:
-    """From the patches of a token to a row of the trunk. Canonical tensors under its name: `patch_norm`, `norm`, `up`
-    and `down`; or `patch_norm`, `norm` and `projection` if `inner` is 0."""
+    """From the patches of a token to a row of the trunk. Canonical tensors under its name: `patch_norm`, `norm`,
+    `join`, `up` and `down`; `projection` for the last two if `inner` is 0."""
 
     name: str
     averaged: bool = False  # the mean of the patches is projected; False: all of them, side by side
     patch_norm: NormKind = ""  # of each patch
     norm: NormKind = ""  # of the mean, or of the patches side by side
-    inner: int = 0  # rows of `up`, with GELU behind it
+    joined: int = 0  # rows of `join`, a matrix over the patches side by side; 0: none
+    inner: int = 0  # rows of `up`, with the activation behind it
     activation: Activation = "gelu"
+    bias: bool = True  # of `up` and `down`
 
     def shapes(self, config: "VisionConfig") -> Shapes:
         width = config.merged_width(self)
         norms = [("patch_norm", self.patch_norm, config.hidden_size), ("norm", self.norm, width)]
         shapes: Shapes = {f"{self.name}.{name}.weight": (size,) for name, kind, size in norms if kind}
         shapes |= {f"{self.name}.{name}.bias": (size,) for name, kind, size in norms if kind == "layer"}
-        if not self.inner:
-            return {**shapes, f"{self.name}.projection.weight": (config.out, width)}
-        for name, size in (("up", (self.inner, width)), ("down", (config.out, self.inner))):
-            shapes |= {f"{self.name}.{name}.weight": size, f"{self.name}.{name}.bias": size[:1]}
+        for name, (size, has_bias) in self._matrices(config).items():
+            shapes |= {f"{self.name}.{name}.weight": size}
+            shapes |= {f"{self.name}.{name}.bias": size[:1]} if has_bias else {}
         return shapes
+
+    def _matrices(self, config: "VisionConfig") -> dict[str, tuple[tuple[int, int], bool]]:
+        """Matrices by name: ((out, in), has a bias)."""
+        width = config.merged_width(self)
+        join = {"join": ((self.joined, width), False)} if self.joined else {}
+        width = self.joined or width
+        if not self.inner:
+            return {**join, "projection": ((config.out, width), False)}
+        return {**join, "up": ((self.inner, width), self.bias), "down": ((config.out, self.inner), self.bias)}
 
     def build(self, weights: Weights, config: "VisionConfig") -> "Merger":
         width = config.merged_width(self)
@@ -55,14 +65,12 @@ class MergerConfig:
             full = f"{self.name}.{name}"
             return weights.norm(full, size, config.eps, centered=is_layer, biased=is_layer) if kind else None
 
-        up = weights.linear(f"{self.name}.up", self.inner, width, bias=True) if self.inner else None
-        down = (
-            weights.linear(f"{self.name}.down", config.out, self.inner, bias=True)
-            if self.inner
-            else weights.linear(f"{self.name}.projection", config.out, width)
-        )
+        matrices = {
+            part: weights.linear(f"{self.name}.{part}", *size, bias=has_bias)
+            for part, (size, has_bias) in self._matrices(config).items()
+        }
         patch_norm = norm("patch_norm", self.patch_norm, config.hidden_size)
-        return Merger(self, patch_norm, norm("norm", self.norm, width), up, down)
+        return Merger(self, patch_norm, norm("norm", self.norm, width), matrices)
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,9 @@ class Merger:
     config: MergerConfig
     patch_norm: RMSNorm | None
     norm: RMSNorm | None
-    up: Linear | None
-    down: Linear
+    matrices: dict[str, Linear]
 
-    def joined(self, patches: Float32, count: int) -> Float32:
+    def side_by_side(self, patches: Float32, count: int) -> Float32:
         """[P, hidden] -> [T, merged width], of `count` patches each."""
         groups = patches.reshape(len(patches) // count, count, -1)
         if self.config.averaged:
@@ -85,8 +92,10 @@ class Merger:
     def project(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
         """[T, merged width] -> `out` [T, trunk's hidden size]."""
         x = self.norm(ops, step.hidden) if self.norm else step.hidden
-        x = ops.activate(self.up(ops, x), self.config.activation) if self.up else x
-        return {"out": self.down(ops, x)}
+        for name, matrix in self.matrices.items():
+            x = matrix(ops, x)
+            x = ops.activate(x, self.config.activation) if name == "up" else x
+        return {"out": x}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +105,9 @@ class VisionConfig:
     patch_size: int  # pixels in a row of a patch
     frames: int = 1  # copies of the picture that the patch embedding reads, one matrix each
     patch_bias: bool = True
+    patch_norm: Literal["", "rms"] = ""  # of the patches before the first layer, for towers without `positions`
     hidden_size: int
-    positions: int  # rows and columns of the learned position embedding, stretched to the picture; 0: none
+    positions: int = 0  # rows and columns of the learned position embedding, stretched to the picture; 0: none
     layers: tuple[LayerConfig, ...]
     window: int = 0  # tokens in a row of an attention window; 0: no windows
     whole: tuple[int, ...] = ()  # layers whose patches see all of the picture in spite of `window`
@@ -132,6 +142,7 @@ class VisionConfig:
         hidden = self.hidden_size
         shapes: Shapes = {f"vision.patch_embedding.{t}.weight": (hidden, self.patch_width) for t in range(self.frames)}
         shapes |= {"vision.patch_embedding.0.bias": (hidden,)} if self.patch_bias else {}
+        shapes |= {"vision.patch_norm.weight": (hidden,)} if self.patch_norm else {}
         shapes |= {"vision.position_embedding.weight": (self.positions**2, hidden)} if self.positions else {}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"vision.layers.{i}", hidden)
@@ -147,6 +158,7 @@ class VisionConfig:
                 weights.linear(f"vision.patch_embedding.{t}", hidden, self.patch_width, bias=self.patch_bias and t == 0)
                 for t in range(self.frames)
             ],
+            patch_norm=weights.norm("vision.patch_norm", hidden, self.layers[0].eps) if self.patch_norm else None,
             positions=weights.raw("vision.position_embedding.weight", size).float32() if self.positions else None,
             layers=[each.build(weights, f"vision.layers.{i}", hidden) for i, each in enumerate(self.layers)],
             mergers=[each.build(weights, self) for each in self.mergers],
@@ -169,6 +181,7 @@ class VisionNetwork:
 
     config: VisionConfig
     patch_embedding: list[Linear]
+    patch_norm: RMSNorm | None
     positions: Float32 | None  # [side^2, hidden]
     layers: list[DecoderLayer]
     mergers: list[Merger]
@@ -192,7 +205,7 @@ class VisionNetwork:
         x = frames[0]
         for frame in frames[1:]:
             x = ops.add(x, frame)
-        return {"out": x}
+        return {"out": self.patch_norm(ops, x) if self.patch_norm else x}
 
     def run(self, ops: Ops, step: StepInputs, stage: Stage, pool: Pool) -> dict[str, Buffer]:
         """Patches [P, hidden] through the layers of a stage -> `out` [P, hidden], and `merged`, a merger's input."""

@@ -39,7 +39,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """model_type of a checkpoint -> Hugging Face's defaults of its vision_config."""
 PREPARATION = {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "resample": 3,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
 }  # fmt: skip
 """Defaults of preprocessor_config.json."""
 NAMES = Names(
@@ -133,12 +132,12 @@ def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: 
     try:
         low = int(config.get("min_pixels") or config["size"]["shortest_edge"])
         high = int(config.get("max_pixels") or config["size"]["longest_edge"])
-        mean, std = (tuple(map(float, config[key])) for key in ("image_mean", "image_std"))
-        if not 0 < low <= high or len(mean) != CHANNELS or len(std) != CHANNELS or min(std) <= 0:
+        if not 0 < low <= high:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        what = "preprocessor_config.json: size, image_mean or image_std is wrong"
-        raise ModelError(what, "see the model's original file") from None
+        what = f"preprocessor_config.json: size is {config['size']!r}"
+        raise ModelError(what, "shortest_edge and longest_edge: pixels at least and at most") from None
+    mean, std = keys.image_statistics(config)
     return ImageFormat(
         min_pixels=low, max_pixels=high, patch_size=vision.patch_size, merge=vision.merge, mean=mean, std=std,
         resample=keys.number(config, "resample", least=0), placeholder="<|vision_start|><|image_pad|><|vision_end|>",

@@ -1,9 +1,11 @@
 """SigLIP vision towers (Zhai et al. 2023): config keys and tensor names. Formula: transformers 5.24 `models/siglip`."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
@@ -37,15 +39,20 @@ DEFAULTS = {
 """Hugging Face's defaults of SiglipVisionConfig."""
 
 
-def tower(written: dict[str, Any], num_tokens: int, out: int) -> VisionConfig:
-    """The tower of a `vision_config`, with averages of patches as `num_tokens` rows of width `out`."""
-    config = {**DEFAULTS, **{key: value for key, value in written.items() if value is not None}}
+def tower(
+    written: dict[str, Any], merger: MergerConfig, *, merge: int = 0, num_tokens: int = 0, out: int,
+    defaults: Mapping[str, Any] = DEFAULTS,
+) -> VisionConfig:  # fmt: skip
+    """The tower of a `vision_config`, whose merger makes tokens of `merge` * `merge` patches (0: `num_tokens` of them)
+    of width `out`."""
+    config = {**defaults, **{key: value for key, value in written.items() if value is not None}}
     keys.refuse_others(config, {"num_channels": CHANNELS})
     hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
     patch, eps = keys.number(config, "patch_size"), keys.real(config, "layer_norm_eps", 1e-6)
-    grid, side = keys.number(config, "image_size") // patch, round(num_tokens**0.5)
-    if hidden % heads or side**2 != num_tokens or grid % side:
-        raise ModelError(f"config.json: {heads} heads of {hidden} features, or {num_tokens} tokens of {grid}^2 patches")
+    grid = keys.number(config, "image_size") // patch
+    side = grid // merge if merge else round(num_tokens**0.5)
+    if hidden % heads or not side or grid % side or side**2 != (num_tokens or side**2):
+        raise ModelError(f"config.json: {heads} heads of {hidden} features, or {side}^2 tokens of {grid}^2 patches")
     spec = AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5)
     layer = LayerConfig(
         mixer=AttentionConfig(spec=spec, rope=None, qkv_bias=True, o_bias=True),
@@ -56,6 +63,12 @@ def tower(written: dict[str, Any], num_tokens: int, out: int) -> VisionConfig:
     )  # fmt: skip
     return VisionConfig(
         patch_size=patch, hidden_size=hidden, positions=grid, eps=eps, merge=grid // side, out=out,
-        layers=(layer,) * keys.num_layers(config),
-        merger=MergerConfig(name="vision.merger", averaged=True, patch_norm="layer", norm="rms"),
+        layers=(layer,) * keys.num_layers(config), merger=merger,
     )  # fmt: skip
+
+
+def as_matrix(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
+    """A convolution over patches is a matrix."""
+    name = "vision.patch_embedding.0.weight"
+    kernel, shape = tensors[name], config.shapes()[name]
+    return {**tensors, name: kernel.shaped(*shape) if math.prod(kernel.shape) == math.prod(shape) else kernel}

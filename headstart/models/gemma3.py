@@ -8,7 +8,7 @@ import math
 
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.vision import VisionConfig
+from headstart.layers.vision import MergerConfig, VisionConfig
 from headstart.models import _gemma, _siglip, keys
 from headstart.models.base import Family, VisionFamily
 from headstart.models.keys import Config, flag, number
@@ -47,7 +47,9 @@ def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig
     written = config.get("vision_config")
     if not isinstance(written, dict):
         return None
-    vision = _siglip.tower(written, number(config, "mm_tokens_per_image", default=256), trunk.hidden_size)
+    merger = MergerConfig(name="vision.merger", averaged=True, patch_norm="layer", norm="rms")
+    num_tokens = number(config, "mm_tokens_per_image", default=256)
+    vision = _siglip.tower(written, merger, num_tokens=num_tokens, out=trunk.hidden_size)
     return vision, ImageFormat(
         image_size=vision.positions * vision.patch_size, patch_size=vision.patch_size, merge=vision.merge,
         placeholder="<start_of_image>", marker="<start_of_image>", begin="<start_of_image>", end="<end_of_image>",
@@ -57,17 +59,10 @@ def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig
 
 
 def adapt_tower(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
-    """VisionFamily.adapt: a convolution over patches is a matrix; the projection is stored [in, out]."""
-    patch, norm, projection = (
-        f"vision.{name}.weight" for name in ("patch_embedding.0", "merger.norm", "merger.projection")
-    )
-    shape = config.shapes()[patch]
-    return {
-        **tensors,
-        patch: tensors[patch].shaped(*shape) if math.prod(tensors[patch].shape) == math.prod(shape) else tensors[patch],
-        norm: tensors[norm].affine(1, 1),
-        projection: tensors[projection].transposed(),
-    }
+    """VisionFamily.adapt: the projection is stored [in, out]."""
+    norm, projection = "vision.merger.norm.weight", "vision.merger.projection.weight"
+    more = {norm: tensors[norm].affine(1, 1), projection: tensors[projection].transposed()}
+    return _siglip.as_matrix(tensors, config) | more
 
 
 FAMILY = Family(

@@ -71,6 +71,16 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
 
 
+def image_statistics(preparation: Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of red, green and blue in preprocessor_config.json; by default CLIP's."""
+    usual = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
+    found = [preparation.get(key) or default for key, default in usual.items()]
+    if not all(isinstance(each, list | tuple) and len(each) == 3 for each in found) or min(found[1]) <= 0:
+        raise ModelError(f"preprocessor_config.json: image_mean and image_std are {found}", "give three numbers each")
+    mean, std = (tuple(map(float, each)) for each in found)
+    return mean, std
+
+
 def refuse_gguf(config: Config, name: str) -> None:
     """Raises ModelError for a GGUF file (model_type `name`), which the family does not read."""
     if config.get("model_type") == name:
@@ -95,6 +105,7 @@ def attention(
     return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
 
 
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

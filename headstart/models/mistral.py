@@ -1,4 +1,4 @@
-"""Mistral, Ministral, and the text part of Mistral Small 3.1 and later.
+"""Mistral, Ministral, Mistral Small 3.1 and later.
 
 Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3` (queries scaled by position),
 `models/mistral3`. llama.cpp calls the older ones llama.
@@ -7,7 +7,7 @@ Formula: transformers `models/mistral`, `models/ministral`, `models/ministral3` 
 from headstart.kernels.ops import AttentionTemperature
 from headstart.layers.build import DecoderConfig
 from headstart.layers.rope import scaling_of
-from headstart.models import keys
+from headstart.models import _pixtral, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number, real
 from headstart.models.names import WRAPPED, Names
@@ -34,6 +34,7 @@ FAMILY = Family(
             "of images, whose tensors are left out",
         )
     },
+    vision=_pixtral.VISION,
     aliases=("ministral", "ministral3", "mistral3"),
     small={"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 9},
 )

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,11 @@ MAX_RATIO = 200  # of the sides of an image that keeps its shape
 class ImageFormat:
     """How a family prepares an image, and the tokens that it takes in a prompt."""
 
-    image_size: int = 0  # width and height in pixels after resizing; 0: as `min_pixels` and `max_pixels` say
-    min_pixels: int = 0  # images keep their shape, with so many pixels at least and at most after resizing
+    image_size: int = 0  # width and height in pixels after resizing; 0: images keep their shape
+    is_cut: bool = False  # squares of `image_size` of the image are before it, if it has several
+    min_pixels: int = 0  # so many pixels at least and at most after resizing
     max_pixels: int = 0
+    longest: int = 0  # longest side after resizing; with `image_size`, of a resizing before, which keeps the shape
     resample: int = 2  # Pillow's number of the filter; 2: bilinear
     patch_size: int  # width and height of a patch in pixels
     merge: int  # patches in a row and in a column of a token
@@ -32,6 +35,7 @@ class ImageFormat:
     marker: str  # special token in it, which is replaced by `begin`, the rows and `end`
     begin: str = ""  # special tokens before and behind the rows; empty: none
     end: str = ""
+    row_end: str = ""  # special token behind each row of tokens but the last
     around: str = ""  # newlines before `begin` and behind `end`
     token_id: int  # of the rows, whose embeddings are not used
     is_bidirectional: bool = False  # see core.Picture
@@ -41,13 +45,17 @@ class ImageFormat:
     def max_tokens(self) -> int:
         """Positions of the largest image."""
         side = self.patch_size * self.merge
-        return (self.image_size**2 or self.max_pixels) // side**2
+        squares = 1 + (math.ceil(self.longest / self.image_size) ** 2 if self.is_cut else 0)
+        return squares * (self.image_size**2 or self.max_pixels or self.longest**2) // side**2
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL). Raises
-        ImageError for an image that is too long."""
+        """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL,
+        get_resize_output_image_size of Pixtral). Raises ImageError for an image that is too long."""
         if self.image_size:
             return self.image_size, self.image_size
+        if self.longest:
+            ratio, unit = max(width, height, self.longest) / self.longest, self.patch_size * self.merge
+            return -(-math.floor(width / ratio) // unit) * unit, -(-math.floor(height / ratio) // unit) * unit
         if max(width, height) > MAX_RATIO * min(width, height):
             what = f"it has {width} x {height} pixels, and one side may be {MAX_RATIO} times the other at most"
             raise ImageError(what, "cut it into parts")
@@ -61,6 +69,35 @@ class ImageFormat:
             sizes = [math.ceil(each * factor / unit) * unit for each in (width, height)]
         return sizes[0], sizes[1]
 
+    def squares_of(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Width and height after the first and the second resizing of an image that is cut, the latter multiples of
+        image_size (transformers 5.24, SmolVLMImageProcessor.resize and resize_for_vision_encoder)."""
+        ratio, side = width / height, self.image_size
+        short = int(self.longest / ratio if width >= height else self.longest * ratio)
+        short = max(short + short % 2, 1)
+        first = (self.longest, short) if width >= height else (short, self.longest)
+        ratio, long = first[0] / first[1], -(-max(first) // side) * side
+        short = -(-int(long / ratio if first[0] >= first[1] else long * ratio) // side) * side
+        return first, (long, short) if first[0] >= first[1] else (short, long)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Features offset .. offset + count - 1 of an image, and the text before them."""
+
+    before: str
+    image: ImageInput
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """An image as it stands in a prompt."""
+
+    pieces: tuple[Piece, ...]
+    behind: str  # text behind them
+
 
 @dataclass(frozen=True)
 class ImageProcessor:
@@ -73,21 +110,50 @@ class ImageProcessor:
     def placeholder(self) -> str:
         return self.format.placeholder
 
-    def prepare(self, image: Image) -> ImageInput:
+    def prepare(self, image: Image) -> PreparedImage:
         """The resized image (antialiased) as patches."""
         from PIL import Image as Pillow  # only images need it
 
-        about = self.format
-        width, height = about.size_of(*image.size)
-        resized = Pillow.fromarray(image.pixels).resize((width, height), Pillow.Resampling(about.resample))
+        about, pixels = self.format, Pillow.fromarray(image.pixels)
+        filter_ = Pillow.Resampling(about.resample)
+        if about.image_size and about.longest:
+            first, second = about.squares_of(*image.size)
+            pixels = pixels.resize(first, filter_)
+            return self._cut(pixels.resize(second, filter_) if about.is_cut else pixels, filter_, image.digest)
+        whole = self._input(pixels.resize(about.size_of(*image.size), filter_), image.digest)
+        rows, columns = whole.grid if about.row_end else (1, whole.num_tokens)
+        before = (about.begin, *[about.row_end] * (rows - 1))
+        return PreparedImage(
+            tuple(Piece(text, whole, row * columns, columns) for row, text in enumerate(before)), about.end
+        )
+
+    def _cut(self, pixels: Any, filter_: int, digest: bytes) -> PreparedImage:
+        """The squares of a Pillow image, row by row, then all of it as one square, unless it is one (SmolVLM)."""
+        about, side = self.format, self.format.image_size
+        columns, rows = (size // side if about.is_cut else 0 for size in pixels.size)
+        pieces = list[Piece]()
+        for row in range(rows if rows * columns > 1 else 0):
+            for column in range(columns):
+                box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+                square = self._input(pixels.crop(box), digest + f"{row},{column}".encode())
+                name = f"{about.begin}<row_{row + 1}_col_{column + 1}>"
+                pieces.append(Piece("\n" + name if row and not column else name, square, 0, square.num_tokens))
+        whole = self._input(pixels.resize((side, side), filter_), digest)
+        name = ("\n\n" if pieces else "") + f"{about.begin}<global-img>"
+        return PreparedImage((*pieces, Piece(name, whole, 0, whole.num_tokens)), about.end)
+
+    def _input(self, resized: Any, digest: bytes) -> ImageInput:
+        """A Pillow image as patches. `digest` names its content among all images of this format."""
+        about, unit = self.format, self.format.patch_size * self.format.merge
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (about.mean, about.std))
-        pixels: Float32 = ((values - mean) / std).astype(np.float32)
-        digest = hashlib.sha256(f"{about}".encode() + image.digest).digest()
-        unit = about.patch_size * about.merge
-        return ImageInput(to_patches(pixels, about.patch_size, about.merge), (height // unit, width // unit), digest)
+        patches = to_patches(((values - mean) / std).astype(np.float32), about.patch_size, about.merge)
+        digest = hashlib.sha256(f"{about}".encode() + digest).digest()
+        return ImageInput(patches, (resized.height // unit, resized.width // unit), digest)
 
-    def expand(self, prompt_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[list[int], tuple[Picture, ...]]:
+    def expand(
+        self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]
+    ) -> tuple[list[int], tuple[Picture, ...]]:
         """See text.images.VisionTower.expand. Newlines around an image become one token with those next to them, as
         in the tokens of the whole text."""
         about, marker, found = self.format, self._id_of(self.format.marker), list[Picture]()
@@ -95,14 +161,17 @@ class ImageProcessor:
             message = f"the prompt has {count} placeholders {about.marker} for {len(images)} images"
             raise UsageError(message, "each image needs one; the chat template writes them")
         ids: list[int] = []
-        is_behind = False  # only newlines since the end of an image
+        is_behind, remaining = False, iter(images)  # is_behind: only newlines since the end of an image
         for token in prompt_ids:
             if token == marker:
                 self._add_newlines(ids, len(about.around))
-                ids += [self._id_of(about.begin)] if about.begin else []
-                image = images[len(found)]
-                found.append(Picture(len(ids), image, about.is_bidirectional, about.has_axes))
-                ids += [about.token_id] * image.num_tokens + ([self._id_of(about.end)] if about.end else [])
+                prepared = next(remaining)
+                for piece in prepared.pieces:
+                    ids += self._ids_of(piece.before)
+                    where = {"offset": piece.offset, "count": piece.count}
+                    found.append(Picture(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
+                    ids += [about.token_id] * piece.count
+                ids += self._ids_of(prepared.behind)
                 self._add_newlines(ids, len(about.around))
                 is_behind = bool(about.around)
             elif is_behind and (newlines := self._newlines.get(token)):
@@ -111,6 +180,10 @@ class ImageProcessor:
                 ids.append(token)
                 is_behind = False
         return ids, tuple(found)
+
+    def _ids_of(self, text: str) -> list[int]:
+        """Token ids of special tokens and newlines."""
+        return self.tokenizer.encode(text) if text else []
 
     def _add_newlines(self, ids: list[int], count: int) -> None:
         """Appends `count` newlines to token ids, joined with those at their end."""

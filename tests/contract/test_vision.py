@@ -12,8 +12,11 @@ import pytest
 import torch
 from support import make, model_at, request, run
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from vision_models import PREPARATION, QWEN, gemma3, qwen, random_image
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+from vision_models import CUT, LONGEST, PREPARATION, QWEN, gemma3, mistral3, qwen, random_image, smolvlm
 
 from headstart.api.images import check_tower
 from headstart.core import Request, Sequence, Span
@@ -27,13 +30,21 @@ from headstart.text.images import ImageError
 from headstart.tools.inspect.run import runs_here
 
 TEXT = "What is on it?"
-KINDS = ("gemma3", *QWEN)
+KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN)
 IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 1, 1)}
+
+
+PROCESSORS = {
+    "gemma3": Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
+    "smolvlm": SmolVLMImageProcessorPil(**CUT, return_row_col_info=True),
+    "mistral3": PixtralImageProcessorPil(**{**LONGEST, "patch_size": {"height": 8, "width": 8}}),
+    "qwen": Qwen2VLImageProcessorPil(**PREPARATION),
+}
 
 
 def published(kind: str) -> tuple[Any, Path]:
     """(transformers' model, its directory)."""
-    return gemma3() if kind == "gemma3" else qwen(kind)
+    return {"gemma3": gemma3, "smolvlm": smolvlm, "mistral3": mistral3}[kind]() if kind not in QWEN else qwen(kind)
 
 
 @cache
@@ -60,20 +71,15 @@ def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Re
 def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
     """Logits [T, V] of the prompt by transformers, and its greedy text."""
     oracle, _ = published(kind)
-    is_gemma = kind == "gemma3"
-    processor = (
-        Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
-        if is_gemma
-        else Qwen2VLImageProcessorPil(**PREPARATION)
-    )
-    prepared = processor([IMAGES[seed].pixels for seed in images], return_tensors="pt")
-    prepared = {key: value for key, value in prepared.items() if key in ("pixel_values", "image_grid_thw")}
+    prepared = PROCESSORS.get(kind, PROCESSORS["qwen"])([IMAGES[seed].pixels for seed in images], return_tensors="pt")
+    prepared = {key: value for key, value in prepared.items() if key not in ("num_crops", "rows", "cols")}
     ids, texts = list(prompt), list[int]()
     first = None
     with torch.inference_mode():
         for _ in range(count):
             kinds = torch.tensor([[int(token == oracle.config.image_token_id) for token in ids]])
-            about = {"token_type_ids" if is_gemma else "mm_token_type_ids": kinds, **prepared}
+            name = "token_type_ids" if kind == "gemma3" else "mm_token_type_ids"
+            about = {**prepared, **({} if kind in ("smolvlm", "mistral3") else {name: kinds})}
             logits = oracle(torch.tensor([ids]), use_cache=False, **about).logits[0]
             first = logits if first is None else first
             texts.append(int(logits[-1].argmax()))
@@ -86,7 +92,7 @@ def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[to
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> None:
     model = seeing(kind, backend)
-    engine = engine_of(model)
+    engine = engine_of(model, max_model_len=256, kv_blocks=32)
     one = asked(model, [1, 2, 3], max_tokens=8)
     expected, text = truth(kind, [1, 2, 3], one.prompt_ids, 8)
     sequence = Sequence(replace(one, params=replace(one.params, prompt_logprobs=0)), 0, list(one.prompt_ids), 0)
@@ -145,7 +151,7 @@ def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: py
 def test_a_image_has_the_same_features_in_any_pool(kind: str) -> None:
     model = seeing(kind, "native")
     assert model.vision and model.tower
-    images = [model.tower.prepare(each) for each in IMAGES.values()]
+    images = [model.tower.prepare(each).pieces[0].image for each in IMAGES.values()]
     alone = [VisionEncoder(model.backend, model.vision).features(each) for each in images]
     encoder = VisionEncoder(model.backend, model.vision)
     encoder._reserve(1 << 14)
@@ -171,15 +177,30 @@ def test_what_is_said_about_towers(tmp_path: Path) -> None:
     model = seeing("gemma3", "reference")
     assert runs_here(model.checkpoint)["vision"] == {"layers": 2, "tokens": 16}
     assert runs_here(seeing("qwen3_vl", "reference").checkpoint)["vision"] == {"layers": 3, "tokens": 32}
+    assert runs_here(seeing("smolvlm", "reference").checkpoint)["vision"] == {"layers": 2, "tokens": 40}
     copied(qwen("qwen2_5_vl")[1], tmp_path, model_type="qwen2_vl")
     with pytest.raises(UsageError, match="reads text only: the vision tower of qwen2_vl models is not supported"):
         check_tower(model_at(tmp_path))
 
 
+def test_squares_of_images() -> None:
+    """Prompts are those of transformers' processor."""
+    model, sizes = seeing("smolvlm", "reference"), [(50, 41), (90, 23), (31, 64), (16, 15), (333, 7), (5, 70)]
+    some = [random_image(1, width, height) for width, height in sizes]
+    assert model.tower
+    found = PROCESSORS["smolvlm"]([each.pixels for each in some], return_tensors="np")
+    assert max(found["rows"][0]) == max(found["cols"][0]) == 3
+    for image, rows, columns in zip(some, found["rows"][0], found["cols"][0], strict=True):
+        text = get_image_prompt_string(rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>")
+        ids, images = model.tower.expand(model.tokenizer.encode("a<image>b"), [model.tower.prepare(image)])
+        assert ids == model.tokenizer.encode(f"a{text}b")
+        assert sum(each.end - each.first for each in images) == text.count("<image>")
+
+
 def test_sizes_of_images() -> None:
     tower = seeing("qwen3_vl", "reference").tower
     assert tower
-    assert [tower.prepare(each).grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
+    assert [tower.prepare(each).pieces[0].image.grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
     with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
         tower.prepare(random_image(1, 402, 2))
 

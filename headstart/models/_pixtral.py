@@ -1,0 +1,103 @@
+"""Pixtral's vision tower in Mistral Small 3.1 and later and Ministral 3: rotary rows and columns, any shape.
+
+Formula: transformers 5.24 `models/pixtral`, `models/mistral3`; preparation: `image_processing_pil_pixtral.py`.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
+from headstart.models import _siglip, keys
+from headstart.models.base import VisionFamily
+from headstart.models.keys import Config
+from headstart.models.names import Names
+from headstart.text.image_prompt import ImageFormat
+
+EPS = 1e-5  # of the tower's norms, in no config
+DEFAULTS = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": CHANNELS, "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip
+"""Hugging Face's defaults of PixtralVisionConfig."""
+PROJECTOR = "model.multi_modal_projector."
+NAMES = Names(
+    {
+        "model.vision_tower.transformer.layers.{i}.": "vision.layers.{i}.",
+        "model.vision_tower.patch_conv.": "vision.patch_embedding.0.",
+        "model.vision_tower.ln_pre.": "vision.patch_norm.",
+        f"{PROJECTOR}norm.": "vision.merger.patch_norm.",
+        f"{PROJECTOR}patch_merger.merging_layer.": "vision.merger.join.",
+        f"{PROJECTOR}linear_1.": "vision.merger.up.",
+        f"{PROJECTOR}linear_2.": "vision.merger.down.",
+    },
+    parts={
+        ".attention_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".attention.": ".self_attn.",
+        ".feed_forward.": ".mlp.",
+    },
+)
+
+
+def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[VisionConfig, ImageFormat] | None:
+    """VisionFamily.read."""
+    written = config.get("vision_config")
+    if not isinstance(written, dict) or config.get("model_type") != "mistral3":
+        return None
+    keys.refuse_others(config, {"vision_feature_layer": -1})
+    vision = _tower({**DEFAULTS, **{key: each for key, each in written.items() if each is not None}}, config, trunk)
+    size, (mean, std) = preparation.get("size"), keys.image_statistics(preparation)
+    token_id = keys.number(config, "image_token_index", "image_token_id", default=10)
+    return vision, ImageFormat(
+        longest=keys.number(size if isinstance(size, dict) else {}, "longest_edge", default=1024),
+        patch_size=vision.patch_size, merge=vision.merge, mean=mean, std=std,
+        resample=keys.number(preparation, "resample", default=3, least=0), placeholder="[IMG]", marker="[IMG]",
+        row_end="[IMG_BREAK]", end="[IMG_END]", token_id=min(token_id, trunk.vocab_size - 1),
+    )  # fmt: skip
+
+
+def _tower(config: dict[str, Any], outer: Config, trunk: DecoderConfig) -> VisionConfig:
+    keys.refuse_others(config, {"num_channels": CHANNELS})
+    hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
+    theta = keys.real(config.get("rope_parameters") or config, "rope_theta", 10000.0)
+    if hidden % (4 * heads):
+        raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
+    dim = hidden // heads
+    frequencies = theta ** (-np.arange(0, dim, 2) / dim)
+    rope = RopeSpec(
+        (*frequencies[0::2].tolist(), *frequencies[1::2].tolist()), dim, axes=(1,) * (dim // 4) + (2,) * (dim // 4)
+    )
+    layer = LayerConfig(
+        mixer=AttentionConfig(spec=AttentionSpec(heads, heads, dim, dim**-0.5), rope=rope), mlp=keys.mlp(config),
+        eps=EPS,
+    )  # fmt: skip
+    activation = keys.activation({"hidden_act": outer.get("projector_hidden_act") or "gelu"})
+    text, _ = keys.text_config(outer)
+    return VisionConfig(
+        patch_size=keys.number(config, "patch_size"), patch_bias=False, patch_norm="rms", hidden_size=hidden,
+        layers=(layer,) * keys.num_layers(config), eps=keys.real(text, "rms_norm_eps", 1e-6),
+        merge=keys.number(outer, "spatial_merge_size", default=2), out=trunk.hidden_size,
+        merger=MergerConfig(
+            name="vision.merger", patch_norm="rms", joined=hidden, inner=trunk.hidden_size, activation=activation,
+            bias=keys.flag(outer, "multimodal_projector_bias"),
+        ),
+    )  # fmt: skip
+
+
+def adapt(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
+    """VisionFamily.adapt: the columns of `join` are stored feature by feature, here they are patch by patch."""
+    name, size = "vision.merger.join.weight", config.merge**2
+    join = tensors[name]
+    if join.shape[-1] == config.hidden_size * size:
+        order = np.arange(join.shape[-1], dtype=np.int64).reshape(-1, size).T.reshape(-1)
+        join = join.transposed().take_rows(order).transposed()
+    return {**_siglip.as_matrix(tensors, config), name: join}
+
+
+VISION = VisionFamily(read=read, names=NAMES, adapt=adapt)
