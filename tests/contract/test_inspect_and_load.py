@@ -6,6 +6,7 @@ too."""
 import re
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,7 @@ def head_tensors(config: Config, arrays: Arrays) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "wrapper"), [*zip(FAMILIES, cycle(WRAPPERS))])
 def test_a_whole_head_is_alive_and_drafts(family: str, wrapper: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     same_decision(write_model(tmp_path, config, wrapped(arrays, wrapper)), "alive")

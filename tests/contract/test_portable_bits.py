@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from headstart.tools.tiny import write_tiny
+from tiny_models import write_tiny
 
 from headstart import api
 from headstart.config import EngineConfig

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-from headstart.tools.tiny import write_tiny
+from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
