@@ -57,7 +57,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--gpus", "--tp", "--dp", "--nodes", "--head-node", "--role", "--kv-offload", "--disaggregate"},
     "probe": JSON | {"--model", "--api-key", "--no-metrics", "--exact", "--against", "--max-tokens", "--minutes"},
     "gate": JSON
-    | {"--model", "--api-key", "--floor", "--allow-text-changes", "--max-tokens"}
+    | {"--model", "--api-key", "--floor", "--allow-text-changes", "--max-tokens", "--trials"}
     | {"--save", "--junit", "--report", "--badge", "--force"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
