@@ -241,7 +241,7 @@ class ReferenceOps:
         key = (id(positions), spec)
         if key not in self._rope_tables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64, device=positions.device)
-            steps = (positions - spec.shift).clamp(min=0)[:, None, None] * (-1 if spec.inverse else 1)
+            steps = (positions - spec.shift).clamp(min=0)[..., None, None] * (-1 if spec.inverse else 1)
             if spec.axes and self._plan.rope_positions is not None:
                 steps = torch.from_numpy(self._plan.rope_positions[:, None, list(spec.axes)]).to(positions.device)
             angles = steps.double() * frequencies
