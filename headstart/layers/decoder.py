@@ -310,8 +310,10 @@ class DecoderProgram:
     def begin(self, ops: Ops, step: StepInputs) -> ForwardState:
         """The input of the first layer."""
         width = len(self.model.norm.weight)
-        embedded = self.model.embed(ops, step.token_ids) if not self.embedded_width else step.hidden
-        embedded = ops.columns(embedded, 0, width) if self.embedded_width > width else embedded
+        if not self.embedded_width:
+            embedded = self.model.embed(ops, step.token_ids)
+        else:
+            embedded = step.hidden if self.embedded_width == width else ops.columns(step.hidden, 0, width)
         streams = self.model.streams
         return ForwardState(step.token_ids, embedded, streams.expand(ops, embedded) if streams else embedded)
 

@@ -26,8 +26,8 @@ NormKind = Literal["", "rms", "layer"]  # "": no norm
 
 @dataclass(frozen=True, kw_only=True)
 class MergerConfig:
-    """From the patches of a token to a row of the trunk. Canonical tensors under its name: `patch_norm`, `norm`,
-    `join`, `up` and `down`; `projection` for the last two if `inner` is 0."""
+    """Projection of the patches of a token to one row of the trunk. Canonical tensors under its name: `patch_norm`,
+    `norm`, `join`, `up` and `down`; `projection` for the last two if `inner` is 0."""
 
     name: str
     averaged: bool = False  # the mean of the patches is projected; False: all of them, side by side
@@ -110,7 +110,7 @@ class VisionConfig:
     positions: int = 0  # rows and columns of the learned position embedding, stretched to the picture; 0: none
     layers: tuple[LayerConfig, ...]
     window: int = 0  # tokens in a row of an attention window; 0: no windows
-    whole: tuple[int, ...] = ()  # layers whose patches see all of the picture in spite of `window`
+    whole: tuple[int, ...] = ()  # indices of layers without windows, whose patches attend to the whole image
     eps: float
     merge: int  # patches in a row and in a column of a token
     merger: MergerConfig  # of the last layer's output: replaces embeddings in the trunk's rows

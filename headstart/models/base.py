@@ -33,9 +33,8 @@ class VisionFamily:
     names: Names  # published names -> canonical names under `vision.`
     # tensors under canonical names -> those that VisionConfig.build takes
     adapt: Callable[[dict[str, RawTensor], VisionConfig], dict[str, RawTensor]]
-    stored: Callable[[str], str] = (
-        str  # name of a tensor that VisionConfig.build takes -> name of the one that holds it
-    )
+    # canonical name of a tensor that VisionConfig.build takes -> of the checkpoint's tensor that holds its values
+    stored: Callable[[str], str] = str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,11 @@ class ImageFormat:
     """How a family prepares an image, and the tokens that it takes in a prompt."""
 
     image_size: int = 0  # width and height in pixels after resizing; 0: images keep their shape
-    is_cut: bool = False  # squares of `image_size` of the image are before it, if it has several
-    min_pixels: int = 0  # so many pixels at least and at most after resizing
-    max_pixels: int = 0
-    longest: int = 0  # longest side after resizing; with `image_size`, of a resizing before, which keeps the shape
+    is_cut: bool = False  # a larger image is also given as squares of `image_size`, which precede the whole image
+    min_pixels: int = 0  # minimum number of pixels after resizing
+    max_pixels: int = 0  # maximum number of pixels after resizing; 0: no limit
+    # longest side in pixels after resizing; with `image_size`: after a first resizing that keeps the shape; 0: no limit
+    longest: int = 0
     resample: int = 2  # Pillow's number of the filter; 2: bilinear
     patch_size: int  # width and height of a patch in pixels
     merge: int  # patches in a row and in a column of a token
@@ -42,24 +43,28 @@ class ImageFormat:
     has_axes: bool = False  # see core.Picture
 
     @property
+    def token_side(self) -> int:
+        """Width and height of a token in pixels."""
+        return self.patch_size * self.merge
+
+    @property
     def max_tokens(self) -> int:
         """Positions of the largest image."""
-        side = self.patch_size * self.merge
         squares = 1 + (math.ceil(self.longest / self.image_size) ** 2 if self.is_cut else 0)
-        return squares * (self.image_size**2 or self.max_pixels or self.longest**2) // side**2
+        return squares * (self.image_size**2 or self.max_pixels or self.longest**2) // self.token_side**2
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL,
         get_resize_output_image_size of Pixtral). Raises ImageError for an image that is too long."""
         if self.image_size:
             return self.image_size, self.image_size
+        unit = self.token_side
         if self.longest:
-            ratio, unit = max(width, height, self.longest) / self.longest, self.patch_size * self.merge
+            ratio = max(width, height, self.longest) / self.longest
             return -(-math.floor(width / ratio) // unit) * unit, -(-math.floor(height / ratio) // unit) * unit
         if max(width, height) > MAX_RATIO * min(width, height):
             what = f"it has {width} x {height} pixels, and one side may be {MAX_RATIO} times the other at most"
             raise ImageError(what, "cut it into parts")
-        unit = self.patch_size * self.merge
         sizes = [round(each / unit) * unit for each in (width, height)]
         if sizes[0] * sizes[1] > self.max_pixels:
             factor = math.sqrt(width * height / self.max_pixels)
@@ -93,7 +98,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """An image as it stands in a prompt."""
+    """The features and special tokens of one image, in the order of the prompt."""
 
     pieces: tuple[Piece, ...]
     behind: str  # text behind them
@@ -144,7 +149,7 @@ class ImageProcessor:
 
     def _input(self, resized: Any, digest: bytes) -> ImageInput:
         """A Pillow image as patches. `digest` names its content among all images of this format."""
-        about, unit = self.format, self.format.patch_size * self.format.merge
+        about, unit = self.format, self.format.token_side
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (about.mean, about.std))
         patches = to_patches(((values - mean) / std).astype(np.float32), about.patch_size, about.merge)

@@ -2,9 +2,9 @@
 
 Both sides answer the same prompts: twice alone, then all at once. A check of counts fails where the new side has fewer
 hits, and so few or fewer have a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided). It is not
-judged where the old side has so few hits that none would be no proof. Tokens per pass and speed fail below a share of
-the old value, if the 95 % interval of the ratio lies below 1. The expected rate of equal texts is the rate at which the
-old side repeats its own.
+judged where the old side has so few hits that even zero hits of the new side would not be significant. Tokens per pass
+and speed fail below a share of the old value, if the 95 % interval of the ratio lies below 1. The expected rate of
+equal texts is the rate at which the old side repeats its own.
 """
 
 import asyncio
