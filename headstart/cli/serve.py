@@ -67,9 +67,11 @@ def check_role(serving: ServeOptions, config: EngineConfig) -> ServeOptions:
 
 
 def check_keys(keys: list[str] | None, file: Path | None) -> None:
-    """Check --api-key and --api-key-file. Raises UsageError for an empty key and an invalid file."""
+    """Check --api-key and --api-key-file. Raises UsageError for an empty or undecodable key and an invalid file."""
     if not all(key.strip() for key in keys or ()) or (not keys and os.environ.get("HEADSTART_API_KEY") == ""):
         raise UsageError("the API key is empty: everybody could use the server", "give one, or leave it out")
+    if not all(key.isprintable() for key in keys or ()):
+        raise UsageError("--api-key: the key has bytes that are not printable text", "use letters, digits and signs")
     if file is not None:
         from headstart.server.accounts import Accounts
 

@@ -27,6 +27,7 @@ MINUTE, DAY = 60.0, 86400.0
 NAME_DIGITS = 8  # hexadecimal digits of an account's name, from the key's hash
 MAX_SHARE = 1e6  # of AccountLimits.share; its reciprocal is the minimum
 PLACES_PER_FREE_PLACE = 4  # queue places that one key may hold for each place that stays free
+EXAMPLE = "a table for each key: [name], then a line key = '...'"  # of a file of keys
 
 
 class AccountLimits(BaseModel):
@@ -244,9 +245,9 @@ def read_file(path: Path) -> list[Account]:
     except OSError as error:
         raise UsageError(f"--api-key-file: cannot read {path}: {error.strerror}", "is the path right?") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--api-key-file: {path} is no TOML: {error}") from None
+        raise UsageError(f"--api-key-file: {path} is no TOML: {error}", EXAMPLE) from None
     if not tables:
-        raise UsageError(f"--api-key-file: {path} has no keys: everybody could use the server", "[name]\nkey = '...'")
+        raise UsageError(f"--api-key-file: {path} has no keys: everybody could use the server", EXAMPLE)
     found = []
     for name, table in tables.items():
         try:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headstart import system
 from headstart.errors import CapacityError, UsageError
+from headstart.files import read_regular
 from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text._image_process import CHUNK, SIGNALLED, ImageLimits, to_rgb
 
@@ -91,7 +92,7 @@ def read_image(source: Any) -> Image:
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
         except OSError as error:
             raise ImageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
         try:

@@ -19,7 +19,7 @@ from headstart.cli.parser import Command, Option, all_commands
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
-LONGEST_S = 300
+LONGEST_S = 100
 NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
 TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
 SMALL: dict[str, tuple[str, ...]] = {
@@ -83,7 +83,8 @@ class Outcome:
 
     def shown(self) -> str:
         words = " ".join(word if len(word) < 60 else f"{word[:50]}..." for word in self.words)
-        return f"headstart {words}\n  code {self.code}: {'; '.join(self.faults())}\n  {self.err[-600:]!r}"
+        shown = f"headstart {words}\n  code {self.code}: {'; '.join(self.faults())}\n  {self.err[-600:]!r}"
+        return shown.encode("utf-8", "backslashreplace").decode()  # pytest-xdist sends UTF-8 only
 
 
 def _json_faults(text: str) -> list[str]:

@@ -28,7 +28,7 @@ def refuse_existing(files: Mapping[str, Path]) -> None:
         if path.exists():
             raise UsageError(f"--{name}: {path} exists", "add --force, or choose another name")
         if not path.parent.is_dir():
-            raise UsageError(f"--{name}: the folder {path.parent} does not exist")
+            raise UsageError(f"--{name}: {path.parent} is not a folder", "make it, or choose another place")
 
 
 def junit(data: dict[str, Any]) -> str:
