@@ -190,6 +190,7 @@ struct Pass {
     int64_t hidden_stride;
     const States* states; // or nullptr
     const int32_t* rope_positions; // [num_rows, kRopeAxes] for ropes with axes, or nullptr: `positions` on each
+    const int32_t* adapter_slots; // [num_rows] slot of the row's adapter, -1: none; or nullptr: no row has one
     std::vector<AttendTasks> attends; // one for each of Program::attends
 };
 
@@ -221,6 +222,7 @@ void bind_stream_steps(nb::module_& m, nb::class_<Program>& program);    // stre
 void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
+void bind_lora_steps(nb::module_& m, nb::class_<Program>& program);      // lora_steps.cpp
 void bind_refine_steps(nb::class_<Program>& program);                     // refine_steps.cpp
 void bind_run(nb::class_<Program>& program);                             // run.cpp
 

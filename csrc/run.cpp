@@ -102,6 +102,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
       rope_positions_(optional_array<Table>(plan, "rope_positions")),
       sees_(optional_array<Ints>(plan, "sees")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
+      adapter_slots_(optional_array<Ints>(plan, "adapter_slots")),
       hidden_(std::move(hidden)) {
     const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;
     const nb::object tree = plan.attr("paths"), states = plan.attr("states");
@@ -112,7 +113,8 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
                 (!sees_ || (int64_t)sees_->size() == rows) &&
                 (!rope_positions_ ||
                  ((int64_t)rope_positions_->shape(0) == rows && rope_positions_->shape(1) == kRopeAxes)) &&
-                (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows),
+                (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows) &&
+                (!adapter_slots_ || (int64_t)adapter_slots_->size() == rows),
             "run: the plan's arrays differ in length");
     require(pass.block_size > 0 && pass.block_size % 16 == 0, "run: blocks must hold a multiple of 16 positions");
     require(!hidden_ || (int64_t)hidden_->shape(0) == rows, "run: hidden has not one row per token");
@@ -132,6 +134,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.logit_rows = logit_rows_.data();
     pass.hidden_slots = hidden_slots_ ? hidden_slots_->data() : nullptr;
     pass.rope_positions = rope_positions_ ? rope_positions_->data() : nullptr;
+    pass.adapter_slots = adapter_slots_ ? adapter_slots_->data() : nullptr;
     pass.hidden_pool = hidden_pool;
     pass.hidden = hidden_ ? hidden_->data() : nullptr;
     pass.hidden_stride = hidden_ ? (int64_t)hidden_->shape(1) : 0;

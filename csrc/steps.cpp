@@ -416,6 +416,7 @@ void bind_program(nb::module_& m) {
     bind_stream_steps(m, program);
     bind_expert_steps(program);
     bind_recurrent_steps(m, program);
+    bind_lora_steps(m, program);
     bind_refine_steps(program);
     bind_run(program);
 }

@@ -395,6 +395,7 @@ class StepPlan:
     states: StateSteps | None = None  # set for trunks with recurrent layers
     # [R, 3] positions on rotary axes (RopeSpec.axes): time, row and column; None: the row's position on each
     rope_positions: Int32 | None = None
+    adapter_slots: Int32 | None = None  # [R] slot of the row's LoRA adapter, -1: none; None: no row has one
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from headstart.kernels.specs import (
 
 Buffer = Any  # opaque activations [R, width], float32, or per-row integers [R]
 Weight = Any  # opaque weight owned by a backend: a float32 vector, or a matrix in the backend's own format
+LoraTable = Any  # opaque LoRA factors of one matrix, by adapter slot (AdapterBackend.lora_table)
 Pool = Any  # opaque paged storage with one row per slot: keys and values, hidden states, or recurrent states
 Activation = Literal[
     "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
@@ -105,6 +106,13 @@ class Experts:
     down_bias: tuple[Weight, ...] = ()  # [out]
 
 
+class LoraFactors(NamedTuple):
+    """A low-rank addition B A to a matrix [out, in] (Hu et al. 2021, "LoRA", section 4.1), scale included."""
+
+    a: NDArray[np.float32]  # [rank, in]
+    b: NDArray[np.float32]  # [out, rank]
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """Handles of the step's inputs inside a program (see StepPlan)."""
@@ -123,6 +131,9 @@ class Ops(Protocol):
 
     def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
         """x [R, in] @ weight [out, in]^T + bias [out] -> [R, out]."""
+
+    def adapted_linear(self, x: Buffer, weight: Weight, bias: Weight | None, table: LoraTable) -> Buffer:
+        """`linear`, plus B (A x) in the rows whose adapter (plan.adapter_slots) adapts this matrix -> [R, out]."""
 
     def refine(self, approximate: Buffer, x: Buffer, weight: Weight, count: int) -> Buffer:
         """Replace the most promising outputs of an approximate `linear` by exact ones -> [R, out].
@@ -428,6 +439,14 @@ class Backend(Protocol):
 
     def read_bandwidth(self, num_bytes: int, runs: int) -> float:
         """Bytes per second at which all threads read a buffer of this size; the best of several runs."""
+
+
+@runtime_checkable
+class AdapterBackend(Protocol):
+    """A backend that runs `Ops.adapted_linear`."""
+
+    def lora_table(self, num_in: int, num_out: int, factors: Sequence[LoraFactors | None]) -> LoraTable:
+        """Factors of a matrix [num_out, num_in], by adapter slot; None: that adapter leaves the matrix as it is."""
 
 
 @runtime_checkable

@@ -158,6 +158,14 @@ class RopeTable:
 
     def __init__(self, inv_freq: list[float], scale: float, axes: list[int]) -> None: ...
 
+class LoraTable:
+    """LoRA factors of one matrix by adapter slot: pairs of A [rank, num_in] and B [num_out, rank], or None. Raises
+    ValueError for other shapes."""
+
+    def __init__(
+        self, num_in: int, num_out: int, pairs: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]] | None]
+    ) -> None: ...
+
 class Arena:
     """Scratch memory that the programs of a backend share."""
 
@@ -174,6 +182,12 @@ class Program:
     def embed(self, table: Matrix, width: int) -> int: ...
     def hidden_input(self, width: int) -> int: ...
     def linear(self, x: int, matrix: Matrix | None, bias: NDArray[np.float32] | None, label: str) -> int: ...
+    def lora_shrink(self, x: int, table: LoraTable) -> int:
+        """Partial sums of A x, for `lora_expand`."""
+
+    def lora_expand(self, y: int, sums: int, table: LoraTable) -> None:
+        """Add B (A x) to y in place."""
+
     def refine(self, approximate: int, x: int, matrix: Matrix, count: int, label: str) -> int: ...
     def keep_groups(self, logits: int, scores: int, groups: NDArray[np.int64], count: int) -> int: ...
     def gated(

@@ -29,6 +29,7 @@ from headstart.kernels.native._native import (
     Chain,
     HiddenPool,
     KVPool,
+    LoraTable,
     Matrix,
     Program,
     RowPool,
@@ -41,7 +42,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packing import PackedCache, key_of, pack
 from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
+from headstart.kernels.ops import KVSpec, LoraFactors, Program as Code, RawTensor
 from headstart.kernels.specs import CompressSpec, StateSpec
 
 Array = NDArray[np.float32]
@@ -139,6 +140,9 @@ class NativeBackend:
             return spec.head_dim * (4 if self._stores_float32 else 2)
         scales = 8 if self._kv_format >= _KV_FORMATS["int8"] else 0
         return spec.num_kv_heads * ((spec.head_dim + spec.value_width) * (4, 2, 1, 1)[self._kv_format] + scales)
+
+    def lora_table(self, num_in: int, num_out: int, factors: Sequence[LoraFactors | None]) -> LoraTable:
+        return LoraTable(num_in, num_out, factors)
 
     def index(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ascontiguousarray(ids, np.int64)

@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.kernels import specs
-from headstart.kernels.native._native import HiddenPool, KVPool, Matrix, Program, RopeTable, RowPool, StatePool
+from headstart.kernels.native._native import (
+    HiddenPool,
+    KVPool,
+    LoraTable,
+    Matrix,
+    Program,
+    RopeTable,
+    RowPool,
+    StatePool,
+)
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
 
 Vector = NDArray[np.float32]
@@ -31,6 +40,7 @@ class Symbol:
     x: "Symbol | None" = None  # input of the product
     matrix: Matrix | None = None
     bias: Vector | None = None
+    table: LoraTable | None = None  # adapters of the matrix
 
 
 class ProgramRecorder:
@@ -64,6 +74,11 @@ class ProgramRecorder:
         self._pending.append(product)
         return product
 
+    def adapted_linear(self, x: Symbol, weight: Matrix, bias: Vector | None, table: LoraTable) -> Symbol:
+        product = Symbol(weight.rows, x=x, matrix=weight, bias=bias, table=table)
+        self._pending.append(product)
+        return product
+
     def refine(self, approximate: Symbol, x: Symbol, weight: Matrix, count: int) -> Symbol:
         index = self.program.refine(self._index(approximate), self._index(x), weight, count, "head")
         return Symbol(weight.rows, index)
@@ -76,7 +91,7 @@ class ProgramRecorder:
 
     def activate_mul(self, gate: Symbol, up: Symbol, kind: Activation = "silu") -> Symbol:
         number = ACTIVATIONS[kind]
-        both_pending = gate in self._pending and up in self._pending
+        both_pending = gate in self._pending and up in self._pending and not (gate.table or up.table)
         # only matrices of one kind read the same packed form of the input rows
         if both_pending and gate.x is not None and gate.x is up.x and _kind(gate) == _kind(up):
             self._pending = [each for each in self._pending if each is not gate and each is not up]
@@ -137,7 +152,7 @@ class ProgramRecorder:
             self.program.want(rows, each)  # before the router, so that its phase is not split
         if logits in self._pending:  # alone: other products (shared experts) run while rows are sorted by expert
             self._pending.remove(logits)
-            self._record(logits)
+            self._record([logits])
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, SCORINGS[spec.scoring],
             spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, token_experts and token_experts[0],
@@ -254,21 +269,27 @@ class ProgramRecorder:
         if buffer.index < 0:
             self._flush()
         if buffer.index < 0:  # a factor of a gated product that is also read by itself
-            self._record(buffer)
+            self._record([buffer])
         return buffer.index
 
     def _flush(self) -> None:
         held, self._pending = self._pending, []
-        for each in held:
-            self._record(each)
+        self._record(held)
 
-    def _record(self, product: Symbol) -> None:
-        assert product.x is not None
-        x = self._index(product.x)
-        label = "head" if x in self._logit_buffers else "matrices"
-        product.index = self.program.linear(x, product.matrix, product.bias, label)
-        if label == "head":  # a head of several products
-            self._logit_buffers.add(product.index)
+    def _record(self, products: Sequence[Symbol]) -> None:
+        """Records products, then what adapters add to them: two phases for all products of one input."""
+        additions = list[tuple[int, int, LoraTable]]()
+        for product in products:
+            assert product.x is not None
+            x = self._index(product.x)
+            label = "head" if x in self._logit_buffers else "matrices"
+            product.index = self.program.linear(x, product.matrix, product.bias, label)
+            if label == "head":  # a head of several products
+                self._logit_buffers.add(product.index)
+            if product.table is not None:
+                additions.append((product.index, self.program.lora_shrink(x, product.table), product.table))
+        for addition in additions:
+            self.program.lora_expand(*addition)
 
 
 def _kind(product: Symbol) -> int | None:

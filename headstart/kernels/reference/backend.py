@@ -1,16 +1,17 @@
 """The reference backend: plain torch, executed op by op, on CPU or CUDA."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart import machine
 from headstart.core import StepPlan
 from headstart.errors import UsageError
-from headstart.kernels.ops import Program, RawTensor
+from headstart.kernels.ops import LoraFactors, Program, RawTensor
 from headstart.kernels.reference.ops import ReferenceOps, widened
 from headstart.kernels.torch_backend import TorchBackend
 
@@ -41,6 +42,14 @@ class ReferenceBackend(TorchBackend):
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
         """The program itself: torch runs every op."""
         return program
+
+    def lora_table(
+        self, num_in: int, num_out: int, factors: Sequence[LoraFactors | None]
+    ) -> Sequence[tuple[Tensor, Tensor] | None]:
+        def held(values: NDArray[np.float32]) -> Tensor:
+            return torch.from_numpy(values).to(self.torch_device, self.dtype)
+
+        return [each and (held(each.a), held(each.b)) for each in factors]
 
     def prepare_draft_loop(self, steps: object, **about: object) -> None:
         """None: this backend drafts step by step."""

@@ -123,6 +123,20 @@ class ReferenceOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
 
+    def adapted_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Sequence[tuple[Tensor, Tensor] | None]
+    ) -> Tensor:
+        y = self.linear(x, weight, bias)
+        if (slots := self._plan.adapter_slots) is None:
+            return y
+        if len(x) != len(slots):  # rows with logits
+            slots = slots[self._plan.logit_rows]
+        for slot, factors in enumerate(table):
+            if factors is not None and (slots == slot).any():
+                rows = self._ints(np.flatnonzero(slots == slot).astype(np.int32))
+                y[rows] += x[rows] @ factors[0].T @ factors[1].T
+        return y
+
     def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
 
