@@ -332,7 +332,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for key, value in given.items():
         if key not in _SPECULATIVE_KEYS:
-            raise UsageError(f"--speculative-config has the unknown key {key!r}", known)
+            raise UsageError(f"--speculative-config has the unknown key {key!r}", f"leave it out; {known}")
         name, kind = _SPECULATIVE_KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             kinds = {str: "a string", int: "a whole number", list: "a list"}

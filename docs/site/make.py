@@ -1,7 +1,8 @@
 """The docs site: `make docs`, or python docs/site/make.py [FOLDER]
 
 Its pages are the documents of the repository with links made to fit, the notebook, a page for each command from its own
-help, and the HTTP API from its OpenAPI description. MkDocs makes HTML of them, and fails at a link that leads nowhere.
+help, the HTTP API from its OpenAPI description, and answers to command lines of guides. MkDocs makes HTML of them, and
+fails at a link that leads nowhere.
 Nothing on the pages is fetched from elsewhere when somebody reads them.
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
+GUIDE_LINES = ROOT / "tests" / "tools" / "launch" / "stale_lines.json"
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}
 """The theme asks those who build to move on; its makers look after it until May 2027."""
@@ -120,8 +122,10 @@ def write_pages(folder: Path) -> list[Any]:
     put(folder / "http.md", http_page())
     put(folder / "modules.md", module_page())
     put(folder / "tables.md", tables_page())
+    put(folder / "guide-lines.md", guide_lines_page())
     listed = [{name: f"commands/{name.replace(' ', '-')}.md"} for name in commands]
-    single = {"HTTP": "http.md", "Modules": "modules.md", "All measured tables": "tables.md"}
+    single = {"HTTP": "http.md", "Modules": "modules.md", "All measured tables": "tables.md",
+              "Lines of guides": "guide-lines.md"}  # fmt: skip
     nav.insert(4, {"Reference": [*({title: page} for title, page in single.items()), {"Commands": listed}]})
     return nav
 
@@ -265,6 +269,50 @@ def tables_page() -> str:
         about = f"`{each['command']}`, {each['machine']}. {each.get('note', '')}"
         parts += [f"## {name}", about, "\n".join(f"| {' | '.join(row)} |" for row in rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def guide_lines_page() -> str:
+    """Each command line of GUIDE_LINES, with what `serve` and `launch --translate` do with it."""
+    from headstart.tools.launch.translate import translate_text
+
+    parts = ["# Lines of guides", "Command lines as guides, issues and scripts show them. `headstart serve`: the words"
+             " after the engine's name, typed behind `headstart serve`; whether the model is there is not checked."
+             " `headstart launch --translate`: brings a line up to date for its own engine.",
+             "| source | line | headstart serve | headstart launch --translate |\n|---|---|---|---|"]  # fmt: skip
+    for entry in json.loads(GUIDE_LINES.read_text("utf-8")):
+        done = translate_text(entry["line"], entry.get("version"), None)
+        shown = "; ".join(f"a person decides: {each}" for each in done.warnings) or f"changed: {len(done.changes)}"
+        cells = (prose(entry["source"]), code(entry["line"]).replace("\n", "<br>"), prose(serve_outcome(entry["line"])))
+        parts[-1] += f"\n| {' | '.join(cells)} | {prose(shown)} |"
+    return "\n\n".join(parts) + "\n"
+
+
+def serve_outcome(text: str) -> str:
+    """What `headstart serve` does with the arguments of each engine command of a text: `runs`, or its error and hint.
+    Shell variables count as 1."""
+    from headstart.cli.foreign_flags import option_hint
+    from headstart.cli.parser import ParseError
+    from headstart.cli.serve import run as serve
+    from headstart.errors import UsageError
+    from headstart.tools.launch.command_line import commands, unpasted
+    from headstart.tools.launch.translate import find_engine
+
+    def outcome(words: list[str]) -> str:
+        try:
+            arguments = serve.read(serve.split(words)[0])
+            arguments["vllm"].apply(arguments["engine"].config)
+        except ParseError as error:
+            return f"{error.message}: {option_hint(error, 'serve', serve)}"
+        except UsageError as error:
+            return f"{error.message}: {error.hint}"
+        return "runs"
+
+    found = []
+    for tokens in commands(unpasted(text)):
+        if engine := find_engine(tokens):
+            words = [re.sub(r"\$(?:\w+|\{\w+\})", "1", token.value) for token in tokens[engine[1] + 1 :]]
+            found.append(outcome(words))
+    return "; ".join(dict.fromkeys(found)) or "no line that serves a model"
 
 
 def outside(site: Path) -> list[str]:

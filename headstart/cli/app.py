@@ -134,8 +134,7 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
         arguments = command.read(given, found)
     except ParseError as error:
         hint = foreign_flags.option_hint(error, name, command)
-        fallback = f"leave {error.flag} out; headstart {name} --help-all lists all options" if error.flag else ""
-        raise UsageError(error.message, hint or fallback or f"see headstart {name} --help") from None
+        raise UsageError(error.message, hint or f"see headstart {name} --help") from None
     return int(command.run(**arguments) or 0)
 
 

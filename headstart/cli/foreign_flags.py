@@ -38,8 +38,9 @@ OPTIONS: Mapping[str, str] = {
     "--stop": "-r --reverse-prompt --stop-sequence",
     "--max-model-len": "-c --ctx-size --num-ctx --context-length --max-seq-len --max-kv-size",
     "--context": "-c --ctx-size --max-model-len --context-length",
-    "--max-num-seqs": "-np --parallel --num-parallel --max-running-requests",
-    "--max-num-batched-tokens": "-b --batch-size -ub --ubatch-size --chunked-prefill-size --prefill-step-size",
+    "--max-num-seqs": "-np --parallel --num-parallel --max-running-requests --max-batch-size",
+    "--max-num-batched-tokens": "-b --batch-size -ub --ubatch-size --chunked-prefill-size --prefill-step-size "
+    "--max-num-tokens",
     "--kv-cache-dtype": "-ctk -ctv --cache-type-k --cache-type-v --kv-bits",
     "--quantization": "-q --quantize",
     "--head": "-md --model-draft --draft-model --speculative-model --speculative-draft-model-path --spec-draft-model",
@@ -98,7 +99,7 @@ def option_hint(error: ParseError, name: str, command: Command) -> str:
     if hint := NOT_NEEDED.get(flag) or _vllm_hint(flag):
         return hint
     near = get_close_matches(flag, own, n=1, cutoff=MIN_SIMILARITY)
-    return f"did you mean {near[0]}? See headstart {name} --help" if near else ""
+    return f"did you mean {near[0]}?" if near else f"leave {flag} out; headstart {name} --help-all lists all options"
 
 
 def _vllm_hint(flag: str) -> str:

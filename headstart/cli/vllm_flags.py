@@ -285,6 +285,7 @@ def plain_size(text: str) -> str:
 def vllm_name(flag: str) -> str:
     """The first spelling of a current or removed vLLM flag (with its --no-); empty for other words."""
     table, data = _vllm_tables()
+    flag = data["renamed"].get(flag, flag)
     base = flag.partition(".")[0]
     if base in table.aliases:
         return table.aliases[base]

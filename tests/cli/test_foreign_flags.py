@@ -30,7 +30,7 @@ from headstart.cli import foreign_flags
         ("chat m -p Hello", "No such option: -p", "headstart generate MODEL --prompt TEXT"),
         ("plan m --tensor-parallel-size 2", "No such option: --tensor-parallel-size", "write --tp"),
         ("bench m --enforce-eager", "No such option: --enforce-eager", "leave it out"),
-        ("verify --thread 3", "No such option: --thread", "did you mean --threads? See headstart verify --help"),
+        ("verify --thread 3", "No such option: --thread", "did you mean --threads?"),
         ("verify --zzz 3", "No such option: --zzz", "leave --zzz out; headstart verify --help-all lists all options"),
         ("inspekt m", "No such command 'inspekt'.", "did you mean headstart inspect?"),
         ("probe", "URL is missing", "for example: headstart probe http://localhost:8000"),

@@ -46,6 +46,15 @@ def test_links_are_made_to_fit(tmp_path: Path) -> None:
     assert (tmp_path / "demo.svg").is_file()
 
 
+def test_each_line_of_a_guide_has_an_answer() -> None:
+    lines = json.loads(site.GUIDE_LINES.read_text("utf-8"))
+    outcomes = [site.serve_outcome(entry["line"]) for entry in lines]
+    assert "runs" in outcomes
+    assert not [each for each in outcomes if each.endswith((": ", "--help"))]
+    assert site.serve_outcome("vllm serve m -tp 2").startswith("--tensor-parallel-size 2 cannot be honoured: ")
+    assert site.guide_lines_page().count("\n| ") == 1 + len(lines)
+
+
 def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
     page = (
         '<link href="a.css"><a href="https://a.org"></a><script src="https://b.org/x.js"></script><img src=//c.org/y>'
