@@ -112,6 +112,8 @@ def _made_little(words: list[str]) -> list[str]:
         groups = [*groups, [word]] if word.startswith("--") else [*groups[:-1], [*groups[-1], word]]
     if "--engine" in words:
         groups = []
+    if {"--transcript", "--against"} & set(words):  # of texts in one company
+        groups = [group for group in groups if group[0] == "--max-tokens"]
     more = [word for group in groups if group[0] not in words for word in group]
     end = words.index("--") if "--" in words else len(words)
     return [*words[:end], *more, *words[end:]]

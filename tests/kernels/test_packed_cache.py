@@ -275,7 +275,7 @@ def test_concurrent_writers(source: Path, folder: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent)]
 import test_packed_cache as own
 for _ in range(20):
     own.filled(Path(sys.argv[2]), own.tensors())
