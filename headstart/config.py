@@ -138,6 +138,11 @@ class EngineConfig:
         "Share of the machine's memory for weights and KV cache; on a GPU, of what weights leave. Sizes the KV cache.",
     )
     enable_prefix_caching: bool = _flag(True, "Keep the KV cache of prompts for later requests with the same prefix.")
+    lora: tuple[str, ...] | None = _flag(
+        None,
+        "LoRA adapter that requests may name: a PEFT directory or a GGUF adapter. May be repeated.",
+        metavar="NAME=PATH",
+    )
     kv_spill: str | None = _flag(
         None, "Directory for KV cache blocks of prompts beyond memory and process; servers of a machine may share it."
     )
@@ -179,8 +184,21 @@ class EngineConfig:
             names = {*registry.available("drafters"), *registry.available("heads")}
             if self.drafter not in names:
                 raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
+        adapters = [name for name, _ in self.adapters]
+        if twice := next((name for name in adapters if adapters.count(name) > 1), None):
+            raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
             raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """(name, path) of the adapters of `lora`. A path alone is named by its last part."""
+        pairs = [each.partition("=") for each in self.lora or ()]
+        found = [(name, path) if path else (Path(name).stem, name) for name, _, path in pairs]
+        for name, path in found:
+            if not name.strip() or not path.strip():
+                raise UsageError(f"--lora: {name}={path} has no name or no path", "for example sql=./sql-adapter")
+        return found
 
     @property
     def rounding(self) -> Quantization | None:

@@ -119,6 +119,14 @@ def rope_positions(pictures: Seq[Picture]) -> Int32:
     return np.concatenate(parts)
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that an engine holds."""
+
+    name: str
+    slot: int  # index of its factors in the engine's tables
+    digest: str  # of its weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt with its sampling parameters."""
@@ -142,6 +150,12 @@ class Request:
     priority: int = 0  # lower runs earlier, for all owners
     pictures: tuple[Picture, ...] = field(default=(), compare=False)  # in ascending order
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
+    adapter: Adapter | None = None  # None: the model as it is
+
+    @cached_property
+    def cache_scope(self) -> str:
+        """Requests of the same scope compute the same keys and values from the same tokens, and may share them."""
+        return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.digest}"
 
     @cached_property
     def rope_positions(self) -> Int32 | None:

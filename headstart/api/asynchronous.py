@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from headstart.api.llm import LLM, Constraint, Message, Prompt
+from headstart.api.llm import LLM, Message, Prompt, RequestOptions
 from headstart.api.session import Choice, Completion, TextDelta, gather
 from headstart.config import EngineConfig
 from headstart.core import Progress, Request, SamplingParams, no_progress
@@ -56,42 +56,36 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        raw: bool = False,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
         images: Seq[Any] = (),
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The completion of one prompt (see `LLM.generate`). For several prompts use `asyncio.gather`."""
-        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
-        async with aclosing(self._run(request, continues=raw)) as pieces:
+        request = await self._request(prompt, params, images=images, **options)
+        async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:
             return gather([piece.completion async for piece in pieces if piece.completion is not None])
 
     async def chat(
         self,
         messages: Seq[Message],
         params: SamplingParams | None = None,
-        *,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The answer to one conversation (see `LLM.chat`)."""
-        return await self.generate(messages, params, depth=depth, constraint=constraint)
+        return await self.generate(messages, params, **options)
 
     async def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        raw: bool = False,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
         images: Seq[Any] = (),
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[TextDelta]:
         """Yield the output of one prompt piece by piece. Raises UsageError for n other than 1."""
-        request = await self._request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
+        request = await self._request(prompt, params, images=images, **options)
         if request.params.n != 1:
             raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
-        async with aclosing(self._run(request, continues=raw)) as pieces:
+        async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:
             async for piece in pieces:
                 yield piece
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as S
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -54,7 +55,18 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
         if name not in config_fields():
             hint = did_you_mean(name, config_fields()) or "EngineConfig lists all options"
             raise UsageError(f"LLM has no option {name!r}", hint)
+    if isinstance(adapters := options.get("lora"), Mapping):
+        options = {**options, "lora": tuple(f"{name}={os.fspath(path)}" for name, path in adapters.items())}
     return replace(config or EngineConfig(), **options)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `generate`, `chat` and `stream`, which apply to each text."""
+
+    raw: bool  # a text is the prompt itself, not a user message
+    depth: int | None  # tokens drafted; 0: none; None: the depth of the LLM
+    constraint: Constraint | None
+    lora: str | None  # name of a loaded adapter
 
 
 def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
@@ -92,7 +104,8 @@ class LLM:
     model: path, Hub name or alias; None: the default model. LLMs may share a loaded `Model`; their passes take turns.
     progress: called with (done, total, description) while weights are read.
     room: maximum bytes of the KV caches; they always hold at least one sequence.
-    options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`.
+    options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`; `lora` may be a dict of
+    names and paths.
     """
 
     def __init__(
@@ -119,6 +132,7 @@ class LLM:
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self.turn_end: tuple[str, ...] = ()  # stop string that ends an answer, from `use_chat_template`
         self.recommended = _recommended(self.model)
+        self.lora: str | None = None  # name of the adapter of requests that name none; None: the model as it is
         self._ids = count()
 
     def __enter__(self) -> Self:
@@ -156,6 +170,25 @@ class LLM:
     def _check_open(self) -> None:
         if self.closed:
             raise UsageError("this LLM is closed", "make another one")
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded LoRA adapters."""
+        self._check_open()
+        return list(self.engine.adapters.loaded)
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. Raises ModelError
+        for an adapter that does not fit the model, UsageError for a name in use."""
+        self._check_open()
+        engine, fitted = self.engine, self.engine.adapters.fit(Path(path))
+        self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Running requests end with it. Raises UsageError for an unknown name."""
+        self._check_open()
+        engine = self.engine
+        self.shared.call(lambda: engine.adapters.remove(name, engine.adapter_slots))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("an LLM cannot be copied, pickled or sent to another process", "make one there")
@@ -272,10 +305,12 @@ class LLM:
         raw: bool = False,
         depth: int | None = None,
         constraint: Constraint | None = None,
+        lora: str | None = None,
         images: Seq[Any] = (),
     ) -> Request:
         """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
-        the text may end: ignore_eos has no effect, and min_tokens yields to it. Raises UsageError for wrong values."""
+        the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter. Raises
+        UsageError for wrong values."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
@@ -295,6 +330,7 @@ class LLM:
         rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
         if params.min_tokens and spec is None and rest <= 0:
             raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
+        adapter = lora or self.lora
         encoded = self.encode_prompt(prompt, images, raw=raw)
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -308,6 +344,7 @@ class LLM:
             allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
             constraint=None if spec is None else self.grammars.compile(spec),
+            adapter=self.engine.adapters.find(adapter) if adapter else None,
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
@@ -323,19 +360,17 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
-        raw: bool = False,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
         images: Seq[Any] | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
         abort: threading.Event | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
         images: images of a single prompt (paths, bytes, Pillow images), or a list of them for each prompt.
-        constraint: applies to each text. on_finish(index, completion): called when a prompt's choices are complete.
-        abort: once set, running prompts end, and only finished completions are returned. Raises UsageError for a wrong
-        prompt before any prompt runs, GenerationError if a text breaks off.
+        on_finish(index, completion): called when a prompt's choices are complete. abort: once set, running prompts end,
+        and only finished completions are returned. options: see RequestOptions. Raises UsageError for a wrong prompt
+        before any prompt runs, GenerationError if a text breaks off.
         """
         is_single = isinstance(prompts, str)
         if isinstance(prompts, str):
@@ -346,12 +381,12 @@ class LLM:
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
         requests = [
-            self.request(prompt, each, raw=raw, depth=depth, constraint=constraint, images=some)  # type: ignore[arg-type]
+            self.request(prompt, each, images=some, **options)  # type: ignore[arg-type]
             for prompt, each, some in zip(prompts, chosen, per_prompt(images, prompts, is_single), strict=True)
         ]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
-        for request, delta in self._run(requests, continues=raw):
+        for request, delta in self._run(requests, continues=options.get("raw", False)):
             if abort is not None and abort.is_set():
                 break
             if delta.completion is None:
@@ -366,9 +401,7 @@ class LLM:
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Content may
         have OpenAI's parts, images too. Other arguments, the result and errors are those of `generate`."""
@@ -376,24 +409,22 @@ class LLM:
             raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
         several = not isinstance(messages[0], Mapping)
         prompts: list[Any] = list(messages) if several else [messages]
-        return self.generate(prompts, params, depth=depth, constraint=constraint)
+        return self.generate(prompts, params, **options)
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        raw: bool = False,
-        depth: int | None = None,
-        constraint: Constraint | None = None,
         images: Seq[Any] = (),
+        **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
         params = params or self.default_params
-        request = self.request(prompt, params, raw=raw, depth=depth, constraint=constraint, images=images)
+        request = self.request(prompt, params, images=images, **options)
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
-        for _, delta in self._run([request], continues=raw):
+        for _, delta in self._run([request], continues=options.get("raw", False)):
             yield delta
 
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:

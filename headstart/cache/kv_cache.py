@@ -88,7 +88,7 @@ class KVCacheManager:
         if not self.prefix_caching or wants_all:
             return iter(())
         request = sequence.request
-        return prefix_keys(sequence.tokens[:-1], request.cache_salt, self.block_size, request.pictures)
+        return prefix_keys(sequence.tokens[:-1], request.cache_scope, self.block_size, request.pictures)
 
     def fetch(self, sequence: Sequence) -> bool:
         """Starts to load the sequence's prefix from files; False if nothing is to be loaded and it can be admitted."""
@@ -143,7 +143,7 @@ class KVCacheManager:
         known = len(keys)
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
-            parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
+            parent = keys[-1] if keys else root_key(sequence.request.cache_scope)
             parent = with_pictures(parent, sequence.request.pictures, start, start + self.block_size)
             key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)

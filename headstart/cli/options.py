@@ -185,6 +185,8 @@ class EngineOptions(OptionGroup):
             flag, doc = f"--no-{flag.removeprefix('--')}", f"Do not: {doc[0].lower()}{doc[1:]}"
         if item.default is not None and not isinstance(item.default, bool):
             doc += f" Default: {item.default}."
+        if name == "lora":
+            hint = list[str]
         if hint in (Depth, DraftVocab) or get_origin(hint) is Literal:
             hint = str  # EngineConfig checks these values
         is_hidden = name == "synthetic_acceptance" and not cls.for_load_tests  # refused with a reason
@@ -200,6 +202,8 @@ class EngineOptions(OptionGroup):
             for name, item in config_fields().items()
             if values[name] is not None and values[name] is not False
         }
+        if "lora" in given:
+            given["lora"] = tuple(given["lora"])
         for name in NUMBERS_OR_WORDS & given.keys():
             given[name] = number_or_word(given[name])
         overrides = parse_speculative_config(values["speculative_config"]) if values["speculative_config"] else {}

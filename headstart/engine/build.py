@@ -17,6 +17,7 @@ from headstart.cache.recurrent import StateCacheManager
 from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel, TextLookup
 from headstart.drafters.ngram import SharedLookup
+from headstart.engine.adapters import Adapters
 from headstart.engine.draft_engine import DraftEngine
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
@@ -78,7 +79,10 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
     engine = Engine(runner, memory, drafter, config, max_length)
+    engine.adapters = Adapters(model, runner)
     engine.drafting.lookup_corpus = corpus
+    for name, path in config.adapters:
+        engine.adapters.add(name, engine.adapters.fit(Path(path)), ())
     if drafter_type and engine.drafting.has_head:
         engine.drafting.num_vocab = num_exact(model, vocabulary)
         if can_sketch(model, config.draft_vocab):

@@ -21,6 +21,7 @@ from headstart.core import (
 )
 from headstart.drafters.base import Drafter
 from headstart.engine.acceptance import AcceptanceEstimator
+from headstart.engine.adapters import Adapters
 from headstart.engine.drafting import Drafting, HeadHealth
 from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
@@ -32,6 +33,8 @@ Deliver = Callable[[list[Delta]], None]
 
 class Engine:
     """Runs requests to completion. Not thread-safe: one thread submits and steps."""
+
+    adapters: Adapters
 
     def __init__(
         self, runner: Runner, memory: KVCacheManager, drafter: Drafter | None, config: EngineConfig, max_length: int
@@ -74,6 +77,7 @@ class Engine:
             raise UsageError(f"depth is {request.depth}, but must be at least 0", "0 is plain decoding")
         if (request.depth or 0) > self.drafting.max_depth and self.drafting.drafter:
             raise UsageError(f"depth is {request.depth}, but the drafter's limit is {self.drafting.max_depth}")
+        self._check_adapter(request)
         sequences = [self._start(request, choice) for choice in range(request.params.n)]
         for delta in history:
             self._replay(sequences[delta.choice], delta)
@@ -83,6 +87,11 @@ class Engine:
         for sequence in running:
             self.scheduler.add(sequence)
         return sequences
+
+    def _check_adapter(self, request: Request) -> None:
+        """Raises UsageError for an adapter that has been unloaded since the request was made."""
+        if request.adapter and self.adapters.loaded.get(request.adapter.name) != request.adapter:
+            raise UsageError(f"the LoRA adapter {request.adapter.name!r} was unloaded", "load it again")
 
     def _replay(self, sequence: Sequence, delta: Delta) -> None:
         """Applies another engine's delta to a new sequence. Raises UsageError if the sequence's grammar refuses the
@@ -107,6 +116,12 @@ class Engine:
 
     def _new_stats(self) -> DraftStats:
         return DraftStats(synthetic=self.synthetic.rates if self.synthetic else ())
+
+    @property
+    def adapter_slots(self) -> set[int]:
+        """Slots of the LoRA adapters that running and waiting requests use."""
+        requests = (sequence.request for sequences in self._live.values() for sequence in sequences)
+        return {request.adapter.slot for request in requests if request.adapter}
 
     @property
     def live(self) -> set[str]:

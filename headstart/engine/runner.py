@@ -41,7 +41,8 @@ from headstart.kernels.draft_loop import (
     PendingSample,
     VerifyInputs,
 )
-from headstart.kernels.ops import Backend, Buffer, Pool, Weight
+from headstart.kernels.ops import Backend, Buffer, Handle, LoraTable, Pool, Weight
+from headstart.layers.lora import adapted
 from headstart.layers.network import EMBED, FORWARD, FORWARD_EMBEDDED, Network, NetworkHandle, Pools
 
 
@@ -95,6 +96,15 @@ def _rope_positions(plan: StepPlan, rows: Seq[Rows]) -> Int32:
     first, bounds = np.int32(plan.first_position), zip(rows, plan.row_starts, plan.row_starts[1:], strict=False)
     found = [part.sequence.request.rope_positions_at(plan.positions[start:end] - first) for part, start, end in bounds]
     return np.ascontiguousarray(np.concatenate(found) + first, np.int32)
+
+
+def adapter_slots(rows: Seq[Rows]) -> Int32 | None:
+    """Slot of each row's adapter [R], -1 without one; None if no row has one."""
+    adapters = [part.sequence.request.adapter for part in rows]
+    if not any(adapters):
+        return None
+    slots = [-1 if adapter is None else adapter.slot for adapter in adapters]
+    return np.repeat(np.array(slots, np.int32), [len(part.token_ids) for part in rows])
 
 
 def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0, block_size: int = 16) -> StepPlan:
@@ -220,6 +230,7 @@ class Runner:
         self._early: dict[DraftPrograms, EarlyDrafts] = {}
         self._hidden_pool: Pool = None
         self.vision: VisionEncoder | None = None  # None: the model reads text only
+        self._adapted: Mapping[str, Handle] = {}  # programs of the trunk with adapters, by name
         self.num_passes = self.num_rows = 0  # trunk passes, and their rows
 
     def open(self, network: Network) -> NetworkHandle:
@@ -249,6 +260,15 @@ class Runner:
         programs = handle.network.programs(pools).items()
         handle.programs = {
             name: self.backend.prepare(program.code, hidden_width=program.hidden_width) for name, program in programs
+        }
+
+    def use_adapters(self, tables: Mapping[int, LoraTable]) -> None:
+        """Prepares the trunk's programs with these adapters: tables by the id() of a weight."""
+        programs = self.trunk.network.programs(self.trunk.pools)
+        self._adapted = {
+            name: self.backend.prepare(adapted(programs[name].code, tables), hidden_width=programs[name].hidden_width)
+            for name in (FORWARD, FORWARD_EMBEDDED)
+            if name in programs and tables
         }
 
     def stored(self) -> dict[int, list[Pool]]:
@@ -284,8 +304,12 @@ class Runner:
         hidden_offset = network.hidden_offset if hidden is None else None
         plan = build_plan(rows, self.memory.block_size, network.first_position, hidden_offset)
         plan.states = states
+        prepared = handle.programs[program]
+        if handle is self.trunk and program in self._adapted:
+            plan.adapter_slots = adapter_slots(rows)
+            prepared = prepared if plan.adapter_slots is None else self._adapted[program]
         stored = None if hidden_offset is None else self._hidden_pool
-        return self.backend.run(handle.programs[program], plan, hidden_pool=stored, hidden=hidden)
+        return self.backend.run(prepared, plan, hidden_pool=stored, hidden=hidden)
 
     def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
         for part in rows:

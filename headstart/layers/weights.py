@@ -29,6 +29,7 @@ class Weights:
         self.tensors, self.backend, self.source, self.drafts = tensors, backend, source, drafts
         self.on_take = on_take
         self.used: set[str] = set()
+        self.converted: list[Weight] = []  # in the order of conversion
         self._taken: dict[str, Weight] = {}
 
     def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
@@ -50,7 +51,11 @@ class Weights:
     def take(self, tensor: RawTensor, *, precise: bool = False) -> Weight:
         """Converts a tensor into the backend's form."""
         self.on_take(tensor)
-        return self.backend.weight(tensor, drafts=self.drafts, precise=precise)
+        return self._convert(tensor, precise=precise)
+
+    def _convert(self, tensor: RawTensor, *, precise: bool) -> Weight:
+        self.converted.append(self.backend.weight(tensor, drafts=self.drafts, precise=precise))
+        return self.converted[-1]
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -70,7 +75,7 @@ class Weights:
         if name not in self._taken:
             array = np.ascontiguousarray(values, np.float32)
             tensor = make_tensor(name, array.shape, "F32", array.reshape(-1).view(np.uint8))
-            self._taken[name] = self.backend.weight(tensor, precise=True)
+            self._taken[name] = self._convert(tensor, precise=True)
         return self._taken[name]
 
     def unweighted_norm(self, size: int, eps: float) -> RMSNorm:

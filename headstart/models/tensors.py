@@ -173,12 +173,26 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
     """The checkpoint's tensors under canonical names, q and k rows in the half-split rope order."""
-    read, from_gguf = readable(checkpoint.tensors, checkpoint.config), checkpoint.canonical_names
-    tensors = renamed_tensors(read, family, config, from_gguf=from_gguf)
-    if family.interleaved_files or (from_gguf and family.interleaved_rope):
-        tensors = _half_split(tensors, config)
+    return as_canonical(readable(checkpoint.tensors, checkpoint.config), checkpoint, family, config)
+
+
+def as_canonical(
+    read: Mapping[str, RawTensor], checkpoint: Checkpoint, family: Family, config: DecoderConfig
+) -> Mapping[str, RawTensor]:
+    """`canonical_tensors` of tensors that are readable already."""
+    tensors = split_by_layers(read, family, config, from_gguf=checkpoint.canonical_names)
     _check_layers(tensors, family, config.num_layers, checkpoint)
     return trailing_modules(tensors, config.num_layers) if family.head else tensors
+
+
+def split_by_layers(
+    read: Mapping[str, RawTensor], family: Family, config: DecoderConfig, *, from_gguf: bool
+) -> dict[str, RawTensor]:
+    """`renamed_tensors` with q and k rows in the half-split rope order."""
+    tensors = renamed_tensors(read, family, config, from_gguf=from_gguf)
+    if family.interleaved_files or (from_gguf and family.interleaved_rope):
+        return _half_split(tensors, config)
+    return tensors
 
 
 def renamed_tensors(

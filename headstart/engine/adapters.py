@@ -1,0 +1,92 @@
+"""`Adapters`: the LoRA adapters of an engine, by name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.core import Adapter
+from headstart.engine.load import Model
+from headstart.engine.runner import Runner
+from headstart.errors import ModelError, UsageError
+from headstart.formats.adapter import AdapterFile, LowRank, names_of, read_adapter
+from headstart.kernels.ops import AdapterBackend, LoraTable
+from headstart.layers.lora import multiplied_weights
+from headstart.layers.network import FORWARD
+from headstart.models.lora import REMEDY, fit_adapter
+
+
+@dataclass(frozen=True)
+class FittedAdapter:
+    """An adapter with what it adds to each of the trunk's weights, in the order of Weights.converted."""
+
+    file: AdapterFile
+    factors: list[LowRank | None]
+
+
+class Adapters:
+    """Adapters that requests may name. `fit` may be called in any thread, all else between two steps of the engine."""
+
+    def __init__(self, model: Model, runner: Runner) -> None:
+        self._model, self._runner = model, runner
+        self._held: dict[int, FittedAdapter] = {}  # by slot, also unloaded ones that requests still use
+        self.loaded: dict[str, Adapter] = {}
+
+    def find(self, name: str) -> Adapter:
+        """A loaded adapter. Raises UsageError for another name."""
+        if name not in self.loaded:
+            hint = f"loaded are: {', '.join(self.loaded)}" if self.loaded else "load one: --lora NAME=PATH"
+            raise UsageError(f"no LoRA adapter is named {name!r}", hint)
+        return self.loaded[name]
+
+    def file(self, name: str) -> AdapterFile:
+        """The files of a loaded adapter."""
+        return self._held[self.find(name).slot].file
+
+    def fit(self, path: Path) -> FittedAdapter:
+        """Reads an adapter and fits it to the model. Raises ModelError if it does not fit, or cannot be computed."""
+        model, trunk = self._model, self._runner.trunk
+        if not isinstance(model.backend, AdapterBackend):
+            raise ModelError(f"backend {model.backend.name} does not run LoRA adapters", "use --backend native")
+        file = read_adapter(path)
+        factors = fit_adapter(file, model.checkpoint, model.family, model.config)
+        multiplied = multiplied_weights(trunk.network.programs(trunk.pools)[FORWARD].code)
+        pairs = zip(model.weights.converted, factors, strict=False)
+        if left := {each.name for weight, each in pairs if each and id(weight) not in multiplied}:
+            raise ModelError(f"{file.path}: LoRA of {names_of(left)} is not supported", REMEDY)
+        return FittedAdapter(file, factors)
+
+    def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int]) -> Adapter:
+        """Makes an adapter available. in_use: slots of running requests. Raises UsageError for a name in use."""
+        if name in self.loaded:
+            raise UsageError(f"an adapter named {name!r} is loaded already", "unload it first, or choose another name")
+        self._drop_unused(in_use)
+        slot = next(slot for slot in range(len(self._held) + 1) if slot not in self._held)
+        self._held[slot] = fitted
+        self.loaded[name] = Adapter(name, slot, fitted.file.digest)
+        self._install()
+        return self.loaded[name]
+
+    def remove(self, name: str, in_use: Iterable[int]) -> None:
+        """Makes an adapter unavailable; running requests end with it. Raises UsageError for an unknown name."""
+        self.find(name)
+        del self.loaded[name]
+        self._drop_unused(in_use)
+        self._install()
+
+    def _drop_unused(self, in_use: Iterable[int]) -> None:
+        kept = {adapter.slot for adapter in self.loaded.values()} | set(in_use)
+        self._held = {slot: fitted for slot, fitted in self._held.items() if slot in kept}
+
+    def _install(self) -> None:
+        """Gives the factors of all held adapters to the trunk's programs."""
+        backend = self._model.backend
+        assert isinstance(backend, AdapterBackend)
+        tables: dict[int, LoraTable] = {}
+        slots = [self._held.get(slot) for slot in range(max(self._held, default=-1) + 1)]
+        for index, weight in enumerate(self._model.weights.converted):
+            factors = [(fitted and index < len(fitted.factors) and fitted.factors[index]) or None for fitted in slots]
+            shape = next((each.shape for each in factors if each), None)
+            if shape is not None:
+                num_out, num_in = shape
+                tables[id(weight)] = backend.lora_table(num_in, num_out, [each and each.factors for each in factors])
+        self._runner.use_adapters(tables)

@@ -1,0 +1,236 @@
+"""LoRA adapters: PEFT directories (adapter_config.json) and GGUF files of type `adapter`.
+
+An adapter adds scale * B A to matrices of a model (Hu et al. 2021, "LoRA", section 4.1). scale is alpha / rank; with
+rank-stabilized adapters alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor").
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.errors import ModelError
+from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors_file
+from headstart.formats.base import Tensor
+from headstart.formats.json_object import read_object
+from headstart.kernels.ops import LoraFactors
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight")
+_COPY = re.compile(r"(?:base_model\.model\.)?.*(?:embed_tokens|lm_head)(?:\.base_layer)?\.weight")
+"""Of PEFT's save_embedding_layers: the model's own, unless the vocabulary was changed."""
+_GGUF = re.compile(r"(?P<module>.*)\.weight\.lora_(?P<part>[ab])")
+_READ = frozenset({
+    "alpha_pattern", "base_model_name_or_path", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern",
+    "use_rslora",
+})  # fmt: skip
+"""Keys of adapter_config.json that are read; ranks are those of the stored factors."""
+_WITHOUT_EFFECT = frozenset({
+    "auto_mapping", "corda_config", "ephemeral_gpu_offload", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
+})  # fmt: skip
+"""Keys about training, or about which modules have factors, which the file shows."""
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
+"""Values with which all other keys change nothing."""
+_CHANGE_THE_MODEL = ("corda", "lora_ga", "olora", "pissa")
+"""Values of init_lora_weights whose training starts from changed matrices of the model."""
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """A RawTensor B A of an adapter, with the tensor operations that keep it a product of two factors."""
+
+    name: str
+    factors: LoraFactors
+    dtype: str = "F32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.factors.b.shape[0], self.factors.a.shape[1]
+
+    def fingerprint(self) -> int:
+        return 0
+
+    def float32(self) -> NDArray[np.float32]:
+        return self.factors.b @ self.factors.a
+
+    def take_rows(self, rows: NDArray[np.int64]) -> "LowRank":
+        return replace(self, factors=LoraFactors(self.factors.a, np.ascontiguousarray(self.factors.b[rows])))
+
+    def transposed(self) -> "LowRank":
+        a, b = (np.ascontiguousarray(each.T) for each in self.factors)
+        return replace(self, factors=LoraFactors(b, a))
+
+    def plain(self) -> "LowRank":
+        return self
+
+    def affine(self, factor: float, offset: float) -> "LowRank":
+        if offset:
+            raise self._unsupported()
+        return replace(self, factors=LoraFactors(self.factors.a, self.factors.b * np.float32(factor)))
+
+    def part(self, index: int) -> "LowRank":
+        raise self._unsupported()
+
+    def shaped(self, *shape: int) -> "LowRank":
+        raise self._unsupported()
+
+    def exp(self) -> "LowRank":
+        raise self._unsupported()
+
+    def _unsupported(self) -> ModelError:
+        return ModelError(f"LoRA of {self.name} is not supported", "merge the adapter into the model")
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter as its files hold it."""
+
+    path: Path
+    from_gguf: bool  # names are canonical ones, rows in the order of GGUF files; else Hugging Face's
+    tensors: Mapping[str, LowRank]  # by the name of the matrix that it is added to
+    copies: Mapping[str, tuple[int, ...]]  # matrices of the model that were saved with it -> their shapes
+    base: str  # name of the model that it was trained on; empty: unknown
+    digest: str  # SHA-256 of the file with the weights, first 32 hexadecimal digits
+
+    @property
+    def rank(self) -> int:
+        """The largest rank."""
+        return max(len(each.factors.a) for each in self.tensors.values())
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a path is a PEFT directory or a GGUF file of type `adapter`."""
+    if path.is_dir():
+        return (path / CONFIG).is_file()
+    return gguf.detect(path) and gguf_file.read(path).metadata.get("general.type") == "adapter"
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """Reads an adapter. Raises ModelError for another kind of file, a damaged one, and variants that are not LoRA."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise ModelError(f"the adapter {path} does not exist", "is the path right?")
+    if path.is_dir():
+        return _read_peft(path)
+    if not gguf.detect(path):
+        raise ModelError(f"{path} is no adapter", f"give a directory with {CONFIG}, or a GGUF file")
+    return _read_gguf(path)
+
+
+def _read_peft(path: Path) -> AdapterFile:
+    if not (path / CONFIG).is_file():
+        raise ModelError(f"{path} is no adapter: it has no {CONFIG}", "give the directory that PEFT has written")
+    config = read_object(path / CONFIG)
+    _check_config(config, str(path / CONFIG))
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"{path} holds neither {' nor '.join(WEIGHTS)}", "is the download complete?")
+    stored = safetensors_file.read_file(file) if file.suffix == ".safetensors" else pickled.read_pickle(file)
+    pairs, others = _pairs(stored, _PEFT)
+    copies = {name: stored.pop(name).shape for name in others if _COPY.fullmatch(name)}
+    if others := [name for name in others if name in stored]:
+        raise ModelError(f"{file}: {others[0]} is no LoRA matrix", "train without DoRA, biases and whole modules")
+    tensors = {}
+    for module, (a, b) in pairs.items():
+        alpha = _number(_matching(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)), module, file)
+        scale = alpha / (sqrt(len(a)) if config.get("use_rslora") else len(a))
+        tensors[f"{module}.weight"] = LowRank(f"{module}.weight", _scaled(a, b, scale, f"{file}: {module}"))
+    base = config.get("base_model_name_or_path")
+    base = base if isinstance(base, str) else ""
+    return AdapterFile(path, False, _not_empty(tensors, file), copies, base, _digest(file))
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError for an adapter of another kind, and for settings that the engine does not compute."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise ModelError(f"{where}: peft_type is {kind}, only LORA is supported", "merge it into the model with PEFT")
+    for key in sorted(config.keys() - _READ - _WITHOUT_EFFECT):
+        if config[key] not in _NEUTRAL:
+            what = f"{where}: {key} is {config[key]!r}, which is not supported"
+            raise ModelError(what, "merge the adapter into the model with PEFT: merge_and_unload()")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGE_THE_MODEL):
+        what = f"{where}: init_lora_weights is {start!r}, whose training changes the model's own matrices"
+        raise ModelError(what, "convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=...)")
+
+
+def _read_gguf(path: Path) -> AdapterFile:
+    file = gguf_file.read(path)
+    kind = file.metadata.get("general.type"), file.metadata.get("adapter.type")
+    if kind != ("adapter", "lora"):
+        what = f"{path}: general.type and adapter.type are {kind[0]} and {kind[1]}, not adapter and lora"
+        raise ModelError(what, "convert an adapter with llama.cpp's convert_lora_to_gguf.py")
+    pairs, others = _pairs(file.tensors, _GGUF)
+    if others:
+        raise ModelError(f"{path}: {others[0]} is no LoRA matrix", "convert it again")
+    names = gguf_names.canonical_names(f"{module}.weight" for module in pairs)
+    alpha, tensors = _number(file.metadata.get("adapter.lora.alpha", 0), "adapter.lora.alpha", path), {}
+    for module, (a, b) in pairs.items():
+        name = names[f"{module}.weight"]
+        factors = _scaled(a, b, alpha / len(a) if alpha else 1, f"{path}: {module}")
+        tensors[name] = LowRank(name, factors)
+    base = str(file.metadata.get("general.base_model.0.name", ""))
+    return AdapterFile(path, True, _not_empty(tensors, path), {}, base, _digest(path))
+
+
+def _pairs(
+    tensors: Mapping[str, Tensor], pattern: re.Pattern[str]
+) -> tuple[dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]], list[str]]:
+    """(module -> its factors A and B, names of tensors that are no factors). Raises ModelError for half a pair."""
+    found: dict[str, dict[str, NDArray[np.float32]]] = {}
+    others = []
+    for name, tensor in sorted(tensors.items()):
+        match = pattern.fullmatch(name)
+        if match is None or len(tensor.shape) != 2:
+            others.append(name)
+        else:
+            found.setdefault(match["module"], {})[match["part"].upper()] = tensor.float32()
+    for module, parts in found.items():
+        if len(parts) != 2:
+            raise ModelError(f"the adapter has only {next(iter(parts))} of {module}, not A and B", "is it complete?")
+    return {module: (parts["A"], parts["B"]) for module, parts in found.items()}, others
+
+
+def _scaled(a: NDArray[np.float32], b: NDArray[np.float32], scale: float, where: str) -> LoraFactors:
+    if len(a) != b.shape[1] or not len(a):
+        raise ModelError(f"{where}: A {a.shape} and B {b.shape} have different ranks", "is the file damaged?")
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ModelError(f"{where}: the factors hold NaN or infinity", "train it again")
+    return LoraFactors(np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(scale)))
+
+
+def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """PEFT's rule: the value of the first pattern that matches the end of the module's name."""
+    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), otherwise)
+
+
+def _number(value: object, what: str, where: Path) -> float:
+    if not isinstance(value, int | float):
+        raise ModelError(f"{where}: alpha of {what} is {value!r}, not a number")
+    return float(value)
+
+
+def _not_empty(tensors: dict[str, LowRank], file: Path) -> dict[str, LowRank]:
+    if not tensors:
+        raise ModelError(f"{file} holds no LoRA matrices", "is it an adapter?")
+    return tensors
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+
+
+def names_of(tensors: Iterable[str]) -> str:
+    """The first names, for messages."""
+    listed = sorted(tensors)
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

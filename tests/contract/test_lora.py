@@ -1,0 +1,234 @@
+"""LoRA adapters: logits and texts against PEFT over transformers' classes; the same text in any company."""
+
+import json
+from collections.abc import Mapping, Sequence as Seq
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import greedy_text, logits_of_oracle, oracle_of
+from peft import LoraConfig, PeftModel, get_peft_model
+from support import new_folder, tiny_model
+
+from headstart.api.llm import LLM
+from headstart.core import SamplingParams
+from headstart.errors import ModelError, UsageError
+from headstart.formats import safetensors
+
+pytestmark = [  # of PEFT: about itself, about experts' names that no target has, about tied LM heads
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*did not match any targeted module:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*save_embedding_layers:UserWarning"),
+]
+LINEAR = "all-linear"
+FAMILIES: Mapping[str, Seq[str] | str] = {
+    **dict.fromkeys(("llama", "qwen3", "gemma3", "phi3", "glm4", "olmo2", "granite", "cohere2", "seed_oss"), LINEAR),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "qwen2_moe": ("q_proj", "v_proj", "o_proj", "shared_expert.gate_proj", "shared_expert.down_proj"),
+    "qwen3_5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "down_proj"),
+    "lfm2": ("q_proj", "out_proj", "in_proj", "w1", "w2"),
+    "falcon_h1": ("q_proj", "in_proj", "down_proj"),
+}
+"""Model family -> the modules that its adapters change. Families that split, join or reorder matrices at load."""
+PROMPT = [5, 9, 21, 33, 8, 70, 12, 90, 41, 7, 3, 55, 60, 61, 62, 63, 64, 65, 66, 67]
+NATIVE: dict[str, Any] = {"backend": "native", "threads": 1, "kv_cache_dtype": "float32", "block_size": 16}
+
+
+def folder_of(family: str) -> Path:
+    return tiny_model(family, "float32").checkpoint.path
+
+
+@cache
+def adapter_of(family: str, seed: int = 0) -> tuple[Path, PeftModel]:
+    return made_adapter(family, seed)
+
+
+def made_adapter(family: str, seed: int, **settings: Any) -> tuple[Path, PeftModel]:
+    """A random adapter's directory, as PEFT writes it, and PEFT's model."""
+    torch.manual_seed(seed)
+    config = {"r": 4, "lora_alpha": 6, "target_modules": FAMILIES[family], "init_lora_weights": False, **settings}
+    if isinstance(config["target_modules"], tuple):
+        config["target_modules"] = list(config["target_modules"])
+    model = get_peft_model(
+        oracle_of(family, tiny_model(family, "float32")), LoraConfig(task_type="CAUSAL_LM", **config)
+    )
+    folder = new_folder() / f"adapter-{seed}"
+    model.save_pretrained(str(folder))
+    return folder, model.eval()
+
+
+def open_llm(family: str, adapters: Mapping[str, Path], **settings: Any) -> LLM:
+    return LLM(folder_of(family), lora=adapters, **{**NATIVE, **settings})
+
+
+def logits_close(llm: LLM, oracle: Any, name: str | None) -> None:
+    """Log-probabilities of a prompt and the greedy text after it."""
+    params = SamplingParams(max_tokens=12, prompt_logprobs=3, logprobs=0, ignore_eos=True)
+    (found,) = llm.generate([PROMPT], params, lora=name)
+    expected = torch.log_softmax(logits_of_oracle(oracle, PROMPT).double(), -1)
+    assert found.prompt_logprobs is not None
+    for position, entry in enumerate(found.prompt_logprobs):
+        for token, value in ((entry.token, entry.logprob), *entry.top):
+            assert abs(value - expected[position, token].item()) < 2e-4, (position, token)
+    assert list(found.token_ids) == greedy_text(oracle, PROMPT, 12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_peft(family: str) -> None:
+    folder, oracle = adapter_of(family)
+    for backend in ({}, {"backend": "reference"}):
+        with open_llm(family, {"tuned": folder}, **({**backend, "kv_cache_dtype": None} if backend else {})) as llm:
+            logits_close(llm, oracle, "tuned")
+            with oracle.disable_adapter():
+                logits_close(llm, oracle, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True, "r": 9},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}},
+        {"target_modules": ["lm_head", "v_proj"]},
+        {"layers_to_transform": [1], "target_modules": ["q_proj", "up_proj"]},
+    ],
+    ids=["rank-stabilized", "patterns", "lm-head", "one-layer"],
+)
+def test_variants(settings: dict[str, Any]) -> None:
+    folder, oracle = made_adapter("llama", 3, **settings)
+    with open_llm("llama", {"tuned": folder}) as llm:
+        logits_close(llm, oracle, "tuned")
+
+
+def texts_of(llm: LLM, jobs: Seq[tuple[str | None, Seq[int], SamplingParams]]) -> list[tuple[int, ...]]:
+    """The texts of (adapter, prompt, parameters), all in one batch."""
+    requests = [llm.request(list(prompt), params, lora=name) for name, prompt, params in jobs]
+    found: dict[str, tuple[int, ...]] = {}
+    with llm.session() as session:
+        for request in requests:
+            session.submit(request)
+        while session.running:
+            for choice, delta in session.step():
+                if delta.finish_reason is not None:
+                    found[choice.request.request_id] = tuple(choice.completion().token_ids)
+    return [found[request.request_id] for request in requests]
+
+
+def jobs() -> list[tuple[str | None, Seq[int], SamplingParams]]:
+    """The same prompts under every adapter and none, greedy and sampled."""
+    return [
+        (name, PROMPT[:length], SamplingParams(max_tokens=14, temperature=temperature, seed=length, ignore_eos=True))
+        for length in (20, 9)
+        for temperature in (0.0, 0.9)
+        for name in ("one", None, "two")
+    ]
+
+
+@pytest.mark.parametrize("family", ["mimo", "qwen3_5", "phi3"])
+@pytest.mark.parametrize("backend", ["native", "int8"])
+def test_the_same_text_in_any_company(family: str, backend: str) -> None:
+    """Alone without drafts, and together: with drafts, small chunks, few blocks (preemption) and the prefix cache."""
+    adapters = {"one": random_adapter(family, 1), "two": random_adapter(family, 2, rank=7)}
+    more: dict[str, Any] = {"quantization": "int8"} if backend == "int8" else {}
+    with open_llm(family, adapters, drafter="none", **more) as llm:
+        alone = [texts_of(llm, [job])[0] for job in jobs()]
+    assert len(set(alone[:3])) == 3, "the adapters change the text"
+    for settings in ({}, {"max_num_batched_tokens": 16}, {"kv_blocks": 6, "max_model_len": 64}, {"depth": 2}):
+        with open_llm(family, adapters, **{**more, **settings}) as llm:
+            for _ in range(2):  # the second time from the prefix cache
+                assert texts_of(llm, jobs()) == alone
+
+
+def random_adapter(family: str, seed: int, rank: int = 4) -> Path:
+    """An adapter of all attention and MLP matrices, without PEFT."""
+    rng, checkpoint = np.random.default_rng(seed), tiny_model(family, "float32").checkpoint
+    ends = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+    matrices = {name: t for name, t in checkpoint.tensors.items() if name.endswith(ends) and "mtp" not in name}
+    arrays = {}
+    for name, tensor in matrices.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        arrays[f"{module}.lora_A.weight"] = rng.standard_normal((rank, tensor.shape[1])).astype(np.float32)
+        arrays[f"{module}.lora_B.weight"] = rng.standard_normal((tensor.shape[0], rank)).astype(np.float32) / 10
+    return write_adapter(arrays, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
+
+
+def write_adapter(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> Path:
+    folder = new_folder() / "adapter"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    safetensors.save(folder / "adapter_model.safetensors", arrays)
+    return folder
+
+
+def test_adapters_come_and_go() -> None:
+    """Texts that run keep their adapter; later requests get an error; slots are used again."""
+    first, second = random_adapter("mimo", 1), random_adapter("mimo", 2)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    with open_llm("mimo", {"one": first}) as llm:
+        alone = llm.generate([PROMPT], params, lora="one")[0].token_ids
+        with llm.session() as session:
+            session.submit(llm.request(PROMPT, params, lora="one"))
+            session.step()
+            late = llm.request(PROMPT, params, lora="one")
+            llm.unload_adapter("one")
+            llm.load_adapter("one", second)
+            with pytest.raises(UsageError, match="'one' was unloaded"):
+                session.submit(late)
+            ended = [c.completion() for c, delta in iter_steps(session) if delta.finish_reason is not None]
+        assert ended[0].token_ids == alone
+        other = llm.generate([PROMPT], params, lora="one")[0].token_ids
+        assert other != alone and llm.adapters == ["one"]
+        with pytest.raises(UsageError, match="is loaded already"):
+            llm.load_adapter("one", first)
+        llm.load_adapter("again", first)
+        assert llm.generate([PROMPT], params, lora="again")[0].token_ids == alone
+        with pytest.raises(UsageError, match="no LoRA adapter is named 'two'"):
+            llm.generate([PROMPT], params, lora="two")
+
+
+def iter_steps(session: Any) -> Any:
+    while session.running:
+        yield from session.step()
+
+
+def test_wrong_adapters() -> None:
+    """Each error names what is wrong; the model stays usable."""
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    a, b = np.ones((4, 48), np.float32), np.ones((48, 4), np.float32)
+    good = {f"{q}.lora_A.weight": a, f"{q}.lora_B.weight": b}
+    wrong: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
+        (good, {"use_dora": True}, "use_dora is True, which is not supported"),
+        (good, {"peft_type": "IA3"}, "peft_type is IA3"),
+        (good, {"init_lora_weights": "pissa_niter_4"}, "training changes the model's own matrices"),
+        (good, {"bias": "all"}, "bias is 'all'"),
+        (good, {"a_later_variant": {"x": 1}}, "a_later_variant"),
+        ({f"{q}.lora_A.weight": a}, {}, "only A of"),
+        ({f"{q}.lora_A.weight": a[:, :40], f"{q}.lora_B.weight": b}, {}, r"q_proj.weight is \[48, 40\]"),
+        ({f"{q}.lora_A.weight": a, f"{q}.lora_B.weight": b[:, :2]}, {}, "different ranks"),
+        ({f"{q}.lora_A.weight": a * np.nan, f"{q}.lora_B.weight": b}, {}, "NaN or infinity"),
+        ({key.replace("layers.0", "layers.77"): each for key, each in good.items()}, {}, "has no model.layers.77"),
+        ({**good, f"{q}.lora_magnitude_vector": a[0]}, {}, "is no LoRA matrix"),
+        ({**good, "base_model.model.lm_head.weight": np.ones((140, 48), "f4")}, {}, r"\[140, 48\], the model's is"),
+        ({}, {}, "holds no LoRA matrices"),
+    ]
+    with open_llm("llama", {}) as llm:
+        before = llm.generate([PROMPT], SamplingParams(max_tokens=5))[0].token_ids
+        for arrays, config, message in wrong:
+            with pytest.raises(ModelError, match=message):
+                llm.load_adapter("wrong", write_adapter(arrays, {"peft_type": "LORA", "lora_alpha": 8, **config}))
+        with pytest.raises(ModelError, match="does not exist"):
+            llm.load_adapter("wrong", "/no/such/adapter")
+        with pytest.raises(ModelError, match=r"it has no adapter_config\.json"):
+            llm.load_adapter("wrong", folder_of("llama"))
+        assert llm.adapters == [] and llm.generate([PROMPT], SamplingParams(max_tokens=5))[0].token_ids == before
+
+
+def test_experts_and_absorbed_matrices_are_refused_by_name() -> None:
+    kv = "model.layers.0.self_attn.kv_b_proj"
+    shape = tiny_model("deepseek_v3", "float32").checkpoint.tensors[f"{kv}.weight"].shape
+    rows = {f"{kv}.lora_A.weight": np.ones((2, shape[1]), "f4"), f"{kv}.lora_B.weight": np.ones((shape[0], 2), "f4")}
+    with open_llm("deepseek_v3", {}) as llm, pytest.raises(ModelError, match=r"LoRA of .*kv_b_proj.* is not supported"):
+        llm.load_adapter("tuned", write_adapter(rows, {"lora_alpha": 8}))
