@@ -1,8 +1,9 @@
-// Recorded steps of sparse attention: an indexer scores positions, and each row attends to its top_k.
+// Recorded steps of sparse attention: an indexer scores positions or blocks of them, and each row attends to its top_k.
 //
 // A row's selected positions are copied, in order, to scratch tiles and attended as a sequence of their own, so results do
 // not depend on slots. A row that sees at most top_k positions skips this and runs dense attention.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 #include "tiles.h"
@@ -39,8 +40,53 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
         task.end = std::min<int64_t>(task.begin + kSplit, pass.sees[row] + 1);
         task.queries = program.values(q, row);
         task.weights = program.values(weights, row);
-        task.scores = program.scores.row(row);
+        task.scores = program.scores.row(row) + task.begin;
         program.kernels.index_scores(task);
+    };
+    program.add(std::move(step));
+    return scored;
+}
+
+int64_t num_blocks(const Pass& pass, int64_t row, int64_t every) { return (num_visible(pass, row) + every - 1) / every; }
+
+// Scores of blocks for each head: scores.row(row)[head * num_blocks + block], the greatest query . key of the block's
+// visible positions. Rows that see at most top_k blocks have none.
+int score_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+    KVPool* pool = nb::cast<KVPool*>(kv_pool);
+    program.limits.reach(program.limits.table_slots, pool->num_slots);
+    program.scores.wanted = true;
+    const int scored = program.buffer(0, false);
+    const int64_t stretch = std::max<int64_t>(kSplit / every, 1); // blocks scored by one task
+    Step step;
+    step.label = "attention";
+    step.reads = {q};
+    step.writes = {scored};
+    step.owners = {kv_pool};
+    const auto num_parts = [&program, each = stretch * every] { return (program.scores.width + each - 1) / each; };
+    step.num_tasks = [num_parts](const Pass& pass) { return pass.num_rows * num_parts(); };
+    step.run = [&program, pool, q, heads, top_k, every, stretch, num_parts](const Pass& pass, int64_t index) {
+        const int64_t parts = num_parts(), row = index / parts, count = num_blocks(pass, row, every);
+        const int64_t first = index % parts * stretch, last = std::min(first + stretch, count);
+        if (count <= top_k || first >= last) return;
+        const int64_t from = pass.first_position + first * every, end = pass.sees[row] + 1;
+        thread_local std::vector<float> scores;
+        IndexTask task{};
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
+        gather_path(*pool, pass, row, task);
+        task.num_heads = 1;
+        task.begin = from / 16 * 16;
+        task.end = std::min(from + (last - first) * every, end);
+        scores.resize((task.end - task.begin + 15) / 16 * 16);
+        task.scores = scores.data();
+        for (int64_t head = 0; head < heads; ++head) {
+            task.queries = program.values(q, row) + head * pool->layout.head_dim;
+            program.kernels.index_scores(task);
+            for (int64_t block = first; block < last; ++block) {
+                const int64_t at = pass.first_position + block * every, behind = std::min(at + every, task.end);
+                program.scores.row(row)[head * count + block] =
+                    *std::max_element(task.scores + at - task.begin, task.scores + behind - task.begin);
+            }
+        }
     };
     program.add(std::move(step));
     return scored;
@@ -103,6 +149,43 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
     return chosen;
 }
 
+// As `choose`, with a selection of blocks for each head (one buffer row each); the last block is always selected.
+int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+    const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
+    require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
+                !program.buffers[q].logits,
+            "choose_blocks: shapes differ");
+    require(every >= 2 * heads, "choose_blocks: a block must have two positions for each head or more"); // Scores::width
+    const int scored = score_blocks(program, q, kv_pool, heads, top_k, every);
+    const int chosen = program.buffer(top_k * every + 1, false);
+    program.buffers[chosen].copies = heads;
+    Step step;
+    step.label = "attention";
+    step.reads = {scored};
+    step.writes = {chosen};
+    step.by_rows = true;
+    step.run = [&program, chosen, heads, top_k, every](const Pass& pass, int64_t row) {
+        const int64_t visible = num_visible(pass, row), count = num_blocks(pass, row, every), first = pass.first_position;
+        thread_local std::vector<int32_t> picked;
+        picked.resize(top_k);
+        for (int64_t head = 0; head < heads; ++head) {
+            auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row * heads + head));
+            *found = (int32_t)visible;
+            if (count <= top_k) continue;
+            float* scores = program.scores.row(row) + head * count;
+            scores[count - 1] = INFINITY;
+            top_indices(scores, count, top_k, 0, picked.data());
+            int32_t* places = found + 1;
+            for (int64_t block : picked)
+                for (int64_t i = block * every; i < std::min((block + 1) * every, visible); ++i)
+                    *places++ = (int32_t)(first + i);
+            *found = (int32_t)(places - found - 1);
+        }
+    };
+    program.add(std::move(step));
+    return chosen;
+}
+
 // Copies a row's selected positions to scratch tiles, one after another from the first position on.
 void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* places, int64_t count, Tiles& tiles) {
     const int64_t bytes = pool.layout.tile_bytes(), first = pass.first_position;
@@ -122,16 +205,19 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
+    const int64_t copies = program.buffers[chosen].copies; // selections, each for equally many KV heads
+    require(pool->layout.num_heads % copies == 0, "attend_chosen: the selections do not divide the KV heads");
     const int64_t together = program.kernels.max_queries * kTilesPerTask;
     const int64_t parts = (common.group + together - 1) / together, each = parts * pool->layout.num_heads;
     step.reads.push_back(chosen);
     step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
-    step.run = [&program, pool, common, q, out, chosen, parts, each, together,
+    step.run = [&program, pool, common, q, out, chosen, copies, parts, each, together,
                 own = step.quantizes](const Pass& pass, int64_t index) {
-        const int64_t row = index / each;
-        const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, row));
+        const int64_t row = index / each, kv_head = index % each / parts;
+        const int64_t selection = row * copies + kv_head * copies / pool->layout.num_heads;
+        const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, selection));
         AttendTask task = common;
-        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], index % each / parts);
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], kv_head);
         if (*found < num_visible(pass, row))
             gather_chosen(*pool, pass, row, found + 1, *found, task);
         else
@@ -153,6 +239,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
 
 void bind_choice_steps(nb::class_<Program>& program) {
     program.def("choose", choose)
+        .def("choose_blocks", choose_blocks)
         .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
              nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));
 }

@@ -11,7 +11,7 @@ constexpr int kHeads = 8; // heads summed together, to hide latency
 constexpr int kHeads = 4;
 #endif
 
-// total += weight * max(query . key, 0) for kCount heads from `first` on.
+// total += weight * max(query . key, 0) for kCount heads from `first` on; without weights: query . key.
 template <Store kStore, int kCount>
 INLINE f32 add_heads(const IndexTask& task, const uint8_t* tile, int64_t first, f32 total) {
     constexpr int kEach = kWays<kStore>;
@@ -29,6 +29,7 @@ INLINE f32 add_heads(const IndexTask& task, const uint8_t* tile, int64_t first, 
     for (int h = 0; h < kCount; ++h) {
         f32 product = sum[h];
         if (is_scaled(kStore)) product = product * load(scales);
+        if (!task.weights) return product;
         // NaN stays NaN (second operand of max)
         total = fma(max(splat(0.0f), product), splat(task.weights[first + h]), total);
     }
@@ -43,7 +44,7 @@ template <Store kStore> void score(const IndexTask& task) {
         for (; h + kHeads <= task.num_heads; h += kHeads) total = add_heads<kStore, kHeads>(task, tile, h, total);
         for (; h < task.num_heads; ++h) total = add_heads<kStore, 1>(task, tile, h, total);
         const f32 never = splat(-INFINITY);
-        store(task.scores + position, select_less(never, total, total, never)); // NaN becomes -inf
+        store(task.scores + position - task.begin, select_less(never, total, total, never)); // NaN becomes -inf
     }
 }
 

@@ -138,11 +138,12 @@ struct AttendTask : Tiles {
     }
 };
 
-// Indexer scores of positions begin .. end - 1 for one row: scores[p] = sum over heads h, in order, of weights[h] *
-// max(queries[h] . key[p], 0); NaN becomes -infinity. begin is a multiple of 16; the last tile is written whole.
+// Indexer scores of positions begin .. end - 1 for one row: scores[p - begin] = sum over heads h, in order, of weights[h] *
+// max(queries[h] . key[p], 0); without weights: queries[0] . key[p]. NaN becomes -infinity. begin is a multiple of 16; the
+// last tile is written whole.
 struct IndexTask : Tiles {
     int64_t num_heads, begin, end;
-    const float *queries, *weights;
+    const float *queries, *weights; // weights: or nullptr
     float* scores;
 };
 

@@ -259,7 +259,7 @@ acceptance with a window of 256 equals that without a window (docs/log)."""
 
 def limit_window(modules: Iterable[Any], positions: int = WINDOW_LIMIT) -> list[Any]:
     """Copies of draft modules whose attention layers have a window of at most `positions`. Latent attention (MLA),
-    chunked attention, and modules of plug-ins that are no dataclasses stay unlimited."""
+    attention in chunks or with an indexer, and modules of plug-ins that are no dataclasses stay unlimited."""
     return [_limited(module, positions) if module.kv_specs and is_dataclass(module) else module for module in modules]
 
 
@@ -276,7 +276,9 @@ def _limited(module: Any, positions: int) -> Any:
 
 def _limited_layer(layer: DecoderLayer, positions: int) -> DecoderLayer:
     mixer = layer.mixer
-    if not isinstance(mixer, Attention) or mixer.config.spec.chunk or 0 < mixer.config.spec.window <= positions:
+    if not isinstance(mixer, Attention) or mixer.config.spec.chunk or mixer.config.indexer:
+        return layer
+    if 0 < mixer.config.spec.window <= positions:
         return layer
     config = replace(mixer.config, spec=replace(mixer.config.spec, window=positions))
     return replace(layer, mixer=replace(mixer, config=config))

@@ -230,6 +230,15 @@ class Ops(Protocol):
         positions of their windows, and those behind the last whole window.
         The selection is used by `attend` with chosen=pool, until the next selection over the same pool."""
 
+    def select_blocks(self, q: Buffer, pool: Pool, spec: IndexSpec) -> None:
+        """Select the blocks of positions that each row attends to, a selection for each of spec.num_heads groups of
+        equally many KV heads.
+
+        q [R, heads * head_dim]. A block has spec.every positions, counted from
+        plan.first_position. Its score for a head is its greatest q . k of positions up to plan.visible_end. The block
+        of the last visible position is always selected; it is one of the spec.top_k best (ties: the lower block; NaN
+        counts as -infinity). Used by `attend` as `select_positions` says."""
+
     def compress(self, values: Buffer, gates: Buffer, bias: Weight, pool: Pool, spec: CompressSpec) -> Buffer:
         """Store values and gates, and compress the window of each row that ends one -> [R, dim] (other rows: 0).
 

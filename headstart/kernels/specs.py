@@ -163,11 +163,12 @@ class _OneKeyHead:
 
 @dataclass(frozen=True)
 class IndexSpec(_OneKeyHead):
-    """A lightning indexer (DeepSeek-V3.2 report, section 2.1; see Ops.select_positions)."""
+    """A lightning indexer (DeepSeek-V3.2 report, section 2.1; see Ops.select_positions), or one that selects blocks
+    for each KV head (MiniMax-M3; see Ops.select_blocks)."""
 
     num_heads: int  # query heads, which share one key per position
     head_dim: int
-    top_k: int  # positions that a row attends to
+    top_k: int  # positions, windows or blocks that a row attends to
     every: int = 1  # only positions that end a window of this size can be selected
     whole: bool = False  # all positions of the selected windows, and those behind the last whole window
 

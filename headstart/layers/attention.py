@@ -1,12 +1,13 @@
 """Grouped-query attention with rotary positions over a paged KV pool.
 
-Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`, `sinks` [heads].
+Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,k}_norm`, `sinks` [heads]; `indexer`
+(layers/indexer.py).
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from headstart.kernels.ops import AttentionSpec, AttentionTemperature, Buffer, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.ops import AttentionSpec, AttentionTemperature, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.layers.indexer import BlockIndexer, BlockIndexerConfig
 from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
@@ -33,15 +34,21 @@ class AttentionConfig(MixerConfig):
     v_norm: bool = False  # RMSNorm of values, without a weight
     keys_are_values: bool = False  # v is k before its norm and rope
     value_scale: float = 1.0  # multiplies values
-    num_kernels: ClassVar[int] = 7
+    indexer: BlockIndexerConfig | None = None  # selects the positions that a row attends to
+
+    @property
+    def num_kernels(self) -> int:
+        return 13 if self.indexer else 7
 
     @property
     def attention_spec(self) -> AttentionSpec:
         return self.spec
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
-        return (self.spec,) if self.source_layer is None else ()
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Pools of keys and values, then of the indexer's keys."""
+        own = (self.spec,) if self.source_layer is None else ()
+        return (*own, self.indexer.spec) if self.indexer else own
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Attention":
         """See MixerConfig.build."""
@@ -62,6 +69,7 @@ class AttentionConfig(MixerConfig):
             k_norm=norms.get("k_norm"),
             v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
+            indexer=self.indexer.build(weights, name, eps=eps, in_features=in_features) if self.indexer else None,
         )  # fmt: skip
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
@@ -73,6 +81,8 @@ class AttentionConfig(MixerConfig):
                 shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
         if not self.qk_norm_unweighted:
             shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
+        if self.indexer:
+            shapes |= self.indexer.shapes(f"{prefix}.self_attn", in_features=in_features)
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, in_features: int) -> dict[str, tuple[tuple[int, int], bool]]:
@@ -115,6 +125,7 @@ class Attention(Mixer):
     v_norm: RMSNorm | None
     sinks: Weight | None
     config: AttentionConfig
+    indexer: BlockIndexer | None = None
 
     def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
         """Stores keys and values of rows without queries."""
@@ -141,9 +152,13 @@ class Attention(Mixer):
         k = self.k_proj(ops, x) if self.k_proj else None
         v = self.v_proj(ops, x) if self.v_proj else k
         gate = self.gate_proj(ops, x) if self.gate_proj else None
+        chosen: Pool = None
+        if self.indexer:
+            pool, chosen = pool
+            self.indexer(ops, self.indexer.project(ops, x), positions, chosen)
         q = self._norm_and_rotate(ops, q, self.q_norm, positions)
         q = ops.scale_by_position(q, positions, self.config.temperature) if self.config.temperature else q
         if self.k_proj:
             self._store(ops, k, v, positions, pool)
-        attended = ops.attend(q, pool, self.config.spec, self.sinks)
+        attended = ops.attend(q, pool, self.config.spec, self.sinks, chosen)
         return self.o_proj(ops, attended if gate is None else ops.sigmoid_mul(gate, attended))

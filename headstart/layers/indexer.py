@@ -8,8 +8,12 @@ order; so is the Hadamard transform of q and k, which keeps q . k. Formula: tran
 With pools (GLM-5.3) a key covers a window of positions, weighted by a softmax of gates (see Ops.compress), and whole
 windows are selected. Formula: transformers 5.24, `Glm5NextTextIndexer`.
 
+A block indexer (MiniMax-M3) has a query head for each KV head of the attention, which selects blocks for that head by
+the greatest q . k of a block (see Ops.select_blocks); q and k = norm(W x), rotated like the attention's. Formula:
+transformers 5.24, `MiniMaxM3VLIndexer`.
+
 Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias); with
-pools `pool_gate` [dim, H] and `pool_bias` [pool * dim].
+pools `pool_gate` [dim, H] and `pool_bias` [pool * dim]. Of a block indexer: `{q,k}_proj`, `{q,k}_norm`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
 from headstart.kernels.specs import CompressSpec, IndexSpec
 from headstart.layers.linear import Linear
-from headstart.layers.norm import LayerNorm
+from headstart.layers.norm import LayerNorm, RMSNorm
 from headstart.layers.rope import half_split
 from headstart.layers.weights import Shapes, Weights
 
@@ -124,3 +128,56 @@ class Indexer:
             k = ops.compress(k, gates, self.pool_bias, pools[0], self.config.pooled)
         ops.store_index(k, pools[-1], spec)
         ops.select_positions(q, w, pools[-1], spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockIndexerConfig:
+    """Sizes of a block indexer."""
+
+    spec: IndexSpec
+    rope: RopeSpec | None  # None: nothing is rotated
+
+    def build(self, weights: Weights, attention: str, *, eps: float, in_features: int) -> "BlockIndexer":
+        """The indexer of the layer whose tensor names begin with `attention`. eps: of norms."""
+        name, dim = f"{attention}.indexer", self.spec.head_dim
+        return BlockIndexer(
+            query=weights.linear(f"{name}.q_proj", self.spec.num_heads * dim, in_features),
+            key=weights.linear(f"{name}.k_proj", dim, in_features),
+            query_norm=weights.norm(f"{name}.q_norm", dim, eps),
+            key_norm=weights.norm(f"{name}.k_norm", dim, eps),
+            config=self,
+        )
+
+    def shapes(self, attention: str, *, in_features: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        name, dim = f"{attention}.indexer", self.spec.head_dim
+        return {
+            f"{name}.q_proj.weight": (self.spec.num_heads * dim, in_features),
+            f"{name}.k_proj.weight": (dim, in_features),
+            f"{name}.q_norm.weight": (dim,),
+            f"{name}.k_norm.weight": (dim,),
+        }
+
+
+@dataclass(frozen=True)
+class BlockIndexer:
+    """See the module."""
+
+    query: Linear
+    key: Linear
+    query_norm: RMSNorm
+    key_norm: RMSNorm
+    config: BlockIndexerConfig
+
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
+        """Rows [R, H] -> queries and keys before norm and rope; recorded beside the other matrices over x."""
+        return self.query(ops, x), self.key(ops, x)
+
+    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pool: Pool) -> None:
+        """Stores the keys of `project` in the pool and selects blocks."""
+        spec, rope = self.config.spec, self.config.rope
+        q, k = (norm(ops, x) for norm, x in zip((self.query_norm, self.key_norm), projected, strict=True))
+        if rope:
+            q, k = (ops.rope(x, positions, rope, spec.head_dim) for x in (q, k))
+        ops.store_index(k, pool, spec)
+        ops.select_blocks(q, pool, spec)

@@ -15,7 +15,7 @@ MLP's under `{layer}.mlp`; under `{layer}`: `router.{proj.weight,scale,per_exper
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Experts, Ops, Pool, RouterSpec
+from headstart.kernels.ops import AttentionSpec, Buffer, Experts, KVSpec, Ops, Pool, RouterSpec
 from headstart.kernels.specs import StateSpec
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.costs import RoutedExperts
@@ -43,7 +43,7 @@ class ParallelMixersConfig(MixerConfig):
         return self.attention.attention_spec
 
     @property
-    def kv_specs(self) -> tuple[AttentionSpec, ...]:
+    def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.attention.kv_specs
 
     @property

@@ -53,6 +53,7 @@ class MixerConfig:
         own = next((each for each in specs if isinstance(each, IndexSpec)), None)
         compress = next((each for each in specs if isinstance(each, CompressSpec)), None)
         window = (spec.window or spec.chunk) if spec else 0
+        per_entry = indexes[0].every if indexes and indexes[0].whole and not compress else 1  # blocks of positions
         return MixerCost(
             weights=weights,
             num_kernels=self.num_kernels,
@@ -60,7 +61,7 @@ class MixerConfig:
             entry_work=spec.num_heads * (spec.head_dim + spec.value_width) if spec else 0,
             window=window,
             stride=compress.every if compress else 0 if window or spec is None else 1,
-            top_k=indexes[0].top_k if indexes else None,
+            top_k=indexes[0].top_k * per_entry if indexes else None,
             index_width=own.head_dim if own else 0,
             index_work=own.num_heads * own.head_dim if own else 0,
             state=sum(math.prod(each.state_shape) for each in self.state_specs),

@@ -1,16 +1,19 @@
-"""MiniMax-M3, text part: gated experts and dense layers with clamped SwiGLU; up to 2048 positions.
+"""MiniMax-M3, text part: gated experts and dense layers with clamped SwiGLU; block-sparse attention.
 
 Formula: transformers 5.24 `models/minimax_m3_vl`; MTP modules: vLLM 0.33 `minimax_m3/nvidia/mtp.py`. From the fourth
-layer on, an indexer selects `index_topk_blocks` blocks of `index_block_size` positions for each group of heads. As long
-as a context has no more blocks than that (2048 positions), all are selected and the layers equal full attention; longer
-contexts are refused, and the indexers' tensors are left out.
+layer on, and in MTP modules, an indexer selects `index_topk_blocks` blocks of `index_block_size` positions for each KV
+head, among them the row's own block (layers/indexer.py).
 """
 
 from dataclasses import replace
 
+from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor, RouterSpec
+from headstart.kernels.specs import IndexSpec
+from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
+from headstart.layers.indexer import BlockIndexerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models import keys
 from headstart.models._gemma import minus_one, plus_one
@@ -20,6 +23,7 @@ from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import Arrays
 
+FULL, INDEXED = "full_attention", "minimax_m3_sparse"
 SERVED = {
     "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0, "use_gemma_norm": True,
     "qk_norm_type": "per_head", "scoring_func": "sigmoid", "use_routing_bias": True, "attention_output_gate": False,
@@ -41,9 +45,11 @@ def parse(config: Config) -> DecoderConfig:
         shared=number(config, "shared_intermediate_size", default=3072, least=0),
     )  # fmt: skip
     dense = MLPConfig(inner=number(config, "dense_intermediate_size", default=12288), activation="clamped")
-    layers = keys.mixed_layers(_sparse_from(config), [mixer] * keys.num_layers(config), dense, experts)
-    decoder = keys.decoder(config, layers, tied=tied, mtp_layer=keys.layer(config, mixer, experts))
-    return replace(decoder, max_length=min(decoder.max_length, _selected_length(config)))
+    flags = _indexed(config)
+    indexed = replace(mixer, indexer=_indexer(config, mixer)) if any(flags) else mixer
+    mixers = [indexed if each else mixer for each in flags]
+    layers = keys.mixed_layers(_sparse_from(config), mixers, dense, experts)
+    return keys.decoder(config, layers, tied=tied, mtp_layer=keys.layer(config, indexed, experts))
 
 
 def _sparse_from(config: Config) -> Config:
@@ -55,12 +61,50 @@ def _sparse_from(config: Config) -> Config:
     return keys.inside(config, {"mlp_layer_types": kinds})
 
 
-def _selected_length(config: Config) -> int:
-    """Number of positions whose blocks are all selected."""
+def _indexed(config: Config) -> list[bool]:
+    """For each layer, whether it has an indexer: `layer_types`, else `sparse_attention_freq`; without both none has."""
+    count, kinds, told = keys.num_layers(config), config.get("layer_types"), _sparse_attention(config)
+    if kinds is not None:
+        keys.check_kinds(kinds, count, (FULL, INDEXED))
+        return [kind == INDEXED for kind in kinds]
+    flags = told.get("sparse_attention_freq", [0] * count)
+    if not isinstance(flags, list) or len(flags) < count:
+        raise ModelError(f"config.json: sparse_attention_freq must be 0 or 1 for each of {count} layers")
+    return [bool(each) for each in flags[:count]]
+
+
+def _sparse_attention(config: Config) -> Config:
+    """`sparse_attention_config`; empty if there is none, or if it is switched off."""
     told = config.get("sparse_attention_config")
-    sparse: Config = told if isinstance(told, dict) else {}
-    size = number(sparse, "sparse_block_size", default=number(config, "index_block_size", default=128))
-    return size * number(sparse, "sparse_topk_blocks", default=number(config, "index_topk_blocks", default=16))
+    return told if isinstance(told, dict) and told.get("use_sparse_attention", True) else {}
+
+
+INDEX_KEYS = {
+    "sparse_num_index_heads": ("index_n_heads", 4), "sparse_index_dim": ("index_head_dim", 128),
+    "sparse_block_size": ("index_block_size", 128), "sparse_topk_blocks": ("index_topk_blocks", 16),
+    "sparse_local_block": ("index_local_blocks", 1),
+}  # fmt: skip
+"""Keys in `sparse_attention_config` -> the same outside of it, and the default."""
+
+
+def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
+    """The indexer of a layer, which is rotated like its attention."""
+    told = _sparse_attention(config)
+    keys.refuse_others(told, {"sparse_score_type": "max", "sparse_init_block": 0})
+    heads, dim, size, blocks, local = (
+        number(told, key, default=number(config, flat, default=default))
+        for key, (flat, default) in INDEX_KEYS.items()
+    )
+    rotary = mixer.rope.rotary_dim if mixer.rope else 0
+    for name, value, fits, known in (
+        ("sparse_num_index_heads", heads, mixer.spec.num_kv_heads % heads == 0, "divisors of num_key_value_heads"),
+        ("sparse_index_dim", dim, dim >= rotary, f"{rotary} (the rotated features) or more"),
+        ("sparse_block_size", size, size >= 2 * heads, f"{2 * heads} (twice the heads) or more"),
+        ("sparse_local_block", local, local == 1, "1"),
+    ):
+        if not fits:
+            raise ModelError(f"config.json: {name} is {value}, which is not supported", f"known: {known}")
+    return BlockIndexerConfig(spec=IndexSpec(heads, dim, blocks, size, whole=True), rope=mixer.rope)
 
 
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -86,8 +130,7 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     return theirs
 
 
-LEFT = ("index_q_proj.", "index_k_proj.", "index_q_norm.", "index_k_norm.", "indexer.")
-"""Tensors of indexers, under `self_attn`."""
+INDEX_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 MODULE = "model.mtp.layers.{i}."
 FAMILY = Family(
     parse=parse,
@@ -99,11 +142,9 @@ FAMILY = Family(
         "hidden_act": "always the clamped SwiGLU",
         "rotary_dim": "partial_rotary_factor says it",
         "use_qk_norm": "always so here",
-        "layer_types": "all positions are selected up to the longest context",
-        **dict.fromkeys(
-            ("sparse_attention_config", "index_n_heads", "index_head_dim", "index_local_blocks"),
-            "of indexers, which select all positions up to the longest context",
-        ),
+        **dict.fromkeys(("sparse_attention_freq", *INDEX_KEYS, *(flat for flat, _ in INDEX_KEYS.values())),
+                        "read where a layer has an indexer"),
+        "sparse_disable_index_value": "indexers have no values",
         "moe_layer_freq": "in mlp_layer_types",
         "n_shared_experts": "shared_intermediate_size says their width",
         **dict.fromkeys(("mtp_transformer_layers", "use_mtp"), "num_mtp_modules says it"),
@@ -115,8 +156,6 @@ FAMILY = Family(
         {
             **WRAPPED,
             **dict.fromkeys(("patch_merge_mlp.", "model.patch_merge_mlp."), None),
-            **{f"model.layers.{{i}}.self_attn.{name}": None for name in LEFT},
-            **{f"{MODULE}transformer_layer.self_attn.{name}": None for name in LEFT},
             f"{MODULE}enorm.": "mtp.{i}.norm_embedding.",
             f"{MODULE}hnorm.": "mtp.{i}.norm_hidden.",
             f"{MODULE}eh_proj.": "mtp.{i}.projection.",
@@ -124,6 +163,7 @@ FAMILY = Family(
             f"{MODULE}transformer_layer.": "mtp.{i}.block.",
         },
         parts={
+            **{f".self_attn.index_{part}.": f".self_attn.indexer.{part}." for part in INDEX_PARTS},
             ".block_sparse_moe.e_score": ".mlp.gate.e_score",
             ".block_sparse_moe.gate.": ".mlp.gate.",
             ".block_sparse_moe.experts.": ".mlp.experts.",
@@ -143,5 +183,7 @@ FAMILY = Family(
         "dense_intermediate_size": 80, "shared_intermediate_size": 20, "num_local_experts": 7,
         "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "hidden_act": "swigluoai", "rotary_dim": 4,
         "partial_rotary_factor": 0.5, "moe_layer_freq": [0, 1, 1], "num_mtp_modules": 2,
+        "index_n_heads": 2, "index_head_dim": 20, "index_block_size": 4, "index_topk_blocks": 3,
+        "sparse_attention_config": {"sparse_attention_freq": [0, 1, 1, 1]},
     },
 )  # fmt: skip

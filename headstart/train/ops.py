@@ -18,8 +18,11 @@ from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
 from headstart.kernels.reference.ops import (
     ReferenceOps,
     attention_weights,
+    block_scores,
     entries_of,
+    grouped_mask,
     index_scores,
+    selected_blocks,
     selected_positions,
 )
 from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, RopeSpec, ScanSpec
@@ -32,7 +35,7 @@ class TrainingKV:
 
     keys: list[Tensor] = field(default_factory=list)  # [i] [B, K, T, D] of draft step i + 1; a trunk layer has one step
     values: list[Tensor] = field(default_factory=list)
-    chosen: Tensor | None = None  # indexers: additive mask [B, T, T + steps] (0 or -inf) of the latest selection
+    chosen: Tensor | None = None  # indexers: additive mask [B, T, T + steps] or [B, groups, T, T + steps] (0 or -inf)
 
 
 class TrainOps(ReferenceOps):
@@ -64,6 +67,21 @@ class TrainOps(ReferenceOps):
         visible = (mask == 0).expand(len(q), -1, -1)
         seen = selected_positions(torch.cat(scores, dim=-1), visible, ends, spec)
         pool.chosen = mask.expand(len(q), -1, -1).masked_fill(~seen, float("-inf"))
+
+    @torch.no_grad()
+    def select_blocks(self, q: Tensor, pool: Pool, spec: IndexSpec) -> None:
+        """Select keys, without a gradient. Own keys of row p, of later steps, are at positions p + 1, p + 2 ..."""
+        shared, *own = (keys[:, 0] for keys in pool.keys)
+        heads, rows = q.unflatten(-1, (spec.num_heads, -1)).transpose(1, 2), torch.arange(q.shape[1], device=q.device)
+        scores = torch.nn.functional.pad(block_scores(q, shared, spec), (0, len(own)))  # by position
+        places = [(rows + step)[:, None].expand(*heads.shape[:3], 1) for step in range(1, len(own) + 1)]
+        for place, keys in zip(places, own, strict=True):
+            scores.scatter_(-1, place, (heads * keys[:, None]).sum(-1, keepdim=True).to(scores.dtype))
+        visible = torch.arange(scores.shape[-1], device=q.device) <= (rows + len(own))[:, None]
+        seen = selected_blocks(scores, visible.expand(len(q), -1, -1), spec)
+        by_step = [seen[..., : len(rows)] & (rows <= rows[:, None]), *(seen.gather(-1, place) for place in places)]
+        chosen = torch.cat(by_step, dim=-1)
+        pool.chosen = q.new_zeros(chosen.shape).masked_fill(~chosen, float("-inf"))
 
     def compress(self, values: Tensor, gates: Tensor, bias: Tensor, pool: Pool, spec: CompressSpec) -> Tensor:
         """An entry for every row; `attend_compressed` masks the rows that end no entry."""
@@ -129,7 +147,7 @@ def _unrolled_attention(
     grouped = q.unflatten(1, (spec.num_kv_heads, -1))  # [B, K, G, T, D]
     shared = grouped @ pool.keys[0].unsqueeze(2).transpose(-1, -2)  # [B, K, G, T, T]
     own = [(grouped * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in pool.keys[1:]]
-    mask = _mask(num_rows, num_own, spec, q) if chosen is None else chosen[:, None, None]
+    mask = _mask(num_rows, num_own, spec, q) if chosen is None else grouped_mask(chosen, spec.num_kv_heads)
     weights = attention_weights(torch.cat((shared, *own), dim=-1) * spec.scale, mask, spec, sinks)
     out = weights[..., : pool.values[0].shape[2]] @ pool.values[0].unsqueeze(2)
     for i, values in enumerate(pool.values[1:]):

@@ -15,6 +15,10 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_
 SHARING = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 FIVE = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 LATENT = {"head_dim": 32, "num_key_value_heads": 4, "v_head_dim": 64}
+ONE_INDEX_HEAD = {
+    "sparse_num_index_heads": 1, "sparse_index_dim": 7, "sparse_block_size": 3, "sparse_topk_blocks": 4,
+    "sparse_attention_freq": [0, 1, 1],
+}  # fmt: skip
 Config = dict[str, Any]
 
 
@@ -305,8 +309,13 @@ ROWS: Mapping[str, FamilyRow] = {
             block="model.mtp.layers.{i}.transformer_layer.", norm="model.mtp.layers.{i}.final_layernorm",
             embedding_norm="model.mtp.layers.{i}.enorm", hidden_norm="model.mtp.layers.{i}.hnorm",
             projections=("model.mtp.layers.{i}.eh_proj",), masks_first=True, recycles_normed=False,
-            config={"moe_layer_freq": [1]}),
-        modules=(0, 1, 0, 1), excluded=("hidden_act", "attention_bias")),
+            config={"moe_layer_freq": [1], "layer_types": ["minimax_m3_sparse"]}),
+        modules=(0, 1, 0, 1), excluded=("hidden_act", "attention_bias"),
+        variants={
+            "one kv head": {"num_key_value_heads": 1, "sparse_attention_config": ONE_INDEX_HEAD},
+            "wide odd heads": {
+                "head_dim": 22, "num_attention_heads": 3, "num_key_value_heads": 1,
+                "sparse_attention_config": {**ONE_INDEX_HEAD, "sparse_index_dim": 12}}}),
     "mistral": FamilyRow(
         is_relative=True,
         variants={

@@ -50,6 +50,8 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
         config["num_key_value_heads"] = config["num_attention_heads"]
     if family == "minimax_m3":
         config["moe_layer_freq"] = config["moe_layer_freq"][: config["num_hidden_layers"]]
+        flags = config["sparse_attention_config"]["sparse_attention_freq"][: config["num_hidden_layers"]]
+        config["layer_types"] = ["minimax_m3_sparse" if each else "full_attention" for each in flags]
     if family != "step3p5" and isinstance(kinds := config.get("layer_types"), list):  # its modules have kinds, too
         config["layer_types"] = kinds[: config["num_hidden_layers"]]
     if (full := config.get("full_attn_idxs")) is not None:
@@ -326,7 +328,9 @@ HY4 = {
     r"\.learnable_sink_param": ".sinks", r"\.linear_gate\.": ".gate_proj.",
 }  # fmt: skip
 """HY-V4's names -> transformers'."""
-M3 = {r"\.block_sparse_moe\.e_score": ".mlp.gate.e_score", r"\.block_sparse_moe\.": ".mlp."}
+M3 = {
+    r"\.block_sparse_moe\.e_score": ".mlp.gate.e_score", r"\.block_sparse_moe\.": ".mlp.",
+    r"\.self_attn\.index_": ".self_attn.indexer."}  # fmt: skip
 """MiniMax-M3's names -> transformers'."""
 
 

@@ -1,4 +1,4 @@
-"""MiniMax-M3 up to the longest context at which its indexers select all blocks."""
+"""MiniMax-M3 beyond the positions of which its indexers select all blocks: the same as transformers."""
 
 from pathlib import Path
 
@@ -12,35 +12,44 @@ from headstart.core import Span
 from headstart.models.families import family_named
 
 BLOCKS = {
-    "sparse_topk_blocks": 3, "sparse_block_size": 8, "sparse_num_index_heads": 2, "sparse_index_dim": 8,
-    "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1],
+    "sparse_num_index_heads": 2, "sparse_index_dim": 10, "sparse_local_block": 1, "sparse_init_block": 0,
+    "sparse_score_type": "max",
 }  # fmt: skip
+SHAPES = {"as released: 128 positions, 16 blocks": (128, 16, 2300), "short blocks": (5, 2, 77), "one block": (8, 1, 50)}
 
 
-def test_all_blocks_are_selected_up_to_the_longest_context(tmp_path: Path) -> None:
-    tiny = family_of("minimax_m3").tiny(sparse_attention_config=BLOCKS, num_mtp_modules=0)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_selected_blocks_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+    size, top_k, length = SHAPES[shape]
+    sparse = {**BLOCKS, "sparse_block_size": size, "sparse_topk_blocks": top_k, "sparse_attention_freq": [0, 1, 1]}
+    tiny = family_of("minimax_m3").tiny(
+        sparse_attention_config=sparse, num_mtp_modules=0, max_position_embeddings=2 * length
+    )
     model = model_at(write_model(tmp_path, *tiny))
-    assert model.config.max_length == 24
+    assert model.config.max_length == 2 * length
     config, tensors = config_and_tensors("minimax_m3", model)
-    torch.manual_seed(0)
     oracle, missing, _ = build_oracle("minimax_m3", config, tensors)
-    assert missing and all(".indexer." in name for name in missing)
-    tokens = [(7 * i * i + 3) % model.config.vocab_size for i in range(40)]
-    for name, parameter in oracle.named_parameters():
-        if name in missing:
-            torch.nn.init.normal_(parameter)
-    theirs, short = logits_of_oracle(oracle, tokens), logits_of_oracle(oracle, tokens[:24])
-    torch.testing.assert_close(theirs[:24], short, atol=1e-4, rtol=0)
-    engine = make(model, dtype="float32", drafter="none", max_model_len=24)
-    ours = engine.runner.forward([Span(new_sequence(engine, tokens[:24], computed=0), 0, 24, 24)]).logits
-    torch.testing.assert_close(ours.float(), short, atol=2e-4, rtol=0)
-    full = {key: value for key, value in config.items() if key != "sparse_attention_config"}
-    dense, _, _ = build_oracle("minimax_m3", full, tensors)
-    assert (logits_of_oracle(dense, tokens)[-1] - theirs[-1]).abs().max() > 1e-2  # some blocks are left
+    assert not missing - {"lm_head.weight"}
+    tokens = [(7 * i * i + 3 * i // 5) % model.config.vocab_size for i in range(length)]
+    theirs = logits_of_oracle(oracle, tokens)
+    full = {"layer_types": ["full_attention"] * len(config["layer_types"])}
+    dense, _, _ = build_oracle("minimax_m3", config | full, tensors)
+    everything = logits_of_oracle(dense, tokens)
+    torch.testing.assert_close(theirs[: size * top_k], everything[: size * top_k], atol=1e-4, rtol=0)
+    assert (everything - theirs)[-5:].abs().max() > 1e-2  # blocks are left out
+    for backend in ("reference", "native"):
+        engine = make(model, backend=backend, dtype="float32", drafter="none", max_model_len=length, kv_blocks=length)
+        spans = [(0, length - 9), (length - 9, length - 1), (length - 1, length)]  # a prompt, drafts, one row
+        sequence, ours = new_sequence(engine, tokens, computed=0), []
+        for begin, end in spans:
+            ours.append(engine.runner.forward([Span(sequence, begin, end - begin, end - begin)]).logits)
+        ours = torch.cat([torch.as_tensor(each).float() for each in ours])
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["self_attn.index_q_proj.weight", "self_attn.index_k_norm.weight"])
-def test_tensors_of_indexers_are_left(name: str) -> None:
+def test_tensors_of_indexers_are_read(name: str) -> None:
     names = family_named("minimax_m3_vl").names
-    assert names.canonical(f"language_model.model.layers.4.{name}") is None
-    assert names.canonical(f"language_model.model.mtp.layers.0.transformer_layer.{name}") is None
+    assert names.canonical(f"language_model.model.layers.4.{name}") == f"layers.4.{name.replace('index_', 'indexer.')}"
+    module = names.canonical(f"language_model.model.mtp.layers.0.transformer_layer.{name}")
+    assert module == f"mtp.0.block.{name.replace('index_', 'indexer.')}"

@@ -24,6 +24,7 @@ SEEN: dict[str, dict[str, Any]] = {
     "window and softcap": {"window": 33, "softcap": 0.7},
     "causal": {"causal": True},
     **{f"the best {n}": {"top_k": n} for n in (1, 16, 37, 214)},
+    **{f"the best {n} blocks of {every}": {"top_k": n, "every": every} for n, every in ((1, 16), (3, 9), (5, 40))},
 }
 BLIND = {"before": {"excludes_self": True}, "before in a window": {"excludes_self": True, "window": 17}}
 """Rows that do not see themselves; the first of a text then sees nothing."""
@@ -35,8 +36,8 @@ class World:
     """Queries, keys and values by token on one backend, and a pool for them."""
 
     def __init__(
-        self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, top_k: int = 0, length: int = LENGTH,
-        **seen: Any,
+        self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, top_k: int = 0, every: int = 0,
+        length: int = LENGTH, **seen: Any,
     ) -> None:  # fmt: skip
         heads, kv_heads, dim = HEADS[kv_dtype]
         self.length, self.num_blocks = length, length // 16 + NUM_BLOCKS - LENGTH // 16
@@ -44,8 +45,10 @@ class World:
         self.kv_dtype, self.dim = kv_dtype, dim
         self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
         self.index = IndexSpec(11, 18, top_k) if top_k else None
+        self.index = IndexSpec(kv_heads, 18, top_k, every, whole=True) if every else self.index
         widths = [n * dim for n in (heads, kv_heads, kv_heads)]
-        widths += [11 * 18, 11, 18] if top_k else []  # queries and weights of the indexer, its keys
+        # queries and weights of the indexer (one that selects blocks has none), its keys
+        widths += [self.index.num_heads * 18, 11, 18] if self.index else []
         self.tables = [random_matrix(nat.FORMS["F32"], 4 * length, n, self.rng) for n in widths]
         self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
         self.workers = [nat.backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
@@ -68,7 +71,10 @@ class World:
             if chosen:
                 queries, weights, keys = indexing
                 ops.store_index(keys, chosen[0], self.index)
-                ops.select_positions(queries, weights, chosen[0], self.index)
+                if self.index.whole:
+                    ops.select_blocks(queries, chosen[0], self.index)
+                else:
+                    ops.select_positions(queries, weights, chosen[0], self.index)
             ops.store_kv(k, v, pool, self.spec)
             return {"y": ops.attend(q, pool, self.spec, sinks, *chosen)}
 
@@ -121,7 +127,8 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 @pytest.mark.slow
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 17", "window and softcap", "causal", "the best 37", *BLIND])
+@pytest.mark.parametrize("seen", [
+    "all", "window 17", "window and softcap", "causal", "the best 37", "the best 3 blocks of 9", *BLIND])  # fmt: skip
 def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
     """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
     world = World(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
@@ -140,7 +147,7 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
 @pytest.mark.slow
 @paths
 @kv_dtypes
-@pytest.mark.parametrize("seen", ["all", "window 300", "causal"])
+@pytest.mark.parametrize("seen", ["all", "window 300", "causal", "the best 5 blocks of 40"])
 def test_threads_share_long_contexts(path: str, kv_dtype: str, seen: str) -> None:
     """Several stretches (csrc/kernels.h): rows that three threads share have the bits of one thread's prompt."""
     world = World(path, kv_dtype, sinks=True, length=1090, **SEEN[seen])
@@ -201,6 +208,7 @@ class Tree:
     *(("window 16", context) for context in (1, 15, 64, 509)),
     *(("window and softcap", context) for context in (14, 37, 127)),
     *(("the best 16", context) for context in (1, 16, 64, 127)),
+    *(("the best 3 blocks of 9", context) for context in (1, 37, 127)),
 ])  # fmt: skip
 def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
     """A context of 509: paths over the end of a stretch, which threads share."""

@@ -54,9 +54,10 @@ WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "mimo_v2_flash", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "mimo_v2_flash", "deepseek_v32", "minimax_m3"])
 def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
     changes = {"mimo_v2_flash": {"sliding_window": 3}, "deepseek_v32": {"index_topk": 4}}
+    changes |= {"minimax_m3": {"index_n_heads": 1, "index_block_size": 2, "index_topk_blocks": 2}}
     model = support.tiny_model(family, **changes.get(family, {}))
     head = support.make_head(model, spec)
     length, depth, width = 9, 4, model.config.hidden_size

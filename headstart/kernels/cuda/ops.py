@@ -212,6 +212,9 @@ class CudaOps:
     def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = select_positions(self._launch, q, weights, pool, spec, self._plan)
 
+    def select_blocks(self, q: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
+        SupportCheck().select_blocks(q, pool, spec)
+
     def compress(
         self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: specs.CompressSpec
     ) -> Tensor:
@@ -352,6 +355,9 @@ class SupportCheck:
 
     def stream_weights(self, mixes: Any, base: Any, scale: Any, spec: specs.StreamSpec) -> None:
         _refuse(not spec.mixed, "streams without a mixing matrix")
+
+    def select_blocks(self, q: Any, pool: Any, spec: specs.IndexSpec) -> None:
+        _refuse(True, "an indexer that selects blocks for each KV head")
 
     def select_positions(self, q: Any, weights: Any, pool: Any, spec: specs.IndexSpec) -> None:
         _refuse(spec.whole, "an indexer that selects whole windows")

@@ -180,6 +180,9 @@ class ProgramRecorder:
         rows = self._index(q), self._index(weights)
         self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every, spec.whole)
 
+    def select_blocks(self, q: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
+        self._chosen[pool] = self.program.choose_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)
+
     def attend(
         self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
     ) -> Symbol:

@@ -32,8 +32,8 @@ class SpanGroup:
     mask: Tensor  # [S, Q, L]: 0 where the row sees the position, -inf elsewhere
 
     def with_visible(self, visible: Tensor) -> "SpanGroup":
-        """The same spans, whose rows see the positions in `visible` [S, Q, L] bool."""
-        return replace(self, mask=torch.zeros_like(self.mask).masked_fill_(~visible, float("-inf")))
+        """The same spans, whose rows see the positions in `visible`: bool [S, Q, L], or [S, G, Q, L] by head group."""
+        return replace(self, mask=self.mask.new_zeros(visible.shape).masked_fill_(~visible, float("-inf")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,6 +280,12 @@ class ReferenceOps:
             for group in self._groups(spec)
         ]  # fmt: skip
 
+    def select_blocks(self, q: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
+        self._chosen[pool] = [
+            selected_blocks(block_scores(q[group.rows], pool.keys[group.slots][:, :, 0], spec), group.mask == 0, spec)
+            for group in self._groups(spec)
+        ]
+
     def _window_ends(self, group: SpanGroup, every: int) -> Tensor:
         """bool [L]: which of a group's positions end a window of `every`."""
         return (torch.arange(group.slots.shape[1], device=self._device) + 1) % every == 0
@@ -335,7 +341,8 @@ class ReferenceOps:
     def _attend(
         self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """q [S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V] -> [S, Q, H * V]."""
+        """q [S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V], with mask [S, Q, L] or [S, G, Q, L] ->
+        [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
         kv_heads, dim = spec.num_kv_heads, spec.head_dim
         repeat = spec.num_heads // kv_heads
@@ -344,7 +351,7 @@ class ReferenceOps:
         keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)  # [S, K, D, L], [S, K, L, V]
         scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
         scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale
-        weights = attention_weights(scores, mask[:, None, None], spec, sinks)
+        weights = attention_weights(scores, grouped_mask(mask, kv_heads), spec, sinks)
         out = weights.reshape(num_spans, kv_heads, repeat * num_rows, -1) @ values
         out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
         return out.permute(0, 3, 1, 2, 4).reshape(num_spans, num_rows, -1)
@@ -416,6 +423,11 @@ def attention_weights(scores: Tensor, mask: Tensor, spec: AttentionSpec, sinks: 
     return torch.cat((scores, heads), dim=-1).softmax(-1)[..., :-1]
 
 
+def grouped_mask(mask: Tensor, kv_heads: int) -> Tensor:
+    """[S, Q, L], or [S, G, Q, L] for G groups of KV heads, as [S, K or 1, 1, Q, L]."""
+    return mask[:, None, None] if mask.ndim == 3 else mask.repeat_interleave(kv_heads // mask.shape[1], 1)[:, :, None]
+
+
 def widened(dtype: torch.dtype) -> torch.dtype:
     """This dtype, but at least float32: for sums over a whole text."""
     return torch.promote_types(dtype, torch.float32)
@@ -441,6 +453,29 @@ def selected_positions(scores: Tensor, visible: Tensor, ends: Tensor, spec: spec
     end = torch.arange(count, device=ends.device) // spec.every * spec.every + spec.every - 1  # of each one's window
     is_whole, end = (end < count) & visible[..., end.clamp(max=count - 1)], end.clamp(max=count - 1)
     return visible & (~is_whole | best[..., end])
+
+
+def block_scores(q: Tensor, keys: Tensor, spec: specs.IndexSpec) -> Tensor:
+    """q . k in at least float32: q [S, R, heads * D], keys [S, L, D] -> [S, heads, R, L]."""
+    wide = widened(q.dtype)
+    heads = q.to(wide).unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
+    scores: Tensor = heads @ keys.to(wide).transpose(1, 2)[:, None]
+    return scores
+
+
+def selected_blocks(scores: Tensor, visible: Tensor, spec: specs.IndexSpec) -> Tensor:
+    """Ops.select_blocks: bool [S, heads, R, L]; scores [S, heads, R, L], visible [S, R, L]."""
+    every, length = spec.every, scores.shape[-1]
+    scores = scores.masked_fill(scores.isnan() | ~visible[:, None], float("-inf"))
+    blocks = torch.nn.functional.pad(scores, (0, -length % every), value=float("-inf")).unflatten(-1, (-1, every))
+    count = visible.sum(-1)[:, None, :, None]  # positions that a row sees
+    own = (count - 1).clamp(min=0) // every  # block of the last one
+    number = torch.arange(blocks.shape[-2], device=scores.device)
+    best = best_positions(
+        blocks.amax(-1).masked_fill(number == own, float("inf")),
+        (number * every < count).expand(blocks.shape[:-1]), spec.top_k,
+    )  # fmt: skip
+    return best.repeat_interleave(every, -1)[..., :length] & visible[:, None]
 
 
 def best_positions(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:

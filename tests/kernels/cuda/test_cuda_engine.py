@@ -55,7 +55,7 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_operation_has_its_kernels() -> None:
-    """What a family may use is refused nowhere: a new operation needs one here."""
+    """A new operation needs a kernel here, or is refused by name (SupportCheck)."""
     from headstart.kernels.cuda.ops import CudaOps
     from headstart.kernels.ops import Ops
 
