@@ -57,10 +57,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         images: Seq[Any] = (),
+        lora: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """The completion of one prompt (see `LLM.generate`). For several prompts use `asyncio.gather`."""
-        request = await self._request(prompt, params, images=images, **options)
+        request = await self._request(prompt, params, images=images, lora=lora, **options)
         async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:
             return gather([piece.completion async for piece in pieces if piece.completion is not None])
 
@@ -68,10 +69,12 @@ class AsyncLLM:
         self,
         messages: Seq[Message],
         params: SamplingParams | None = None,
+        *,
+        lora: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """The answer to one conversation (see `LLM.chat`)."""
-        return await self.generate(messages, params, **options)
+        return await self.generate(messages, params, lora=lora, **options)
 
     async def stream(
         self,
@@ -79,10 +82,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         images: Seq[Any] = (),
+        lora: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[TextDelta]:
         """Yield the output of one prompt piece by piece. Raises UsageError for n other than 1."""
-        request = await self._request(prompt, params, images=images, **options)
+        request = await self._request(prompt, params, images=images, lora=lora, **options)
         if request.params.n != 1:
             raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
         async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:

@@ -57,6 +57,8 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
             raise UsageError(f"LLM has no option {name!r}", hint)
     if isinstance(adapters := options.get("lora"), Mapping):
         options = {**options, "lora": tuple(f"{name}={os.fspath(path)}" for name, path in adapters.items())}
+    elif isinstance(adapters, str | os.PathLike):
+        options = {**options, "lora": (os.fspath(adapters),)}
     return replace(config or EngineConfig(), **options)
 
 
@@ -66,7 +68,6 @@ class RequestOptions(TypedDict, total=False):
     raw: bool  # a text is the prompt itself, not a user message
     depth: int | None  # tokens drafted; 0: none; None: the depth of the LLM
     constraint: Constraint | None
-    lora: str | None  # name of a loaded adapter
 
 
 def as_grammar(constraint: Constraint | None) -> GrammarSpec | None:
@@ -104,8 +105,8 @@ class LLM:
     model: path, Hub name or alias; None: the default model. LLMs may share a loaded `Model`; their passes take turns.
     progress: called with (done, total, description) while weights are read.
     room: maximum bytes of the KV caches; they always hold at least one sequence.
-    options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`; `lora` may be a dict of
-    names and paths.
+    options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`; `lora` may be the path
+    of an adapter, or a dict of names and paths. Requests without a choice use the first.
     """
 
     def __init__(
@@ -132,7 +133,6 @@ class LLM:
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self.turn_end: tuple[str, ...] = ()  # stop string that ends an answer, from `use_chat_template`
         self.recommended = _recommended(self.model)
-        self.lora: str | None = None  # name of the adapter of requests that name none; None: the model as it is
         self._ids = count()
 
     def __enter__(self) -> Self:
@@ -172,10 +172,10 @@ class LLM:
             raise UsageError("this LLM is closed", "make another one")
 
     @property
-    def adapters(self) -> list[str]:
-        """Names of the loaded LoRA adapters."""
+    def adapters(self) -> dict[str, str]:
+        """Name -> path of the loaded LoRA adapters."""
         self._check_open()
-        return list(self.engine.adapters.loaded)
+        return self.engine.adapters.paths
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. Raises ModelError
@@ -309,8 +309,8 @@ class LLM:
         images: Seq[Any] = (),
     ) -> Request:
         """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
-        the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter. Raises
-        UsageError for wrong values."""
+        the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter; "": the
+        model as it is; None: the first adapter of the config. Raises UsageError for wrong values."""
         self._check_open()
         if not isinstance(params, SamplingParams):
             raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
@@ -330,7 +330,8 @@ class LLM:
         rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
         if params.min_tokens and spec is None and rest <= 0:
             raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
-        adapter = lora or self.lora
+        if lora is None:
+            lora = next((name for name, _ in self.config.adapters), "")
         encoded = self.encode_prompt(prompt, images, raw=raw)
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -344,7 +345,7 @@ class LLM:
             allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
             constraint=None if spec is None else self.grammars.compile(spec),
-            adapter=self.engine.adapters.find(adapter) if adapter else None,
+            adapter=self.engine.adapters.find(lora) if lora else None,
         )
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
@@ -361,6 +362,7 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         images: Seq[Any] | None = None,
+        lora: str | Seq[str] | None = None,
         on_finish: Callable[[int, Completion], None] | None = None,
         abort: threading.Event | None = None,
         **options: Unpack[RequestOptions],
@@ -368,7 +370,8 @@ class LLM:
         """Complete all prompts in one continuous batch; returns completions in the order of the prompts.
 
         images: images of a single prompt (paths, bytes, Pillow images), or a list of them for each prompt.
-        on_finish(index, completion): called when a prompt's choices are complete. abort: once set, running prompts end,
+        lora: name of a loaded adapter, or one for each prompt (see `request`). on_finish(index, completion): called
+        when a prompt's choices are complete. abort: once set, running prompts end,
         and only finished completions are returned. options: see RequestOptions. Raises UsageError for a wrong prompt
         before any prompt runs, GenerationError if a text breaks off.
         """
@@ -380,9 +383,13 @@ class LLM:
         chosen = [params or self.default_params] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
+        loras = [lora] * len(prompts) if lora is None or isinstance(lora, str) else list(lora)
+        if len(loras) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts, but {len(loras)} names of adapters")
+        each_images = per_prompt(images, prompts, is_single)
         requests = [
-            self.request(prompt, each, images=some, **options)  # type: ignore[arg-type]
-            for prompt, each, some in zip(prompts, chosen, per_prompt(images, prompts, is_single), strict=True)
+            self.request(prompt, each, images=some, lora=name, **options)  # type: ignore[arg-type]
+            for prompt, each, some, name in zip(prompts, chosen, each_images, loras, strict=True)
         ]
         order = {request.request_id: index for index, request in enumerate(requests)}
         choices: list[list[Completion]] = [[] for _ in requests]
@@ -401,6 +408,8 @@ class LLM:
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        lora: str | Seq[str] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Answer one or several conversations, each a list such as `[{"role": "user", "content": "Hi"}]`. Content may
@@ -409,7 +418,7 @@ class LLM:
             raise UsageError(f"messages is {messages!r}", 'give a list: chat([{"role": "user", "content": "Hi"}])')
         several = not isinstance(messages[0], Mapping)
         prompts: list[Any] = list(messages) if several else [messages]
-        return self.generate(prompts, params, **options)
+        return self.generate(prompts, params, lora=lora, **options)
 
     def stream(
         self,
@@ -417,11 +426,12 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         images: Seq[Any] = (),
+        lora: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
         params = params or self.default_params
-        request = self.request(prompt, params, images=images, **options)
+        request = self.request(prompt, params, images=images, lora=lora, **options)
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
         for _, delta in self._run([request], continues=options.get("raw", False)):

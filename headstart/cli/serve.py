@@ -130,9 +130,13 @@ def run(
             raise UsageError("--replicas serve one model", "leave out the others, or --replicas")
         if other.engine_name is not None:
             raise UsageError("--replicas are headstart's own engines", "leave out --engine, or --replicas")
+        if serving.allow_lora_updates:
+            raise UsageError("--allow-lora-updates would change one of the --replicas", "name all adapters by --lora")
         check_role(serving, config)
         return supervise_replicas(replicas, config, serving.chosen())
     may_tune = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
+    if has_several and config.lora:
+        raise UsageError("--lora belongs to one model, but several are served", "serve that model alone")
     if replica_id is None and has_several:
         return _serve_several(named, settings, config, _server_config(serving, replicas), may_tune=may_tune)
     return _serve_one(named.first, config, check_role(serving, config), replicas, may_tune=may_tune)

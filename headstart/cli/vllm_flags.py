@@ -66,6 +66,10 @@ FLAGS: Mapping[str, VllmFlag] = {
     "--enable-log-requests": VllmFlag("Refused: prompts are never logged.", "leave it out"),
     "--enforce-eager": VllmFlag("No effect: nothing is compiled or captured."),
     "--trust-remote-code": VllmFlag("No effect: no code is run from checkpoints."),
+    "--enable-lora": VllmFlag("On anyway; --lora names the adapters."),
+    "--max-loras": VllmFlag("No limit.", takes_value=True),
+    "--max-cpu-loras": VllmFlag("No limit.", takes_value=True),
+    "--max-lora-rank": VllmFlag("No limit.", takes_value=True),
     "--swap-space": VllmFlag("No effect: preempted sequences are computed again.", takes_value=True),
     "--tensor-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
     "--pipeline-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
@@ -91,7 +95,7 @@ ALLOWED_VALUES: Mapping[str, tuple[str | bool, ...]] = {
 }  # fmt: skip
 """Other vLLM flags -> values that change nothing; True: the bare flag."""
 HINTS: tuple[tuple[str, str], ...] = (
-    (r"lora", "adapters are not served: merge the adapter into the checkpoint"),
+    (r"lora", "--lora NAME=PATH names an adapter, and may be repeated: leave this out"),
     (r"mm-|media|image|video|audio|vision|multimodal|language-model-only",
      "headstart reads text and images, without settings: leave it out"),
     (r"parallel|nnodes|node-rank|master-|expert|eplb|all2all|distributed|numa|dcp|pcp|worker|ray|headless|ep-",
@@ -241,6 +245,11 @@ class _Rewriter:
             value = self._value(flag, value)
         if self._is_own(name):
             self._take_own(name, value)
+        elif name == "--lora-modules" and not self.is_other_engine:
+            values = [value or ""]
+            while self.rest and not self.rest[0].startswith("-"):
+                values.append(self.rest.pop(0))
+            self.words += [word for each in values for word in ("--lora", adapter_option(each))]
         elif name == "--kv-transfer-config" and not self.is_other_engine:
             self.words += transfer_options(value or "")
         else:
@@ -274,6 +283,17 @@ def transfer_options(text: str) -> list[str]:
         return ["--kv-spill", str(path)]
     hint = SPILL_HINT if connector in SPILL_CONNECTORS else DISAGGREGATION_HINT
     raise UsageError(f"--kv-transfer-config with {connector} cannot be honoured", hint)
+
+
+def adapter_option(text: str) -> str:
+    """A value of vLLM's --lora-modules, NAME=PATH or JSON, as one of --lora. Raises UsageError for other JSON."""
+    if not text.startswith("{"):
+        return text
+    try:
+        given = json.loads(text)
+        return f"{given['name']}={given['path']}"
+    except (ValueError, KeyError):
+        raise UsageError(f"--lora-modules is {text!r}, without a name and a path", "write --lora NAME=PATH") from None
 
 
 def plain_size(text: str) -> str:

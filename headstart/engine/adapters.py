@@ -38,9 +38,10 @@ class Adapters:
             raise UsageError(f"no LoRA adapter is named {name!r}", hint)
         return self.loaded[name]
 
-    def file(self, name: str) -> AdapterFile:
-        """The files of a loaded adapter."""
-        return self._held[self.find(name).slot].file
+    @property
+    def paths(self) -> dict[str, str]:
+        """Path of each loaded adapter, by name."""
+        return {name: str(self._held[adapter.slot].file.path) for name, adapter in self.loaded.items()}
 
     def fit(self, path: Path) -> FittedAdapter:
         """Reads an adapter and fits it to the model. Raises ModelError if it does not fit, or cannot be computed."""

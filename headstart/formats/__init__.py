@@ -47,6 +47,8 @@ def _why_unknown(path: Path) -> str:
         return f"{path} is not a checkpoint: it is neither a GGUF file nor a directory"
     if not any(path.iterdir()):
         return f"{path} is an empty directory"
+    if (path / "adapter_config.json").exists():
+        return f"{path} is a LoRA adapter, not a whole model: serve its model with --lora NAME={path}"
     if partial := next(partial_files(path), None):
         return f"{path} holds {partial}, an incomplete download"
     if files := sorted(path.glob("*.gguf")):

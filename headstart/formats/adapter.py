@@ -111,7 +111,12 @@ def is_adapter(path: Path) -> bool:
     """Whether a path is a PEFT directory or a GGUF file of type `adapter`."""
     if path.is_dir():
         return (path / CONFIG).is_file()
-    return gguf.detect(path) and gguf_file.read(path).metadata.get("general.type") == "adapter"
+    if not gguf.detect(path):
+        return False
+    try:
+        return gguf_file.read(path).metadata.get("general.type") == "adapter"
+    except ModelError:  # a damaged file, of which the reader of models says more
+        return False
 
 
 def read_adapter(path: Path) -> AdapterFile:

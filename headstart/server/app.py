@@ -18,7 +18,7 @@ from headstart.errors import UsageError
 from headstart.server import errors, prefill_server
 from headstart.server.accounts import Accounts
 from headstart.server.admission import Admission
-from headstart.server.apis import completions, embeddings, messages, ollama, responses
+from headstart.server.apis import adapters, completions, embeddings, messages, ollama, responses
 from headstart.server.guards import REQUEST_ID, ApiKeyGuard, NormalizedPaths, RequestLog
 from headstart.server.image_urls import url_policy
 from headstart.server.metrics import ServerMetrics
@@ -80,6 +80,8 @@ def _make_served(
         config.reasoning_parser or format_in(template, "reasoning_formats"),
         config.parse_special_tokens,
     )
+    if twice := set(names) & set(llm.adapters):
+        raise UsageError(f"--lora: the model is named {min(twice)}, too", "give the adapter another name")
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
     prefill = None
     if config.prefill is not None:
@@ -117,9 +119,11 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
     app.state.headstart = ServerState(
         models, int(time.time()), config.request_timeout, config.replica,
         url_policy(config.allow_image_urls, config.allowed_media_domains),
+        allow_lora_updates=config.allow_lora_updates,
     )  # fmt: skip
-    for each in (router, completions.router, messages.router, responses.router, ollama.router, embeddings.router):
-        app.include_router(each)
+    for part in (adapters, completions, messages, responses, ollama, embeddings):
+        app.include_router(part.router)
+    app.include_router(router)
     if config.role == "prefill":
         app.include_router(prefill_server.router)
     app.add_route("/docs", lambda _: HTMLResponse(docs_page(app.openapi())), include_in_schema=False)

@@ -107,6 +107,7 @@ class ServedModel:
             sources,
             self.formats,
             self.names,
+            [adapter.digest for adapter in self.llm.engine.adapters.loaded.values()],
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -172,6 +173,11 @@ class ModelSlot:
     def root(self) -> str:
         """Path or name of the checkpoint."""
         return self.spec.path or hub.DEFAULT_MODEL
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Name -> path of the LoRA adapters, which requests may name as their model."""
+        return self.served.llm.adapters if self.served else dict(self.spec.config.adapters)
 
     @property
     def expires(self) -> float | None:
@@ -275,14 +281,15 @@ class ModelManager:
 
     @property
     def names(self) -> list[str]:
-        """All names of all models."""
-        return list(self._by_name)
+        """All names of all models and adapters."""
+        return [*self._by_name, *(name for slot in self.slots for name in slot.adapters)]
 
     def find(self, name: str | None) -> ModelSlot:
         """The slot of a model's name, with or without LATEST_TAG; None: the first. Raises ModelError if unknown."""
         if name is None:
             return self.slots[0]
         found = self._by_name.get(name) or self._by_name.get(name.removesuffix(LATEST_TAG))
+        found = found or next((slot for slot in self.slots if name in slot.adapters), None)
         if found is None:
             what = f"the model {limits.shortened(name)!r} does not exist"
             raise ModelError(what, f"this server has {', '.join(self.names)}")

@@ -42,6 +42,9 @@ class ServerOptions:
     parse_special_tokens: bool = option(
         "Parse names of special tokens in messages as special tokens.", default=False, **RARE
     )
+    allow_lora_updates: bool = option(
+        "Let clients load adapters from this machine's disk: /v1/load_lora_adapter.", default=False, **RARE
+    )
     allow_image_urls: bool = option(
         "Download images of http and https URLs, from public addresses.", default=False, **RARE
     )

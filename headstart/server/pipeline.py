@@ -78,6 +78,7 @@ class ServerState:
     request_timeout: float | None  # seconds; None: no limit
     replica: ReplicaId | None = None  # set if this server is one of several replicas behind a router
     url_policy: UrlPolicy = field(default_factory=UrlPolicy)
+    allow_lora_updates: bool = False  # may clients load and unload adapters?
     body_reader: BodyReader = field(default_factory=BodyReader)
 
     @asynccontextmanager

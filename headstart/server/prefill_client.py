@@ -99,7 +99,8 @@ class PrefillClient:
     def _is_wanted(self, request: Request) -> bool:
         if time.monotonic() < self._retry_at or len(request.prompt_ids) <= MIN_TOKENS:
             return False
-        return request.params.prompt_logprobs is None and not request.embeds and not request.pictures
+        is_plain = not (request.embeds or request.pictures or request.adapter)
+        return request.params.prompt_logprobs is None and is_plain
 
     def _prefetch(self, request: Request) -> None:
         import httpx

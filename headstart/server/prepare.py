@@ -288,10 +288,16 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
     return ids[-num_tokens:]
 
 
+def adapter_of(llm: LLM, model: str | None) -> str:
+    """The adapter that a request names as its model; empty if it names the model itself, or nothing."""
+    return model if model in llm.adapters else ""
+
+
 def _request(
     llm: LLM, account: Account, ids: list[int], params: SamplingParams, body: Common, constraint: GrammarSpec | None
 ) -> Request:
-    request = llm.request(ids, params, depth=_depth(body), constraint=constraint)
+    lora = adapter_of(llm, body.model)
+    request = llm.request(ids, params, depth=_depth(body), constraint=constraint, lora=lora)
     request = with_owner(request, account, body.priority)
     return replace(request, cache_salt=body.cache_salt) if body.cache_salt else request
 

@@ -36,6 +36,7 @@ class ModelEntry(schema.ResponseModel):
     owned_by: str
     root: str
     max_model_len: int
+    parent: str | None = Field(default=None, description="Of a LoRA adapter: the model that it changes.")
 
 
 class ModelList(schema.ResponseModel):
@@ -79,7 +80,10 @@ async def _list_entries(models: ModelManager, slot: ModelSlot, started: int) -> 
         **{key: info[key] for key in ("synthetic_acceptance",) if key in info},
         **({} if models.is_fixed else {"loaded": slot.served is not None}),
     }  # fmt: skip
-    return [{"id": name, "display_name": name, **document} for name in slot.spec.names]
+    entries = [{"id": name, "display_name": name, **document} for name in slot.spec.names]
+    for name, path in slot.adapters.items():
+        entries.append({**document, "id": name, "display_name": name, "root": path, "parent": slot.name})
+    return entries
 
 
 @router.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=ModelEntry)

@@ -1,14 +1,17 @@
 """LoRA adapters: logits and texts against PEFT over transformers' classes; the same text in any company."""
 
-import json
+import re
 from collections.abc import Mapping, Sequence as Seq
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import in_rope_order, write_gguf, written
+from lora_files import random_adapter, write_adapter
 from oracles import greedy_text, logits_of_oracle, oracle_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from support import new_folder, tiny_model
@@ -16,7 +19,8 @@ from support import new_folder, tiny_model
 from headstart.api.llm import LLM
 from headstart.core import SamplingParams
 from headstart.errors import ModelError, UsageError
-from headstart.formats import safetensors
+from headstart.formats import safetensors_file
+from headstart.tools.inspect.run import InspectOptions, run as inspect
 
 pytestmark = [  # of PEFT: about itself, about experts' names that no target has, about tied LM heads
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
@@ -24,6 +28,11 @@ pytestmark = [  # of PEFT: about itself, about experts' names that no target has
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*save_embedding_layers:UserWarning"),
 ]
+NAMES_OF_PARTS = {
+    **{part: f"attn_{part}" for part in "qkv"}, "o": "attn_output",
+    **{part: f"ffn_{part}" for part in ("gate", "up", "down")},
+}  # fmt: skip
+"""Part of a projection's name -> llama.cpp's name."""
 LINEAR = "all-linear"
 FAMILIES: Mapping[str, Seq[str] | str] = {
     **dict.fromkeys(("llama", "qwen3", "gemma3", "phi3", "glm4", "olmo2", "granite", "cohere2", "seed_oss"), LINEAR),
@@ -65,7 +74,7 @@ def open_llm(family: str, adapters: Mapping[str, Path], **settings: Any) -> LLM:
     return LLM(folder_of(family), lora=adapters, **{**NATIVE, **settings})
 
 
-def logits_close(llm: LLM, oracle: Any, name: str | None) -> None:
+def logits_close(llm: LLM, oracle: Any, name: str) -> None:
     """Log-probabilities of a prompt and the greedy text after it."""
     params = SamplingParams(max_tokens=12, prompt_logprobs=3, logprobs=0, ignore_eos=True)
     (found,) = llm.generate([PROMPT], params, lora=name)
@@ -84,7 +93,7 @@ def test_logits_of_peft(family: str) -> None:
         with open_llm(family, {"tuned": folder}, **({**backend, "kv_cache_dtype": None} if backend else {})) as llm:
             logits_close(llm, oracle, "tuned")
             with oracle.disable_adapter():
-                logits_close(llm, oracle, None)
+                logits_close(llm, oracle, "")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +112,7 @@ def test_variants(settings: dict[str, Any]) -> None:
         logits_close(llm, oracle, "tuned")
 
 
-def texts_of(llm: LLM, jobs: Seq[tuple[str | None, Seq[int], SamplingParams]]) -> list[tuple[int, ...]]:
+def texts_of(llm: LLM, jobs: Seq[tuple[str, Seq[int], SamplingParams]]) -> list[tuple[int, ...]]:
     """The texts of (adapter, prompt, parameters), all in one batch."""
     requests = [llm.request(list(prompt), params, lora=name) for name, prompt, params in jobs]
     found: dict[str, tuple[int, ...]] = {}
@@ -117,13 +126,13 @@ def texts_of(llm: LLM, jobs: Seq[tuple[str | None, Seq[int], SamplingParams]]) -
     return [found[request.request_id] for request in requests]
 
 
-def jobs() -> list[tuple[str | None, Seq[int], SamplingParams]]:
+def jobs() -> list[tuple[str, Seq[int], SamplingParams]]:
     """The same prompts under every adapter and none, greedy and sampled."""
     return [
         (name, PROMPT[:length], SamplingParams(max_tokens=14, temperature=temperature, seed=length, ignore_eos=True))
         for length in (20, 9)
         for temperature in (0.0, 0.9)
-        for name in ("one", None, "two")
+        for name in ("one", "", "two")
     ]
 
 
@@ -131,7 +140,7 @@ def jobs() -> list[tuple[str | None, Seq[int], SamplingParams]]:
 @pytest.mark.parametrize("backend", ["native", "int8"])
 def test_the_same_text_in_any_company(family: str, backend: str) -> None:
     """Alone without drafts, and together: with drafts, small chunks, few blocks (preemption) and the prefix cache."""
-    adapters = {"one": random_adapter(family, 1), "two": random_adapter(family, 2, rank=7)}
+    adapters = {"one": random_adapter(folder_of(family), 1), "two": random_adapter(folder_of(family), 2, rank=7)}
     more: dict[str, Any] = {"quantization": "int8"} if backend == "int8" else {}
     with open_llm(family, adapters, drafter="none", **more) as llm:
         alone = [texts_of(llm, [job])[0] for job in jobs()]
@@ -142,30 +151,9 @@ def test_the_same_text_in_any_company(family: str, backend: str) -> None:
                 assert texts_of(llm, jobs()) == alone
 
 
-def random_adapter(family: str, seed: int, rank: int = 4) -> Path:
-    """An adapter of all attention and MLP matrices, without PEFT."""
-    rng, checkpoint = np.random.default_rng(seed), tiny_model(family, "float32").checkpoint
-    ends = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
-    matrices = {name: t for name, t in checkpoint.tensors.items() if name.endswith(ends) and "mtp" not in name}
-    arrays = {}
-    for name, tensor in matrices.items():
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        arrays[f"{module}.lora_A.weight"] = rng.standard_normal((rank, tensor.shape[1])).astype(np.float32)
-        arrays[f"{module}.lora_B.weight"] = rng.standard_normal((tensor.shape[0], rank)).astype(np.float32) / 10
-    return write_adapter(arrays, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank})
-
-
-def write_adapter(arrays: Mapping[str, Any], config: Mapping[str, Any]) -> Path:
-    folder = new_folder() / "adapter"
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    safetensors.save(folder / "adapter_model.safetensors", arrays)
-    return folder
-
-
 def test_adapters_come_and_go() -> None:
     """Texts that run keep their adapter; later requests get an error; slots are used again."""
-    first, second = random_adapter("mimo", 1), random_adapter("mimo", 2)
+    first, second = random_adapter(folder_of("mimo"), 1), random_adapter(folder_of("mimo"), 2)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     with open_llm("mimo", {"one": first}) as llm:
         alone = llm.generate([PROMPT], params, lora="one")[0].token_ids
@@ -180,7 +168,7 @@ def test_adapters_come_and_go() -> None:
             ended = [c.completion() for c, delta in iter_steps(session) if delta.finish_reason is not None]
         assert ended[0].token_ids == alone
         other = llm.generate([PROMPT], params, lora="one")[0].token_ids
-        assert other != alone and llm.adapters == ["one"]
+        assert other != alone and list(llm.adapters) == ["one"]
         with pytest.raises(UsageError, match="is loaded already"):
             llm.load_adapter("one", first)
         llm.load_adapter("again", first)
@@ -223,7 +211,42 @@ def test_wrong_adapters() -> None:
             llm.load_adapter("wrong", "/no/such/adapter")
         with pytest.raises(ModelError, match=r"it has no adapter_config\.json"):
             llm.load_adapter("wrong", folder_of("llama"))
-        assert llm.adapters == [] and llm.generate([PROMPT], SamplingParams(max_tokens=5))[0].token_ids == before
+        assert llm.adapters == {} and llm.generate([PROMPT], SamplingParams(max_tokens=5))[0].token_ids == before
+
+
+def test_gguf_adapters_compute_the_same(tmp_path: Path) -> None:
+    """PEFT's directory and llama.cpp's file, whose q and k rows have another order, on models of both formats."""
+    model, folder = tiny_model("llama", "float32"), random_adapter(folder_of("llama"), 5)
+    spec = model.config.layers[0].mixer.attention_spec
+    assert spec
+    heads, tensors = {"q": spec.num_heads, "k": spec.num_kv_heads}, dict[str, Any]()
+    for name, tensor in safetensors_file.read_file(folder / "adapter_model.safetensors").items():
+        layer, part, end = re.fullmatch(r".*layers\.(\d+)\.\w+\.(\w+)_proj\.(lora_[AB])\.weight", name).groups()  # type: ignore[union-attr]
+        values = tensor.float32()
+        if end == "lora_B" and part in heads:
+            values = in_rope_order(values, heads[part])
+        tensors[f"blk.{layer}.{NAMES_OF_PARTS[part]}.weight.{end.lower()}"] = np.ascontiguousarray(values)
+    writer = gguf.GGUFWriter(str(tmp_path / "adapter.gguf"), "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
+    adapter = written(writer, tmp_path / "adapter.gguf")
+    arrays = {name: tensor.float32() for name, tensor in model.checkpoint.tensors.items()}
+    trunk = write_gguf(tmp_path / "model.gguf", dict(model.checkpoint.config), arrays)
+    params, texts = SamplingParams(max_tokens=10, ignore_eos=True), set()
+    for base in (folder_of("llama"), trunk):
+        for path in (folder, adapter):
+            with LLM(base, lora=path, **NATIVE) as llm:
+                texts.add(tuple(llm.generate([PROMPT], params)[0].token_ids))
+                plain = tuple(llm.generate([PROMPT], params, lora="")[0].token_ids)
+    assert len(texts) == 1 and plain not in texts
+    for path, kind in ((folder, "peft"), (adapter, "gguf")):
+        report = inspect(InspectOptions(model=str(path), target=str(trunk)))
+        assert report.ok and report.data["fits"] and (report.data["format"], report.data["rank"]) == (kind, 4)
+    other = inspect(InspectOptions(model=str(adapter), target=str(folder_of("qwen3"))))
+    assert not other.ok and "does not fit" in other.lines[-1]
 
 
 def test_experts_and_absorbed_matrices_are_refused_by_name() -> None:

@@ -30,7 +30,7 @@ from headstart.server.apis.ollama import (
 )
 from headstart.server.body_reader import CheckedRoute, pool_of
 from headstart.server.model_manager import ServedModel
-from headstart.server.prepare import encode_text, list_of_texts, with_owner
+from headstart.server.prepare import adapter_of, encode_text, list_of_texts, with_owner
 from headstart.server.renderer import dump_json
 from headstart.server.schema import Body, ResponseModel, Texts, ignored_fields_header
 
@@ -49,6 +49,9 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] | None = "float"
     dimensions: StrictInt | None = Field(default=None, description="Must be the model's hidden size if given.")
     user: StrictStr | None = None
+
+
+EmbeddingBody = EmbeddingRequest | OllamaEmbedRequest | OllamaEmbeddingRequest
 
 
 class Embedding(ResponseModel):
@@ -83,7 +86,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text: the mean of its tokens' hidden states, of length 1."""
     headers = ignored_fields_header(body)
     served = await pipeline.find_model(request, body.model)
-    if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=False)) is None:
+    if served is None or (found := await _embed(request, served, body, body.input, cut=False)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
     vectors, count = found
     shown: Callable[[Vectors], Any] = _base64 if body.encoding_format == "base64" else _floats
@@ -103,7 +106,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeddings in Ollama's shape. Texts that are too long are truncated, unless `truncate` is false."""
     begun = time.perf_counter()
     served, cut = await pipeline.find_model(request, body.model, keep_alive_of(body)), body.truncate is not False
-    if served is None or (found := await _embed(request, served, body.input, body.dimensions, cut=cut)) is None:
+    if served is None or (found := await _embed(request, served, body, body.input, cut=cut)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
     document = {
         "model": body.model, "embeddings": [_floats(each) for each in found[0]], "pooling": POOLING,
@@ -117,24 +120,24 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """The embedding of one text; Ollama's older endpoint."""
     served = await pipeline.find_model(request, body.model, keep_alive_of(body))
-    if served is None or (found := await _embed(request, served, body.prompt, None, cut=True)) is None:
+    if served is None or (found := await _embed(request, served, body, body.prompt, cut=True)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
     return JSONResponse({"embedding": _floats(found[0][0])})
 
 
 async def _embed(
-    request: Request, served: ServedModel, given: str | list[Any], dimensions: int | None, *, cut: bool
+    request: Request, served: ServedModel, body: EmbeddingBody, given: str | list[Any], *, cut: bool
 ) -> tuple[list[Vectors], int] | None:
     """Vectors of the texts and the number of their tokens; None if the client has disconnected. `cut`: truncate texts
     that are too long. Raises UsageError and CapacityError."""
-    size = served.llm.model.config.hidden_size
+    size, dimensions = served.llm.model.config.hidden_size, getattr(body, "dimensions", None)
     if dimensions not in (None, size):
         raise UsageError(f"dimensions is {dimensions}, but embeddings of this model have {size}", "leave it out")
     state, incoming, account = pipeline.state_of(request), pipeline.body_of(request), pipeline.account_of(request)
 
     async def work() -> tuple[list[Vectors], int]:
         pools, texts = state.body_reader.pools, list_of_texts(given, "input")
-        requests = await pools.run(pool_of(incoming), _requests, served.llm, texts, cut, account)
+        requests = await pools.run(pool_of(incoming), _requests, served.llm, texts, cut, account, body.model)
         incoming.release()
         vectors: list[Vectors] = []
         for start in range(0, len(requests), MAX_IN_ENGINE):
@@ -146,17 +149,19 @@ async def _embed(
             return await pipeline.cancel_on_disconnect(request, work())
 
 
-def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account) -> list[EngineRequest]:
+def _requests(
+    llm: LLM, texts: Seq[Text], cut: bool, account: Account, model: str | None
+) -> list[EngineRequest]:
     """An engine request for each text. It ends after its prompt, without output tokens."""
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-    requests = []
+    requests, lora = [], adapter_of(llm, model)
     for text in texts:
         if text in ("", []):
             raise UsageError("a text is empty", "give at least one character")
         if cut and isinstance(text, str) and not llm.tokenizer.may_fit(text, llm.engine.max_length):
             text = text[: llm.engine.max_length * llm.tokenizer.max_token_bytes]
         ids = encode_text(llm, text, True) if isinstance(text, str) else text
-        request = llm.request(ids[: llm.engine.max_length - 1] if cut else ids, params, depth=0)
+        request = llm.request(ids[: llm.engine.max_length - 1] if cut else ids, params, depth=0, lora=lora)
         requests.append(with_owner(replace(request, embeds=True), account))
     return requests
 

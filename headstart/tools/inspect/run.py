@@ -16,6 +16,7 @@ from headstart import hub
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
+from headstart.formats.adapter import is_adapter
 from headstart.formats.base import Checkpoint, widened
 from headstart.formats.json_object import read_object
 from headstart.formats.pickled import pickles_in, read_pickles
@@ -28,6 +29,7 @@ from headstart.models.native_heads import NativeHeads, examine
 from headstart.models.tensors import find_family, find_vision, read_config
 from headstart.params import recommended_names
 from headstart.tools.inspect import deep
+from headstart.tools.inspect.adapter import inspect_adapter
 from headstart.tools.inspect.drafters import Drafter, FitCheck, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
 from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
@@ -63,8 +65,10 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     target, or a measured head is dead. Raises UsageError or ModelError."""
     name = options.model or hub.DEFAULT_MODEL
     with _no_collection():
-        checkpoint = _opened(name, progress)
         target = find_checkpoint(options.target, progress) if options.target else None
+        if is_adapter(path := Path(name).expanduser()):
+            return inspect_adapter(path, target)
+        checkpoint = _opened(name, progress)
         data = describe(checkpoint, target)
         data["here"] = None if data["drafter"] else runs_here(checkpoint)
     shipped = hub.resolve_alias(name).head() if hub.is_builtin(name) else None

@@ -188,7 +188,9 @@ class VerificationRun:
             order.sort(key=lambda index: -len(expected[index].prompt))
         params = [params_of(cell, index, self.options.max_tokens) for index in order]
         prompts = [self.prompts[index] for index in order]
-        completions = llm.generate(prompts, params, raw=self.options.raw, on_finish=finished)
+        adapters = ["", *llm.adapters]  # in turns
+        loras = [adapters[index % len(adapters)] for index in order]
+        completions = llm.generate(prompts, params, raw=self.options.raw, lora=loras, on_finish=finished)
         decoded = dict(zip(order, completions, strict=True))
         return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
 

@@ -1,0 +1,62 @@
+"""Loading and unloading of LoRA adapters while the server runs: vLLM's /v1/load_lora_adapter and
+/v1/unload_lora_adapter. A request uses an adapter by its name as the model.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import Field, StrictStr
+
+from headstart.errors import UsageError
+from headstart.server import limits
+from headstart.server.body_reader import CheckedRoute
+from headstart.server.model_manager import ServedModel
+from headstart.server.pipeline import CLIENT_GONE, ERRORS, find_model, state_of
+from headstart.server.schema import Body
+
+router = APIRouter(route_class=CheckedRoute)
+Name = Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
+
+
+class UnloadAdapter(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Name
+
+
+class LoadAdapter(UnloadAdapter):
+    """POST /v1/load_lora_adapter."""
+
+    lora_path: StrictStr = Field(description="Folder or GGUF file on the server's machine.")
+    model: StrictStr | None = Field(default=None, description="The model that it belongs to. Default: the first.")
+
+
+@router.post("/v1/load_lora_adapter", responses=ERRORS)
+async def load_lora_adapter(body: LoadAdapter, request: Request) -> Response:
+    """Load an adapter; requests may name it as their model from then on."""
+    _check_allowed(request)
+    if (served := await find_model(request, body.model)) is None:
+        return Response(status_code=CLIENT_GONE)
+    if body.lora_name in served.names:
+        raise UsageError(f"a model is named {body.lora_name!r} already", "choose another name")
+    await run_sync(served.llm.load_adapter, body.lora_name, Path(body.lora_path))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", responses=ERRORS)
+async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> Response:
+    """Forget an adapter; running requests end with it."""
+    _check_allowed(request)
+    served: ServedModel | None = await find_model(request, body.lora_name)
+    if served is None:
+        return Response(status_code=CLIENT_GONE)
+    await run_sync(served.llm.unload_adapter, body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _check_allowed(request: Request) -> None:
+    if not state_of(request).allow_lora_updates:
+        raise UsageError("this server loads no adapters on request", "start it with --allow-lora-updates")

@@ -1,0 +1,128 @@
+"""LoRA adapters over HTTP: models of their own in every API, loaded at start or by a client."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inside import Inside, inside
+from lora_files import random_adapter
+from support import new_folder
+from tiny_models import write_tiny
+
+from headstart.api import LLM
+from headstart.config import EngineConfig
+from headstart.core import SamplingParams
+
+ENGINE = EngineConfig(threads=1, max_num_seqs=4)
+PARAMS = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+PROMPT = [5, 9, 21, 33, 8, 70, 12]
+
+
+@pytest.fixture(scope="module")
+def folders() -> list[Path]:
+    """A model and two adapters."""
+    model = Path(str(write_tiny("mimo", new_folder() / "model")))
+    return [model, random_adapter(model, 1), random_adapter(model, 2)]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[Inside]:
+    with (
+        LLM(folders[0], ENGINE, lora={"one": folders[1]}) as llm,
+        inside(llm, served_model_name=["base"], allow_lora_updates=True) as found,
+    ):
+        yield found
+
+
+def completion(server: Inside, model: str, prompt: Any = PROMPT) -> list[int]:
+    body = {"model": model, "prompt": prompt, "return_token_ids": True, **PARAMS}
+    response = server.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["model"] == model
+    ids: list[int] = response.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def test_an_adapter_is_a_model(server: Inside, folders: list[Path]) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(folders[0], ENGINE, lora=folders[1]) as llm:
+        expected = {
+            name: list(llm.generate([PROMPT], params, lora=lora)[0].token_ids)
+            for name, lora in (("one", None), ("base", ""))
+        }
+    found = {name: completion(server, name) for name in ("one", "base")}
+    assert found == expected and found["one"] != found["base"]
+
+
+def test_other_apis(server: Inside) -> None:
+    """The same adapter answers in chats of all APIs, and embeds."""
+    messages = [{"role": "user", "content": "the sky"}]
+    texts = {}
+    for model in ("one", "base"):
+        chat = server.client.post("/v1/chat/completions", json={"model": model, "messages": messages, **PARAMS}).json()
+        claude = server.client.post(
+            "/v1/messages", json={"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
+        ).json()
+        ollama = server.client.post(
+            "/api/chat",
+            json={
+                "model": model,
+                "messages": messages,
+                "stream": False,
+                "options": {"temperature": 0, "num_predict": 8},
+            },
+        ).json()
+        vector = server.client.post("/v1/embeddings", json={"model": model, "input": "the sky"}).json()["data"][0][
+            "embedding"
+        ]
+        texts[model] = (
+            chat["choices"][0]["message"]["content"],
+            claude["content"],
+            ollama["message"]["content"],
+            vector,
+        )
+        assert {chat["model"], claude["model"], ollama["model"]} == {model}
+    assert all(one != base for one, base in zip(texts["one"], texts["base"], strict=True))
+
+
+def test_the_list_of_models_has_adapters(server: Inside, folders: list[Path]) -> None:
+    data = {each["id"]: each for each in server.client.get("/v1/models").json()["data"]}
+    assert data["one"]["parent"] == "base" and data["one"]["root"] == str(folders[1]) and data["base"]["parent"] is None
+    assert server.client.get("/v1/models/one").json()["id"] == "one"
+
+
+def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
+    load = {"lora_name": "two", "lora_path": str(folders[2])}
+    assert server.client.post("/v1/completions", json={"model": "two", "prompt": PROMPT}).status_code == 404
+    response = server.client.post("/v1/load_lora_adapter", json=load)
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'two' added successfully.")
+    assert completion(server, "two") not in (completion(server, "one"), completion(server, "base"))
+    assert server.client.post("/v1/load_lora_adapter", json=load).status_code == 400
+    assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 200
+    assert server.client.post("/v1/completions", json={"model": "two", "prompt": PROMPT}).status_code == 404
+    assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"lora_name": "x", "lora_path": "/no/such/folder"}, "does not exist"),
+        ({"lora_name": "base", "lora_path": "MODEL"}, "a model is named 'base' already"),
+        ({"lora_name": "x", "lora_path": "MODEL"}, "it has no adapter_config.json"),
+        ({"lora_name": "", "lora_path": "MODEL"}, "lora_name"),
+        ({"lora_path": "MODEL"}, "lora_name"),
+    ],
+)
+def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, str], message: str) -> None:
+    body = {key: str(folders[0]) if value == "MODEL" else value for key, value in body.items()}
+    response = server.client.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code in (400, 404) and message in response.text
+    assert completion(server, "one")
+
+
+def test_off_by_default(folders: list[Path]) -> None:
+    with LLM(folders[0], ENGINE) as llm, inside(llm) as server:
+        body = {"lora_name": "two", "lora_path": str(folders[2])}
+        response = server.client.post("/v1/load_lora_adapter", json=body)
+        assert response.status_code == 400 and "--allow-lora-updates" in response.text
