@@ -47,11 +47,15 @@ def _flag(
     return field(default=default, metadata={"doc": doc, "range": (low, high, hint), "metavar": metavar})
 
 
-def _is_file(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
-        return Path(path).is_file()
-    except (OSError, ValueError):  # too long, or with a zero
+        return Path(path).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long, with a zero, or of an unknown user
         return False
+
+
+def _is_file(path: str) -> bool:
+    return _exists(path) and Path(path).is_file()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +191,8 @@ class EngineConfig:
         adapters = [name for name, _ in self.adapters]
         if twice := next((name for name in adapters if adapters.count(name) > 1), None):
             raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
+        if missing := next((path for _, path in self.adapters if not _exists(path)), None):
+            raise UsageError(f"--lora: {missing} does not exist", "give a PEFT directory or a GGUF adapter: NAME=PATH")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
             raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 

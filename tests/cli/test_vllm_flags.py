@@ -61,6 +61,8 @@ def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
          ["--speculative-config", '{"model": "./head", "num_speculative_tokens": 2}']),
         (["--speculative-config.method", "mtp"], ["--speculative-config", '{"method": "mtp"}']),
         (["m", "--max-logprobs", "5"], ["m", OTHER, "--max-logprobs=5"]),
+        (["--enable-lora", "--lora-modules", "a=x", '{"name": "b", "path": "y"}', "--port", "1"],
+         [OTHER, "--enable-lora", "--lora", "a=x", "--lora", "b=y", "--port", "1"]),
         (["--no-enable-lora"], [OTHER, "--no-enable-lora"]),
         (["--engine", "vllm", "--quantization", "awq"], ["--engine", "vllm", OTHER, "--quantization=awq"]),
         (["--engine", "vllm", "--allowed-media-domains", "a.org"],
@@ -74,7 +76,8 @@ def test_words_become_options(words: list[str], ours: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--enable-lora"], "--enable-lora cannot be honoured"),
+    (["--lora-dtype", "float16"], "--lora-dtype float16 cannot be honoured"),
+    (["--lora-modules", '{"name": "a"}'], "without a name and a path"),
     (["-tp", "2"], "--tensor-parallel-size 2 cannot be honoured"),
     (["--num-scheduler-steps", "8"], "--num-scheduler-steps 8 cannot be honoured"),
     (["--num-speculative-tokens", "many"], "is 'many', which is not a number"),
