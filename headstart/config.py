@@ -165,6 +165,8 @@ class EngineConfig:
         for name, spellings in SPELLINGS.items():
             value = getattr(self, name)
             object.__setattr__(self, name, spellings.get(str(value), value))
+        if isinstance(self.lora, list):
+            object.__setattr__(self, "lora", tuple(self.lora))
         for name in config_fields():
             self._check(name)
         self._check_names()
@@ -199,7 +201,10 @@ class EngineConfig:
     @property
     def adapters(self) -> list[tuple[str, str]]:
         """(name, path) of the adapters of `lora`. A path alone is named by its last part."""
-        pairs = [each.partition("=") for each in self.lora or ()]
+        given = () if self.lora is None else self.lora
+        if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
+            raise UsageError(f"--lora is {given!r}, but must be a list of texts", "for example ['sql=./sql-adapter']")
+        pairs = [each.partition("=") for each in given]
         found = [(name, path) if path else (Path(name).stem, name) for name, _, path in pairs]
         for name, path in found:
             if not name.strip() or not path.strip():

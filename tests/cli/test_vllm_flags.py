@@ -62,7 +62,7 @@ def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
         (["--speculative-config.method", "mtp"], ["--speculative-config", '{"method": "mtp"}']),
         (["m", "--max-logprobs", "5"], ["m", OTHER, "--max-logprobs=5"]),
         (["--enable-lora", "--lora-modules", "a=x", '{"name": "b", "path": "y"}', "--port", "1"],
-         [OTHER, "--enable-lora", "--lora", "a=x", "--lora", "b=y", "--port", "1"]),
+         ["--enable-lora", "--lora", "a=x", "--lora", "b=y", "--port", "1"]),
         (["--no-enable-lora"], [OTHER, "--no-enable-lora"]),
         (["--engine", "vllm", "--quantization", "awq"], ["--engine", "vllm", OTHER, "--quantization=awq"]),
         (["--engine", "vllm", "--allowed-media-domains", "a.org"],

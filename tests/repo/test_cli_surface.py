@@ -18,7 +18,7 @@ ENGINE = {
     "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--no-shared-lookup", "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
-    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--portable-bits",
+    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--lora", "--portable-bits",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
@@ -37,6 +37,7 @@ COMMANDS: dict[str, set[str]] = {
         "--access-log",
         "--allowed-origins",
         "--allow-image-urls",
+        "--allow-lora-updates",
         "--allowed-media-domains",
         "--parse-special-tokens",
         "--no-web",
