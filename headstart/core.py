@@ -125,6 +125,7 @@ class Adapter(NamedTuple):
     name: str
     slot: int  # index of its factors in the engine's tables
     digest: str  # of its weights
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)

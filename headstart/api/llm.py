@@ -175,7 +175,7 @@ class LLM:
     def adapters(self) -> dict[str, str]:
         """Name -> path of the loaded LoRA adapters."""
         self._check_open()
-        return self.engine.adapters.paths
+        return {name: adapter.path for name, adapter in self.engine.adapters.loaded.items()}
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. Raises ModelError

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from headstart.core import Adapter
@@ -29,7 +30,7 @@ class Adapters:
     def __init__(self, model: Model, runner: Runner) -> None:
         self._model, self._runner = model, runner
         self._held: dict[int, FittedAdapter] = {}  # by slot, also unloaded ones that requests still use
-        self.loaded: dict[str, Adapter] = {}
+        self.loaded: dict[str, Adapter] = {}  # by name; replaced as a whole, so that any thread may read it
 
     def find(self, name: str) -> Adapter:
         """A loaded adapter. Raises UsageError for another name."""
@@ -37,11 +38,6 @@ class Adapters:
             hint = f"loaded are: {', '.join(self.loaded)}" if self.loaded else "load one: --lora NAME=PATH"
             raise UsageError(f"no LoRA adapter is named {name!r}", hint)
         return self.loaded[name]
-
-    @property
-    def paths(self) -> dict[str, str]:
-        """Path of each loaded adapter, by name."""
-        return {name: str(self._held[adapter.slot].file.path) for name, adapter in self.loaded.items()}
 
     def fit(self, path: Path) -> FittedAdapter:
         """Reads an adapter and fits it to the model. Raises ModelError if it does not fit, or cannot be computed."""
@@ -63,14 +59,15 @@ class Adapters:
         self._drop_unused(in_use)
         slot = next(slot for slot in range(len(self._held) + 1) if slot not in self._held)
         self._held[slot] = fitted
-        self.loaded[name] = Adapter(name, slot, fitted.file.digest)
         self._install()
-        return self.loaded[name]
+        adapter = Adapter(name, slot, fitted.file.digest, str(fitted.file.path))
+        self.loaded = {**self.loaded, name: adapter}
+        return adapter
 
     def remove(self, name: str, in_use: Iterable[int]) -> None:
         """Makes an adapter unavailable; running requests end with it. Raises UsageError for an unknown name."""
         self.find(name)
-        del self.loaded[name]
+        self.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
         self._drop_unused(in_use)
         self._install()
 
@@ -83,11 +80,11 @@ class Adapters:
         backend = self._model.backend
         assert isinstance(backend, AdapterBackend)
         tables: dict[int, LoraTable] = {}
-        slots = [self._held.get(slot) for slot in range(max(self._held, default=-1) + 1)]
-        for index, weight in enumerate(self._model.weights.converted):
-            factors = [(fitted and index < len(fitted.factors) and fitted.factors[index]) or None for fitted in slots]
+        slots = range(max(self._held, default=-1) + 1)
+        by_slot = [self._held[slot].factors if slot in self._held else [] for slot in slots]
+        for weight, factors in zip(self._model.weights.converted, zip_longest(*by_slot), strict=False):
             shape = next((each.shape for each in factors if each), None)
             if shape is not None:
                 num_out, num_in = shape
-                tables[id(weight)] = backend.lora_table(num_in, num_out, [each and each.factors for each in factors])
+                tables[id(weight)] = backend.lora_table(num_in, num_out, [each.factors if each else None for each in factors])
         self._runner.use_adapters(tables)
