@@ -9,9 +9,10 @@ speed     Tokens/s of `--clients` at once: one engine of one thread, one behind 
           engine of two threads, in turns.
 prefixes  Conversations as agents have them, all of one system prompt, each growing by `--turns`: which share of the
           prompts' tokens was in the prefix cache, and the time to the first token, by the router's policy.
-kill      A storm of `--clients`, sampled, with schemas, tools and penalties, while every `--every` seconds an engine is
-          killed, stopped, or all are renewed (`--by`): what failed, how long streams paused, and if every text, its
-          end and its number of tokens are those of a single engine.
+kill      A storm of `--clients`, sampled, with schemas, tools and penalties, while an engine is killed, stopped, or all
+          are renewed (`--by`), the next one `--every` seconds after all engines answer again: what failed, how long
+          streams paused and engines took to recover, and if every text, its end and its number of tokens are those of
+          a single engine.
 soak      `--requests` short ones through the router, spread over `--minutes`: memory of each process, requests that
           hang, and `--replays` of them again, byte for byte.
 """
@@ -30,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,33 +215,52 @@ def long_question(number: int) -> Body:
 
 
 class Disturber:
-    """Kills, stops or renews engines until it is cancelled."""
+    """Kills, stops or renews engines for `--seconds`. It waits until all engines answer again, then for `--every`
+    seconds: disturbances that come faster than engines start leave nobody to serve."""
 
     def __init__(self, server: Server, supervisor: int, args: argparse.Namespace) -> None:
         self._server, self._supervisor, self._args = server, supervisor, args
-        self.times: list[float] = []  # by time.perf_counter()
+        self.times: list[float] = []  # of disturbances, by time.perf_counter()
+        self.recoveries: list[float] = []  # seconds from a disturbance until all engines answered again
 
     async def run(self) -> None:
-        """One engine every `--every` seconds, in turn; a stopped one goes on before the next is stopped."""
-        for turn in range(10**6):
-            await asyncio.sleep(self._args.every)
-            if self._args.by == "renew":
-                self._note(self._supervisor, signal.SIGHUP)
-                continue
-            ready = [each for each in await replicas_of(self._server) if each["state"] == "ready"]
-            if not ready:
-                continue
-            pid = ready[turn % len(ready)]["pid"]
-            self._note(pid, signal.SIGKILL if self._args.by == "kill" else signal.SIGSTOP)
-            if self._args.by == "stop":
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._args.seconds):
+                for turn in range(10**6):
+                    await asyncio.sleep(self._args.every)
+                    await self._disturb(turn)
+
+    async def _disturb(self, turn: int) -> None:
+        """One engine, in turn, or all; returns when all answer. A stopped engine goes on after `--every` seconds."""
+        pids = [each["pid"] for each in await replicas_of(self._server)]
+        pid = pids[turn % len(pids)]
+        self.times.append(time.perf_counter())
+        match self._args.by:
+            case "kill":
+                os.kill(pid, signal.SIGKILL)
+                await self.wait_until_whole({pid})
+            case "stop":
+                os.kill(pid, signal.SIGSTOP)
                 try:
                     await asyncio.sleep(self._args.every)
                 finally:
-                    os.kill(pid, signal.SIGCONT)
+                    with suppress(ProcessLookupError):  # the supervisor has ended it
+                        os.kill(pid, signal.SIGCONT)
+                await self.wait_until_whole(set())
+            case "renew":
+                os.kill(self._supervisor, signal.SIGHUP)
+                await self.wait_until_whole(set(pids))
+        self.recoveries.append(time.perf_counter() - self.times[-1])
+        tell({"disturbances": len(self.times), "recovered_after_s": round(self.recoveries[-1], 1)})
 
-    def _note(self, pid: int, number: signal.Signals) -> None:
-        self.times.append(time.perf_counter())
-        os.kill(pid, number)
+    async def wait_until_whole(self, gone: set[int]) -> None:
+        """All engines are ready and answer; none is a process of `gone`."""
+        while True:
+            found = await replicas_of(self._server)
+            states = [(each["state"], each["running"] is None, each["pid"] in gone) for each in found]
+            if found and set(states) == {("ready", False, False)}:
+                return
+            await asyncio.sleep(0.2)
 
 
 def pauses(streams: list[tuple[float, Response]], times: list[float], count: int) -> list[float]:
@@ -255,6 +275,10 @@ def pauses(streams: list[tuple[float, Response]], times: list[float], count: int
     return sorted(found)[-count:] if count else []
 
 
+def percentiles(ordered: list[float]) -> dict[str, float]:
+    return {name: ordered[int(share * len(ordered))] for name, share in (("p50", 0.5), ("p99", 0.99)) if ordered}
+
+
 def told(answer: Response) -> tuple[str, str, int]:
     return answer.text, answer.finish_reason, answer.usage.get("completion_tokens", -1)
 
@@ -265,9 +289,8 @@ def kill(args: argparse.Namespace) -> Body:
         disturbing = asyncio.create_task(disturber.run())
         bodies = [long_question(number) for number in range(10**5)]
         answers, _ = await closed_loop(server, bodies, args.clients, args.seconds)
-        disturbing.cancel()
-        while not all(each["running"] is not None for each in await replicas_of(server)):
-            await asyncio.sleep(0.5)
+        await disturbing
+        await disturber.wait_until_whole(set())
         engine = Server.at((await replicas_of(server))[0]["url"])
         names = [f'headstart:resumed_requests_total{{why="{why}"}}' for why in ("ended", "silent", "renewed")]
         text = (await get(engine, "/metrics")).body
@@ -279,7 +302,7 @@ def kill(args: argparse.Namespace) -> Body:
             "answers": answers, "disturbances": len(disturber.times),
             "resumed": dict(zip(("ended", "silent", "renewed"), resumed, strict=True)),
             "ended": dict(Counter(outcome(answer) for _, answer, _ in answers)), "streams": len(streams),
-            "pause_s": {name: times[int(share * len(times))] for name, share in (("p50", 0.5), ("p99", 0.99)) if times},
+            "pause_s": percentiles(times), "recovery_s": percentiles(sorted(disturber.recoveries)),
             "failed": dict(Counter(failed)),
         }  # fmt: skip
 

@@ -4,12 +4,14 @@ Both sides answer the same prompts: twice alone, then all at once. A check of co
 hits, and so few or fewer have a chance below SIGNIFICANT under equal rates (Fisher's exact test, one-sided). It is not
 judged where the old side has so few hits that even zero hits of the new side would not be significant. Tokens per pass
 and speed fail below a share of the old value, if the 95 % interval of the ratio lies below 1. The expected rate of
-equal texts is the rate at which the old side repeats its own.
+equal texts is the rate at which the old side repeats its own. Prompts are new in each run, except against a baseline:
+an engine whose cache holds a prompt may write other texts than one without it.
 """
 
 import asyncio
 import json
 import math
+import secrets
 import socket
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from headstart.tools.probe.exact import DEEP, SWITCHES
 from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
 from headstart.tools.prompts import builtin_prompts
 
-FORMAT = "headstart gate 1"
+FORMAT = "headstart gate 2"
 TRIALS = 6  # prompts of each form, greedy and sampled
 CONCURRENCY = 8  # requests in company
 MAX_TOKENS = 64
@@ -41,7 +43,6 @@ OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
 SIGNIFICANT = 0.01
 MIN_SPEED = 0.95  # of the old speed
 STOP_SECONDS, POLL_SECONDS = 20.0, 0.2
-SEED = 20260601  # of prompts and samples: a baseline must have the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class GateOptions:
     allow_text_changes: bool = False  # another quantization or engine
     max_tokens: int = MAX_TOKENS
     trials: int = TRIALS
+    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))  # of the prompts
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class GateRecord:
 
     model: str  # name in the API
     max_tokens: int
+    seed: int  # of the prompts
     answers: dict[str, GateAnswer]  # by prompt and sampling
 
     def data(self) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class GateRecord:
                 raise ValueError
             fields = {key: {**each, "texts": tuple(each["texts"])} for key, each in data["answers"].items()}
             answers = {key: GateAnswer(**each) for key, each in fields.items()}
-            return cls(str(data["model"]), int(data["max_tokens"]), answers)
+            return cls(str(data["model"]), int(data["max_tokens"]), int(data["seed"]), answers)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(f"{path} is no baseline of this version", "write one with headstart gate --save") from None
 
@@ -167,9 +170,10 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     if not 0 < options.floor <= 1:
         raise UsageError(f"--floor is {options.floor:g}, but must be above 0 and at most 1")
     baseline = GateRecord.read(Path(options.old)) if options.old.endswith(".json") else None
-    max_tokens = baseline.max_tokens if baseline else options.max_tokens
+    if baseline:
+        options = replace(options, max_tokens=baseline.max_tokens, seed=baseline.seed)
     sides = {"new": options.new} if baseline else {"old": options.old, "new": options.new}
-    records = collect(sides, options, max_tokens, progress)
+    records = collect(sides, options, progress)
     old, new = baseline or records[0], records[-1]
     if baseline and baseline.model != new.model:
         what = f"the baseline {options.old} is of model {baseline.model}, and {options.new} serves {new.model}"
@@ -179,7 +183,7 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(checks)} checks failed"
     data = {
         "ok": not failed, "old": {"side": options.old, "model": old.model},
-        "new": {"side": options.new, "model": new.model}, "max_tokens": max_tokens, "floor": options.floor,
+        "new": {"side": options.new, "model": new.model}, "max_tokens": options.max_tokens, "floor": options.floor,
         "checks": [asdict(check) for check in checks], "summary": summary, "record": new.data(),
     }  # fmt: skip
     return Report(not failed, data, [summary])
@@ -237,20 +241,19 @@ def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], at_once: bool) -> GateChec
     return GateCheck("speed, alone", not (ratio.point < MIN_SPEED and ratio.high < 1), old, new, str(ratio))
 
 
-def collect(sides: Mapping[str, str], options: GateOptions, max_tokens: int, progress: Progress) -> list[GateRecord]:
+def collect(sides: Mapping[str, str], options: GateOptions, progress: Progress) -> list[GateRecord]:
     """Asks all sides (name -> URL or checkpoint) the same prompts, one side after the other for each prompt, so that
     a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint."""
     with ExitStack() as stack:
         servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
         models = [str(find_model(server, options.model)["id"]) for server in servers]
         asked = list(zip(sides, servers, models, strict=True))
-        return asyncio.run(_collect(asked, gate_prompts(options.trials), max_tokens, progress))
+        return asyncio.run(_collect(asked, options, progress))
 
 
-async def _collect(
-    servers: Seq[tuple[str, Server, str]], prompts: Seq["GatePrompt"], max_tokens: int, progress: Progress
-) -> list[GateRecord]:
-    sides = [await GateSide.connect(name, server, model, prompts, max_tokens) for name, server, model in servers]
+async def _collect(servers: Seq[tuple[str, Server, str]], options: GateOptions, progress: Progress) -> list[GateRecord]:
+    prompts = gate_prompts(options.trials, options.seed)
+    sides = [await GateSide.connect(name, server, model, prompts, options) for name, server, model in servers]
     for number, prompt in enumerate(prompts):
         progress(number, len(prompts), prompt.kind)
         for side in sides if number % 2 else sides[::-1]:
@@ -268,14 +271,18 @@ class GatePrompt:
     text: str
 
 
-def gate_prompts(trials: int) -> list[GatePrompt]:
-    """`trials` prompts of each form, greedy and sampled, and the built-in ones."""
+def gate_prompts(trials: int, seed: int) -> list[GatePrompt]:
+    """`trials` prompts of each form, greedy and sampled, and the built-in ones. No prompt begins as that of another
+    seed does."""
     return [
-        GatePrompt(form, case, make_prompt(case, SEED, trial, "asked"))
+        GatePrompt(form, case, make_prompt(case, seed, trial, "asked"))
         for trial in range(trials)
         for form in FORMS
         for case in (RequestCase(form, False), RequestCase(form, True))
-    ] + [GatePrompt("built-in", RequestCase("short", False), prompt) for _, prompt in builtin_prompts()]
+    ] + [
+        GatePrompt("built-in", RequestCase("short", False), f"Number {seed}. {prompt}")
+        for _, prompt in builtin_prompts()
+    ]
 
 
 @dataclass
@@ -284,20 +291,20 @@ class GateSide:
 
     client: ExactClient
     prompts: Seq[GatePrompt]
-    max_tokens: int
+    options: GateOptions
     salt: dict[str, Any]  # request fields that keep answers to other requests from being drafts
     deep: dict[str, Any]  # request fields of fixed drafting: depth auto drafts by the load of the machine
     alone: dict[int, tuple[ProbeResponse, ProbeResponse]] = field(default_factory=dict)
 
     @classmethod
     async def connect(
-        cls, name: str, server: Server, model: str, prompts: Seq[GatePrompt], max_tokens: int
+        cls, name: str, server: Server, model: str, prompts: Seq[GatePrompt], options: GateOptions
     ) -> "GateSide":
-        client = await ExactClient.connect(server, model, max_tokens, SEED)
+        client = await ExactClient.connect(server, model, options.max_tokens, options.seed)
         salt: dict[str, Any] = {"cache_salt": f"gate {name}"}
         deep = SWITCHES["headstart"][DEEP]
         taken = [each if await client.takes(**each) else {} for each in (salt, deep)]
-        return cls(client, prompts, max_tokens, taken[0], taken[1])
+        return cls(client, prompts, options, taken[0], taken[1])
 
     async def ask_alone(self, number: int) -> None:
         """Asks a prompt twice, if the server takes its form."""
@@ -325,11 +332,11 @@ class GateSide:
                 [self.prompts[number] for number in self.alone], self.alone.values(), company, strict=True
             )
         }  # fmt: skip
-        return GateRecord(str(self.client.endpoint.model), self.max_tokens, answers)
+        return GateRecord(str(self.client.endpoint.model), self.options.max_tokens, self.options.seed, answers)
 
     async def _ask(self, number: int, counted: bool = False, **fields: Any) -> ProbeResponse:
         prompt = self.prompts[number]
-        limit = max(self.max_tokens, OBJECT_TOKENS) if prompt.kind in OBJECTS else self.max_tokens
+        limit = max(self.options.max_tokens, OBJECT_TOKENS if prompt.kind in OBJECTS else 1)
         fields = {self.client.endpoint.length_field: limit, **fields}
         return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)
 
