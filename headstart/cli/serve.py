@@ -130,8 +130,6 @@ def run(
             raise UsageError("--replicas serve one model", "leave out the others, or --replicas")
         if other.engine_name is not None:
             raise UsageError("--replicas are headstart's own engines", "leave out --engine, or --replicas")
-        if serving.allow_lora_updates:
-            raise UsageError("--allow-lora-updates would change one of the --replicas", "name all adapters by --lora")
         check_role(serving, config)
         return supervise_replicas(replicas, config, serving.chosen())
     may_tune = not engine.given & {"depth", "drafter", "rule"} and config.depth_by_batch is None
@@ -221,6 +219,7 @@ def _server_config(serving: ServeOptions, replicas: ReplicaOptions) -> ServerCon
 
 
 SINGLE_PROCESS = {
+    "allow_lora_updates": "a client would change one replica only: name all adapters by --lora",
     "record": "one process writes records",
     "ssl_certfile": "the router speaks HTTP: let a proxy in front of it speak TLS",
 }
