@@ -86,5 +86,6 @@ class Adapters:
             shape = next((each.shape for each in factors if each), None)
             if shape is not None:
                 num_out, num_in = shape
-                tables[id(weight)] = backend.lora_table(num_in, num_out, [each.factors if each else None for each in factors])
+                pairs = [each.factors if each else None for each in factors]
+                tables[id(weight)] = backend.lora_table(num_in, num_out, pairs)
         self._runner.use_adapters(tables)
