@@ -119,6 +119,13 @@ def rope_positions(pictures: Seq[Picture]) -> Int32:
     return np.concatenate(parts)
 
 
+class LoraFactors(NamedTuple):
+    """A low-rank addition B A to a matrix [out, in] (Hu et al. 2021, "LoRA", section 4.1), scale included."""
+
+    a: NDArray[np.float32]  # [rank, in]
+    b: NDArray[np.float32]  # [out, rank]
+
+
 class Adapter(NamedTuple):
     """A LoRA adapter that an engine holds."""
 

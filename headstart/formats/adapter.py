@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.core import LoraFactors
 from headstart.errors import ModelError
 from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors_file
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
-from headstart.kernels.ops import LoraFactors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import LoraFactors, Sampled, SamplingRows, StepPlan, TokenLogprob
 from headstart.kernels.draft_loop import DraftLoop
 from headstart.kernels.specs import (
     AttentionTemperature as AttentionTemperature,
@@ -104,13 +104,6 @@ class Experts:
     gate_bias: tuple[Weight, ...] = ()  # [inner]; empty: no biases
     up_bias: tuple[Weight, ...] = ()  # [inner]
     down_bias: tuple[Weight, ...] = ()  # [out]
-
-
-class LoraFactors(NamedTuple):
-    """A low-rank addition B A to a matrix [out, in] (Hu et al. 2021, "LoRA", section 4.1), scale included."""
-
-    a: NDArray[np.float32]  # [rank, in]
-    b: NDArray[np.float32]  # [out, rank]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from native_ops import (
     single_rows,
 )
 
-from headstart.core import StepPlan
-from headstart.kernels.ops import LoraFactors
+from headstart.core import LoraFactors, StepPlan
 
 IN, OUT = 600, 1100
 """More than one part of the inputs and one segment of the outputs (csrc/lora_steps.cpp)."""

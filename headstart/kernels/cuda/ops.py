@@ -212,6 +212,9 @@ class CudaOps:
     def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = select_positions(self._launch, q, weights, pool, spec, self._plan)
 
+    def adapted_linear(self, *arguments: Any) -> None:
+        SupportCheck().adapted_linear(*arguments)
+
     def select_blocks(self, q: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         SupportCheck().select_blocks(q, pool, spec)
 
@@ -349,6 +352,9 @@ class SupportCheck:
 
     def add_rms_norm(self, *arguments: Any) -> tuple[None, None]:
         return None, None
+
+    def adapted_linear(self, *arguments: Any) -> None:
+        _refuse(True, "LoRA adapters")
 
     def gated_delta(self, qkv: Any, log_decay: Any, strength: Any, pool: Any, spec: specs.DeltaSpec) -> None:
         _refuse(spec.by_channel, "Kimi delta attention")

@@ -20,7 +20,17 @@ from numpy.typing import NDArray
 
 from headstart import machine
 from headstart.config import KVDtype, Quantization
-from headstart.core import NOT_FINITE, NOTHING_LEFT, Float32, Int64, Sampled, SamplingRows, StepPlan, TokenLogprob
+from headstart.core import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Float32,
+    Int64,
+    LoraFactors,
+    Sampled,
+    SamplingRows,
+    StepPlan,
+    TokenLogprob,
+)
 from headstart.errors import ModelError, UsageError
 from headstart.kernels.draft_loop import DraftedTokens, GateRule
 from headstart.kernels.native import _native
@@ -42,7 +52,7 @@ from headstart.kernels.native._native import (
 from headstart.kernels.native.packing import PackedCache, key_of, pack
 from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.kernels.native.program import record
-from headstart.kernels.ops import KVSpec, LoraFactors, Program as Code, RawTensor
+from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.specs import CompressSpec, StateSpec
 
 Array = NDArray[np.float32]

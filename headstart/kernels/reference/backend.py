@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart import machine
-from headstart.core import StepPlan
+from headstart.core import LoraFactors, StepPlan
 from headstart.errors import UsageError
-from headstart.kernels.ops import LoraFactors, Program, RawTensor
+from headstart.kernels.ops import Program, RawTensor
 from headstart.kernels.reference.ops import ReferenceOps, widened
 from headstart.kernels.torch_backend import TorchBackend
 
