@@ -21,7 +21,7 @@ SCRATCH_OPTIONS = ("out", "data", "minutes", "tokens", "depth", "threads", "seed
 WRITING_SHARE = 0.3  # share of a run without --data or --prompts in which the model writes its training text
 DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "portable_bits",
                     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size",
-                    "seed"}  # fmt: skip
+                    "seed", "lora"}  # fmt: skip
 """Engine options of `data`, which decodes without drafts."""
 
 
@@ -37,6 +37,7 @@ class TrainFlags(ModelOptions):
     kind: str | None = option("mtp, eagle3, medusa or block. Default: mtp.")
     finetune: bool = option("Begin with the model's head, or with --head.", default=False)
     head: Path | None = option("The head that --finetune begins with.", must_exist=True)
+    lora: Path | None = option("LoRA adapter that the model runs with.", metavar="PATH", must_exist=True)
     data: Paths = option(
         "JSONL file or folder of texts; may be repeated. Default: texts that the model writes.", must_exist=True
     )
@@ -97,6 +98,7 @@ class DataFlags(ModelOptions):
     "headstart train --data texts.jsonl --out smollm2-head --minutes 60",
     "headstart train ./my-model --prompts prompts.jsonl --out my-head --tokens 2000000",
     "headstart generate ./my-model --head my-head --prompt Hello",
+    "headstart train ./my-model --lora ./my-adapter --out adapter-head --minutes 20",
     "headstart train --from-scratch mimo --out tiny-mimo --minutes 5",
 )
 def train(flags: TrainFlags, output: OutputOptions) -> int:
@@ -131,7 +133,7 @@ def _with_own_text(options: "TrainOptions", *, quiet: bool) -> "TrainOptions":
     begun = time.monotonic()
     data_options = self_distillation.DataOptions(
         model=options.model,
-        config=EngineConfig(threads=options.threads, device=options.device),
+        config=EngineConfig(threads=options.threads, device=options.device, lora=options.adapters),
         out=options.own_text,
         minutes=options.minutes and options.minutes * WRITING_SHARE,
         tokens=options.tokens and max(options.tokens, 2 * options.min_text_tokens),  # some answers are of no use

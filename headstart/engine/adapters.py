@@ -1,6 +1,6 @@
 """`Adapters`: the LoRA adapters of an engine, by name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +10,7 @@ from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.errors import ModelError, UsageError
 from headstart.formats.adapter import AdapterFile, LowRank, names_of, read_adapter
-from headstart.kernels.ops import AdapterBackend, LoraTable
+from headstart.kernels.ops import AdapterBackend, LoraTable, Program
 from headstart.layers.lora import multiplied_weights
 from headstart.layers.network import FORWARD
 from headstart.models.lora import REMEDY, fit_adapter
@@ -22,6 +22,35 @@ class FittedAdapter:
 
     file: AdapterFile
     factors: list[LowRank | None]
+
+
+def fit_to_program(path: Path, model: Model, code: Program) -> FittedAdapter:
+    """Reads an adapter and fits it to a program of the trunk. Raises ModelError if it does not fit, or cannot be
+    computed."""
+    if not isinstance(model.backend, AdapterBackend):
+        raise ModelError(f"backend {model.backend.name} does not run LoRA adapters", "use --backend native")
+    file = read_adapter(path)
+    factors = fit_adapter(file, model.checkpoint, model.family, model.config)
+    multiplied = multiplied_weights(code)
+    pairs = zip(model.weights.converted, factors, strict=False)
+    if left := {each.name for weight, each in pairs if each and id(weight) not in multiplied}:
+        raise ModelError(f"{file.path}: LoRA of {names_of(left)} is not supported", REMEDY)
+    return FittedAdapter(file, factors)
+
+
+def lora_tables(model: Model, by_slot: Sequence[FittedAdapter | None]) -> dict[int, LoraTable]:
+    """The factors of all adapters, by the id() of the weight that they change; None: an empty slot."""
+    backend = model.backend
+    assert isinstance(backend, AdapterBackend)
+    tables: dict[int, LoraTable] = {}
+    columns = zip_longest(*(fitted.factors if fitted else [] for fitted in by_slot))
+    for weight, factors in zip(model.weights.converted, columns, strict=False):
+        shape = next((each.shape for each in factors if each), None)
+        if shape is not None:
+            num_out, num_in = shape
+            pairs = [each.factors if each else None for each in factors]
+            tables[id(weight)] = backend.lora_table(num_in, num_out, pairs)
+    return tables
 
 
 class Adapters:
@@ -40,17 +69,9 @@ class Adapters:
         return self.loaded[name]
 
     def fit(self, path: Path) -> FittedAdapter:
-        """Reads an adapter and fits it to the model. Raises ModelError if it does not fit, or cannot be computed."""
-        model, trunk = self._model, self._runner.trunk
-        if not isinstance(model.backend, AdapterBackend):
-            raise ModelError(f"backend {model.backend.name} does not run LoRA adapters", "use --backend native")
-        file = read_adapter(path)
-        factors = fit_adapter(file, model.checkpoint, model.family, model.config)
-        multiplied = multiplied_weights(trunk.network.programs(trunk.pools)[FORWARD].code)
-        pairs = zip(model.weights.converted, factors, strict=False)
-        if left := {each.name for weight, each in pairs if each and id(weight) not in multiplied}:
-            raise ModelError(f"{file.path}: LoRA of {names_of(left)} is not supported", REMEDY)
-        return FittedAdapter(file, factors)
+        """See `fit_to_program`."""
+        trunk = self._runner.trunk
+        return fit_to_program(path, self._model, trunk.network.programs(trunk.pools)[FORWARD].code)
 
     def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int]) -> Adapter:
         """Makes an adapter available. in_use: slots of running requests. Raises UsageError for a name in use."""
@@ -77,15 +98,5 @@ class Adapters:
 
     def _install(self) -> None:
         """Gives the factors of all held adapters to the trunk's programs."""
-        backend = self._model.backend
-        assert isinstance(backend, AdapterBackend)
-        tables: dict[int, LoraTable] = {}
         slots = range(max(self._held, default=-1) + 1)
-        by_slot = [self._held[slot].factors if slot in self._held else [] for slot in slots]
-        for weight, factors in zip(self._model.weights.converted, zip_longest(*by_slot), strict=False):
-            shape = next((each.shape for each in factors if each), None)
-            if shape is not None:
-                num_out, num_in = shape
-                pairs = [each.factors if each else None for each in factors]
-                tables[id(weight)] = backend.lora_table(num_in, num_out, pairs)
-        self._runner.use_adapters(tables)
+        self._runner.use_adapters(lora_tables(self._model, [self._held.get(slot) for slot in slots]))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -130,14 +129,13 @@ class MeasuredSpeedup:
         return lines
 
 
-def measure_speedup(
-    model: str, head: Path, examples: Sequence[Example], depth: int, threads: int | None
-) -> MeasuredSpeedup | None:
-    """Decode held-out prompts greedily with and without the head, in turn; None where no prompt fits."""
+def measure_speedup(model: str, config: EngineConfig, examples: Sequence[Example]) -> MeasuredSpeedup | None:
+    """Decode held-out prompts greedily with and without drafts, in turn; None where no prompt fits. config: with a
+    fixed depth."""
     prompts = [ids for ids in map(prompt_of, examples) if ids][:PROMPTS]
     if not prompts:
         return None
-    llm = LLM(model, EngineConfig(head=str(head), depth=depth, threads=threads, seed=0))
+    llm, depth = LLM(model, config), int(config.depth)
     prompts = [ids for ids in prompts if len(ids) + TOKENS <= int(llm.info["context"])]
     if not prompts:
         return None

@@ -4,7 +4,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, cast
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
+from headstart.formats.adapter import read_adapter
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import new_head_spec
 from headstart.kernels.backend import ORACLE, select_backend
@@ -21,6 +23,7 @@ from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.layers.build import DecoderConfig, lm_head_tensor
 from headstart.layers.decoder import tapped_layers
 from headstart.train.hidden_states import FeatureExtractor, NativeTrunk, TorchTrunk
+from headstart.train.options import TrainOptions
 from headstart.train.records import ChatTokenizer
 
 
@@ -34,10 +37,11 @@ class FrozenModel:
     engine_config: EngineConfig
     spec: HeadSpec
     native_model: Model | None = None  # the same model on the native backend: faster, and the arithmetic of run time
+    lora: Path | None = None  # LoRA adapter of the model; the native backend computes it
 
     def feature_extractor(self) -> FeatureExtractor:
         """The trunk that computes hidden states for the cache: native if there is one, else torch."""
-        return NativeTrunk(self.native_model, self.trunk.tap) if self.native_model else self.trunk
+        return NativeTrunk(self.native_model, self.trunk.tap, self.lora) if self.native_model else self.trunk
 
     def with_spec(self, spec: HeadSpec) -> "FrozenModel":
         """The same model for another head spec, with the streams that this head taps."""
@@ -45,15 +49,18 @@ class FrozenModel:
 
     @property
     def arithmetic(self) -> str:
-        """Arithmetic of the hidden states; part of the cache's name."""
-        return self.native_model.backend.name if self.native_model else str(self.trunk.dtype).removeprefix("torch.")
+        """Arithmetic of the hidden states, with the digest of the adapter; part of the cache's name."""
+        if self.native_model is None:
+            return str(self.trunk.dtype).removeprefix("torch.")
+        return "-".join([self.native_model.backend.name, *([read_adapter(self.lora).digest] if self.lora else [])])
 
     def llm(self) -> LLM:
         """An engine that writes answers."""
         native = self.native_model
         if native is None:
             return LLM(self.model, self.engine_config)
-        return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32"))
+        lora = (str(self.lora),) if self.lora else None
+        return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32", lora=lora))
 
     @property
     def config(self) -> DecoderConfig:
@@ -64,25 +71,24 @@ class FrozenModel:
         return self.model.weights.tensors
 
 
-def load_frozen_model(
-    name: str, threads: int | None, device: str, kind: str = "mtp", depth: int = 3, modules: int = 1
-) -> FrozenModel:
+def load_frozen_model(options: TrainOptions) -> FrozenModel:
     """Load the model in the arithmetic that is fastest on this machine. Raises ModelError or UsageError."""
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {device!r}, which is unknown", "choose cpu or cuda")
     engine_config = EngineConfig(
         backend=ORACLE,  # hidden states as torch tensors
-        threads=threads,
-        device=cast(Literal["cpu", "cuda"], device),
-        dtype=_fastest_dtype(device),
+        threads=options.threads,
+        device=options.device,
+        dtype=_fastest_dtype(options.device),
         drafter="none",
         seed=0,
     )
-    frozen_model = make_frozen_model(load_model(name, engine_config), engine_config, kind, depth, modules)
-    native = EngineConfig(threads=threads, device=engine_config.device, drafter="none", seed=0)
-    if select_backend(native).name == ORACLE:
-        return frozen_model
-    return replace(frozen_model, native_model=load_model(name, native))
+    model = load_model(options.model, engine_config)
+    frozen_model = make_frozen_model(model, engine_config, options.kind, options.steps, options.modules)
+    native = EngineConfig(threads=options.threads, device=options.device, drafter="none", seed=0)
+    if select_backend(native).name != ORACLE:
+        return replace(frozen_model, native_model=load_model(options.model, native), lora=options.lora)
+    if options.lora is not None:
+        raise UsageError("--lora needs the native backend, which does not run here", "train on another machine")
+    return frozen_model
 
 
 def make_frozen_model(

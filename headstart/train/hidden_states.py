@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from headstart.core import StepPlan
+from headstart.engine.adapters import fit_to_program, lora_tables
 from headstart.engine.load import Model
 from headstart.engine.runner import whole_sequences_plan
-from headstart.kernels.ops import StepInputs
+from headstart.kernels.ops import Program, StepInputs
 from headstart.layers.decoder import Decoder
+from headstart.layers.lora import adapted
 from headstart.train.losses import chunk_rows
 from headstart.train.ops import TrainingKV, TrainOps
 from headstart.train.records import MAX_TOKENS, Example
@@ -136,18 +138,23 @@ def _exact_argmax(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:
 class NativeTrunk:
     """The trunk on the native backend: the same bits as at run time, and several times faster than torch on a CPU."""
 
-    def __init__(self, model: Model, tap: tuple[int, ...]) -> None:
-        self._backend, self._tap = model.backend, tap
+    def __init__(self, model: Model, tap: tuple[int, ...], adapter: Path | None = None) -> None:
+        self._backend, self._tap, self._is_adapted = model.backend, tap, adapter is not None
         slots = 2 * max(NATIVE_PASS_TOKENS, MAX_TOKENS)
         decoder = model.decoder
         pools = [self._backend.kv_pool(slots, spec) for spec in decoder.kv_specs]
         states = [self._backend.state_pool(0, 0, 0, spec) for spec in decoder.state_specs]
-        self._handle = self._backend.prepare(decoder.program(pools, None, tap or "post_norm", states))
+        code: Program = decoder.program(pools, None, tap or "post_norm", states)
+        if adapter is not None:
+            code = adapted(code, lora_tables(model, [fit_to_program(adapter, model, code)]))
+        self._handle = self._backend.prepare(code)
 
     def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """See `FeatureExtractor`."""
         for group in _groups(examples, NATIVE_PASS_TOKENS):
             plan = _whole_sequences_plan(group)
+            if self._is_adapted:
+                plan.adapter_slots = np.zeros(plan.num_rows, np.int32)
             output = self._backend.run(self._handle, plan)
             states = [output[name] for name in (("tapped", "hidden") if self._tap else ("hidden",))]
             hidden = torch.from_numpy(np.concatenate(states, axis=1)).to(torch.bfloat16)

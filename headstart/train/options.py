@@ -10,10 +10,15 @@ from headstart import hub
 from headstart.config import MAX_DEPTH, Device, flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.formats import find_checkpoint
+from headstart.formats.adapter import names_of, read_adapter
+from headstart.formats.base import Checkpoint
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint, Training, head_kind, is_plain, new_head_spec, trained_kinds
+from headstart.layers.build import DecoderConfig
+from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
+from headstart.models.lora import REMEDY, fit_adapter
 from headstart.models.tensors import find_family, read_config
 
 MIN_TEXT_TOKENS = 1_000  # fewest tokens of answers or plain text that a new head is trained on
@@ -29,6 +34,7 @@ class TrainOptions:
     kind: str = "mtp"
     finetune: bool = False  # continue from the model's head, or from `head`
     head: Path | None = None
+    lora: Path | None = None  # LoRA adapter of the model that the head drafts for
     data: tuple[Path, ...] = ()  # files or folders of JSONL records (see `records`)
     prompts: tuple[Path, ...] = ()  # files of prompts that the model answers first (see `generate`)
     minutes: float | None = None  # of computing hidden states and training
@@ -67,10 +73,16 @@ class TrainOptions:
         return self.work / "text"
 
     @property
+    def adapters(self) -> tuple[str, ...] | None:
+        """EngineConfig.lora of an engine with the adapter."""
+        return (str(self.lora),) if self.lora else None
+
+    @property
     def command(self) -> str:
         """The equivalent command line, for the record."""
         words = [self.model, "--out", self.out.name, *(["--finetune"] if self.finetune else [])]
-        files = {"--data": self.data, "--prompts": self.prompts, "--head": (self.head,) if self.head else ()}
+        files = {"--data": self.data, "--prompts": self.prompts, "--head": (self.head,) if self.head else (),
+                 "--lora": (self.lora,) if self.lora else ()}  # fmt: skip
         words += [word for flag, paths in files.items() for path in paths for word in (flag, path.name)]
         return command_line(self, words, ("kind", "minutes", "tokens", "depth", "modules", "draft_vocab", "seed"))
 
@@ -91,6 +103,10 @@ def check(options: TrainOptions) -> None:
             f"--modules is {options.modules} at --kind {options.kind} and --depth {options.steps}",
             "a head of kind mtp may have a layer for each draft step; others decide it themselves",
         )
+    if options.device not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {options.device!r}, which is unknown", "choose cpu or cuda")
+    if options.lora is not None and options.device != "cpu":
+        raise UsageError("--lora trains on the CPU only", "leave out --device")
     if options.draft_vocab < 2:
         raise UsageError(f"--draft-vocab is {options.draft_vocab}, but must be at least 2")
     if options.out.exists() and not _is_head(options.out):
@@ -105,6 +121,8 @@ def _check_model(options: TrainOptions) -> None:
     family = find_family(checkpoint)
     config = read_config(checkpoint, family)
     spec = new_head_spec(options.kind, config, options.steps, options.modules)
+    if options.lora:
+        _check_adapter(options.lora, checkpoint, family, config)
     if options.finetune:
         native = family.head_of(replace(config, num_mtp=usable_heads(checkpoint).num_modules or 0))
         if native and not options.head:
@@ -124,6 +142,14 @@ def _check_model(options: TrainOptions) -> None:
         if (tap := head_kind(options.kind).fit(head.spec, config).tap) != spec.tap:
             what = f"{options.out} holds another head: it taps {tap}, not {spec.tap}"
             raise UsageError(what, "give --out a new name")
+
+
+def _check_adapter(path: Path, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
+    """Raises ModelError for an adapter that does not fit the model, or that changes its LM head: the distributions
+    that a head learns from are computed by the model's own."""
+    factors = fit_adapter(read_adapter(path), checkpoint, family, config)
+    if left := {each.name for each in factors if each and each.shape[0] == config.vocab_size}:
+        raise ModelError(f"{path}: train does not know LoRA of {names_of(left)}", REMEDY)
 
 
 def training_of(kind: str) -> Training:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headstart.config import Device
+from headstart.config import Device, EngineConfig
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError
 from headstart.files import locked_folder
@@ -59,9 +59,7 @@ def run(options: TrainOptions) -> Report:
     check(options)
     with _resume_hints(options), locked_folder(options.work):
         started = time.monotonic()
-        frozen_model = load_frozen_model(
-            options.model, options.threads, options.device, options.kind, options.steps, options.modules
-        )
+        frozen_model = load_frozen_model(options)
         spec = frozen_model.spec
         start = existing_head(frozen_model, options.kind, options.head) if options.finetune else None
         if start:
@@ -247,7 +245,10 @@ class _TrainingRun:
         facts, options, p = self._facts(trainer), self.options, trainer.progress
         gain = None
         if options.measure_speedup:
-            gain = measure_speedup(options.model, options.out, self.data.held_out, options.steps, options.threads)
+            config = EngineConfig(
+                head=str(options.out), depth=options.steps, threads=options.threads, seed=0, lora=options.adapters
+            )
+            gain = measure_speedup(options.model, config, self.data.held_out)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
             "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",

@@ -73,7 +73,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--max-tokens"},
     "train": JSON
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
-    | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head"}
+    | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head", "--lora"}
     | {"--from-scratch"},
     "adapt": JSON | {"--model", "--head", "--kind", "--minutes", "--forget", "--threads", "--seed"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},

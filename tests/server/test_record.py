@@ -5,6 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from inside import Inside, inside
 from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
+from headstart.core import Adapter
 from headstart.errors import CapacityError, HeadstartError, UsageError
 from headstart.files import write_atomic
 from headstart.server.records import (
@@ -138,6 +140,15 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     made.start()
     made.stop()
     assert made.kept == 2
+
+
+def test_texts_of_adapters_are_not_recorded(tmp_path: Path) -> None:
+    made, request = TextRecorder(RecordFiles(tmp_path, 10_000)), support.request([1, 2, 3])
+    for each in (request, replace(request, adapter=Adapter("sql", 0, "digest", "./sql"))):
+        made.offer(each, [4, 5])
+    made.start()
+    made.stop()
+    assert made.kept == 1
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:
