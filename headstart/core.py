@@ -76,7 +76,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """A picture as a vision tower reads it."""
+    """An image as a vision tower reads it."""
 
     patches: Float32  # [P, channels * patch height * patch width] normalized pixels, patches row by row
     grid: tuple[int, int]  # rows and columns of its tokens
@@ -89,8 +89,8 @@ class ImageInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """A picture at its place in a prompt: positions first .. end - 1 hold its features instead of embeddings."""
+class PlacedImage:
+    """An image at its place in a prompt: positions first .. end - 1 hold its features instead of embeddings."""
 
     first: int
     image: ImageInput
@@ -104,18 +104,18 @@ class Picture:
         return self.first + (self.count or self.image.num_tokens)
 
 
-def rope_positions(pictures: Seq[Picture]) -> Int32:
-    """Rotary positions [n, 3] on the axes time, row and column of a prompt up to the end of its last picture (M-RoPE;
-    transformers 5.24, Qwen3_5Model.get_rope_index). The tokens of a picture share a time and have its rows and columns.
-    A token behind a picture follows the largest position before it, on all axes; so do all later tokens."""
+def rope_positions(images: Seq[PlacedImage]) -> Int32:
+    """Rotary positions [n, 3] on the axes time, row and column of a prompt up to the end of its last image (M-RoPE;
+    transformers 5.24, Qwen3_5Model.get_rope_index). The tokens of an image share a time and have its rows and columns.
+    A token behind an image follows the largest position before it, on all axes; so do all later tokens."""
     parts, first, following = [np.zeros((0, 3), np.int32)], 0, 0
-    for picture in pictures:
-        text = np.arange(following, following + picture.first - first, dtype=np.int32)
+    for placed in images:
+        text = np.arange(following, following + placed.first - first, dtype=np.int32)
         following += len(text)
-        rows, columns = picture.image.grid
+        rows, columns = placed.image.grid
         places = np.indices((1, rows, columns), np.int32).reshape(3, -1).T
         parts += [np.repeat(text[:, None], 3, 1), places + np.int32(following)]
-        first, following = picture.end, following + max(rows, columns)
+        first, following = placed.end, following + max(rows, columns)
     return np.concatenate(parts)
 
 
@@ -156,7 +156,7 @@ class Request:
     owner: str = ""  # API key or user; output texts serve as drafts for requests of the same owner and salt
     share: float = 1.0  # weight of the owner in fair scheduling
     priority: int = 0  # lower runs earlier, for all owners
-    pictures: tuple[Picture, ...] = field(default=(), compare=False)  # in ascending order
+    images: tuple[PlacedImage, ...] = field(default=(), compare=False)  # in ascending order
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
     adapter: Adapter | None = None  # None: the model as it is
 
@@ -168,13 +168,13 @@ class Request:
     @cached_property
     def rope_positions(self) -> Int32 | None:
         """See `rope_positions`; None: all rotary positions are those in the sequence."""
-        return rope_positions(self.pictures) if any(each.has_axes for each in self.pictures) else None
+        return rope_positions(self.images) if any(each.has_axes for each in self.images) else None
 
     def rope_positions_at(self, positions: Int32) -> Int32:
         """Rotary positions [n, 3] of the tokens at these positions [n]."""
         if (known := self.rope_positions) is None:
             return np.repeat(positions[:, None], 3, 1)
-        shift = known[self.pictures[-1].first :].max() + 1 - len(known)
+        shift = known[self.images[-1].first :].max() + 1 - len(known)
         behind = positions[:, None] + np.int32(shift)
         return np.where(positions[:, None] < len(known), known[np.minimum(positions, len(known) - 1)], behind)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.core import PlacedImage
 from headstart.engine.load import Model
 from headstart.errors import CapacityError, UsageError
 from headstart.text.images import Image, ImageError, VisionTower, read_image
@@ -27,7 +28,7 @@ class EncodedPrompt:
 
     ids: list[int]  # with the rows of the images
     text: str = ""  # of the rendered chat template
-    images: tuple[Any, ...] = ()  # for Request.pictures
+    images: tuple[PlacedImage, ...] = ()  # at their places in `ids`
 
 
 def split_images(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any]]:

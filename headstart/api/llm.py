@@ -336,7 +336,7 @@ class LLM:
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(encoded.ids),
-            pictures=encoded.images,
+            images=encoded.images,
             params=params,
             seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
             stop_ids=stop_ids,

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Picture
+from headstart.core import PlacedImage
 from headstart.kernels.ops import Backend, Pool
 
 ROOT = b""  # parent key of a sequence's first block without a cache salt
@@ -26,17 +26,17 @@ def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
     return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 
-def with_pictures(parent: bytes, pictures: Seq[Picture], start: int, end: int) -> bytes:
-    """The parent key of the block at positions start .. end - 1, with the digests of pictures that begin there."""
-    inside = [each for each in pictures if start <= each.first < end]
+def with_images(parent: bytes, images: Seq[PlacedImage], start: int, end: int) -> bytes:
+    """The parent key of the block at positions start .. end - 1, with the digests of images that begin there."""
+    inside = [each for each in images if start <= each.first < end]
     return parent + b"".join(each.first.to_bytes(8, "little") + each.image.digest for each in inside)
 
 
-def prefix_keys(tokens: Seq[int], salt: str, size: int, pictures: Seq[Picture] = ()) -> Iterator[bytes]:
+def prefix_keys(tokens: Seq[int], salt: str, size: int, images: Seq[PlacedImage] = ()) -> Iterator[bytes]:
     """Keys of all full blocks of a prompt, in order."""
     parent = root_key(salt)
     for start in range(0, len(tokens) - size + 1, size):
-        parent = with_pictures(parent, pictures, start, start + size)
+        parent = with_images(parent, images, start, start + size)
         parent = block_key(parent, tokens[start : start + size])
         yield parent
 

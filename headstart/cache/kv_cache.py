@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headstart.cache.blocks import Block, BlockPool, block_key, prefix_keys, root_key, with_pictures
+from headstart.cache.blocks import Block, BlockPool, block_key, prefix_keys, root_key, with_images
 from headstart.cache.recurrent import StateCacheManager
 from headstart.core import Sequence, int_array
 
@@ -88,7 +88,7 @@ class KVCacheManager:
         if not self.prefix_caching or wants_all:
             return iter(())
         request = sequence.request
-        return prefix_keys(sequence.tokens[:-1], request.cache_scope, self.block_size, request.pictures)
+        return prefix_keys(sequence.tokens[:-1], request.cache_scope, self.block_size, request.images)
 
     def fetch(self, sequence: Sequence) -> bool:
         """Starts to load the sequence's prefix from files; False if nothing is to be loaded and it can be admitted."""
@@ -144,7 +144,7 @@ class KVCacheManager:
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
             start = len(keys) * self.block_size
             parent = keys[-1] if keys else root_key(sequence.request.cache_scope)
-            parent = with_pictures(parent, sequence.request.pictures, start, start + self.block_size)
+            parent = with_images(parent, sequence.request.images, start, start + self.block_size)
             key = block_key(parent, sequence.tokens[start : start + self.block_size])
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)

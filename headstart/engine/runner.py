@@ -17,7 +17,7 @@ from headstart.core import (
     Int32,
     Leaf,
     Paths,
-    Picture,
+    PlacedImage,
     Request,
     Rows,
     Sampled,
@@ -65,7 +65,7 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
         row_starts.append(len(positions))
         is_special = is_special or part.visible_end is not None or part.parents is not None
         has_axes = has_axes or (
-            bool(part.sequence.request.pictures) and part.sequence.request.rope_positions is not None
+            bool(part.sequence.request.images) and part.sequence.request.rope_positions is not None
         )
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         part_slots = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
@@ -151,7 +151,7 @@ def span_rows(span: Span) -> Rows:
     token_ids = pending + draft.tokens[: span.num_rows - len(pending)] + [leaf.token for leaf in draft.leaves]
     wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
     num_logits = len(token_ids) if wants_all else span.num_sample
-    visible_end = _picture_ends(span) if sequence.request.pictures else None
+    visible_end = _image_ends(span) if sequence.request.images else None
     if not draft.leaves:
         return Rows(sequence, span.start, token_ids, num_logits, visible_end)
     count = len(pending)
@@ -159,20 +159,20 @@ def span_rows(span: Span) -> Rows:
     return Rows(sequence, span.start, token_ids, num_logits, visible_end, parents)
 
 
-def pictures_of(span: Span) -> Iterator[tuple[Picture, int, int]]:
-    """Pictures with rows in a span: (picture, first and last + 1 of their positions in the span)."""
-    for picture in span.sequence.request.pictures:
-        start, end = max(picture.first, span.start), min(picture.end, span.start + span.num_rows)
+def images_of(span: Span) -> Iterator[tuple[PlacedImage, int, int]]:
+    """Images with rows in a span: (image, first and last + 1 of their positions in the span)."""
+    for placed in span.sequence.request.images:
+        start, end = max(placed.first, span.start), min(placed.end, span.start + span.num_rows)
         if start < end:
-            yield picture, start, end
+            yield placed, start, end
 
 
-def _picture_ends(span: Span) -> Int32 | None:
+def _image_ends(span: Span) -> Int32 | None:
     """Last position that each row of the span attends to; None: its own."""
-    found = [each for each in pictures_of(span) if each[0].is_bidirectional]
+    found = [each for each in images_of(span) if each[0].is_bidirectional]
     ends = np.arange(span.start, span.start + span.num_rows, dtype=np.int32)
-    for picture, start, end in found:
-        ends[start - span.start : end - span.start] = picture.end - 1
+    for placed, start, end in found:
+        ends[start - span.start : end - span.start] = placed.end - 1
     return ends if found else None
 
 
@@ -326,8 +326,8 @@ class Runner:
         self._early.clear()
         parts = [span_rows(span) for span in spans]
         states = self.memory.states.plan(spans) if self.memory.states else None
-        if self.vision is not None and any(True for span in spans for _ in pictures_of(span)):
-            embedded = self._embed_pictures(self.vision, spans, parts)
+        if self.vision is not None and any(True for span in spans for _ in images_of(span)):
+            embedded = self._embed_images(self.vision, spans, parts)
             output = self.run(self.trunk, FORWARD_EMBEDDED, parts, hidden=embedded, states=states)
         else:
             output = self.run(self.trunk, FORWARD, parts, states=states)
@@ -336,16 +336,16 @@ class Runner:
         starts = list(accumulate([part.num_logits for part in parts], initial=0))
         return ForwardOutput(output["logits"], starts, output["hidden"])
 
-    def _embed_pictures(self, vision: VisionEncoder, spans: Seq[Span], parts: Seq[Rows]) -> Buffer:
-        """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of pictures; beside it the
+    def _embed_images(self, vision: VisionEncoder, spans: Seq[Span], parts: Seq[Rows]) -> Buffer:
+        """Input of the first layer [R, H]: embeddings of tokens, and features in the rows of images; beside it the
         features that are added to the output of the first layers, 0 in other rows."""
         starts = accumulate([span.num_rows for span in spans], initial=0)
         rows, features = list[Int32](), list[Float32]()
         for span, row in zip(spans, starts, strict=False):
-            for picture, start, end in pictures_of(span):
-                first = picture.offset + start - picture.first
+            for placed, start, end in images_of(span):
+                first = placed.offset + start - placed.first
                 rows.append(np.arange(row + start - span.start, row + end - span.start, dtype=np.int32))
-                features.append(vision.features(picture.image)[first : first + end - start])
+                features.append(vision.features(placed.image)[first : first + end - start])
         values = np.concatenate(features)
         embedded = self.backend.numpy(self.run(self.trunk, EMBED, parts)["embedded"])
         inputs = np.zeros((len(embedded), values.shape[1]), np.float32)

@@ -176,8 +176,8 @@ class Scheduler:
         if sequence.draft.num_rows > max(rows_left, 0):
             sequence.draft = sequence.draft.cut(max(rows_left, 0))
         num_rows = min(pending + sequence.draft.num_rows, budget - num_following)
-        if num_rows > 0 and sequence.request.pictures:
-            num_rows = _whole_pictures(sequence, num_rows)
+        if num_rows > 0 and sequence.request.images:
+            num_rows = _whole_images(sequence, num_rows)
         if num_rows <= 0 or not self._make_room(sequence, num_rows):
             return 0
         num_rows = min(num_rows, pending + sequence.draft.num_rows)  # `_make_room` may have dropped the draft
@@ -230,13 +230,13 @@ class Scheduler:
             self.memory.drop(sequence)
 
 
-def _whole_pictures(sequence: Sequence, num_rows: int) -> int:
-    """Number of rows that does not split a picture whose rows attend to each other: fewer, or if none would be left,
-    all of the picture, beyond the budget."""
+def _whole_images(sequence: Sequence, num_rows: int) -> int:
+    """Number of rows that does not split an image whose rows attend to each other: fewer, or if none would be left,
+    all of the image, beyond the budget."""
     start = sequence.num_computed
-    for picture in sequence.request.pictures:
-        if picture.is_bidirectional and picture.first < start + num_rows < picture.end:
-            return picture.first - start if picture.first > start else picture.end - start
+    for placed in sequence.request.images:
+        if placed.is_bidirectional and placed.first < start + num_rows < placed.end:
+            return placed.first - start if placed.first > start else placed.end - start
     return num_rows
 
 

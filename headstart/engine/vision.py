@@ -1,6 +1,6 @@
-"""`VisionEncoder`: makes the features of pictures, which replace embeddings in the trunk's rows.
+"""`VisionEncoder`: makes the features of images, which replace embeddings in the trunk's rows.
 
-A picture runs alone, so its features are a function of its pixels only. Features of recent pictures are kept, for
+An image runs alone, so its features are a function of its pixels only. Features of recent images are kept, for
 prompts that are computed in several passes or again after a preemption.
 """
 
@@ -17,7 +17,7 @@ from headstart.layers.vision import VisionNetwork, patch_places, windows
 
 MAX_BYTES = 64 * 2**20  # of kept features
 BLOCK = 16  # positions of a block
-LEAST_SLOTS = 1024  # of the KV pool, which grows with the pictures
+LEAST_SLOTS = 1024  # of the KV pool, which grows with the images
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class NetworkHandle:
 
 FORWARD = "forward"  # name of a decoder's program over token ids
 EMBED, FORWARD_EMBEDDED = "embed", "forward_embedded"
-"""The same in two parts, with the input of the first layer between them, for trunks that read pictures."""
+"""The same in two parts, with the input of the first layer between them, for trunks that read images."""
 
 
 @dataclass(frozen=True)

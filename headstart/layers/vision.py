@@ -1,4 +1,4 @@
-"""`VisionConfig` and `VisionNetwork`: a transformer over the patches of a picture, and mergers that make rows of the
+"""`VisionConfig` and `VisionNetwork`: a transformer over the patches of an image, and mergers that make rows of the
 trunk of its outputs.
 
 The patches of a token are neighbours: tokens row by row, in a token its patches row by row. Canonical tensors under
@@ -103,11 +103,11 @@ class VisionConfig:
     """Sizes and layers of a vision tower."""
 
     patch_size: int  # pixels in a row of a patch
-    frames: int = 1  # copies of the picture that the patch embedding reads, one matrix each
+    frames: int = 1  # copies of the image that the patch embedding reads, one matrix each
     patch_bias: bool = True
     patch_norm: Literal["", "rms"] = ""  # of the patches before the first layer, for towers without `positions`
     hidden_size: int
-    positions: int = 0  # rows and columns of the learned position embedding, stretched to the picture; 0: none
+    positions: int = 0  # rows and columns of the learned position embedding, stretched to the image; 0: none
     layers: tuple[LayerConfig, ...]
     window: int = 0  # tokens in a row of an attention window; 0: no windows
     whole: tuple[int, ...] = ()  # indices of layers without windows, whose patches attend to the whole image

@@ -99,7 +99,7 @@ class PrefillClient:
     def _is_wanted(self, request: Request) -> bool:
         if time.monotonic() < self._retry_at or len(request.prompt_ids) <= MIN_TOKENS:
             return False
-        is_plain = not (request.embeds or request.pictures or request.adapter)
+        is_plain = not (request.embeds or request.images or request.adapter)
         return request.params.prompt_logprobs is None and is_plain
 
     def _prefetch(self, request: Request) -> None:

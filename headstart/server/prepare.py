@@ -137,7 +137,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     request = _request(llm, account, ids, params, body, constraint)
-    requests = [replace(request, pictures=prompt.images)]
+    requests = [replace(request, images=prompt.images)]
     _check_prompt_logprobs(requests)
     own = formats.tools or FORCED_FORMAT  # the system prompt for templates without tools asks for FORCED_FORMAT
     calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None

@@ -252,7 +252,7 @@ class TextRecorder:
 
     def offer(self, request: Request, tokens: Seq[int]) -> None:
         """Queue a finished text; drops it if the queue is full."""
-        if not tokens or request.pictures or request.adapter:  # token ids say nothing without images and adapter
+        if not tokens or request.images or request.adapter:  # token ids say nothing without images and adapter
             return
         try:
             self._queue.put_nowait(TextRecord(request.prompt_ids, tuple(tokens), request.params.temperature))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart.core import Float32, ImageInput, Picture
+from headstart.core import Float32, ImageInput, PlacedImage
 from headstart.errors import UsageError
 from headstart.text.images import Image, ImageError
 from headstart.text.tokenizer import Tokenizer
@@ -39,8 +39,8 @@ class ImageFormat:
     row_end: str = ""  # special token behind each row of tokens but the last
     around: str = ""  # newlines before `begin` and behind `end`
     token_id: int  # of the rows, whose embeddings are not used
-    is_bidirectional: bool = False  # see core.Picture
-    has_axes: bool = False  # see core.Picture
+    is_bidirectional: bool = False  # see core.PlacedImage
+    has_axes: bool = False  # see core.PlacedImage
 
     @property
     def token_side(self) -> int:
@@ -158,10 +158,10 @@ class ImageProcessor:
 
     def expand(
         self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]
-    ) -> tuple[list[int], tuple[Picture, ...]]:
+    ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """See text.images.VisionTower.expand. Newlines around an image become one token with those next to them, as
         in the tokens of the whole text."""
-        about, marker, found = self.format, self._id_of(self.format.marker), list[Picture]()
+        about, marker, found = self.format, self._id_of(self.format.marker), list[PlacedImage]()
         if (count := sum(token == marker for token in prompt_ids)) != len(images):
             message = f"the prompt has {count} placeholders {about.marker} for {len(images)} images"
             raise UsageError(message, "each image needs one; the chat template writes them")
@@ -174,7 +174,7 @@ class ImageProcessor:
                 for piece in prepared.pieces:
                     ids += self._ids_of(piece.before)
                     where = {"offset": piece.offset, "count": piece.count}
-                    found.append(Picture(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
+                    found.append(PlacedImage(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
                     ids += [about.token_id] * piece.count
                 ids += self._ids_of(prepared.behind)
                 self._add_newlines(ids, len(about.around))

@@ -44,7 +44,7 @@ class VisionTower(Protocol):
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], tuple[Any, ...]]:
         """Token ids with the rows of each prepared image in place of its placeholder, and the images for
-        `Request.pictures`. Raises UsageError if the numbers of placeholders and images differ."""
+        `Request.images`. Raises UsageError if the numbers of placeholders and images differ."""
 
 
 @dataclass(frozen=True, eq=False)

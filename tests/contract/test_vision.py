@@ -65,7 +65,7 @@ def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Re
     marked = "".join(f"a{model.tower.placeholder}" for _ in images) + text
     ids = model.tokenizer.encode(marked)
     ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGES[seed]) for seed in images])
-    return replace(request(ids, **params), pictures=images)
+    return replace(request(ids, **params), images=images)
 
 
 def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
