@@ -29,14 +29,6 @@ settings.register_profile("headstart", deadline=None, derandomize=True, report_m
 settings.load_profile("headstart")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Tiny matrices gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=1, metavar="N", help="N times as many inputs of tests/fuzz")
 
@@ -60,9 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws depends on no test before it."""
+    """What a test draws depends on no test before it. Torch has one thread, whatever the backend of an earlier test
+    has set: tiny matrices gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
     import numpy as np
     import torch
+
+    torch.set_num_threads(1)
 
     random.seed(0)
     np.random.seed(0)
