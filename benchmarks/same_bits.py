@@ -1,13 +1,15 @@
-"""Do two versions of headstart write the same tokens with the same logprobs, bit for bit?
+"""Do two versions of headstart, or two instruction-set paths, write the same tokens and logprobs, bit for bit?
 
     OLD/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out before.json
     NEW/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out after.json
     python benchmarks/same_bits.py --compare before.json after.json
+    python benchmarks/same_bits.py --questions question.jsonl --out paths.json --portable-bits --paths avx2 portable
 
 The version is that of the interpreter's environment: the script itself asks little of it. First turns of Spec-Bench,
 categories in turn, each at T = 0 and T = 0.8 (seed: its number) by every drafter; fixed depths but for `auto`. Kept are
 token ids, logprobs of each with the most likely others (as hexadecimal floats), the reason of the end, and with a fixed
-depth what was drafted and accepted. Exit code 1 where two files differ, or drafters within one.
+depth what was drafted and accepted. `--paths` repeats all of it on each path. Exit code 1 where two files differ, or
+drafters or paths within one. Tokens/s of each cell count the time of prompts that no cell before it had cached.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from measure.questions import NUM_CATEGORIES, in_turns
 
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
+from headstart.kernels.native import backend as native
 
 Document = dict[str, Any]
 TEMPERATURES = (0.0, 0.8)
@@ -46,16 +52,31 @@ def record(completion: Completion, *, fixed_depth: bool) -> Document:
     return found | ({"drafting": [stats.drafts, stats.drafted, stats.accepted]} if fixed_depth else {})
 
 
+@contextmanager
+def on_path(path: str | None) -> Iterator[None]:
+    """Engines that are made meanwhile run on an instruction-set path; None: on the best one of this CPU."""
+    usable = native.paths
+
+    def only(portable_bits: bool) -> list[str]:
+        return [each for each in usable(portable_bits) if each == path] or sys.exit(f"no path {path}")
+
+    with patch.object(native, "paths", only if path else usable):
+        yield
+
+
 def decode(args: argparse.Namespace) -> Document:
     """Cell -> one record per prompt."""
     prompts = in_turns(args.questions, -(-args.prompts // NUM_CATEGORIES))[: args.prompts]
     cells: Document = {}
-    for drafter in args.drafters:
+    for path, drafter in product(args.paths, args.drafters):
+        name = f"{path}, {drafter}" if path else drafter
         depth: Any = "auto" if drafter == "auto" else 0 if drafter == "none" else args.depth
         config = EngineConfig(
-            drafter=drafter, depth=depth, max_num_seqs=args.batch, threads=args.threads, max_model_len=4096
-        )
-        llm = LLM(args.model, config)
+            drafter=drafter, depth=depth, max_num_seqs=args.batch, threads=args.threads, max_model_len=4096,
+            portable_bits=args.portable_bits,
+        )  # fmt: skip
+        with on_path(path):
+            llm = LLM(args.model, config)
         for temperature in TEMPERATURES:
             params = [
                 SamplingParams(
@@ -65,8 +86,10 @@ def decode(args: argparse.Namespace) -> Document:
             ]  # fmt: skip
             started = time.perf_counter()
             completions = llm.generate(prompts, params)
-            cells[f"{drafter}, T {temperature:g}"] = [record(each, fixed_depth=depth != "auto") for each in completions]
-            say(f"{drafter}, T {temperature:g}: {time.perf_counter() - started:.0f} s")
+            seconds, tokens = time.perf_counter() - started, sum(len(each.token_ids) for each in completions)
+            cell = f"{name}, T {temperature:g}"
+            cells[cell] = [record(each, fixed_depth=depth != "auto") for each in completions]
+            say(f"{cell}: {seconds:.0f} s, {tokens / seconds:.1f} tokens/s")
     about = {"prompts": len(prompts), "max_tokens": args.max_tokens, "depth": args.depth, "model": args.model}
     return {"about": about, "cells": cells}
 
@@ -98,12 +121,12 @@ def compare(one: Document, other: Document) -> list[str]:
     return every
 
 
-def among_drafters(document: Document) -> list[str]:
-    """Differences of each cell's texts to those of the first drafter at the same temperature."""
+def among_cells(document: Document) -> list[str]:
+    """Differences of each cell's texts to those of the first cell at the same temperature."""
     first: dict[str, list[Document]] = {}
     every: list[str] = []
     for cell, records in document["cells"].items():
-        base = first.setdefault(cell.partition(", ")[2], records)
+        base = first.setdefault(cell.rpartition(", ")[2], records)
         every += differences(cell, base, records, TEXT)
     return every
 
@@ -119,6 +142,8 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--model")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS))
+    parser.add_argument("--paths", nargs="+", default=[None], help="default: the best one of this CPU")
+    parser.add_argument("--portable-bits", action="store_true")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -132,7 +157,7 @@ def main() -> int:
     elif args.questions and args.out:
         document = decode(args)
         args.out.write_text(json.dumps(document), "utf-8")
-        found = among_drafters(document)
+        found = among_cells(document)
         print(f"{len(document['cells'])} cells of {document['about']['prompts']} prompts")
     else:
         parser.error("give --questions and --out, or --compare")

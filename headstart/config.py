@@ -87,7 +87,8 @@ class EngineConfig:
     )
     portable_bits: bool = _flag(
         False,
-        "The text of other processors, too: no products of bfloat16 pairs (AMX, AVX512-BF16), which round differently.",
+        "The same text on every processor. The instructions of AMX and AVX512-BF16 are not used, as they round "
+        "differently.",
     )
     drafter: str = _flag(
         "auto", "Drafter: auto, mtp, eagle3, medusa, block, draft_model, ngram, mixed, none or a plug-in's."
