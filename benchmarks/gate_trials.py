@@ -1,0 +1,105 @@
+"""Does `headstart gate` find faults that were put into a server, and does it pass the same server every time?
+
+    python benchmarks/gate_trials.py --llama-bin BUILD/bin --head head.gguf --quantized q4_0.gguf
+    python benchmarks/gate_trials.py --llama-bin BUILD/bin --only same --runs 20 --trials 1
+
+llama.cpp serves the default model's file on both sides, each with its own threads. The new side is the same; has a chat
+template without system text; has other weights (`--quantized`: the same model in another format); or does not draft,
+while the old side drafts with `--head`, which `headstart export --to gguf` wrote. Both sides keep running during the
+`--runs` of a setting. Printed: how many runs failed, the checks that failed in any, and seconds a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure.trials import run_trials, start_servers
+
+from headstart import hub
+from headstart.tools.gate.run import GateOptions, run
+
+START_SECONDS = 300
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The commands of both sides."""
+
+    name: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+def settings(options: argparse.Namespace, template: Path) -> Iterator[Setting]:
+    def serve(model: Path, *more: str) -> tuple[str, ...]:
+        size = ("--ctx-size", "16384", "--parallel", "8", "--threads", str(options.threads), "--metrics")
+        return (str(options.llama_bin / "llama-server"), "--model", str(model), "--port", "{port}", *size, *more)
+
+    plain = serve(hub.resolve())
+    yield Setting("same", plain, plain)
+    template.write_text(TEMPLATE)
+    yield Setting("template", plain, serve(hub.resolve(), "--chat-template-file", str(template)))
+    if options.quantized:
+        yield Setting("quantization", plain, serve(options.quantized))
+    if options.head:
+        drafting = ("--model-draft", str(options.head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", "2")
+        yield Setting("dropped head", serve(hub.resolve(), *drafting), plain)
+
+
+def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
+    """The document of each run. Raises EngineFailed."""
+    found = []
+    with start_servers(setting.name, (setting.old, setting.new), log, {}, START_SECONDS) as (old, new):
+        for _ in range(options.runs):
+            begun = time.perf_counter()
+            asked = GateOptions(old=old, new=new, trials=options.trials, max_tokens=options.max_tokens)
+            data = run(asked).data
+            found.append({"seconds": time.perf_counter() - begun, "ok": data["ok"], "checks": data["checks"]})
+            print(f"{setting.name}: {data['summary']}, {found[-1]['seconds']:.0f} s", flush=True)
+    return found
+
+
+def row(setting: Setting, found: list[dict[str, Any]]) -> str:
+    failed = Counter(
+        f"{check['name']} (old {check['old']}, new {check['new']}, {check['note']})"
+        for each in found
+        for check in each["checks"]
+        if check["ok"] is False
+    )
+    judged = Counter(check["name"] for each in found for check in each["checks"] if check["ok"] is not None)
+    seconds = sum(each["seconds"] for each in found) / len(found)
+    verdict = f"{sum(not each['ok'] for each in found)} of {len(found)} failed"
+    return f"| {setting.name} | {verdict} | {'; '.join(failed) or '-'} | {len(judged)} | {seconds:.0f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama-bin", type=Path, required=True, help="folder of llama-server")
+    parser.add_argument("--quantized", type=Path, help="the default model in another GGUF format")
+    parser.add_argument("--head", type=Path, help="the EAGLE-3 head, as headstart export --to gguf wrote it")
+    parser.add_argument("--only", help="part of the names of the settings that run")
+    parser.add_argument("--runs", type=int, default=1, help="of each setting")
+    parser.add_argument("--trials", type=int, default=2, help="see headstart gate --trials")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="of each side")
+    parser.add_argument("--out", type=Path, help="JSON with all checks")
+    options = parser.parse_args()
+    print("| new side | runs | failed checks | judged | seconds a run |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [each for each in settings(options, Path(folder) / "chat.jinja") if (options.only or "") in each.name]
+        run_trials(chosen, lambda setting, log: trial(setting, options, log), row, options.out)
+
+
+if __name__ == "__main__":
+    main()
