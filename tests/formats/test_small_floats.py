@@ -210,7 +210,7 @@ BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, st
     "nvfp4, NaN for all": ("nvfp4, ModelOpt", "weight_scale_2", with_nan, "are not all numbers"),
     "nvfp4, no whole scale": ("nvfp4, compressed", "weight_global_scale", None, "whole tensor is missing"),
     "nvfp4, fewer groups": ("nvfp4, compressed", "weight_scale", lambda v: v[:, :9], "16 columns must share one"),
-    "nvfp4, no reciprocal": ("nvfp4, compressed", "weight_global_scale", lambda v: v * 0, "is not a scale for"),
+    "nvfp4, no reciprocal": ("nvfp4, compressed", "weight_global_scale", lambda v: v * 0, "is 0, but"),
     "int8, NaN": ("int8, a row", "weight_scale", with_nan, "are not all numbers"),
     "int8, other points": (
         "int8, groups and zero points", "weight_zero_point", lambda v: v[:, :2], "not as the scales"),

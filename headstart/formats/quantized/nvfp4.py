@@ -48,8 +48,10 @@ def factors(stored: Stored) -> NDArray[np.float32]:
     words = ("weight_global_scale",) if divides else ("weight_scale_2", "_scale_2")
     scale = next(stored.beside[word] for word in words if word in stored.beside)
     found = numbers(scale, stored).reshape(-1)
-    if len(found) not in (1, math.prod(stored.main.shape[:-2])) or (divides and not found.all()):
+    if len(found) not in (1, math.prod(stored.main.shape[:-2])):
         raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
+    if divides and not found.all():
+        raise ModelError(f"{scale.name} is 0, but {stored.name} is divided by it", "fetch the file again")
     return np.float32(1) / found if divides else found
 
 
