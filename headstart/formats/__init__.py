@@ -20,7 +20,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         known: Format = registry.find("formats", name).FORMAT
         if known.detect(path):
             return known.open_checkpoint(path)
-    raise ModelError(_why_unknown(path), HINT)
+    raise no_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -38,6 +38,11 @@ def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Check
 
         return open_repo(asked, progress)
     return open_checkpoint(hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name))
+
+
+def no_checkpoint(path: Path) -> ModelError:
+    """The error for an existing path that no format detects."""
+    return ModelError(_why_unknown(path), HINT)
 
 
 def _why_unknown(path: Path) -> str:

@@ -11,6 +11,7 @@ import pytest
 import support
 import torch
 from checkpoints import Raw, raw, read_raw, tensor, write_checkpoint
+from lora_files import write_adapter
 from tiny_models import write_tiny
 
 from headstart.api import LLM
@@ -288,8 +289,10 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_wrong_usage(base: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ("-o", str(tmp_path / "out"))
+    out, adapter = ("-o", str(tmp_path / "out")), write_adapter({}, {"peft_type": "LORA"})
     cases = {
+        ("graft", str(adapter), "--from", str(base), *out): "is a LoRA adapter, not a whole model",
+        ("export", str(adapter), *out): "is a LoRA adapter, not a whole model",
         ("graft", str(tuned), *out): "neither --from nor --strip",
         ("graft", str(tuned), "--from", str(base), "--strip", *out): "both given",
         ("graft", str(base), "--from", str(base), *out): "already has a head",

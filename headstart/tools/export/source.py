@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.errors import ModelError
-from headstart.formats import open_checkpoint
+from headstart.formats import no_checkpoint, open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import whole_directory
@@ -26,11 +26,13 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpa
 
 
 def open_directory(name: str | None) -> Checkpoint:
-    """Opens a Hugging Face directory by path, Hub name or alias. Raises ModelError for a single file."""
+    """Opens a Hugging Face directory by path, Hub name or alias. Raises ModelError for anything else."""
     path = hub.resolve(name)
     if not path.is_dir():
         hint = "give the Hugging Face directory (config.json and *.safetensors) it was made from"
         raise ModelError(f"{path} is a single file, but a directory is needed", hint)
+    if not (path / "config.json").exists():
+        raise no_checkpoint(path)
     config = read_object(path / "config.json")
     return Checkpoint(path, "safetensors", config, whole_directory(path), canonical_names=False, name=name or "")
 
