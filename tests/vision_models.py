@@ -232,3 +232,11 @@ def random_image(seed: int, width: int = 50, height: int = 41) -> Image:
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3)).astype(np.uint8)
     rows, columns = np.arange(height) * 5 // height, np.arange(width) * 6 // width
     return Image.of(coarse[rows][:, columns])
+
+
+KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN)
+
+
+def published(kind: str) -> tuple[Any, Path]:
+    """(transformers' model, its directory) of one of KINDS."""
+    return qwen(kind) if kind in QWEN else {"gemma3": gemma3, "smolvlm": smolvlm, "mistral3": mistral3}[kind]()

@@ -16,7 +16,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
-from vision_models import CUT, LONGEST, PREPARATION, QWEN, gemma3, mistral3, qwen, random_image, smolvlm
+from vision_models import CUT, KINDS, LONGEST, PREPARATION, QWEN, published, qwen, random_image
 
 from headstart.api.images import check_tower
 from headstart.core import Request, Sequence, Span
@@ -30,7 +30,6 @@ from headstart.text.images import ImageError
 from headstart.tools.inspect.run import runs_here
 
 TEXT = "What is on it?"
-KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN)
 IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 1, 1)}
 
 
@@ -40,11 +39,6 @@ PROCESSORS = {
     "mistral3": PixtralImageProcessorPil(**{**LONGEST, "patch_size": {"height": 8, "width": 8}}),
     "qwen": Qwen2VLImageProcessorPil(**PREPARATION),
 }
-
-
-def published(kind: str) -> tuple[Any, Path]:
-    """(transformers' model, its directory)."""
-    return {"gemma3": gemma3, "smolvlm": smolvlm, "mistral3": mistral3}[kind]() if kind not in QWEN else qwen(kind)
 
 
 @cache
