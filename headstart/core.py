@@ -419,6 +419,15 @@ class StepPlan:
     rope_positions: Int32 | None = None
     adapter_slots: Int32 | None = None  # [R] slot of the row's LoRA adapter, -1: none; None: no row has one
 
+    @classmethod
+    def of_rows(cls, token_ids: NDArray[np.integer]) -> StepPlan:
+        """A pass over rows [R] of one sequence, with logits of all rows, for a program without KV and state."""
+        rows = np.arange(len(token_ids), dtype=np.int32)
+        return cls(
+            token_ids=token_ids.astype(np.int32), positions=rows, slots=rows, block_tables=np.zeros((1, 1), np.int32),
+            row_starts=np.array([0, len(rows)], np.int32), logit_rows=rows,
+        )  # fmt: skip
+
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)

@@ -4,6 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
+def quoted(value: object) -> str:
+    """A value as an error quotes it: its repr, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 class HeadstartError(Exception):
     """Base of all errors shown to users: one line, and a hint unless empty."""
 

@@ -9,7 +9,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from headstart.errors import UsageError
+from headstart.errors import UsageError, quoted
 
 MAX_VALUE = 1e18  # upper bound of numbers without one of their own
 Kind = Literal["number", "integer", "boolean", "texts", "token_ids", "token_numbers"]
@@ -144,7 +144,7 @@ class SamplingParams:
 
     def _check_token_numbers(self, row: Parameter, value: Any) -> None:
         if not isinstance(value, Mapping):
-            raise UsageError(f"{row.name} is {_shown(value)}, but must be a mapping", "token id: bias")
+            raise UsageError(f"{row.name} is {quoted(value)}, but must be a mapping", "token id: bias")
         for token, number in value.items():
             _check_whole(f"a token of {row.name}", token)
             _check_range(f"{row.name}[{token}]", number, row.low, row.high)
@@ -162,10 +162,10 @@ class SamplingParams:
         value: Any = getattr(self, row.name)
         values = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
         if values is None or isinstance(value, bytes | Mapping):
-            raise UsageError(f"{row.name} is {_shown(value)}, but must be {wanted}")
+            raise UsageError(f"{row.name} is {quoted(value)}, but must be {wanted}")
         for each in values:
             if not isinstance(each, kind) or isinstance(each, bool):
-                raise UsageError(f"{row.name} holds {_shown(each)}, but must be {wanted}")
+                raise UsageError(f"{row.name} holds {quoted(each)}, but must be {wanted}")
         object.__setattr__(self, row.name, values)
         return values
 
@@ -215,18 +215,13 @@ def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_whole(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UsageError(f"{name} is {_shown(value)}, but must be a whole number")
+        raise UsageError(f"{name} is {quoted(value)}, but must be a whole number")
 
 
 def _check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number:
-        raise UsageError(f"{name} is {_shown(value)}, but must be a number", hint)
+        raise UsageError(f"{name} is {quoted(value)}, but must be a number", hint)
     if not low <= value <= (MAX_VALUE if high == math.inf else high):  # NaN is in no range
         bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high}"
         raise UsageError(f"{name} is {value}, but must be a finite number {bound}", hint)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -72,19 +72,22 @@ class Plot:
     x_format: Callable[[float], str] = "{:g}".format
     y_format: Callable[[float], str] = "{:g}".format
 
+    @property
+    def points(self) -> list[Point]:
+        return [point for series in self.series for point in series.points]
+
 
 def with_same_axes(plots: Seq[Plot]) -> list[Plot]:
     """The plots with equal axes, for comparison."""
-    points = [point for plot in plots for series in plot.series for point in series.points]
+    points = [point for plot in plots for point in plot.points]
     return [replace(plot, other_points=points) for plot in plots]
 
 
 def draw_lines(plot: Plot) -> str:
     """The plot as an <svg> element; empty without points."""
-    points = [point for series in plot.series for point in series.points]
-    if not points:
+    if not plot.points:
         return ""
-    points += plot.other_points
+    points = [*plot.points, *plot.other_points]
     xs = sorted({point.x for point in points})
     x_at, x_ticks = _x_axis(plot.x_scale, xs)
     y_values = [value for p in points for value in (p.y, p.low, p.high) if value is not None]
@@ -117,10 +120,9 @@ def draw_document(plot: Plot) -> str:
 
 def draw_intervals(plot: Plot, names: Seq[str]) -> str:
     """One band per name: points whose y is the index of the name, with error bars along x."""
-    points = [point for series in plot.series for point in series.points]
-    if not points:
+    if not plot.points:
         return ""
-    points += plot.other_points
+    points = [*plot.points, *plot.other_points]
     shown = [series for series in plot.series if series.points]
     band = ROW * max(len(shown), 1) + 8
     height = TOP + band * len(names) + BOTTOM

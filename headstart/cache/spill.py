@@ -103,8 +103,11 @@ class KVSpill:
 
     def extent(self, keys: Seq[bytes]) -> int:
         """Number of leading keys in pool or store, by a few look-ups. Thread-safe."""
-        known = next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
-        return self._extent(keys, known)
+        return self._extent(keys, self._num_known(keys))
+
+    def _num_known(self, keys: Seq[bytes]) -> int:
+        """Number of leading keys in the pool."""
+        return next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
 
     def save(self, chain: Iterable[tuple[int, bytes, Block]]) -> None:
         """Saves published blocks (index in the prefix, key, block) that are not in the store."""
@@ -169,7 +172,7 @@ class KVSpill:
         """Starts to load the blocks of a prefix that are in the store but not in the pool; False if there are none."""
         if sequence in self._led or any(load.is_overdue for load in self._loads):
             return False
-        known = next((i for i, key in enumerate(keys) if self._pool.find(key) is None), len(keys))
+        known = self._num_known(keys)
         for load in self._loads:
             if known < len(keys) and load.first == keys[known]:
                 load.sequences.append(sequence)

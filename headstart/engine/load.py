@@ -275,13 +275,12 @@ def load_model(
         loaded = load_decoder(checkpoint, backend, progress, config.max_model_len)
         if not tokenizer.done():  # large vocabularies take seconds at their first start
             backend.loaded(partly=True)
-    vision = load_vision(checkpoint, loaded.family, loaded.config, backend)
-    found, network = (None, None) if isinstance(vision, str) else vision
+    found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
     model = Model(
         name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
-        broken_head=broken, vision=network, no_tower=vision if isinstance(vision, str) else "",
+        broken_head=broken, vision=network, no_tower=no_tower,
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
     model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))

@@ -292,7 +292,7 @@ class _SketchBuilder:
 
         handle = self.backend.prepare(code)
         return np.concatenate([
-            self.backend.numpy(self.backend.run(handle, _plan(part))["rows"]).copy() for part in _parts(ids)
+            self.backend.numpy(self.backend.run(handle, StepPlan.of_rows(part))["rows"]).copy() for part in _parts(ids)
         ])  # fmt: skip
 
     def _measure(self, lm_head: LMHead, states: Buffer) -> tuple[NDArray[np.int64], tuple[float, ...]]:
@@ -304,11 +304,11 @@ class _SketchBuilder:
         handle, choices, seconds = self.backend.prepare(code, hidden_width=self.hidden), list[int](), []
         for begin in range(0, len(states), STATES_PER_PASS):
             part = np.arange(begin, min(begin + STATES_PER_PASS, len(states)), dtype=np.int32)
-            logits = self.backend.run(handle, _plan(part), hidden=self.backend.rows(states, part))["logits"]
+            logits = self.backend.run(handle, StepPlan.of_rows(part), hidden=self.backend.rows(states, part))["logits"]
             choices += self.backend.numpy(logits).argmax(1).tolist()
         for count in self.rows:
             part = np.arange(count, dtype=np.int32) % len(states)
-            inputs, plan, times = self.backend.rows(states, part), _plan(part), list[float]()
+            inputs, plan, times = self.backend.rows(states, part), StepPlan.of_rows(part), list[float]()
             for _ in range(TIMED_RUNS):
                 start_s = time.perf_counter()
                 self.backend.run(handle, plan, hidden=inputs)
@@ -330,14 +330,8 @@ class _Scan(Deferred):
     def fingerprint(self) -> int:
         return zlib.crc32(np.ascontiguousarray(self.spread).data)
 
-    def read(self) -> Tensor:
-        return self.take_rows(np.arange(self.shape[0]))
-
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         return _tensor(self.name, np.concatenate([self.rows(part) @ self.spread.T for part in _parts(rows)]))
-
-    def part(self, index: int) -> Tensor:
-        return self.take_rows(np.array([index])).part(0)
 
 
 def _tensor(name: str, values: NDArray[np.float32]) -> Tensor:
@@ -347,12 +341,3 @@ def _tensor(name: str, values: NDArray[np.float32]) -> Tensor:
 def _parts(ids: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     for begin in range(0, len(ids), ROWS_PER_PASS):
         yield ids[begin : begin + ROWS_PER_PASS]
-
-
-def _plan(tokens: NDArray[np.integer]) -> StepPlan:
-    """A pass over rows that have only a token; all logits are computed."""
-    rows = np.arange(len(tokens), dtype=np.int32)
-    return StepPlan(
-        token_ids=tokens.astype(np.int32), positions=rows, slots=np.zeros_like(rows),
-        row_starts=np.array([0, len(rows)], np.int32), block_tables=np.zeros((1, 1), np.int32), logit_rows=rows,
-    )  # fmt: skip

@@ -132,16 +132,9 @@ class Regrouped(Deferred):
     def fingerprint(self) -> int:
         return self.main.fingerprint()
 
-    def read(self) -> Tensor:
-        """The plain tensor, in memory."""
-        return self.take_rows(np.arange(self.shape[0]))
-
     def take_rows(self, rows: Rows) -> Tensor:
         raw = self.make().raw(np.asarray(rows))
         return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
-
-    def part(self, index: int) -> Tensor:
-        return self.take_rows(np.array([index])).part(0)
 
 
 def unpacked(words: NDArray[np.int32], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:

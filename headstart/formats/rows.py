@@ -13,12 +13,21 @@ from headstart.formats.base import Tensor, make_tensor
 
 
 class Deferred(ABC):
-    """Base of RawTensors that are computed at each access. Subclasses define name, shape, dtype, `read` and
-    `take_rows`; all other methods read the whole tensor."""
+    """Base of RawTensors that are computed at each access. Subclasses define name, shape, dtype and `take_rows`."""
+
+    shape: Any  # tuple[int, ...]
 
     @abstractmethod
+    def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """A Tensor of rows [n], indices of the first dimension."""
+
     def read(self) -> Tensor:
         """The whole tensor, in memory."""
+        return self.take_rows(np.arange(self.shape[0]))
+
+    def part(self, index: int) -> Any:
+        """One entry of the first dimension, as a Tensor without that dimension."""
+        return self.take_rows(np.array([index])).part(0)
 
     def fingerprint(self) -> int:
         """A checksum like `Tensor.fingerprint`, without computing the tensor."""
@@ -88,18 +97,12 @@ class RowSubset(Deferred):
     def dtype(self) -> str:
         return self.source.dtype
 
-    def read(self) -> Tensor:
-        return self.take_rows(np.arange(len(self.rows)))
-
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         taken: Tensor = self.source.take_rows(self.rows[rows])
         return taken
 
     def fingerprint(self) -> int:
         return zlib.crc32(np.ascontiguousarray(self.rows).data, self.source.fingerprint())
-
-    def part(self, index: int) -> Tensor:
-        return self.take_rows(np.array([index])).part(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +148,6 @@ class JoinedColumns(Deferred):
     @property
     def dtype(self) -> str:
         return "F32"
-
-    def read(self) -> Tensor:
-        return self.take_rows(np.arange(self.shape[0]))
 
     def plain(self) -> Any:
         """The tensor itself, since its dtype is F32."""

@@ -245,11 +245,7 @@ class StreamedBackend:
         lists = {name: getattr(experts, name) for name in names}
         taken = {name: (self._read(each[index]),) if each else () for name, each in lists.items()}
         one, spec = Experts(activation=experts.activation, **taken), RouterSpec(num_experts=1, top_k=1)
-        rows = np.arange(len(x), dtype=np.int32)
-        plan = StepPlan(
-            token_ids=0 * rows, positions=rows, slots=rows, row_starts=np.array([0, len(x)], np.int32),
-            block_tables=np.zeros((1, 1), np.int32), logit_rows=rows[:0],
-        )  # fmt: skip
+        plan = StepPlan.of_rows(np.zeros(len(x), np.int32))
         inputs = {"x": x, "logits": np.zeros((len(x), 1), np.float32)}
         return self.run_once(
             lambda ops, step, given: {"y": ops.moe(given["x"], given["logits"], None, one, spec)}, plan, inputs

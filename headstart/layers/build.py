@@ -1,15 +1,18 @@
 """`DecoderConfig`: sizes and layers of a decoder; builds the decoder from named tensors and counts its costs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
 from headstart.layers.linear import Linear
+from headstart.layers.parts import MixerConfig
 from headstart.layers.streams import EqualStreams, StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
+
+MixerT = TypeVar("MixerT", bound=MixerConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,10 @@ class DecoderConfig:
     def head_layer(self) -> LayerConfig:
         """The block of an MTP module or of a head that is trained on this trunk."""
         return self.mtp_layer or self.layers[-1]
+
+    def mixers(self, kind: type[MixerT]) -> dict[str, MixerT]:
+        """The mixers of this class, by the canonical prefix of their layer."""
+        return {f"layers.{i}": each.mixer for i, each in enumerate(self.layers) if isinstance(each.mixer, kind)}
 
     def shapes(self) -> Shapes:
         """Canonical names and shapes of the trunk, in the order in which random weights are drawn."""

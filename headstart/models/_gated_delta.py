@@ -147,13 +147,9 @@ def _attention(config: DecoderConfig) -> AttentionConfig:
     return config.mtp_layer.mixer
 
 
-def _linear_layers(config: DecoderConfig) -> dict[str, DeltaConfig]:
-    return {f"layers.{i}": each.mixer for i, each in enumerate(config.layers) if isinstance(each.mixer, DeltaConfig)}
-
-
 def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
     ours: dict[str, RawTensor] = {}
-    linear = _linear_layers(config)
+    linear = config.mixers(DeltaConfig)
     for name, tensor in tensors.items():
         stem, _, part = name.partition(".linear_attn.")
         if part in JOINED and stem in linear:
@@ -173,7 +169,7 @@ def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str
     """Canonical tensors of a GGUF file, in which 1 + w of norms and the decay rate are already computed."""
     renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
     ours: dict[str, RawTensor] = {}
-    linear = _linear_layers(config)
+    linear = config.mixers(DeltaConfig)
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
         if not match or (prefix := f"layers.{match[1]}") not in linear:
@@ -248,7 +244,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
         if part == "decay_rate":
             theirs[f"{stem}.linear_attn.A_log"] = exact.logs(-array)
         elif part == "conv":
-            width = _linear_layers(config)[stem].conv_width
+            width = config.mixers(DeltaConfig)[stem].conv_width
             theirs[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()
         else:
             theirs[name] = array - 1 if not part and PLUS_ONE.search(name) else array
@@ -257,7 +253,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
         heads, rest = _attention(config).spec.num_heads, theirs[query].shape[1:]
         parts = [each.reshape(heads, -1, *rest) for each in (theirs[query], theirs.pop(name))]
         theirs[query] = np.concatenate(parts, axis=1).reshape(-1, *rest)
-    for stem, delta in _linear_layers(config).items() if joined else ():
+    for stem, delta in config.mixers(DeltaConfig).items() if joined else ():
         for name, rows in JOINED.items():
             written = {part: f"{stem}.linear_attn.in_proj_{part}.weight" for part in rows(delta)}
             if not all(each in theirs for each in written.values()):  # of an MTP module's arrays alone

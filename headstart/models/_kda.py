@@ -74,14 +74,10 @@ def kinds_of(config: Config, full: str = FULL) -> list[str] | None:
     return kinds
 
 
-def linear_layers(config: DecoderConfig) -> dict[str, KDAConfig]:
-    return {f"layers.{i}": each.mixer for i, each in enumerate(config.layers) if isinstance(each.mixer, KDAConfig)}
-
-
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: joins the convolutions of q, k and v, and turns A_log into decay rates -exp(A_log)."""
     ours: dict[str, RawTensor] = {}
-    linear = linear_layers(config)
+    linear = config.mixers(KDAConfig)
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(layers\.\d+)\.(.+)", name)
         if not match or match[1] not in linear:
@@ -113,7 +109,7 @@ def _taps(name: str, parts: list[RawTensor | None], config: KDAConfig) -> RawTen
 def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (-1,)) -> Arrays:
     """Family.restore: inverse of `adapt`. shape: of A_log."""
     theirs: Arrays = {}
-    linear = linear_layers(config)
+    linear = config.mixers(KDAConfig)
     for name, array in arrays.items():
         stem, _, part = name.partition(".self_attn.")
         if part == "decay_rate":

@@ -12,6 +12,7 @@ from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
+from headstart.layers.kda import KDAConfig
 from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
 from headstart.models.base import Family
@@ -70,7 +71,7 @@ def _kinds(config: Config) -> list[str]:
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: `g_proj` of latent attention becomes `gate_proj`."""
-    linear = tuple(f"{prefix}." for prefix in _kda.linear_layers(config))
+    linear = tuple(f"{prefix}." for prefix in config.mixers(KDAConfig))
     named = {
         name if name.startswith(linear) else name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."): tensor
         for name, tensor in tensors.items()

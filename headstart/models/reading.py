@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from typing import Any
 
-from headstart.errors import ModelError
+from headstart.errors import ModelError, quoted
 from headstart.models.mtp import count_keys
 from headstart.params import recommended_names
 
@@ -110,7 +110,7 @@ class Reading(Mapping[str, Any]):
         """Raises ModelError naming all keys that were not read and may change the model's output. harmless: further
         keys that change nothing -> the reason. where: file name for the error."""
         unread = ((key, value) for part in self._all for key, value in part.items() if key not in self._used)
-        strange = [f"{key} is {_short(value)}" for key, value in unread if not _says_nothing(key, value, harmless)]
+        strange = [f"{key} is {quoted(value)}" for key, value in unread if not _says_nothing(key, value, harmless)]
         if strange:
             them = "which are" if len(strange) > 1 else "which is"
             raise ModelError(f"{where}: {', '.join(strange)}, {them} not known for {self['model_type']} models", WANTED)
@@ -121,8 +121,3 @@ def _says_nothing(key: str, value: Any, harmless: Mapping[str, str]) -> bool:
     known = key in HARMLESS or key in harmless
     neutral = (0,) if key in count_keys() else NEUTRAL.get(key, ())
     return value is None or private or known or value in neutral
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -92,8 +92,8 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
 
 def load_vision(
     checkpoint: Checkpoint, family: Family, trunk: DecoderConfig, backend: Backend
-) -> tuple[FoundVision, VisionNetwork] | str:
-    """A checkpoint's vision tower on a backend, or why it reads text only (with a warning if it should have one)."""
+) -> tuple[FoundVision | None, VisionNetwork | None, str]:
+    """A checkpoint's vision tower, the tower on a backend, and why it is not used although the config promises one."""
     try:
         found = find_vision(checkpoint, family, trunk)
         if found and found.format.has_axes and backend.runs_on != "cpu":
@@ -101,11 +101,11 @@ def load_vision(
             raise ModelError(what, "use --backend native")
         if found:
             adapted = found.family.adapt(found.tensors, found.config)
-            return found, found.config.build(Weights(adapted, backend, str(checkpoint.path)))
+            return found, found.config.build(Weights(adapted, backend, str(checkpoint.path))), ""
     except ModelError as error:
         log.warning("%s reads text only: %s; %s", checkpoint.name, error.message, error.hint)
-        return f"{error.message}; {error.hint}"
-    return ""
+        return None, None, f"{error.message}; {error.hint}"
+    return None, None, ""
 
 
 def read_config(checkpoint: Checkpoint, family: Family, context: int | None = None) -> DecoderConfig:

@@ -109,6 +109,11 @@ class _Collector(asyncio.Protocol):
     def status(self) -> int:
         return int(self.parser.get_status_code()) if self.headers else 0
 
+    @property
+    def text(self) -> str:
+        """The body so far."""
+        return b"".join(data for _, data in self.parts).decode(errors="replace")
+
     # httptools calls these.
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -128,7 +133,7 @@ async def get(server: Server, path: str) -> Response:
     if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
         moved = urlsplit(urljoin(server.prefix + path, to.decode())).path.removeprefix(server.prefix)
         answer, collector, _ = await _exchange(server, "GET", moved, b"", None)
-    answer.body = b"".join(data for _, data in collector.parts).decode(errors="replace")
+    answer.body = collector.text
     return answer
 
 
@@ -197,7 +202,7 @@ def _parse(collector: _Collector, answer: Response, sent: float) -> None:
             if event != b"[DONE]":
                 _add_choices(json.loads(event), answer, when - sent)
         return
-    answer.body = b"".join(data for _, data in collector.parts).decode(errors="replace")
+    answer.body = collector.text
     answer.first = collector.parts[-1][0] - sent if collector.parts else 0.0
     if answer.status == 200 and not answer.broken:
         _add_choices(json.loads(answer.body), answer, answer.first)

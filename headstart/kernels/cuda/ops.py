@@ -21,9 +21,9 @@ from headstart.kernels.cuda.kernels import recurrent as recurrent_kernels, rows 
 from headstart.kernels.cuda.launch import KernelLauncher, tile_size
 from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
-from headstart.kernels.ops import NEVER, Activation, AttentionSpec, Experts, StepInputs
+from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
 from headstart.kernels.reference.moe import TokenExperts
-from headstart.kernels.reference.ops import grouped_conv, largest_blocks, top_mask
+from headstart.kernels.reference.ops import TorchOps, grouped_conv
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
 CHUNK = 1024  # positions computed together on the host
@@ -81,7 +81,7 @@ class PositionTables:
         return self._tables[spec]
 
 
-class CudaOps:
+class CudaOps(TorchOps):
     """`Ops` over torch tensors, for the rows of one plan."""
 
     def __init__(
@@ -100,17 +100,8 @@ class CudaOps:
     def linear(self, x: Tensor, weight: CudaMatrix, bias: Tensor | None = None) -> Tensor:
         return self._launch.product(x, weight, bias)
 
-    def refine(self, approximate: Tensor, x: Tensor, weight: CudaMatrix, count: int) -> Tensor:
-        return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
-
-    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
-        return torch.where(top_mask(scores, count)[..., groups], logits, NEVER)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         return self._launch.norm(x, weight, eps, num_parts)[0]
-
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self._launch.norm(x, weight, eps, 1, residual)
@@ -124,12 +115,6 @@ class CudaOps:
         out = torch.empty_like(gate)
         self._launch.each(row_kernels.activate_mul, out.numel(), gate, up, out, out.numel(), KIND=kind)
         return out
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
-        return x + bias
 
     def center(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -154,10 +139,6 @@ class CudaOps:
 
     def grouped_conv(self, x: Tensor, delta: Tensor, weight: Tensor, taps: int) -> Tensor:
         return grouped_conv(x, delta, weight, taps, self._plan["sequences"])
-
-    def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
-        heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
-        return torch.cat(heads, dim=-1).flatten(-2)
 
     def head_linear(self, x: Tensor, weights: Sequence[CudaMatrix]) -> Tensor:
         return self._products.head_linear(x, weights)

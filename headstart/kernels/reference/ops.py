@@ -6,8 +6,10 @@ Shapes: R rows, S spans of a group, Q rows of the longest span, L cached positio
 head, D features of a key, V features of a value.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,7 +94,34 @@ SHORT_SPAN, SHORT_CONTEXT = 8, 128
 """Spans are padded in groups of similar size: up to 8 rows or more (prefill), and contexts up to 128, 256, 512, ..."""
 
 
-class ReferenceOps:
+class TorchOps(ABC):
+    """Ops that are the same in torch on any device."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+        """See Ops.linear."""
+
+    def refine(self, approximate: Tensor, x: Tensor, weight: Any, count: int) -> Tensor:
+        return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
+
+    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
+        return torch.where(top_mask(scores, count)[..., groups], logits, NEVER)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias
+
+    def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
+        heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
+        return torch.cat(heads, dim=-1).flatten(-2)
+
+
+class ReferenceOps(TorchOps):
     """`Ops` over torch tensors for one pass."""
 
     def __init__(self, plan: StepPlan, device: torch.device, dtype: torch.dtype) -> None:
@@ -137,12 +166,6 @@ class ReferenceOps:
                 y[rows] += x[rows] @ factors[0].T @ factors[1].T
         return y
 
-    def refine(self, approximate: Tensor, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
-
-    def keep_groups(self, logits: Tensor, scores: Tensor, groups: Tensor, count: int) -> Tensor:
-        return torch.where(top_mask(scores, count)[..., groups], logits, NEVER)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, num_parts: int = 1) -> Tensor:
         if num_parts > 1:
             weight = weight.unflatten(-1, (num_parts, -1))
@@ -151,9 +174,6 @@ class ReferenceOps:
         normed: Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         scaled: Tensor = normed.to(x.dtype) * weight
         return scaled.flatten(-2)
-
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
@@ -164,12 +184,6 @@ class ReferenceOps:
 
     def activate_mul(self, gate: Tensor, up: Tensor, kind: Activation = "silu") -> Tensor:
         return gated(gate, up, kind)
-
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
-
-    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
-        return x + bias
 
     def center(self, x: Tensor) -> Tensor:
         return x - x.mean(-1, keepdim=True)
@@ -192,10 +206,6 @@ class ReferenceOps:
         starts = self._plan.row_starts
         sequences = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
         return grouped_conv(x, delta, weight, taps, self._ints(sequences))
-
-    def concat(self, a: Tensor, b: Tensor, num_heads: int = 1) -> Tensor:
-        heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
-        return torch.cat(heads, dim=-1).flatten(-2)
 
     def head_linear(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         heads: tuple[Tensor, ...] = x.unflatten(-1, (len(weights), -1)).unbind(-2)

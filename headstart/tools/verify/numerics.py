@@ -19,7 +19,6 @@ from headstart.core import Float32, Progress, Report, Request, SamplingParams, S
 from headstart.engine.build import build_engine
 from headstart.engine.load import Model, load_model
 from headstart.kernels.backend import ORACLE, select_backend
-from headstart.tools.prompts import builtin_prompts
 from headstart.tools.verify.options import Prompt, VerifyOptions
 
 Float64 = NDArray[np.float64]
@@ -47,7 +46,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     select_backend(reference_config)  # fails before the work begins
     config = replace(asked, drafter="none", depth=0)
     model = load_model(options.model, config)
-    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    prompts = options.texts
     texts = _texts(LLM(model, config), prompts, options, progress)
     longest = max(map(len, texts))
     ours = TeacherForcing(model, config, longest)

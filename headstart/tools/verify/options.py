@@ -10,6 +10,7 @@ import numpy as np
 from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
+from headstart.tools.prompts import builtin_prompts
 
 Prompt = str | list[int]
 TRANSFORMERS = "transformers"
@@ -48,6 +49,11 @@ class VerifyOptions:
     def __post_init__(self) -> None:
         if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:
             raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MAX_SEED}")
+
+    @property
+    def texts(self) -> list[Prompt]:
+        """The prompts; without any the built-in ones."""
+        return list(self.prompts or [prompt for _, prompt in builtin_prompts()])
 
     def factors(self) -> dict[str, tuple[Any, ...]]:
         return {

@@ -14,7 +14,7 @@ from headstart.core import GREEDY_BELOW, Progress, Report, SamplingParams
 from headstart.errors import UsageError
 from headstart.kernels import philox
 from headstart.kernels.backend import ORACLE
-from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.prompts import first_difference
 from headstart.tools.verify.options import VerifyOptions
 
 TIE = 1e-3  # scores closer than this are a tie, whose order may depend on float32 rounding
@@ -56,7 +56,7 @@ def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))
-    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    prompts = options.texts
     params = SamplingParams(max_tokens=options.max_tokens)
     completions = llm.generate(prompts, params, raw=options.raw)
     reference = _TransformersModel(llm)

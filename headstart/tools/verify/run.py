@@ -18,7 +18,7 @@ from headstart.engine.build import build_engine
 from headstart.engine.load import DRAFT_MODEL, Model, load_model, other_heads
 from headstart.errors import UsageError
 from headstart.kernels.backend import backend_kind, select_backend
-from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.prompts import first_difference
 from headstart.tools.verify import transcript
 from headstart.tools.verify.options import (
     DEPTHS,
@@ -117,7 +117,7 @@ def check_ranges(options: VerifyOptions) -> None:
 class VerificationRun:
     def __init__(self, options: VerifyOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
-        self.prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+        self.prompts = options.texts
         self.results: list[CellResult] = []
         self.name = ""  # the model's
         cells = pairwise(options.factors(), GRID_SEED, -(-options.min_texts // len(self.prompts)))

@@ -15,7 +15,7 @@ from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.errors import UsageError
 from headstart.files import read_regular, write_atomic
 from headstart.layers.weights import weights_fingerprint
-from headstart.tools.prompts import builtin_prompts, first_difference
+from headstart.tools.prompts import first_difference
 from headstart.tools.verify.options import VerifyOptions, prompt_seed
 from headstart.version import __version__
 
@@ -61,7 +61,7 @@ class Difference:
 def write(options: VerifyOptions, path: Path, progress: Progress = no_progress) -> Report:
     """Decodes every prompt at every temperature and seed, and writes the transcript."""
     llm = LLM(options.model, options.config)
-    prompts = list(options.prompts or [prompt for _, prompt in builtin_prompts()])
+    prompts = options.texts
     chosen = [
         (index, SamplingParams(temperature=t, seed=prompt_seed(seed, index), max_tokens=options.max_tokens))
         for t, seed, index in product(options.temperatures, options.seeds, range(len(prompts)))
