@@ -208,6 +208,17 @@ def smolvlm() -> tuple[Any, Path]:
     return model, folder
 
 
+def copied(source: Path, target: Path, without: str = "", **changes: Any) -> None:
+    """Copies a model without the tensors whose names contain a text, and changes keys of its config."""
+    arrays = {name: tensor.float32() for name, tensor in safetensors.open_checkpoint(source).tensors.items()}
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+    kept = {name: array for name, array in arrays.items() if not without or without not in name}
+    safetensors.save(target / "model.safetensors", kept)
+
+
 def randomize(model: Any, *parts: str) -> None:
     """Random tensors with outputs of usual size in the parts of a model."""
     with torch.no_grad():

@@ -38,8 +38,8 @@ class Weights:
         if tensor is None:
             raise ModelError(f"{self.source} has no tensor {name}", "is the checkpoint complete, and of this family?")
         if tuple(tensor.shape) not in shapes:
-            has = f"{self.source}: {name} has shape {tuple(tensor.shape)}"
-            raise ModelError(f"{has}, but the config implies {shapes[0]}")
+            what = f"{self.source}: {name} has shape {tuple(tensor.shape)}, but the config implies {shapes[0]}"
+            raise ModelError(what, "do the config and the weights belong together?")
         self.used.add(name)
         return tensor
 

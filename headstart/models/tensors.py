@@ -26,6 +26,7 @@ from headstart.models.base import Family, VisionFamily
 from headstart.models.families import family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import trailing_modules
+from headstart.placeholder import DOWNLOAD
 from headstart.text.image_prompt import ImageFormat
 from headstart.text.tokenizer import read_config as read_json
 
@@ -79,14 +80,14 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
     named = ((vision.names.canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
     if not tensors:
-        raise ModelError("config.json has a vision_config, but no file has its tensors", "see the original model")
+        raise ModelError("config.json has a vision_config, but no file has its tensors", DOWNLOAD)
     preparation = read_json(checkpoint.path / "preprocessor_config.json")
     preparation = preparation or read_json(checkpoint.path / "processor_config.json").get("image_processor") or {}
     if (declared := vision.read(checkpoint.config, trunk, preparation)) is None:
         raise not_supported
     if missing := sorted({vision.stored(name) for name in declared[0].shapes()} - tensors.keys()):
         what = f"tensor {vision.names.theirs(missing[0])} of the vision tower is missing"
-        raise ModelError(what, "is the checkpoint complete?")
+        raise ModelError(what, DOWNLOAD)
     return FoundVision(vision, *declared, tensors)
 
 

@@ -13,7 +13,7 @@ import pytest
 from image_files import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
 from inside import ENGINE, Inside, inside
 from PIL import Image as Pillow
-from vision_models import KINDS, published
+from vision_models import KINDS, copied, published
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -189,6 +189,20 @@ def test_a_model_without_tower(llm: LLM) -> None:
         assert "vision" not in server.client.post("/api/show", json={"model": llm.model.name}).json()["capabilities"]
         told = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 2}
         assert server.client.post("/v1/chat/completions", json=told).status_code == 200
+
+
+def test_a_model_with_a_part_of_its_tower(tmp_path: Path) -> None:
+    """It is served as a model of texts, and requests with images are told which tensor is missing."""
+    copied(published("qwen3_vl")[1], tmp_path, "blocks.1.mlp.linear_fc1.bias")
+    llm = LLM(str(tmp_path), replace(ENGINE, max_model_len=512))
+    with inside(llm, served_model_name=("eye",)) as server:
+        for path, body in requests([CAT], "Hi", model="eye").values():
+            answer = server.client.post(path, json=body)
+            said = "reads text only: tensor model.visual.blocks.1.mlp.linear_fc1.bias of the vision tower is missing"
+            assert answer.status_code == 400 and said in message_of(answer.json())
+        for path, body in requests([], "Hi", model="eye").values():
+            assert server.client.post(path, json=body).status_code == 200
+    llm.close()
 
 
 def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def _model(data: Data) -> Iterator[str]:
         yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
         if vision := here.get("vision"):
             if why := vision.get("why"):
-                yield f"  vision tower: not used: {why}"
+                yield f"  reads text only: {why}; {vision['fix']}"
             else:
                 yield f"  vision tower: {vision['layers']} layers, at most {vision['tokens']} tokens for an image"
         if here["fix"]:
