@@ -131,7 +131,7 @@ class Adapter(NamedTuple):
 
     name: str
     slot: int  # index of its factors in the engine's tables
-    digest: str  # of its weights
+    digest: str  # AdapterFile.digest
     path: str
 
 
@@ -162,8 +162,9 @@ class Request:
 
     @cached_property
     def cache_scope(self) -> str:
-        """Requests of the same scope compute the same keys and values from the same tokens, and may share them."""
-        return self.cache_salt if self.adapter is None else f"{self.cache_salt}\0{self.adapter.digest}"
+        """Adapter and salt; empty without both. The prefix cache is shared between requests of the same scope only."""
+        digest = self.adapter.digest if self.adapter else ""
+        return f"{digest}\0{self.cache_salt}" if digest or self.cache_salt else ""
 
     @cached_property
     def rope_positions(self) -> Int32 | None:

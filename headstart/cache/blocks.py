@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from headstart.core import PlacedImage
 from headstart.kernels.ops import Backend, Pool
 
-ROOT = b""  # parent key of a sequence's first block without a cache salt
+ROOT = b""  # parent key of a sequence's first block without an adapter or a cache salt
 
 
-def root_key(salt: str) -> bytes:
-    """Parent key of a sequence's first block. Salted roots are longer than other keys, so they never equal one."""
-    return hashlib.blake2b(salt.encode(), digest_size=24).digest() if salt else ROOT
+def root_key(scope: str) -> bytes:
+    """Parent key of a sequence's first block. scope: Request.cache_scope. Hashed roots are longer than other keys, so
+    they never equal one."""
+    return hashlib.blake2b(scope.encode(), digest_size=24).digest() if scope else ROOT
 
 
 def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
@@ -32,9 +33,9 @@ def with_images(parent: bytes, images: Seq[PlacedImage], start: int, end: int) -
     return parent + b"".join(each.first.to_bytes(8, "little") + each.image.digest for each in inside)
 
 
-def prefix_keys(tokens: Seq[int], salt: str, size: int, images: Seq[PlacedImage] = ()) -> Iterator[bytes]:
+def prefix_keys(tokens: Seq[int], scope: str, size: int, images: Seq[PlacedImage] = ()) -> Iterator[bytes]:
     """Keys of all full blocks of a prompt, in order."""
-    parent = root_key(salt)
+    parent = root_key(scope)
     for start in range(0, len(tokens) - size + 1, size):
         parent = with_images(parent, images, start, start + size)
         parent = block_key(parent, tokens[start : start + size])

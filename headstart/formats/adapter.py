@@ -25,23 +25,23 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight")
 _COPY = re.compile(r"(?:base_model\.model\.)?.*(?:embed_tokens|lm_head)(?:\.base_layer)?\.weight")
-"""Of PEFT's save_embedding_layers: the model's own, unless the vocabulary was changed."""
+"""Copies of the model's embedding and LM head (PEFT's save_embedding_layers). Only their shapes are checked."""
 _GGUF = re.compile(r"(?P<module>.*)\.weight\.lora_(?P<part>[ab])")
 _READ = frozenset({
     "alpha_pattern", "base_model_name_or_path", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern",
     "use_rslora",
 })  # fmt: skip
-"""Keys of adapter_config.json that are read; ranks are those of the stored factors."""
+"""Keys of adapter_config.json that are served. `r` and `rank_pattern` are in the shapes of the factors."""
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "corda_config", "ephemeral_gpu_offload", "eva_config", "exclude_modules", "inference_mode",
     "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 })  # fmt: skip
-"""Keys about training, or about which modules have factors, which the file shows."""
+"""Keys about training, and keys that choose modules: the names of the factors show those modules."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "none")
-"""Values with which all other keys change nothing."""
+"""Values of all other keys that change nothing. Other values are refused."""
 _CHANGE_THE_MODEL = ("corda", "lora_ga", "olora", "pissa")
-"""Values of init_lora_weights whose training starts from changed matrices of the model."""
+"""First letters of values of init_lora_weights with which PEFT changes the model's own matrices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class AdapterFile:
     tensors: Mapping[str, LowRank]  # by the name of the matrix that it is added to
     copies: Mapping[str, tuple[int, ...]]  # matrices of the model that were saved with it -> their shapes
     base: str  # name of the model that it was trained on; empty: unknown
-    digest: str  # SHA-256 of the file with the weights, first 32 hexadecimal digits
+    digest: str  # SHA-256 of all files that decide its factors, first 32 hexadecimal digits
 
     @property
     def rank(self) -> int:
@@ -123,7 +123,7 @@ def read_adapter(path: Path) -> AdapterFile:
     """Reads an adapter. Raises ModelError for another kind of file, a damaged one, and variants that are not LoRA."""
     path = Path(path).expanduser()
     if not path.exists():
-        raise ModelError(f"the adapter {path} does not exist", "is the path right?")
+        raise ModelError(f"the adapter {path} does not exist", "give the path of a PEFT directory or a GGUF adapter")
     if path.is_dir():
         return _read_peft(path)
     if not gguf.detect(path):
@@ -144,14 +144,14 @@ def _read_peft(path: Path) -> AdapterFile:
     copies = {name: stored.pop(name).shape for name in others if _COPY.fullmatch(name)}
     if others := [name for name in others if name in stored]:
         raise ModelError(f"{file}: {others[0]} is no LoRA matrix", "train without DoRA, biases and whole modules")
-    tensors = {}
+    patterns, tensors = _patterns(config, path / CONFIG), {}
     for module, (a, b) in pairs.items():
-        alpha = _number(_matching(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8)), module, file)
+        alpha = _number(_matching(patterns, module, config.get("lora_alpha", 8)), module, path / CONFIG)
         scale = alpha / (sqrt(len(a)) if config.get("use_rslora") else len(a))
         tensors[f"{module}.weight"] = LowRank(f"{module}.weight", _scaled(a, b, scale, f"{file}: {module}"))
     base = config.get("base_model_name_or_path")
     base = base if isinstance(base, str) else ""
-    return AdapterFile(path, False, _not_empty(tensors, file), copies, base, _digest(file))
+    return AdapterFile(path, False, _not_empty(tensors, file), copies, base, _digest(path / CONFIG, file))
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -208,19 +208,29 @@ def _pairs(
 def _scaled(a: NDArray[np.float32], b: NDArray[np.float32], scale: float, where: str) -> LoraFactors:
     if len(a) != b.shape[1] or not len(a):
         raise ModelError(f"{where}: A {a.shape} and B {b.shape} have different ranks", "is the file damaged?")
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+    factors = LoraFactors(np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(scale)))
+    if not all(np.isfinite(each).all() for each in factors):
         raise ModelError(f"{where}: the factors hold NaN or infinity", "train it again")
-    return LoraFactors(np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(scale)))
+    return factors
 
 
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """PEFT's rule: the value of the first pattern that matches the end of the module's name."""
-    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), otherwise)
+def _patterns(config: Mapping[str, Any], where: Path) -> Mapping[re.Pattern[str], Any]:
+    """alpha_pattern, with PEFT's rule: a pattern matches the end of a module's name. Raises ModelError for a value that
+    is no object, and for an invalid regular expression."""
+    try:
+        return {re.compile(rf"(.*\.)?({key})"): value for key, value in (config.get("alpha_pattern") or {}).items()}
+    except (AttributeError, re.error) as error:
+        raise ModelError(f"{where}: alpha_pattern is invalid: {error}", "train it again") from None
+
+
+def _matching(patterns: Mapping[re.Pattern[str], Any], module: str, otherwise: Any) -> Any:
+    """The value of the first pattern that matches."""
+    return next((value for pattern, value in patterns.items() if pattern.fullmatch(module)), otherwise)
 
 
 def _number(value: object, what: str, where: Path) -> float:
     if not isinstance(value, int | float):
-        raise ModelError(f"{where}: alpha of {what} is {value!r}, not a number")
+        raise ModelError(f"{where}: alpha of {what} is {value!r}, not a number", "train it again")
     return float(value)
 
 
@@ -230,9 +240,12 @@ def _not_empty(tensors: dict[str, LowRank], file: Path) -> dict[str, LowRank]:
     return tensors
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+def _digest(*files: Path) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()[:32]
 
 
 def names_of(tensors: Iterable[str]) -> str:

@@ -106,7 +106,7 @@ class PrefillClient:
         import httpx
 
         size = self._memory.block_size
-        keys = list(prefix_keys(request.prompt_ids[:-1], request.cache_salt, size))
+        keys = list(prefix_keys(request.prompt_ids[:-1], request.cache_scope, size))
         num_unknown = (len(keys) - self._spill.extent(keys)) * size
         if num_unknown < MIN_TOKENS:
             return

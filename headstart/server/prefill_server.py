@@ -50,7 +50,7 @@ def _stored_blocks(llm: LLM, prompt: EngineRequest) -> dict[str, Any]:
     memory = llm.engine.memory
     assert memory.spill is not None, "--role prefill needs --kv-spill"
     memory.spill.flush(FLUSH_TIMEOUT_S)
-    keys = list(prefix_keys(prompt.prompt_ids, prompt.cache_salt, memory.block_size))
+    keys = list(prefix_keys(prompt.prompt_ids, prompt.cache_scope, memory.block_size))
     store, names = memory.spill.store, memory.spill.names
     files = {name: [i for i, key in enumerate(keys) if store.has(name, key)] for name in names.values()}
     return {"trunk": memory.spill.trunk_name, "files": files}

@@ -1,6 +1,8 @@
 """LoRA adapters: logits and texts against PEFT over transformers' classes; the same text in any company."""
 
+import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence as Seq
 from functools import cache
 from pathlib import Path
@@ -151,6 +153,19 @@ def test_the_same_text_in_any_company(family: str, backend: str) -> None:
                 assert texts_of(llm, jobs()) == alone
 
 
+def test_adapters_that_differ_in_alpha_share_no_blocks(tmp_path: Path) -> None:
+    first, second = random_adapter(folder_of("mimo"), 1), tmp_path / "second"
+    shutil.copytree(first, second)
+    config = json.loads((first / "adapter_config.json").read_text())
+    (second / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 4 * config["lora_alpha"]}))
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    found = []
+    for before in ([], ["first"]):
+        with open_llm("mimo", {"first": first, "second": second}) as llm:
+            found += [llm.generate([PROMPT * 2], params, lora=name)[0].token_ids for name in (*before, "second")]
+    assert found[0] == found[2] != found[1]
+
+
 def test_adapters_come_and_go() -> None:
     """Texts that run keep their adapter; later requests get an error; slots are used again."""
     first, second = random_adapter(folder_of("mimo"), 1), random_adapter(folder_of("mimo"), 2)
@@ -198,6 +213,10 @@ def test_wrong_adapters() -> None:
         ({f"{q}.lora_A.weight": a, f"{q}.lora_B.weight": b[:, :2]}, {}, "different ranks"),
         ({f"{q}.lora_A.weight": a * np.nan, f"{q}.lora_B.weight": b}, {}, "NaN or infinity"),
         ({key.replace("layers.0", "layers.77"): each for key, each in good.items()}, {}, "has no model.layers.77"),
+        (good, {"lora_alpha": float("nan")}, "NaN or infinity"),
+        (good, {"lora_alpha": "8"}, "is '8', not a number"),
+        (good, {"alpha_pattern": [1]}, "alpha_pattern is invalid"),
+        (good, {"alpha_pattern": {"(": 1}}, "alpha_pattern is invalid"),
         ({**good, f"{q}.lora_magnitude_vector": a[0]}, {}, "is no LoRA matrix"),
         ({**good, "base_model.model.lm_head.weight": np.ones((140, 48), "f4")}, {}, r"\[140, 48\], the model's is"),
         ({}, {}, "holds no LoRA matrices"),
