@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart import registry
 from headstart.errors import ModelError
@@ -20,7 +19,7 @@ from headstart.formats.rows import in_memory
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import MAX_MODULES, BlockSpec, HeadSpec
-from headstart.heads.kind import HeadCheckpoint, head_kind, plain_parts, reading_config
+from headstart.heads.kind import HeadCheckpoint, checked_draft_ids, head_kind, plain_parts, reading_config
 from headstart.heads.published import MARK, Arrays, Document, DrafterFormat, identify_bare
 from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -158,12 +157,12 @@ def spec_of(document: Document, tensors: Mapping[str, Shaped], path: Path) -> He
 def _read_own(document: Document, tensors: Mapping[str, RawTensor], path: Path) -> HeadCheckpoint:
     spec = spec_of(document, tensors, path)
     with reading_config(path, "was the head written whole?"):
-        vocab_size = int(document["vocab_size"])
+        vocab_size, ids, where = int(document["vocab_size"]), tensors.get(DRAFT_IDS), f"{path}: {DRAFT_IDS}"
         return HeadCheckpoint(
             spec=spec,
             hidden_size=int(document["hidden_size"]),
             vocab_size=vocab_size,
-            draft_token_ids=_draft_ids(tensors.get(DRAFT_IDS), vocab_size, path),
+            draft_token_ids=None if ids is None else checked_draft_ids(in_memory(ids).numpy(), vocab_size, where),
             tensors={name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS},
             trunk=str(document["trunk"]),
             trunk_fingerprint=str(document["trunk_fingerprint"]),
@@ -242,12 +241,3 @@ def _one_of(document: Document, name: str, choices: tuple[str | None, ...]) -> A
     if document[name] not in choices:
         raise ValueError(f"{name} {document[name]!r}")
     return document[name]
-
-
-def _draft_ids(tensor: RawTensor | None, vocab_size: int, path: Path) -> NDArray[np.int64] | None:
-    if tensor is None:
-        return None
-    ids: NDArray[np.int64] = in_memory(tensor).numpy().astype(np.int64)
-    if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelError(f"the head {path}: {DRAFT_IDS} must be ascending token ids below {vocab_size}")
-    return ids

@@ -118,6 +118,16 @@ def trained_kinds() -> list[str]:
     return [name for name in registry.available("heads") if head_kind(name).training]
 
 
+def checked_draft_ids(values: NDArray[Any], vocab_size: float, what: str) -> NDArray[np.int64]:
+    """The ids of a draft vocabulary from a file. Raises ModelError, naming `what`, unless they ascend within the
+    vocabulary."""
+    ids: NDArray[np.int64] = values.astype(np.int64)
+    if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab_size:
+        below = f" below {vocab_size}" if vocab_size < math.inf else ""
+        raise ModelError(f"{what} does not give ascending ids{below}", "is the file damaged?")
+    return ids
+
+
 @contextmanager
 def reading_config(path: Path, hint: str) -> Iterator[None]:
     """Context for reading config.json in directory `path`: missing or ill-typed values raise ModelError."""

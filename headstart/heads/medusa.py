@@ -9,19 +9,19 @@ Published directories: FasterDecoding's (`medusa_lm_head.pt`, or safetensors: `{
 `token_map`: the target ids of a draft vocabulary).
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import MAX_LAYERS, MAX_MODULES, HeadSpec
-from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, Values
+from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, Values, checked_draft_ids
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
 from headstart.layers.linear import Linear, LMHead
@@ -87,7 +87,8 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         raise ModelError(f"{path} holds {strange[0]}, but no layer of Medusa head {count}", "is the file complete?")
     told = document.get("vocab_size")
     vocab_size = told if type(told) is int and "base_model_name_or_path" not in document else 0
-    ids = _draft_ids(tensors.get("token_map"), path)
+    token_map = tensors.get("token_map")
+    ids = None if token_map is None else checked_draft_ids(token_map.numpy(), math.inf, f"{path}: token_map")
     if ids is None and exact is not None:
         vocab_size = exact.shape[0]
     return HeadCheckpoint(
@@ -112,15 +113,6 @@ NAMES = {
     r"lm_heads\.(?P<k>\d+)\.weight": "lm_heads.{}.weight",
 }
 """Patterns of published names -> canonical LM heads' names; empty: the name of a layer, which `canonical` builds."""
-
-
-def _draft_ids(token_map: Tensor | None, path: Path) -> NDArray[np.int64] | None:
-    if token_map is None:
-        return None
-    ids: NDArray[np.int64] = token_map.numpy().astype(np.int64)
-    if ids.ndim != 1 or not len(ids) or ids[0] < 0 or (np.diff(ids) <= 0).any():
-        raise ModelError(f"{path}: token_map does not give ascending ids", "is the file damaged?")
-    return ids
 
 
 def tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:

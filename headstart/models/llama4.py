@@ -72,9 +72,7 @@ def _experts(config: Config, inner: int) -> MoEConfig:
         num_experts=number(config, "num_local_experts", "num_experts", default=16),
         top_k=number(config, "num_experts_per_tok", default=1), scoring="sigmoid", normalize=False, scales_inputs=True,
     )  # fmt: skip
-    if router.top_k > router.num_experts:
-        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
-    return MoEConfig(router=router, inner=inner, shared=inner, activation=keys.activation(config))
+    return keys.experts(config, router, inner=inner, shared=inner)
 
 
 FAMILY = Family(

@@ -10,7 +10,7 @@ from headstart.kernels.specs import CompressSpec
 from headstart.layers.costs import num_elements
 from headstart.models.described import DESCRIBED
 from headstart.models.families import all_families, known_family, read_any
-from headstart.tools.plan.shape import SizedModel, Split, cache_bytes, weight_format
+from headstart.tools.plan.shape import SizedModel, Split, cache_bytes
 from headstart.tools.plan.sources import CARD_NAMES, CARDS, shape_of
 
 FLOAT_BYTES = 4
@@ -45,7 +45,7 @@ def test_a_plan_counts_the_engines_cache(family: str) -> None:
     if not any(isinstance(spec, CompressSpec) for spec in specs):  # a plan keeps one entry for several positions
         trunk = sum(cost.cached(1) * FLOAT_BYTES + cost.state * FLOAT_BYTES for cost in costs)
         assert trunk == per_position + state_bytes
-        sized = SizedModel(shape=shape_of("tiny", family_of(family).tiny_config()), format=weight_format("bf16"), kv=4)
+        sized = SizedModel(shape=shape_of("tiny", family_of(family).tiny_config()), kv=4)
         drafter = sized.shape.drafter
         module = sum(group.cost.mixer.cached(1) for group in drafter.layers) * FLOAT_BYTES * drafter.num_modules
         assert cache_bytes(sized, Split(device=1e9), 1) == trunk + module

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
+from headstart.heads.kind import checked_draft_ids
 
 ALIASES = (
     (r"^(?:model|draft_model)\.", ""),
@@ -83,10 +84,7 @@ def draft_ids(d2t: Tensor | None, vocab_size: int, path: Path) -> NDArray[np.int
     if d2t is None:
         return None
     offsets = d2t.numpy().astype(np.int64)
-    ids: NDArray[np.int64] = offsets + np.arange(len(offsets))
-    if (np.diff(ids) <= 0).any() or not len(ids) or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelError(f"{path}: d2t does not give ascending ids below {vocab_size}", "is the file damaged?")
-    return ids
+    return checked_draft_ids(offsets + np.arange(len(offsets)), vocab_size, f"{path}: d2t")
 
 
 def vocabulary_maps(ids: NDArray[np.int64] | None, vocab_size: int) -> dict[str, Any]:

@@ -9,10 +9,10 @@ in `repeat`. Modes: "off" (no drafter), "1", "3", ... (fixed depth), "auto" (the
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -105,13 +105,19 @@ def _sum(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
-class LoadGroup(NamedTuple):
-    """Workload and load of a cell or row: the fields of LoadSetting as a dictionary key."""
+@dataclass(frozen=True, kw_only=True)
+class LoadSetting:
+    """Workload and load of a cell, row or check."""
 
     workload: str
-    concurrency: int | None
-    rate: float | None
-    chunked_prefill: bool | None
+    concurrency: int | None  # requests at a time; null with Poisson arrivals
+    rate: float | None  # Poisson arrivals per second; null with a fixed concurrency
+    chunked_prefill: bool | None  # null for servers, which decide themselves
+
+    @property
+    def group(self) -> "LoadSetting":
+        """These four fields alone, as a dictionary key."""
+        return LoadSetting(**{each.name: getattr(self, each.name) for each in fields(LoadSetting)})
 
     @property
     def panel(self) -> str:
@@ -122,18 +128,6 @@ class LoadGroup(NamedTuple):
     def load(self) -> str:
         text = f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
         return text + (" unchunked" if self.chunked_prefill is False else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadSetting:
-    workload: str
-    concurrency: int | None  # requests at a time; null with Poisson arrivals
-    rate: float | None  # Poisson arrivals per second; null with a fixed concurrency
-    chunked_prefill: bool | None  # null for servers, which decide themselves
-
-    @property
-    def group(self) -> LoadGroup:
-        return LoadGroup(self.workload, self.concurrency, self.rate, self.chunked_prefill)
 
 
 @dataclass(frozen=True, kw_only=True)

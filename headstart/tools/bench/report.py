@@ -60,7 +60,7 @@ class _ReportPlots:
         self.rows, self.styles = rows, styles
         self.panels: dict[str, list[BenchRow]] = {}
         for row in rows:
-            self.panels.setdefault(row.group.panel, []).append(row)
+            self.panels.setdefault(row.panel, []).append(row)
         self.unit = "requests per second" if any(row.rate is not None for row in rows) else "requests at a time"
 
     def draw(self) -> dict[str, list[Markup]]:
@@ -103,7 +103,7 @@ class _ReportPlots:
         names = list(self.panels)
 
         def point(row: BenchRow) -> list[svg.Point]:
-            place = names.index(row.group.panel)
+            place = names.index(row.panel)
             return [svg.Point(ratio.point, place, ratio.low, ratio.high)] if (ratio := row.speedup) else []
 
         plots = [
@@ -173,7 +173,7 @@ def _first_loads(rows: Seq[BenchRow]) -> dict[str, list[BenchRow]]:
     found: dict[str, dict[str, BenchRow]] = {}
     for row in rows:
         if row.acceptance_at:
-            found.setdefault(row.group.panel, {}).setdefault(row.mode, row)
+            found.setdefault(row.panel, {}).setdefault(row.mode, row)
     return {panel: list(modes.values()) for panel, modes in found.items()}
 
 

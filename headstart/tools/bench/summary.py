@@ -8,7 +8,7 @@ RESAMPLES times, with a fixed seed.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from headstart.tools.bench.document import (
     DraftCounts,
     Interval,
     Latency,
-    LoadGroup,
+    LoadSetting,
     SpeedCheck,
 )
 from headstart.tools.bench.measure import OFF
@@ -118,7 +118,7 @@ def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> Spee
 
 def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
     """Returns both checks for every workload and load that was measured in the modes they need."""
-    groups: dict[LoadGroup, dict[str, list[BenchCell]]] = {}
+    groups: dict[LoadSetting, dict[str, list[BenchCell]]] = {}
     for cell in cells:
         if cell.complete:
             groups.setdefault(cell.group, {}).setdefault(cell.mode, []).append(cell)
@@ -140,7 +140,7 @@ CheckName = Literal["never slower", "near the best depth"]
 
 
 def _check(name: CheckName, cells: Seq[BenchCell], ok: bool | None, ratio: Interval | None, text: str) -> SpeedCheck:
-    return SpeedCheck(**cells[0].group._asdict(), name=name, ok=ok, ratio=ratio, text=text)
+    return SpeedCheck(**vars(cells[0].group), name=name, ok=ok, ratio=ratio, text=text)
 
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e")
@@ -148,7 +148,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> list[BenchRow]:
     """Returns one row per workload, load and mode, in order of appearance; incomplete cells are left out."""
-    cells_of: dict[tuple[LoadGroup, str], list[BenchCell]] = {}
+    cells_of: dict[tuple[LoadSetting, str], list[BenchCell]] = {}
     for cell in cells:
         if cell.complete:
             cells_of.setdefault((cell.group, cell.mode), []).append(cell)
@@ -170,7 +170,7 @@ def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | N
     joules = [cell.joules for cell in cells if cell.joules is not None]
     cached = [cell.cached_tokens for cell in cells if cell.cached_tokens is not None]
     return BenchRow(
-        **cells[0].group._asdict(),
+        **vars(cells[0].group),
         mode=cells[0].mode,
         cells=len(cells),
         failed=sum(cell.failed for cell in cells),
@@ -230,7 +230,7 @@ def tables(document: BenchDocument) -> tuple[Table, Table]:
 
 
 def _speed(row: BenchRow, costs: bool, energy: bool) -> Iterator[str]:
-    yield from (row.workload, row.group.load, row.mode)
+    yield from (row.workload, row.load, row.mode)
     yield from (f"{row.output_tokens_per_s:.1f}", f"{row.total_tokens_per_s:.1f}")
     yield number(row.acceptance_rate, "{:.2f}")
     yield number(row.acceptance_length, "{:.2f}")
@@ -243,7 +243,7 @@ def _speed(row: BenchRow, costs: bool, energy: bool) -> Iterator[str]:
 
 
 def _latency(row: BenchRow) -> Iterator[str]:
-    yield from (row.workload, row.group.load, row.mode)
+    yield from (row.workload, row.load, row.mode)
     for each in (row.latency.ttft, row.latency.tpot):
         yield milliseconds(each.mean) if each else ""
         yield _percentiles(each)
@@ -267,11 +267,11 @@ def table_lines(document: BenchDocument) -> list[str]:
     lines = [] if document.complete else [f"INCOMPLETE: {document.error}. Earlier measurements are kept."]
     for cell in (each for each in document.cells if not each.complete):
         answered = f"{cell.requests - cell.failed} answers, {cell.failed} failed"
-        lines.append(f"broke off, in no row: {cell.workload}, {cell.group.load}, {cell.mode}: {answered}")
+        lines.append(f"broke off, in no row: {cell.workload}, {cell.load}, {cell.mode}: {answered}")
     for check in document.checks:
         if check.ok is not None:
             answer = "yes" if check.ok else "NO"
-            lines.append(f"{check.name}, {check.workload}, {check.group.load}: {answer} ({check.text})")
+            lines.append(f"{check.name}, {check.workload}, {check.load}: {answer} ({check.text})")
     unknown = {check.name: check.text for check in document.checks if check.ok is None}
     lines += [f"{name}: {text}" for name, text in unknown.items()]
     return lines + [f"note: {note}" for note in document.notes]
@@ -323,14 +323,14 @@ def comparison_rows(data: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _key(item: BenchRow | BenchCell) -> tuple[LoadGroup, str]:
+def _key(item: BenchRow | BenchCell) -> tuple[LoadSetting, str]:
     """Returns the key by which rows of two documents match. An unknown chunked_prefill (a server) counts as true."""
-    return item.group._replace(chunked_prefill=item.chunked_prefill is not False), item.mode
+    return replace(item.group, chunked_prefill=item.chunked_prefill is not False), item.mode
 
 
 def _names(document: BenchDocument) -> str:
     rows = document.rows
-    kinds = ([row.workload for row in rows], [row.group.load for row in rows], [row.mode for row in rows])
+    kinds = ([row.workload for row in rows], [row.load for row in rows], [row.mode for row in rows])
     return ", ".join("/".join(dict.fromkeys(names)) for names in kinds if names) or "nothing"
 
 
@@ -341,7 +341,7 @@ def _compare_rows(first: BenchDocument, second: BenchDocument, one: BenchRow, tw
     ttft, tpot = ([each.mean if each else None for each in pair] for pair in times)
     plain = ("output_tokens_per_s", "acceptance_length", "cost_per_million")
     return {
-        **one.group._asdict(), "load": one.group.load, "mode": one.mode,
+        **vars(one.group), "load": one.load, "mode": one.mode,
         **{name: [getattr(row, name) for row in (one, two)] for name in plain}, "ttft_ms": ttft, "tpot_ms": tpot,
         "ratio": asdict(ratio) if ratio else None, "text": str(ratio or ""),
     }  # fmt: skip

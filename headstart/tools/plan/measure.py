@@ -21,7 +21,7 @@ from headstart.machine import cpu, threads
 from headstart.tools import pass_timing
 from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
 from headstart.tools.plan.roofline import Pass, pass_seconds
-from headstart.tools.plan.shape import ModelShape, Part, SizedModel, weight_format
+from headstart.tools.plan.shape import ModelShape, Part, SizedModel
 
 VERSION = 3  # version of cached measurements; raise it when their content changes
 BATCHES = (1, 8)
@@ -103,7 +103,7 @@ def calibrate(shape: ModelShape, measured: dict[str, Any]) -> tuple[SizedModel, 
     sizes: dict[Part, float] = {**shape.bytes_per_weight, "attention": layers, "mlp": layers, "experts": layers}
     sizes["lm_head"] = measured["lm_head_bytes"] / counts["lm_head"]
     kv = measured["cache_bytes"] / max(sum(group.count * group.cost.mixer.pool_width for group in shape.layers), 1)
-    model = SizedModel(shape=replace(shape, bytes_per_weight=sizes), format=weight_format(shape.weight_format), kv=kv)
+    model = SizedModel(shape=replace(shape, bytes_per_weight=sizes), kv=kv)
     bandwidth = float(measured["read_bandwidth"])
     memory = measured["memory"]
     device = DeviceSpec(name=HERE, memory=memory, bandwidth=bandwidth, tflops={}, kind="cpu", source="measured")

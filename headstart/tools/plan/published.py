@@ -8,7 +8,7 @@ from headstart.formats.json_object import read_packaged
 from headstart.tools.plan import roofline
 from headstart.tools.plan.drafters import DRAFTER_TYPES, acceptances_of_length, with_drafter
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
-from headstart.tools.plan.shape import SizedModel, devices_needed, estimate_memory, kv_bytes, split_of, weight_format
+from headstart.tools.plan.shape import SizedModel, devices_needed, estimate_memory, kv_bytes, split_of
 from headstart.tools.plan.sources import find_shape
 
 DEFAULT_CONTEXT = 2048
@@ -28,9 +28,8 @@ class PublishedSetup:
     def __init__(self, point: Mapping[str, Any]) -> None:
         self.point = point
         shape = with_drafter(find_shape(point["model"], point.get("weights")), point.get("drafter"))
-        weights = weight_format(shape.weight_format)
-        self.model = SizedModel(shape=shape, format=weights, kv=kv_bytes("bf16"))
-        self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), weights.compute)
+        self.model = SizedModel(shape=shape, kv=kv_bytes("bf16"))
+        self.machine: Machine = make_machine(*parse_gpu(point["gpu"]), self.model.format.compute)
         self.batch, self.depth = int(point["batch"]), int(point["depth"])
         self.context = float(point.get("context", DEFAULT_CONTEXT))
         given = point.get("acceptance", shape.acceptance or DRAFTER_TYPES[shape.drafter.kind].acceptances)

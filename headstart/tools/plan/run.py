@@ -35,7 +35,6 @@ from headstart.tools.plan.shape import (
     estimate_memory,
     kv_bytes,
     split_of,
-    weight_format,
 )
 from headstart.tools.plan.sources import CARD_OF, find_shape, with_head
 
@@ -161,9 +160,8 @@ def _sized_model(
     if name != HERE:
         if options.recalibrate:
             raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
-        weights = weight_format(shape.weight_format)
-        machine = make_machine(name, count, weights.compute, tp=options.tp, ep=options.ep)
-        return SizedModel(shape=shape, format=weights, kv=kv_bytes(options.kv_dtype or "bf16")), machine
+        model = SizedModel(shape=shape, kv=kv_bytes(options.kv_dtype or "bf16"))
+        return model, make_machine(name, count, model.format.compute, tp=options.tp, ep=options.ep)
     if options.model in CARD_OF and not (options.model and Path(options.model).exists()):
         hint = "name a machine, for example --gpu h200x4"
         raise UsageError(f"{options.model} is a card without weights, so it cannot be measured here", hint)

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import floor
 from typing import Any, Literal
 
@@ -111,8 +112,11 @@ class SizedModel:
     """A model's shape with the formats of weights and cache."""
 
     shape: ModelShape
-    format: WeightBytes
     kv: float  # bytes per cached element
+
+    @property
+    def format(self) -> WeightBytes:
+        return weight_format(self.shape.weight_format)
 
     def bytes(self, part: Part) -> float:
         """Returns the bytes per weight of a part: measured in the checkpoint, else the format's."""
@@ -148,6 +152,7 @@ class SizedModel:
         )
 
 
+@cache
 def weight_format(name: str) -> WeightBytes:
     """Returns a weight format by name: bf16, a quantization's or GGUF's. Raises UsageError for an unknown name."""
     named = {name: each for quantization in quantizations().values() for name, each in quantization.plans.items()}

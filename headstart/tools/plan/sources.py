@@ -175,7 +175,7 @@ def sized_model(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     shape = shape_of(name, config, weights=declared_format(config))
     if tensors:
         shape = replace(shape, bytes_per_weight=measured_bytes(shape, tensors)[0])
-    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes("bf16"))
+    return SizedModel(shape=shape, kv=kv_bytes("bf16"))
 
 
 def undescribed_kinds(shape: ModelShape, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -233,7 +233,7 @@ def available() -> Report:
 
 def _available(name: str) -> dict[str, Any]:
     shape, published = find_shape(name), hub.published_models()[name]
-    model = SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes("bf16"))
+    model = SizedModel(shape=shape, kv=kv_bytes("bf16"))
     size = sum(model.weight_bytes().values())
     memory = round(size + cache_bytes(model, Split(device=0.0), AVAILABLE_CONTEXT))
     return {"name": name, **published, "bytes": round(size), "memory": memory, "drafts": shape.drafter.kind}

@@ -17,14 +17,13 @@ from headstart.tools.plan.shape import (
     devices_needed,
     estimate_memory,
     kv_bytes,
-    weight_format,
 )
 from headstart.tools.plan.sources import CARDS, find_shape, sized_model
 
 
 def model(name: str, weights: str | None = None, kv: str = "bf16") -> SizedModel:
     shape = find_shape(name, weights)
-    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv_bytes(kv))
+    return SizedModel(shape=shape, kv=kv_bytes(kv))
 
 
 def one(gpu: str, tp: int = 1) -> Split:
@@ -143,7 +142,7 @@ def test_a_lone_config_with_small_experts_counts_them_so(tmp_path: Path) -> None
     config = {**CARDS["deepseek-v4-pro"]["config"], "quantization_config": V4, "expert_dtype": "fp4"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = find_shape(str(tmp_path))
-    model = SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=2)
+    model = SizedModel(shape=shape, kv=2)
     assert sum(model.weight_bytes().values()) == pytest.approx(862e9, rel=0.01)
 
 

@@ -14,7 +14,7 @@ from headstart.tools.plan import run as plan
 from headstart.tools.plan.drafters import DRAFTER_TYPES, parse_drafters, with_drafter
 from headstart.tools.plan.machine import device_price, make_machine
 from headstart.tools.plan.roofline import draft_seconds
-from headstart.tools.plan.shape import SizedModel, Split, estimate_memory, weight_format
+from headstart.tools.plan.shape import SizedModel, Split, estimate_memory
 from headstart.tools.plan.sources import CARD_NAMES, CARDS, find_shape, shape_of, with_head
 
 Capture = pytest.CaptureFixture[str]
@@ -23,7 +23,7 @@ MADE = [name for name, kind in DRAFTER_TYPES.items() if kind.typical is not None
 
 def sized(card: str, drafter: str) -> SizedModel:
     shape = with_drafter(find_shape(card), drafter)
-    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=2)
+    return SizedModel(shape=shape, kv=2)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, 
         shape = shape_of(card, config)
     except HeadstartError:
         return
-    model = SizedModel(shape=shape, format=weight_format("bf16"), kv=2)
+    model = SizedModel(shape=shape, kv=2)
     estimate_memory(model, Split(device=80e9), 2048)
     draft_seconds(model, make_machine("h100", 1, "bf16"), 1, 2048, 3)
 

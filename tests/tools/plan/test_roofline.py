@@ -28,7 +28,7 @@ from headstart.tools.plan.roofline import (
     pass_seconds,
     step_speed,
 )
-from headstart.tools.plan.shape import SizedModel, weight_format
+from headstart.tools.plan.shape import SizedModel
 from headstart.tools.plan.sources import CARD_NAMES, CARDS, find_shape, from_checkpoint, shape_of
 
 Capture = pytest.CaptureFixture[str]
@@ -38,7 +38,7 @@ SHARP = Rates(bandwidth=1e12, compute=1e14, attention=1e14)
 
 def model(name: str, weights: str | None = None, kv: float = 2) -> SizedModel:
     shape = find_shape(name, weights)
-    return SizedModel(shape=shape, format=weight_format(shape.weight_format), kv=kv)
+    return SizedModel(shape=shape, kv=kv)
 
 
 def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHARP) -> Machine:
@@ -226,7 +226,7 @@ def small() -> SizedModel:
         "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
         "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
     }  # fmt: skip
-    return SizedModel(shape=shape_of("small", config), format=weight_format("q4_1"), kv=2)
+    return SizedModel(shape=shape_of("small", config, weights="q4_1"), kv=2)
 
 
 def measured(small: SizedModel, *works: Pass) -> list[tuple[Pass, float]]:
@@ -303,7 +303,7 @@ def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Pa
 
 def test_a_checkpoint_has_the_bytes_of_its_tensors_and_notes_on_what_is_not_described(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
-    found = SizedModel(shape=from_checkpoint(checkpoint, "tiny"), format=weight_format("bf16"), kv=2).weight_bytes()
+    found = SizedModel(shape=from_checkpoint(checkpoint, "tiny"), kv=2).weight_bytes()
     whole = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert sum(found.values()) - found["head"] == pytest.approx(whole)
     checkpoint.tensors["blk.0.ssm_out.weight"] = checkpoint.tensors["lm_head.weight"]
