@@ -285,6 +285,7 @@ void Program::allocate(Arena& arena, const Pass& pass) {
     scratch_ = arena.take(bytes_per_row_ * capacity_);
     for (size_t i = 0; i < outputs_.size(); ++i) {
         const Buffer& buffer = buffers[outputs_[i].second];
+        if (buffer.output != (int)i) continue; // the buffer has a later name, too
         const int64_t rows = buffer.logits ? pass.num_logits : pass.num_rows, bytes = rows * buffer.stride() * 4;
         if (!output_memory_[i] || output_memory_[i]->size() < bytes)
             output_memory_[i] = std::make_shared<Memory>(bytes);
@@ -398,12 +399,12 @@ nb::dict Program::run(ThreadPool& threads, Arena& arena, Pass& pass) {
     nb::dict found;
     for (size_t i = 0; i < outputs_.size(); ++i) {
         const Buffer& buffer = buffers[outputs_[i].second];
-        auto* keep = new std::shared_ptr<Memory>(output_memory_[i]);
+        auto* keep = new std::shared_ptr<Memory>(output_memory_[buffer.output]);
         nb::capsule owner(keep, [](void* p) noexcept { delete static_cast<std::shared_ptr<Memory>*>(p); });
         const size_t shape[2] = {(size_t)(buffer.logits ? pass.num_logits : pass.num_rows), (size_t)buffer.width};
         const int64_t strides[2] = {buffer.stride(), 1};
         found[outputs_[i].first.c_str()] =
-            nb::ndarray<nb::numpy, float>(output_memory_[i]->data(), 2, shape, owner, strides);
+            nb::ndarray<nb::numpy, float>(output_memory_[buffer.output]->data(), 2, shape, owner, strides);
     }
     return found;
 }

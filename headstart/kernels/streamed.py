@@ -167,15 +167,7 @@ class StreamedBackend:
                 separate[:] = [found.with_traceback(None)]  # frames would keep programs in memory
                 return found.needed
 
-        names: dict[str, str] = {}
-
-        def distinct(ops: Ops, step: StepInputs) -> Mapping[str, Buffer]:
-            """The program with each result once: a backend may hand out a buffer under one name only."""
-            results, first = program(ops, step), dict[int, str]()
-            names.update((name, first.setdefault(id(each), name)) for name, each in results.items())
-            return {name: results[name] for name in first.values()}
-
-        handle = self.inner.prepare(distinct, hidden_width=sum(widths))
+        handle = self.inner.prepare(program, hidden_width=sum(widths))
         if separate and not separate[0].needed:
             return {}
         pool = None
@@ -185,8 +177,7 @@ class StreamedBackend:
             self.inner.write_slots(pool, 0, content.reshape(-1).view(np.uint8))
         plan = replace(plan, hidden_slots=np.arange(plan.num_rows, dtype=np.int32) if arrays else None)
         outputs = self.inner.run(handle, plan, hidden_pool=pool)
-        copies = {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
-        return {name: copies[first] for name, first in names.items()}
+        return {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
 
     def rows_of(self, table: LazyWeight, plan: StepPlan) -> Array:
         """Ops.embed of a plan's tokens, reading only their rows of the table."""

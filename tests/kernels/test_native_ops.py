@@ -55,6 +55,17 @@ def varied_rows(width: int, rng: np.random.Generator) -> nat.Array:
     return rows.astype(np.float32)
 
 
+def test_a_result_may_have_two_names() -> None:
+    hidden = np.ones((3, 16), np.float32)
+
+    def code(ops: Any, step: Any) -> dict[str, Any]:
+        scaled = ops.scale(step.hidden, 2.0)
+        return {"first": scaled, "hidden": step.hidden, "again": scaled}
+
+    found = run_native(backend("portable"), code, single_rows(range(3)), hidden)
+    assert {name: float(each.sum()) for name, each in found.items()} == {"first": 96, "hidden": 48, "again": 96}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
