@@ -322,6 +322,14 @@ _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {  # key -> field of EngineConf
     "num_speculative_tokens_per_batch_size": ("depth_by_batch", list),
     "synthetic_acceptance_rates": ("synthetic_acceptance", list),
 }
+SPECULATIVE_FLAGS: dict[str, tuple[str, type]] = {
+    "--speculative-model": ("model", str),
+    "--num-speculative-tokens": ("num_speculative_tokens", int),
+    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
+    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
+    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+}
+"""Flag of vLLM V0 -> the key of --speculative-config's JSON that it sets, and the key's type."""
 _METHODS = {"suffix": "ngram", "ngram_gpu": "ngram", "dflash": "block", "dspark": "block", "nextn": "mtp"}
 """vLLM's and SGLang's names of methods -> drafters."""
 

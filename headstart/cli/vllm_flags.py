@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headstart.cli.parser import HELP, HELP_ALL, Option, OptionGroup
-from headstart.config import EngineConfig, depth_rows
+from headstart.config import SPECULATIVE_FLAGS, EngineConfig, depth_rows
 from headstart.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ SIZED = ("--max-model-len", "--max-num-batched-tokens")
 SIZES = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 SPECULATIVE = "--speculative-config"
 SPECULATIVE_KEYS: Mapping[str, tuple[str, type]] = {
-    "--speculative-model": ("model", str),
-    "--num-speculative-tokens": ("num_speculative_tokens", int),
-    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
-    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
-    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+    **SPECULATIVE_FLAGS,
     "--spec-method": ("method", str),
     "--spec-model": ("model", str),
     "--spec-tokens": ("num_speculative_tokens", int),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -309,6 +309,23 @@ def ends_crc(data: Bytes) -> int:
 
 def _no_tokenizer() -> Tokenizer:
     raise ModelError("this checkpoint has no tokenizer")
+
+
+def text_readers(method: Literal["from_directory", "from_gguf"], *source: Any) -> dict[str, Any]:
+    """`load_tokenizer` and `chat_template` of a Checkpoint: `method` of both classes, whose modules are slow to import,
+    with the arguments `source`."""
+
+    def load_tokenizer() -> Any:
+        from headstart.text.tokenizer import Tokenizer
+
+        return getattr(Tokenizer, method)(*source)
+
+    def chat_template() -> Any:
+        from headstart.text.chat import ChatTemplate
+
+        return getattr(ChatTemplate, method)(*source)
+
+    return {"load_tokenizer": load_tokenizer, "chat_template": chat_template}
 
 
 @dataclass(frozen=True, eq=False)

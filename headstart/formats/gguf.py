@@ -8,20 +8,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats import gguf_names
-from headstart.formats.base import Checkpoint, Format, Tensor
+from headstart.formats.base import Checkpoint, Format, Tensor, text_readers
 from headstart.formats.gguf_file import MAGIC, GgufFile, read
 from headstart.formats.safetensors_file import join
-
-if TYPE_CHECKING:
-    from headstart.text.chat import ChatTemplate
-    from headstart.text.tokenizer import Tokenizer
 
 _OF_EXPERTS = "router.per_expert_scale"  # end of the canonical name of a scale per expert
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # name of one part of a split model
@@ -55,7 +51,7 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
     return Checkpoint(
         path=path, format="gguf", config=config, tensors=tensors, canonical_names=True,
         files=tuple(file.path for file in files), generation_config=_generation(config, first.metadata),
-        load_tokenizer=lambda: _tokenizer(first, path), chat_template=lambda: _template(first, path),
+        **text_readers("from_gguf", first.metadata, str(path)),
     )  # fmt: skip
 
 
@@ -64,18 +60,6 @@ def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[
     said = {name: metadata[key] for name, key in gguf_names.SAMPLING.items() if key in metadata}
     rounded = {name: float(str(np.float32(each))) if isinstance(each, float) else each for name, each in said.items()}
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
-
-
-def _tokenizer(file: GgufFile, path: Path) -> "Tokenizer":
-    from headstart.text.tokenizer import Tokenizer  # slow to import, and headers do not need it
-
-    return Tokenizer.from_gguf(file.metadata, str(path))
-
-
-def _template(file: GgufFile, path: Path) -> "ChatTemplate | None":
-    from headstart.text.chat import ChatTemplate
-
-    return ChatTemplate.from_gguf(file.metadata, str(path))
 
 
 def part_names(name: str) -> list[str]:

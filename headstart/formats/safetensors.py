@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +15,11 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.files import write_atomic_chunks
 from headstart.formats import safetensors_file
-from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor
+from headstart.formats.base import ITEM_BYTES, NAME_OF, Checkpoint, Format, Tensor, text_readers
 from headstart.formats.json_object import read_object
 from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.placeholder import partial_files
-
-if TYPE_CHECKING:
-    from headstart.text.chat import ChatTemplate
-    from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.formats")
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -41,19 +37,16 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a Hugging Face directory. Tensor names are those of the model's Hugging Face implementation. Raises
     ModelError for damaged or missing files."""
-    config = read_object(path / CONFIG)
-    index = read_object(path / safetensors_file.INDEX) if (path / safetensors_file.INDEX).exists() else None
+    config, place = read_object(path / CONFIG), path / safetensors_file.INDEX
+    index, where = read_object(place) if place.exists() else None, str(place)
     here = sorted(file.name for file in path.glob("*.safetensors"))
-    if index is not None and safetensors_file.is_stale(here, index, str(path / safetensors_file.INDEX)):
-        log.warning(
-            "%s does not name %s in the same directory: that file is used and the index ignored",
-            path / safetensors_file.INDEX,
-            safetensors_file.SINGLE,
-        )
+    if index is not None and safetensors_file.is_stale(here, index, where):
+        ignored = "%s does not name %s in the same directory: that file is used and the index ignored"
+        log.warning(ignored, place, safetensors_file.SINGLE)
         index = None
-    files = safetensors_file.shards_of(here, index, str(path / safetensors_file.INDEX), partial_files(path))
+    files = safetensors_file.shards_of(here, index, where, partial_files(path))
     shards = {file: safetensors_file.read_file(path / file) for file in files}
-    tensors = safetensors_file.tensors_of(shards, index, str(path / safetensors_file.INDEX), str(path))
+    tensors = safetensors_file.tensors_of(shards, index, where, str(path))
     for file in set(here) - shards.keys():
         with suppress(ModelError):  # files that the index does not name may be anything
             shards[file] = safetensors_file.read_file(path / file)
@@ -68,8 +61,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         files=tuple(path / file for file in sorted({*files, *(each.file.name for each in sidecar.values())})),
         generation_config=read_object(path / GENERATION) if (path / GENERATION).exists() else {},
         stray=stray,
-        load_tokenizer=lambda: _tokenizer(path),
-        chat_template=lambda: _template(path),
+        **text_readers("from_directory", path),
     )
 
 
@@ -82,18 +74,6 @@ def sidecar_heads(
     return {} if found and any(part_of(name, num_layers) == MTP for name in tensors) else found
 
 
-def _tokenizer(path: Path) -> "Tokenizer":
-    from headstart.text.tokenizer import Tokenizer  # slow to import, and headers do not need it
-
-    return Tokenizer.from_directory(path)
-
-
-def _template(path: Path) -> "ChatTemplate | None":
-    from headstart.text.chat import ChatTemplate
-
-    return ChatTemplate.from_directory(path)
-
-
 def whole_directory(path: Path) -> dict[str, Tensor]:
     """The tensors of all files of a directory, also of files that the index does not name (added heads). Files are not
     mapped, so that only a piece is in memory at a time. Raises ModelError for a missing shard, an index that names a
@@ -102,11 +82,11 @@ def whole_directory(path: Path) -> dict[str, Tensor]:
     if not any(files.values()):
         raise ModelError(f"{path} holds no tensors in *.safetensors files", "give a Hugging Face directory")
     weight_map: dict[str, str] = {}
-    if (path / safetensors_file.INDEX).exists():
-        index = read_object(path / safetensors_file.INDEX)
-        safetensors_file.shards_of(files, index, str(path / safetensors_file.INDEX))
-        weight_map = safetensors_file.weight_map_of(index, str(path / safetensors_file.INDEX))
-        safetensors_file.pick(weight_map, files, str(path / safetensors_file.INDEX))
+    if (place := path / safetensors_file.INDEX).exists():
+        index, where = read_object(place), str(place)
+        safetensors_file.shards_of(files, index, where)
+        weight_map = safetensors_file.weight_map_of(index, where)
+        safetensors_file.pick(weight_map, files, where)
     for file, held in files.items():
         files[file] = {name: each for name, each in held.items() if weight_map.get(name, file) == file}
     return safetensors_file.join(files, str(path))

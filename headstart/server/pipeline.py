@@ -238,16 +238,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def respond_from_thread(
-    request: Request, name: str | None, work: Callable[[ServedModel], bytes], headers: dict[str, str]
-) -> Response:
-    """A response with the JSON bytes that `work` returns. `work` runs in a worker thread, within the request timeout.
-    `name`: the model's name."""
-    state, incoming = state_of(request), body_of(request)
-    if (served := await find_model(request, name)) is None:
+async def respond_from_thread(request: Request, body: Any, work: Callable[[ServedModel, Any], bytes]) -> Response:
+    """A response with the JSON bytes that `work` returns for the model of a body and the body. `work` runs in a worker
+    thread, within the request timeout."""
+    state, incoming, headers = state_of(request), body_of(request), ignored_fields_header(body)
+    if (served := await find_model(request, body.model)) is None:
         return Response(status_code=CLIENT_GONE)
     async with state.deadline(incoming):
-        data = await state.body_reader.pools.run(pool_of(incoming), work, served)
+        data = await state.body_reader.pools.run(pool_of(incoming), work, served, body)
     return Response(data, media_type="application/json", headers=headers)
 
 

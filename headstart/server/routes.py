@@ -2,6 +2,7 @@
 
 import uuid
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from anyio.to_thread import run_sync
@@ -97,8 +98,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 @router.post("/tokenize", responses=ERRORS, response_model=Tokenized)
 async def tokenize(body: schema.TokenizeRequest, request: Request) -> Response:
     """Token ids of a text or of messages under the chat template."""
-    headers = schema.ignored_fields_header(body)
-    return await respond_from_thread(request, body.model, lambda served: _tokenize(served, body), headers)
+    return await respond_from_thread(request, body, _tokenize)
 
 
 def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
@@ -118,16 +118,15 @@ def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
 @router.post("/detokenize", responses=ERRORS, response_model=Detokenized)
 async def detokenize(body: schema.DetokenizeRequest, request: Request) -> Response:
     """The text of token ids."""
-    headers = schema.ignored_fields_header(body)
-    return await respond_from_thread(request, body.model, lambda served: _detokenize(served, body.tokens), headers)
+    return await respond_from_thread(request, body, _detokenize)
 
 
-def _detokenize(served: ServedModel, tokens: list[int]) -> bytes:
+def _detokenize(served: ServedModel, body: schema.DetokenizeRequest) -> bytes:
     llm = served.llm
     size = llm.model.config.vocab_size
-    if wrong := [token for token in tokens if not 0 <= token < size]:
+    if wrong := [token for token in body.tokens if not 0 <= token < size]:
         raise UsageError(f"token id {limits.shortened(str(wrong[0]))} is outside 0..{size - 1}")
-    return dump_json({"prompt": llm.tokenizer.decode(tokens)}).encode()
+    return dump_json({"prompt": llm.tokenizer.decode(body.tokens)}).encode()
 
 
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
@@ -230,8 +229,7 @@ async def response(body: ResponsesRequest, request: Request) -> Response:
 
 
 async def _render(body: schema.Common, request: Request, *, several: bool = False) -> Response:
-    headers = schema.ignored_fields_header(body)
-    return await respond_from_thread(request, body.model, lambda served: _prompts(served, body, several), headers)
+    return await respond_from_thread(request, body, partial(_prompts, several=several))
 
 
 def _prompts(served: ServedModel, body: schema.Common, several: bool) -> bytes:

@@ -293,8 +293,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post(f"{PATH}/count_tokens", responses=ERRORS, response_model=TokenCount)
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Number of tokens of the prompt for these messages."""
-    headers = schema.ignored_fields_header(body)
-    return await respond_from_thread(request, body.model, lambda served: _counted(served, body), headers)
+    return await respond_from_thread(request, body, _counted)
 
 
 def _counted(served: ServedModel, body: CountRequest) -> bytes:

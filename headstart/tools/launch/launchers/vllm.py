@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
+from headstart.config import SPECULATIVE_FLAGS
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import Version, at_least, parse_json, published
 from headstart.tools.launch.command_line import ArgumentWord, CommandLine
@@ -169,11 +170,7 @@ OPTION = "--speculative-config"
 DOTTED = f"{OPTION}."  # prefix of flags for single keys of the JSON
 VARIABLE = re.compile(r"\$\{?\w+\}?")
 FOLDED = {
-    "--speculative-model": ("model", str),
-    "--num-speculative-tokens": ("num_speculative_tokens", int),
-    "--ngram-prompt-lookup-max": ("prompt_lookup_max", int),
-    "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
-    "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
+    **SPECULATIVE_FLAGS,
     "--speculative-model-quantization": ("quantization", str),
     "--speculative-disable-by-batch-size": ("disable_by_batch_size", int),
 }
