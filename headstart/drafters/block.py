@@ -62,13 +62,15 @@ class BlockNetwork:
 
         def states(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             embedded = ops.embed(self.embedding, step.token_ids)
-            y = module.draft(ops, embedded, step.token_ids, step.positions, kv)
+            y, _ = module.draft(ops, embedded, step.token_ids, step.positions, kv)
             return {"states": ops.take_rows(y, step.logit_rows)}
 
         def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
-            y = states(ops, step)["states"]
+            embedded = ops.embed(self.embedding, step.token_ids)
+            drafted = module.draft(ops, embedded, step.token_ids, step.positions, kv)
+            y, stream = (ops.take_rows(each, step.logit_rows) for each in drafted)
             confidence = module.confidence
-            found = {"confidence": confidence.of_row(ops, y)} if confidence else {}
+            found = {"confidence": confidence.of_row(ops, stream)} if confidence else {}
             logits = module.logits(ops, y, self.lm_head)
             return {"logits": module.markov.row(ops, logits, y) if module.markov else logits, **found}
 

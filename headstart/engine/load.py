@@ -47,7 +47,7 @@ NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own f
 DRAFT_MODEL = "draft_model"
 MEMORY_FACTOR, MEMORY_EXTRA = 1.05, 1 << 28
 """Memory of a loaded model: MEMORY_FACTOR times the bytes of its weights, plus MEMORY_EXTRA bytes."""
-NEED_HEAD = ("mtp", "mixed")  # values of --drafter that ask for the model's own head
+NEED_HEAD = ("mtp", "block", "mixed")  # values of --drafter that ask for the model's own head
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,15 @@ def fit_head(trunk: Model, head: HeadCheckpoint, path: Path) -> Head:
 
 
 def native_head(family: Family, weights: Weights, config: DecoderConfig, source: str = NATIVE_HEAD) -> Head | None:
-    """The MTP modules inside the checkpoint; None if the config declares none or the file holds none."""
+    """The MTP modules inside the checkpoint, or the drafter in their place; None if the config declares none or the
+    file holds none."""
     spec = family.head_of(config)
-    if spec is None or not weights.has("mtp.0.projection.weight"):
+    if spec is None:
+        return None
+    kind = head_kind(spec.kind)
+    if not weights.has(next(iter(kind.shapes(spec, config.hidden_size)))):
         return None
     drafting = Weights(weights.tensors, weights.backend, weights.source, drafts=True, on_take=weights.on_take)
-    kind = head_kind(spec.kind)
     modules = limit_window(kind.modules(drafting, spec, config.hidden_size))
     lm_heads = kind.lm_heads(drafting, spec, config.hidden_size, config.vocab_size)
     weights.used |= drafting.used

@@ -51,6 +51,7 @@ class BlockSpec:
     conv_taps: int = 0  # taps of the convolutions around attention and MLP (DFlash2); 0: no convolutions
     conv_group: int = 1  # neighbouring features that share a dynamic kernel
     confidence: bool = False  # has a confidence head
+    in_checkpoint: bool = False  # its tensors are in the trunk's files, under `mtp.{i}` (heads/block.py)
     confidence_markov: bool = True  # the confidence head reads the Markov embedding, too
     embedding_scale: float = 1.0  # factor on the embeddings of a block's rows
     logit_scale: float = 1.0

@@ -21,7 +21,12 @@ Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `
 `markov.joint.` or `markov.row.weight`, `confidence.weight` [1, H + r] and `confidence.bias` [1]; of a convolution
 `base_kernel` [2, taps, H] and `kernel_projection.weight`; a head may have `embed_tokens.weight` and `lm_head.weight`.
 
-Sources: deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`; z-lab/dflash `model.py`; vLLM 0.33 `qwen3_dflash2.py`.
+A checkpoint may hold a DSpark drafter in place of MTP modules (DeepSeek-V4-Flash-0731). Its layers are those of the
+trunk, here with several residual streams: all start as the row's embedding, and `streams` sums them before `norm`. The
+confidence head reads that sum. Canonical tensors are those above under `mtp.{i}` (`_in_checkpoint`).
+
+Sources: deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`; z-lab/dflash `model.py`; vLLM 0.33 `qwen3_dflash2.py`,
+`models/deepseek_v4/nvidia/dspark.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -40,10 +45,12 @@ from headstart.heads.published import DeclaredShapes, DrafterFormat, Present, bl
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
+from headstart.layers.compressed import CompressedAttention
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import half_split
+from headstart.layers.streams import HyperConnection, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
 GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
@@ -126,7 +133,7 @@ class DynamicConv:
 class Confidence:
     """Confidence head: the sum of both terms is the logit of the probability that a row's token is accepted."""
 
-    of_row: Linear  # reads y
+    of_row: Linear  # reads y, or the sum of the residual streams
     of_token: Linear | None  # reads the Markov embedding of the token before, which is known later than y
 
 
@@ -145,6 +152,7 @@ class BlockModule:
     mask_embedding: Weight | None
     markov: MarkovHead | None
     confidence: Confidence | None
+    streams: HyperConnection | None = None  # sums the residual streams after the layers; None: there is one stream
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -157,15 +165,19 @@ class BlockModule:
         features = self.hidden_norm(ops, self.fuse(ops, hidden))
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
-            assert isinstance(mixer, Attention)
+            assert isinstance(mixer, Attention | CompressedAttention)
             mixer.store(ops, features, positions, pool)
         return features
 
-    def draft(self, ops: Ops, embedded: Buffer, token_ids: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
-        """Token ids [R] of blocks and their embeddings [R, H] -> y [R, H] for the LM head."""
+    def draft(
+        self, ops: Ops, embedded: Buffer, token_ids: Buffer, positions: Buffer, pools: Seq[Pool]
+    ) -> tuple[Buffer, Buffer]:
+        """Token ids [R] of blocks and their embeddings [R, H] -> y [R, H] for the LM head, and the confidence head's
+        input [R, H]."""
         if self.mask_embedding is not None:
             embedded = ops.put_where(embedded, token_ids, self.spec.mask_token_id, self.mask_embedding)
         delta, residual = None, scale(ops, embedded, self.spec.embedding_scale)
+        residual = self.streams.expand(ops, residual) if self.streams else residual
         for i, (layer, pool) in enumerate(zip(self.layers, pools, strict=True)):
             if not self.convs:
                 delta, residual = layer(ops, delta, residual, positions, pool)
@@ -175,8 +187,11 @@ class BlockModule:
             mixed = of_mixer(ops, x, partial(layer.mixer, ops, positions=positions, pool=pool))
             x, residual = layer.post_norm.add(ops, mixed, residual)
             delta = of_mlp(ops, x, partial(layer.mlp, ops))
+        if self.streams:
+            stream, _ = self.streams.collapse(ops, residual)
+            return self.norm(ops, stream), stream
         y, _ = self.norm.add(ops, delta, residual)
-        return y
+        return y, y
 
     def logits(self, ops: Ops, y: Buffer, lm_head: LMHead) -> Buffer:
         """y [L, H] -> logits [L, V'] before the Markov head."""
@@ -188,23 +203,41 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
     """The only module, in a list. Raises ModelError for missing tensors and other shapes."""
     block, configs, width = spec.block, layers_of(spec), len(tapped_layers(spec.tap)) * hidden
     assert spec.layer and block
+    given = weights
     if block.interleaved:
         weights = _half_split(weights, configs[0])
-    return [
-        BlockModule(
-            spec=block,
-            fuse=weights.linear("fuse", hidden, width),
-            tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
-            num_taps=width // hidden,
-            hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
-            layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
-            convs=_convs(weights, block, hidden),
-            norm=weights.norm("norm", hidden, spec.layer.eps),
-            mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
-            markov=_markov(weights, block, hidden) if block.markov_rank else None,
-            confidence=_confidence(weights, block, hidden) if block.confidence else None,
-        )
-    ]
+    if block.in_checkpoint:
+        names = {_in_checkpoint(name, block): name for name in _own_shapes(spec, hidden)}
+        weights = _changed(weights, {names[name]: each for name, each in weights.tensors.items() if name in names})
+    module = BlockModule(
+        spec=block,
+        fuse=weights.linear("fuse", hidden, width),
+        tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
+        num_taps=width // hidden,
+        hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
+        layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
+        convs=_convs(weights, block, hidden),
+        norm=weights.norm("norm", hidden, spec.layer.eps),
+        mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
+        markov=_markov(weights, block, hidden) if block.markov_rank else None,
+        confidence=_confidence(weights, block, hidden) if block.confidence else None,
+        streams=build_hyper_connection(weights, "streams", hidden, spec.layer.streams, spec.layer.eps, last=True)
+        if spec.layer.streams
+        else None,
+    )
+    if block.in_checkpoint:
+        given.used |= {_in_checkpoint(name, block) for name in weights.used}
+    return [module]
+
+
+def _in_checkpoint(name: str, block: BlockSpec) -> str:
+    """Canonical name in the trunk's files of a drafter's tensor: layer i is `mtp.{i}.block`, the first `mtp.{i}` also
+    has what reads the taps, the last one what follows the layers."""
+    part, _, rest = name.partition(".")
+    if part == "layers":
+        layer, _, inner = rest.partition(".")
+        return f"mtp.{layer}.block.{inner}"
+    return f"mtp.{0 if part in ('fuse', 'hidden_norm') else block.num_layers - 1}.{name}"
 
 
 def _parts(weights: Weights, name: str, rows: int, columns: Mapping[str, int], precise: bool) -> dict[str, Linear]:
@@ -267,7 +300,11 @@ def _half_split(weights: Weights, config: LayerConfig) -> Weights:
         starts = np.arange(0, tensor.shape[0], mixer.spec.head_dim)
         return tensor.take_rows((starts[:, None] + head).reshape(-1))
 
-    tensors = {name: reordered(name, tensor) for name, tensor in weights.tensors.items()}
+    return _changed(weights, {name: reordered(name, tensor) for name, tensor in weights.tensors.items()})
+
+
+def _changed(weights: Weights, tensors: Mapping[str, RawTensor]) -> Weights:
+    """Weights with other tensors."""
     return Weights(tensors, weights.backend, weights.source, drafts=weights.drafts, on_take=weights.on_take)
 
 
@@ -275,6 +312,8 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
     """Config of each layer: `spec.layer` with the layer's window, causality and sinks."""
     block, layer = spec.block, spec.layer
     assert block and layer
+    if block.in_checkpoint:
+        return [layer] * block.num_layers
     mixer, _ = plain_parts(layer)
 
     def made(i: int) -> LayerConfig:
@@ -286,6 +325,13 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     """Canonical tensors except the LM head and the embedding, which are optional."""
+    own, block = _own_shapes(spec, hidden), spec.block
+    assert block
+    return {_in_checkpoint(name, block): shape for name, shape in own.items()} if block.in_checkpoint else own
+
+
+def _own_shapes(spec: HeadSpec, hidden: int) -> Shapes:
+    """`shapes` under the names that a drafter in its own files has."""
     block, width = spec.block, len(tapped_layers(spec.tap)) * hidden
     assert block
     rank = block.markov_rank
@@ -297,20 +343,32 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     if block.mask_embedding:
         every["mask_embedding"] = (hidden,)
     if rank:
-        every |= {"markov.embed.weight": (block.vocab_size, rank), "markov.out.weight": (block.draft_vocab_size, rank)}
-        if block.markov_kind in GATES:
-            name, ranks, _ = GATES[block.markov_kind]
-            every[f"{name}.weight"] = (ranks * rank, sum(_gate_columns(block, hidden).values()))
-            if block.markov_kind != "selector":
-                every[f"{name}.bias"] = (ranks * rank,)
+        every |= _markov_shapes(block, hidden)
     if taps := block.conv_taps:
         for part in (f"layers.{i}.{kind}_conv." for i in range(block.num_layers) for kind in ("attention", "mlp")):
             every[f"{part}base_kernel"] = (2, taps, hidden)
             every[f"{part}kernel_projection.weight"] = (2 * taps * (hidden // block.conv_group), hidden)
     if block.confidence:
-        width = hidden + (rank if block.confidence_markov else 0)
-        every |= {"confidence.weight": (1, width), "confidence.bias": (1,)}
+        every["confidence.weight"] = (1, hidden + (rank if block.confidence_markov else 0))
+        if not block.in_checkpoint:
+            every["confidence.bias"] = (1,)
+    assert spec.layer
+    if streams := spec.layer.streams:
+        every |= hyper_connection_shapes("streams", hidden, streams, last=True)
     return every
+
+
+def _markov_shapes(block: BlockSpec, hidden: int) -> Shapes:
+    rank = block.markov_rank
+    found: Shapes = {
+        "markov.embed.weight": (block.vocab_size, rank), "markov.out.weight": (block.draft_vocab_size, rank),
+    }  # fmt: skip
+    if block.markov_kind in GATES:
+        name, ranks, _ = GATES[block.markov_kind]
+        found[f"{name}.weight"] = (ranks * rank, sum(_gate_columns(block, hidden).values()))
+        if block.markov_kind != "selector":
+            found[f"{name}.bias"] = (ranks * rank,)
+    return found
 
 
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:

@@ -34,7 +34,11 @@ STATES = ("post_norm", "pre_norm")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {"tap": STATES, "recycle": STATES, "beyond": (None, "last", "cycle")}
 """Fields of HeadSpec that config.json holds as they are; `tap` may be a list of layers too."""
 BLOCK = "block_drafter"
-BLOCK_FACTS = {each.name: each.type for each in fields(BlockSpec) if not each.name.endswith("vocab_size")}
+BLOCK_FACTS = {
+    each.name: each.type
+    for each in fields(BlockSpec)
+    if not each.name.endswith("vocab_size") and each.name != "in_checkpoint"
+}
 """Key of config.json for a BlockSpec, and the fields under it: name -> type as written."""
 LATER = ("markov_kind", "top_k", "conv_taps", "conv_group", "embedding_scale", "logit_softcap")
 """Fields of BLOCK_FACTS that older files lack; they then have their defaults."""

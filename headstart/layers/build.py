@@ -15,6 +15,18 @@ from headstart.layers.weights import Shapes, Weights
 MixerT = TypeVar("MixerT", bound=MixerConfig)
 
 
+@dataclass(frozen=True)
+class OwnDrafter:
+    """Sizes of a block drafter (heads/block.py) that a checkpoint holds in place of MTP modules. Its layers are
+    DecoderConfig.head_layer, one in each `mtp.{i}`."""
+
+    tap: tuple[int, ...]  # see layers.decoder.Tap
+    block_size: int
+    mask_token_id: int
+    markov_rank: int
+    confidence: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and layers of a decoder, independent of the family's config keys."""
@@ -36,6 +48,8 @@ class DecoderConfig:
     mtp_layer: LayerConfig | None = None  # the block of an MTP module; None: like the last layer
     mtp_lm_heads: bool = False  # each MTP module has its own LM head
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # see HeadSpec.recycle; None: the family's
+    drafter: OwnDrafter | None = None  # the modules are the layers of this block drafter
+    no_drafter: str = ""  # why the block drafter that config.json declares cannot run
 
     @property
     def num_layers(self) -> int:

@@ -212,6 +212,15 @@ class CompressedAttention(Mixer):
     compressor: Compressor | None
     indexer: EntryIndexer | None
 
+    def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
+        """Stores keys of rows without queries, in a layer without entries."""
+        self._store(ops, self.key(ops, x), positions, pool)
+
+    def _store(self, ops: Ops, key: Buffer, positions: Buffer, pool: Pool) -> None:
+        config = self.config
+        key = ops.rope(self.key_norm(ops, key), positions, config.rope, config.head_dim)
+        ops.store_kv(key, key, pool, config.spec)
+
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config, spec, rope = self.config, self.config.spec, self.config.rope
         down, key = self.query_down(ops, x), self.key(ops, x)
@@ -219,9 +228,8 @@ class CompressedAttention(Mixer):
         index = (*self.indexer.compressor.project(ops, x), self.indexer.weights(ops, x)) if self.indexer else None
         queries = self.query_norm(ops, down)
         q = ops.rope(self.head_norm(ops, self.query(ops, queries)), positions, rope, config.head_dim)
-        key = ops.rope(self.key_norm(ops, key), positions, rope, config.head_dim)
         window_pool = pool if self.compressor is None else pool[0]
-        ops.store_kv(key, key, window_pool, spec)
+        self._store(ops, key, positions, window_pool)
         if self.compressor is None or projected is None:
             attended = ops.attend(q, window_pool, spec, self.sinks)
         else:

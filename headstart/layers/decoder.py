@@ -15,7 +15,8 @@ from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
 """The trunk's hidden state that a head reads: after or before the final norm, all residual streams after the last
-layer, or the inputs of these layers, concatenated."""
+layer, or the inputs of these layers, concatenated; the number after the last layer's is its output. Of several residual
+streams their mean is read."""
 
 
 def tap_width(tap: Tap, hidden_size: int, num_streams: int = 1) -> int:
@@ -319,23 +320,29 @@ class DecoderProgram:
 
     def run_layer(self, ops: Ops, step: StepInputs, state: ForwardState, index: int) -> None:
         """Runs one layer, which changes `state`."""
-        taps, streams = tapped_layers(self.tap), self.model.streams
-        if index in taps:
-            if state.delta is not None:  # the layer's norm must not add it again
-                state.delta, state.residual = None, ops.add(state.delta, state.residual)
-            stream = ops.sum_streams(state.residual, None, streams.spec) if streams else state.residual
-            if self.hidden_pool is None:
-                state.tapped = stream if state.tapped is None else ops.concat(state.tapped, stream)
-            else:  # concatenated in the pool
-                ops.store(stream, self.hidden_pool, taps.index(index) * len(self.model.norm.weight))
+        self._tap(ops, state, index)
         layer, pool = self.model.layers[index], self.pools[index]
         state.delta, state.residual = layer(ops, state.delta, state.residual, step.positions, pool, state)
         width = len(self.model.norm.weight)
         if (index + 2) * width <= self.embedded_width:
             state.residual = ops.add(state.residual, ops.columns(step.hidden, (index + 1) * width, width))
 
+    def _tap(self, ops: Ops, state: ForwardState, index: int) -> None:
+        """Keeps the input of layer `index`, if it is tapped."""
+        taps, streams = tapped_layers(self.tap), self.model.streams
+        if index not in taps:
+            return
+        if state.delta is not None:  # the layer's norm must not add it again
+            state.delta, state.residual = None, ops.add(state.delta, state.residual)
+        stream = ops.sum_streams(state.residual, None, streams.spec) if streams else state.residual
+        if self.hidden_pool is None:
+            state.tapped = stream if state.tapped is None else ops.concat(state.tapped, stream)
+        else:  # concatenated in the pool
+            ops.store(stream, self.hidden_pool, taps.index(index) * len(self.model.norm.weight))
+
     def end(self, ops: Ops, state: ForwardState) -> tuple[Buffer, Buffer, Buffer]:
         """The stream after [R, H] and before [R, H] the final norm, and the residual streams after the last layer."""
+        self._tap(ops, state, len(self.model.layers))
         residual, streams = state.residual, self.model.streams
         if streams:
             residual, _ = streams.collapse(ops, residual)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.heads.base import HeadSpec
+from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig, build_decoder
-from headstart.layers.decoder import Decoder
+from headstart.layers.build import DecoderConfig, OwnDrafter, build_decoder
+from headstart.layers.decoder import Decoder, LayerConfig
 from headstart.layers.rope import CONTEXT
 from headstart.layers.vision import VisionConfig
 from headstart.layers.weights import Shapes, Weights
@@ -21,6 +21,16 @@ from headstart.models.small import TINY, Arrays, random_arrays
 from headstart.text.image_prompt import ImageFormat
 
 NOTHING: Mapping[str, str] = {}
+
+
+def drafter_spec(own: OwnDrafter, num_layers: int, vocab_size: int, layer: LayerConfig) -> HeadSpec:
+    """Spec of a block drafter inside a checkpoint. Raises ModelError naming the value that is out of range."""
+    block = BlockSpec(
+        block_size=own.block_size, num_layers=num_layers, mask_token_id=own.mask_token_id, causal=False,
+        anchor_predicts=True, markov_rank=own.markov_rank, confidence=own.confidence, in_checkpoint=True,
+        vocab_size=vocab_size, draft_vocab_size=vocab_size,
+    )  # fmt: skip
+    return HeadSpec(kind="block", layer=layer, tap=own.tap, block=block)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,7 @@ class Family:
     build: Callable[[Weights, DecoderConfig], Decoder] = build_decoder  # builds the trunk
     head: HeadSpec | None = None  # formula of native MTP modules; None: the family has none
     mtp: MTPLayout | None = None  # where checkpoints keep MTP modules
+    variants: tuple[MTPLayout, ...] = ()  # of checkpoints with other modules; the first that serves a config is used
     interleaved_rope: bool = False  # GGUF files store the two elements of a rotary pair (rows of q and k) side by side
     interleaved_files: bool = False  # all files store rotary pairs like that
     # (tensors under canonical names, sizes, whether they come from a GGUF file) -> canonical tensors
@@ -67,11 +78,15 @@ class Family:
         file name for errors. beside: further harmless keys. context: requested context length, for some ropes."""
         reading = Reading(config, {**self.defaults, CONTEXT: context})
         sizes = self.parse(reading)
-        if self.mtp:
-            sizes = replace(sizes, num_mtp=self._num_mtp(self.mtp, reading, strict))
+        if layout := self.layout(config):
+            sizes = replace(sizes, num_mtp=self._num_mtp(layout, reading, strict))
         if strict:
             reading.check({**self.harmless, **beside}, where)
         return sizes
+
+    def layout(self, config: Config) -> MTPLayout | None:
+        """Where a checkpoint with this config keeps its modules."""
+        return next((each for each in self.variants if each.serves(config)), self.mtp)
 
     def _num_mtp(self, mtp: MTPLayout, config: Config, strict: bool) -> int:
         """Number of MTP modules of a config. Raises ModelError, if strict, for more than the engine runs."""
@@ -104,10 +119,12 @@ class Family:
         """Spec of the native MTP modules that a config declares; None if it declares none."""
         if self.head is None or not config.num_mtp:
             return None
+        if config.drafter:
+            return drafter_spec(config.drafter, config.num_mtp, config.vocab_size, config.head_layer)
         recycle = config.mtp_recycle or self.head.recycle
-        own = config.vocab_size if config.mtp_lm_heads else 0
+        rows = config.vocab_size if config.mtp_lm_heads else 0
         layer = config.head_layer
-        return replace(self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=own)
+        return replace(self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=rows)
 
     def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Converts canonical arrays to the names and shapes of Hugging Face's files."""

@@ -1,9 +1,11 @@
-"""DeepSeek-V4: compressed attention, residual streams, hash-routed first layers.
+"""DeepSeek-V4: compressed attention, residual streams, hash-routed first layers; an MTP module or a DSpark drafter.
 
 Formula: transformers 5.23 `models/deepseek_v4`; MTP module: vLLM 0.32, `deepseek_v4/nvidia/mtp.py`. Files have
 DeepSeek's own names; GGUF files have the names of llama.cpp's `conversion/deepseek.py` and no module. A module reads
-all streams of the trunk; its projections of token and stream are one matrix here. V4.1 and V4-Flash-0731 hold a DSpark
-drafter in place of a module; it is not read.
+all streams of the trunk; its projections of token and stream are one matrix here.
+
+V4-Flash-0731 has a DSpark drafter (heads/block.py) in place of a module: three layers with a window, which read the
+mean of the streams after the layers `dspark_target_layer_ids`. Source: vLLM 0.33, `deepseek_v4/nvidia/dspark.py`.
 """
 
 import re
@@ -18,15 +20,15 @@ from headstart.formats.rows import JoinedColumns
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec, RouterSpec, StreamSpec
-from headstart.layers.build import DecoderConfig
+from headstart.layers.build import DecoderConfig, OwnDrafter
 from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.rope import rope_spec
 from headstart.models import keys
-from headstart.models.base import Family
+from headstart.models.base import Family, drafter_spec
 from headstart.models.keys import Config, number, real
-from headstart.models.mtp import MTPLayout, XllmDraft
+from headstart.models.mtp import DSPARK_NOTE, MTPLayout, XllmDraft
 from headstart.models.names import Names
 from headstart.models.small import Arrays
 
@@ -40,6 +42,13 @@ SERVED = {
     "topk_method": "noaux_tc", "swiglu_limit": 10.0, "hidden_act": "silu", "norm_topk_prob": True, "mlp_bias": False,
     "attention_bias": False, "num_key_value_heads": 1, "swiglu_limits": 10.0, "swiglu_limits_shared": 10.0,
 }  # fmt: skip
+STAGES = 3  # layers of a DSpark drafter without the key n_mtp_layers
+DRAFTER = {"markov_head_type": "vanilla", "confidence_head_with_markov": True, "sample_from_anchor": True}
+"""Keys of the DSpark drafter with one supported value."""
+DRAFTER_KEYS = (
+    *DRAFTER, "draft_vocab_size", "enable_confidence_head", "n_mtp_layers", "dspark_block_size", "dspark_markov_rank",
+    "dspark_noise_token_id", "dspark_target_layer_ids", "dspark_n_routed_experts", "dspark_num_experts_per_tok",
+)  # fmt: skip
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -55,7 +64,38 @@ def parse(config: Config) -> DecoderConfig:
 
     hashed = keys.feed_kinds(config, "num_hash_layers", default=3, known=(HASHED, CHOSEN))
     layers = [layer(*pair) for pair in zip(_kinds(config, rates), hashed, strict=True)]
-    return keys.decoder(config, layers, streams=streams, mtp_layer=layer(SLIDING, CHOSEN))
+    feed = _experts(config, hashed=False, drafter=True)
+    made = keys.decoder(
+        config, layers, streams=streams, mtp_layer=keys.layer(config, mixers[SLIDING], feed, streams=streams)
+    )
+    if not config.get("dspark_block_size"):
+        return made
+    try:
+        return replace(made, drafter=_drafter(config, made))
+    except ModelError as error:  # the trunk runs without it
+        return replace(made, no_drafter=error.message)
+
+
+def _drafter(config: Config, trunk: DecoderConfig) -> OwnDrafter:
+    """Sizes of the DSpark drafter. Raises ModelError for wrong values and for variants."""
+    if unknown := {key: config[key] for key in config if key.startswith("dspark_") and key not in DRAFTER_KEYS}:
+        told = ", ".join(f"{key} {value!r}" for key, value in unknown.items())
+        raise ModelError(f"config.json: {told} of the DSpark drafter is not known")
+    keys.refuse_others(config, {**DRAFTER, "draft_vocab_size": trunk.vocab_size})
+    ids = config.get("dspark_target_layer_ids")
+    if not isinstance(ids, list) or not ids or ids != [each for each in range(trunk.num_layers) if each in ids]:
+        what = f"dspark_target_layer_ids is {ids!r}, but must be ascending numbers below {trunk.num_layers}"
+        raise ModelError(f"config.json: {what}")
+    own = OwnDrafter(
+        tap=tuple(each + 1 for each in ids),
+        block_size=number(config, "dspark_block_size"),
+        mask_token_id=number(config, "dspark_noise_token_id", least=0),
+        markov_rank=number(config, "dspark_markov_rank", default=256),
+        confidence=keys.flag(config, "enable_confidence_head", default=True),
+    )
+    count = number(config, "n_mtp_layers", default=STAGES, least=0) or STAGES
+    drafter_spec(own, count, trunk.vocab_size, trunk.head_layer)  # checks the values
+    return own
 
 
 def _rates(config: Config) -> dict[str, int]:
@@ -137,13 +177,20 @@ def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
     return replace(rope_spec(read, rotary), trailing=True)
 
 
-def _experts(config: Config, *, hashed: bool) -> MoEConfig:
+def _experts(config: Config, *, hashed: bool, drafter: bool = False) -> MoEConfig:
+    """Experts of a layer. drafter: of one after the trunk, for which a DSpark drafter has its own keys."""
+
+    def own(key: str) -> int:
+        return number(config, key, default=0, least=0) if drafter else 0
+
     scoring = config.get("scoring_func", "sqrtsoftplus")
     if not isinstance(scoring, str) or scoring not in SCORES:
         raise ModelError(f"config.json: scoring_func is {scoring!r}", f"known: {', '.join(SCORES)}")
     router = RouterSpec(
-        num_experts=number(config, "num_experts", default=0, least=0) or number(config, "n_routed_experts"),
-        top_k=number(config, "num_experts_per_tok"),
+        num_experts=own("dspark_n_routed_experts")
+        or number(config, "num_experts", default=0, least=0)
+        or number(config, "n_routed_experts"),
+        top_k=own("dspark_num_experts_per_tok") or number(config, "num_experts_per_tok"),
         scoring=SCORES[scoring],
         scale=real(config, "routed_scaling_factor", 1.5),
     )
@@ -207,6 +254,11 @@ NAMES = Names(
         "mtp.{i}.h_proj.": "mtp.{i}.h_proj.",
         "mtp.{i}.norm.": "mtp.{i}.norm.",
         "mtp.{i}.hc_head_": "mtp.{i}.streams.",
+        "mtp.{i}.main_proj.": "mtp.{i}.fuse.",
+        "mtp.{i}.main_norm.": "mtp.{i}.hidden_norm.",
+        "mtp.{i}.markov_head.markov_w1.": "mtp.{i}.markov.embed.",
+        "mtp.{i}.markov_head.markov_w2.": "mtp.{i}.markov.out.",
+        "mtp.{i}.confidence_head.proj.": "mtp.{i}.confidence.",
         "mtp.{i}.emb.": None,  # copies of the trunk's
         "mtp.{i}.head.": None,
     },
@@ -254,12 +306,9 @@ FAMILY = Family(
         "compress_ratios": "given by layer_types",
         "num_hash_layers": "given by mlp_layer_types",
         "expert_dtype": "read with the tensors",
+        "num_nextn_predict_layers": "n_mtp_layers counts the layers of a DSpark drafter",
+        **dict.fromkeys(DRAFTER_KEYS, "of a DSpark drafter"),
         "qk_nope_head_dim": "the rest of head_dim",
-        "n_mtp_layers": "of a DSpark drafter, which is left",
-        **dict.fromkeys(
-            ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids"),
-            "of a DSpark drafter, which is left",
-        ),
     },
     names=NAMES,
     adapt=adapt,
@@ -271,6 +320,21 @@ FAMILY = Family(
         per_layer=("compress_ratios",),
         xllm=XllmDraft(
             architecture="DeepseekV4MtpForCausalLM", fp8_blocks=True, as_layer=True, config={"num_hash_layers": 0}
+        ),
+    ),
+    variants=(
+        MTPLayout(
+            title="DeepSeek-V4 with DSpark",
+            key="deepseek_v4_dspark",
+            requires="dspark_block_size",
+            count_key="n_mtp_layers",
+            default=STAGES,
+            per_layer=("compress_ratios",),
+            method="dspark",
+            module="DSpark layer",
+            concat="",
+            note=DSPARK_NOTE,
+            not_xllm="its mtp tensors are a DSpark drafter",
         ),
     ),
     aliases=("deepseek4",),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping
 
 from headstart.formats.sizes import Sizes
 from headstart.heads.published import attention_shapes, latent_shapes
-from headstart.models.mtp import DeclaredShapes, MTPLayout
+from headstart.models.mtp import DSPARK_NOTE, DeclaredShapes, MTPLayout
 
 MAX_EXPERTS = 4096
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
@@ -135,13 +135,13 @@ def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 LAYOUTS: Mapping[str, MTPLayout] = {
     "deepseek_v41": MTPLayout(
-        title="DeepSeek-V4 with DSpark, V4.1",
-        key="deepseek_v4_dspark",
-        variant_of="deepseek_v4",
+        title="DeepSeek-V4.1",
         requires="dspark_block_size",
         method="dspark",
-        note="the mtp.* tensors are a DSpark drafter, not a classic MTP module: engines need the method dspark",
+        module="DSpark layer",
+        note=DSPARK_NOTE,
         count_key="n_mtp_layers",
+        default=3,
         not_xllm="its mtp tensors are a DSpark drafter",
         trailing=False,
         concat="",

@@ -66,14 +66,12 @@ def find_mtp_family(config: Mapping[str, Any], *, from_gguf: bool = False) -> Fo
     """The family of a config.json, or of GGUF metadata as such a config, if it may have MTP modules; else None."""
     kinds = [config.get("model_type"), *([] if from_gguf else [text_config(config).get("model_type")])]
     for kind in dict.fromkeys(each for each in kinds if isinstance(each, str) and each):
-        for key, layout in LAYOUTS.items():  # variants first: a config key identifies them
-            if layout.variant_of == kind and layout.serves(config):
-                return FoundFamily(layout.key or key, _described_families()[key], layout)
         if not (found := _runnable(kind) or _described(kind)):
             continue
         key, family = found
-        if family.mtp and (not family.unsupported or family.mtp.serves(config)):
-            return FoundFamily(family.mtp.key or key, family, family.mtp)
+        layout = family.layout(config)
+        if layout and (not family.unsupported or layout.serves(config)):
+            return FoundFamily(layout.key or key, family, layout)
     listed = config.get("architectures")
     written = " ".join(map(str, listed)).lower() if isinstance(listed, list) and not from_gguf else ""
     for key, layout in LAYOUTS.items():
@@ -85,7 +83,7 @@ def find_mtp_family(config: Mapping[str, Any], *, from_gguf: bool = False) -> Fo
 def mtp_families() -> dict[str, MTPLayout]:
     """The family's name in reports -> its MTP layout, for all families. Imports all families."""
     families = reversed(all_families().items())  # if two families have the same name, the one that runs is kept
-    found = {family.mtp.key or name: family.mtp for name, family in families if family.mtp}
+    found = {each.key or name: each for name, family in families for each in (family.mtp, *family.variants) if each}
     return dict(sorted(found.items()))
 
 

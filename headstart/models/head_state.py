@@ -8,6 +8,7 @@ from headstart.errors import HeadstartError, ModelError
 from headstart.formats.base import Checkpoint
 from headstart.heads.kind import new_head_spec
 from headstart.models.expected import ModuleCheck
+from headstart.models.mtp import MTP_MODULE
 from headstart.models.native_heads import NativeHeads, examine
 from headstart.models.tensors import find_family, read_config
 
@@ -47,6 +48,9 @@ def state_of(heads: NativeHeads, checkpoint: Checkpoint) -> HeadState:
     if heads.unread:
         reason = f"{promise} and {len(heads.names)} MTP tensors are there, but they cannot be checked"
         return HeadState("unchecked", f"{reason}: {heads.unread.message}", heads.unread.hint)
+    if heads.refused:
+        reason = f"{promise} and {len(heads.names)} MTP tensors are there, but they cannot run: {heads.refused}"
+        return HeadState("mismatch", reason, "headstart runs the model without them; another engine may know them")
     if heads.unchecked:
         return _unknown(heads, promise)
     if heads.moved_to:
@@ -67,7 +71,7 @@ def _compared(heads: NativeHeads, wanted: list[ModuleCheck], words: "_Words") ->
         return HeadState("mismatch", reason, f"the head is of another model, or {words.file} is; {words.graft}")
     if unusable := [why for module in wanted for why in module.unusable]:
         return HeadState("partial", f"{promise}, but {some(unusable)}", words.graft)
-    there = f"all {sum(module.required for module in wanted)} tensors of {_count(len(wanted))} are there, in shape"
+    there = f"all {sum(module.required for module in wanted)} tensors of {words.count(len(wanted))} are there, in shape"
     silent = heads.promised.key is None and heads.layout is not None and heads.layout.released and not heads.gguf
     if not heads.promised.modules and not silent:
         fix = f'set "{words.key}" to {len(wanted)} in {words.file}'
@@ -110,16 +114,20 @@ class _Words:
             self.key, self.file = f"{heads.gguf}.nextn_predict_layers", f"the metadata of {checkpoint.path.name}"
             self.graft = "convert the original again: convert_hf_to_gguf.py keeps the MTP head unless told --no-mtp"
 
+    def count(self, modules: int) -> str:
+        what = self.heads.layout.module if self.heads.layout else MTP_MODULE
+        return f"{modules} {what}{'' if modules == 1 else 's'}"
+
     def promise(self) -> str:
         count, key = self.heads.promised
         if key and count:
-            return f"the config promises {_count(count)} ({self.key} = {count})"
+            return f"the config promises {self.count(count)} ({self.key} = {count})"
         if key:
             return f"the config promises none ({self.key} = 0)"
         if count:
-            return f"the family has {_count(count)} unless the config says otherwise"
+            return f"the family has {self.count(count)} unless the config says otherwise"
         if (layout := self.heads.layout) and layout.released and self.heads.names:
-            return f"released {layout.title} checkpoints have {_count(layout.released)}"
+            return f"released {layout.title} checkpoints have {self.count(layout.released)}"
         return "the config promises none"
 
 
@@ -142,10 +150,6 @@ def misread(deep: Mapping[str, Any]) -> HeadState:
     lengths = f"acceptance length {better['acceptance_length']:.2f} instead of {better['instead_of']:.2f}"
     fix = better["fix"] if deep["method"] == "mtp" else f"in config.json: {better['fix']}"
     return HeadState("mismatch", f"its weights fit {better['what']}: {lengths}", fix)
-
-
-def _count(modules: int) -> str:
-    return f"{modules} MTP module{'' if modules == 1 else 's'}"
 
 
 def _without(heads: NativeHeads, words: _Words, checkpoint: Checkpoint) -> HeadState:

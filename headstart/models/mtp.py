@@ -8,6 +8,8 @@ from headstart.errors import ModelError
 from headstart.formats.sizes import NESTED, Sizes, as_size, lookup
 
 MAX_MODULES = 64
+MTP_MODULE = "MTP module"
+DSPARK_NOTE = "the mtp.* tensors are a DSpark drafter, not a classic MTP module: other engines need the method dspark"
 COUNT_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers", "num_mtp_modules",
     "mtp_config.num_nextn_predict_layers", "num_nextn_layers", "mtp_num_layers", "n_mtp_layers",
@@ -82,8 +84,7 @@ class MTPLayout:
     served: int = 0  # maximum that headstart runs; 0: any number
     spare: int = 0  # excess of the key's value over the number of modules, if the value is above 1
     architectures: tuple[str, ...] = ()  # lower-case parts of `architectures`, if the model_type does not identify it
-    variant_of: str = ""  # model_type of a family that runs, of which this is a variant with other modules
-    requires: str = ""  # config key that checkpoints of this layout must have
+    requires: str = ""  # config key that checkpoints of this layout must have; only `count_key` then counts modules
     unless: str = ""  # config key that checkpoints of this layout must not have
     own: tuple[str, ...] = ()  # `embedding`, `lm_head`: parts that the module does not share with the trunk
     rope: Literal["trunk", "sliding", "none"] = "trunk"
@@ -92,6 +93,7 @@ class MTPLayout:
     per_module: tuple[str, ...] = ()  # config lists with an entry for each module
     note: str = ""  # a warning about every such checkpoint
     method: str = "mtp"  # `method` of vLLM's --speculative-config
+    module: str = MTP_MODULE  # what a module is called in messages
     vllm_eagle: bool = False  # vLLM has an EAGLE class with the module's formula
     speculators: tuple[str, ...] = ()  # model types for which speculators has an MTP class
     xllm: XllmDraft | None = None
@@ -111,14 +113,16 @@ class MTPLayout:
 
     def declared(self, config: Mapping[str, Any]) -> Declared:
         """The MTP modules that a config declares. Raises ModelError for more than MAX_MODULES."""
-        found = declared(config, self.count_key)
+        counted = {key: config[key] for key in [self.count_key] if key in config} if self.requires else config
+        found = declared(counted, self.count_key)
         if found.key is None:
             return Declared(self.default, None)
         return Declared(max(found.modules - self.spare, min(found.modules, 1)), found.key)
 
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""
-        return (not self.requires or self.requires in config) and not (self.unless and config.get(self.unless))
+        required = not self.requires or bool(config.get(self.requires))
+        return required and not (self.unless and config.get(self.unless))
 
 
 def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0]) -> Declared:

@@ -73,6 +73,7 @@ class NativeHeads:
     extra: list[str] = field(default_factory=list)  # MTP tensors in the files that the family's head does not have
     moved_to: tuple[int, ...] = ()  # layers with MTP tensors, if they do not start after num_hidden_layers
     unread: ModelError | None = None  # set if the config could not be read, so that nothing was checked
+    refused: str = ""  # why the heads cannot run, whatever their tensors are
     unchecked: bool = False  # the family is unknown, so that nothing was checked
 
     @property
@@ -82,7 +83,7 @@ class NativeHeads:
     @property
     def concat(self) -> str:
         """Order of embedding and hidden state in the projection's input; `sum`: each has a projection."""
-        if self.found is None or self.found.layout.tensors:
+        if self.found is None or self.found.layout.tensors or not self.found.layout.concat:
             return self.layout.concat if self.layout else ""
         head = self.found.family.head
         return "" if head is None else "sum" if head.tap == "streams" else "h;e" if head.hidden_first else "e;h"
@@ -174,6 +175,8 @@ def _as_loaded(
         if heads.gguf:
             return _like_the_trunk(heads, weights, Sizes(config))
         return replace(heads, unread=error)
+    if sizes.no_drafter:
+        return replace(heads, refused=sizes.no_drafter)
     outside = {name: each for name, each in weights.items() if _may_be_heads(name, heads.num_layers)}
     check = _LoadCheck(heads, family, sizes, trailing, outside)
     modules = [check.module(i) for i in range(sizes.num_mtp)]

@@ -153,8 +153,8 @@ def draft_blocks(module: BlockModule, embedding: Tensor, batch: Batch, size: int
     ids = torch.full_like(before, spec.mask_token_id)
     ids[..., 0] = before[..., 0]
     rows, positions = ids.flatten(1), blocks.positions.flatten(1)
-    y = module.draft(ops, ops.embed(embedding, rows), rows, positions, pools).view(*ids.shape, -1)
-    return BlockOutputs(blocks, y, module.markov.embed(ops, before) if module.markov else None)
+    y, _ = module.draft(ops, ops.embed(embedding, rows), rows, positions, pools)
+    return BlockOutputs(blocks, y.view(*ids.shape, -1), module.markov.embed(ops, before) if module.markov else None)
 
 
 def confidence_loss(module: BlockModule, y: Tensor, before: Tensor | None, shared: Tensor, weight: Tensor) -> Tensor:

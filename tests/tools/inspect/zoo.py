@@ -31,6 +31,13 @@ MOE = {
 DSA = {"index_n_heads": 3, "index_head_dim": 4, "index_topk": 8}
 QWEN_MOE = {"num_experts": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
 NEXTN = "num_nextn_predict_layers"
+V4 = {
+    "model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6,
+    "num_key_value_heads": 1, "index_head_dim": 6, "compress_ratios": [4, 128, 0, 0, 0, 0, 0],
+}  # fmt: skip
+DSPARK = {
+    "dspark_block_size": 5, "dspark_noise_token_id": 3, "dspark_markov_rank": 6, "dspark_target_layer_ids": [2, 3],
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,13 +71,18 @@ def qwen(kind: str, fc: str = "mtp.fc.weight", **more: Any) -> Animal:
 ZOO: dict[str, Animal] = {
     "deepseek_v3": deepseek("deepseek_v3"),
     "deepseek_v32": deepseek("deepseek_v32", **DSA),
-    "deepseek_v4_dspark": Animal(
-        {"model_type": "deepseek_v4", "dspark_block_size": 5, "hc_mult": 2},
+    "deepseek_v41": Animal(
+        {"model_type": "deepseek_v41", "dspark_block_size": 5, "hc_mult": 2},
         {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key="n_mtp_layers", count=3, wrapper=""),
-    "deepseek_v4": Animal(
+    "deepseek_v4_dspark": Animal(
+        {**V4, **DSPARK},
         {
-            "model_type": "deepseek_v4", **MOE, "q_lora_rank": 12, "hc_mult": 2, "o_groups": 2, "o_lora_rank": 6,
-            "num_key_value_heads": 1, "index_head_dim": 6, "compress_ratios": [4, 128, 0, 0, 0]},
+            "mtp.0.main_proj.weight": (H, 2 * H), "mtp.0.main_norm.weight": (H,), "mtp.1.attn.wo_a.weight": (12, 16),
+            "mtp.2.hc_head_fn": (2, 2 * H), "mtp.2.markov_head.markov_w2.weight": (V, 6),
+            "mtp.2.confidence_head.proj.weight": (1, H + 6)},
+        key="n_mtp_layers", count=3, wrapper=""),
+    "deepseek_v4": Animal(
+        V4,
         {"mtp.0.e_proj.weight": (H, H), "mtp.0.hc_head_fn": (2, 2 * H), "mtp.0.attn.wo_a.weight": (12, 16)}, wrapper="",
     ),
     "glm4_moe": Animal(
