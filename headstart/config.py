@@ -145,7 +145,7 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "Keep the KV cache of prompts for later requests with the same prefix.")
     lora: tuple[str, ...] | None = _flag(
         None,
-        "LoRA adapter that requests may name: a PEFT directory or a GGUF adapter. May be repeated.",
+        "LoRA adapter: a PEFT directory or a GGUF file. May be repeated: requests name one, commands use the first.",
         metavar="NAME=PATH",
     )
     kv_spill: str | None = _flag(
@@ -201,12 +201,15 @@ class EngineConfig:
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
-        """(name, path) of the adapters of `lora`. A path alone is named by its last part."""
+        """(name, path) of the adapters of `lora`. A path alone is named by its last part, without `.gguf`. Raises
+        UsageError for other values than texts, and for an empty name or path."""
         given = () if self.lora is None else self.lora
         if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
             raise UsageError(f"--lora is {given!r}, but must be a list of texts", "for example ['sql=./sql-adapter']")
         pairs = [each.partition("=") for each in given]
-        found = [(name, path) if path else (Path(name).stem, name) for name, _, path in pairs]
+        found = [
+            (name, path) if equals else (Path(name).name.removesuffix(".gguf"), name) for name, equals, path in pairs
+        ]
         for name, path in found:
             if not name.strip() or not path.strip():
                 raise UsageError(f"--lora: {name}={path} has no name or no path", "for example sql=./sql-adapter")

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,20 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
 def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**values)
+
+
+def test_adapters_have_names(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("sql-v1.5", "chat.gguf")]
+    for path in paths:
+        path.mkdir()
+    given = (*map(str, paths), f"own={paths[0]}")
+    assert [name for name, _ in EngineConfig(lora=given).adapters] == ["sql-v1.5", "chat", "own"]
+    for wrong, message in (
+        ((f"{paths[0]}=",), "has no name or no path"), ((f"={paths[0]}",), "has no name or no path"),
+        ((given[2], given[2]), "two adapters are named own"), (("own=/no/such",), "/no/such does not exist"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            EngineConfig(lora=wrong)
 
 
 def test_other_engines_words_for_cache_types() -> None:

@@ -56,7 +56,7 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
             hint = did_you_mean(name, config_fields()) or "EngineConfig lists all options"
             raise UsageError(f"LLM has no option {name!r}", hint)
     if isinstance(adapters := options.get("lora"), Mapping):
-        options = {**options, "lora": tuple(f"{name}={os.fspath(path)}" for name, path in adapters.items())}
+        options = {**options, "lora": tuple(f"{name}={path}" for name, path in adapters.items())}
     elif isinstance(adapters, str | os.PathLike):
         options = {**options, "lora": (os.fspath(adapters),)}
     return replace(config or EngineConfig(), **options)
@@ -383,9 +383,9 @@ class LLM:
         chosen = [params or self.default_params] * len(prompts) if not isinstance(params, Seq) else list(params)
         if len(chosen) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
-        loras = [lora] * len(prompts) if lora is None or isinstance(lora, str) else list(lora)
+        loras = [lora] * len(prompts) if isinstance(lora, str) or not isinstance(lora, Seq) else list(lora)
         if len(loras) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts, but {len(loras)} names of adapters")
+            raise UsageError(f"{len(prompts)} prompts, but {len(loras)} names of adapters", "give one for all")
         each_images = per_prompt(images, prompts, is_single)
         requests = [
             self.request(prompt, each, images=some, lora=name, **options)  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, str] = {
     MODEL: "-m --model --model-path --model-id -hf -hfr --hf-repo",
     "--prompt": "-p",
     "--prompt-file": "-f --file",
-    "--lora": "--adapter-path --lora-paths --lora-adapters",
+    "--lora": "--adapter --adapter-path --lora-paths --lora-adapters --lora-modules --lora-scaled",
     "--system": "-sys --system-prompt",
     "--raw": "-no-cnv --no-conversation --ignore-chat-template",
     "--max-tokens": "-n --n-predict --predict --num-predict --max-new-tokens --max-length --output-len",

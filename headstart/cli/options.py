@@ -185,7 +185,7 @@ class EngineOptions(OptionGroup):
             flag, doc = f"--no-{flag.removeprefix('--')}", f"Do not: {doc[0].lower()}{doc[1:]}"
         if item.default is not None and not isinstance(item.default, bool):
             doc += f" Default: {item.default}."
-        if name == "lora":
+        if hint == tuple[str, ...] | None:
             hint = list[str]
         if hint in (Depth, DraftVocab) or get_origin(hint) is Literal:
             hint = str  # EngineConfig checks these values
@@ -202,8 +202,6 @@ class EngineOptions(OptionGroup):
             for name, item in config_fields().items()
             if values[name] is not None and values[name] is not False
         }
-        if "lora" in given:
-            given["lora"] = tuple(given["lora"])
         for name in NUMBERS_OR_WORDS & given.keys():
             given[name] = number_or_word(given[name])
         overrides = parse_speculative_config(values["speculative_config"]) if values["speculative_config"] else {}

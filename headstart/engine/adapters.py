@@ -24,12 +24,10 @@ class FittedAdapter:
     factors: list[LowRank | None]
 
 
-def fit_to_program(path: Path, model: Model, code: Program) -> FittedAdapter:
-    """Reads an adapter and fits it to a program of the trunk. Raises ModelError if it does not fit, or cannot be
-    computed."""
+def fit_to_program(file: AdapterFile, model: Model, code: Program) -> FittedAdapter:
+    """Fits an adapter to a program of the trunk. Raises ModelError if it does not fit, or cannot be computed."""
     if not isinstance(model.backend, AdapterBackend):
         raise ModelError(f"backend {model.backend.name} does not run LoRA adapters", "use --backend native")
-    file = read_adapter(path)
     factors = fit_adapter(file, model.checkpoint, model.family, model.config)
     multiplied = multiplied_weights(code)
     pairs = zip(model.weights.converted, factors, strict=False)
@@ -69,12 +67,15 @@ class Adapters:
         return self.loaded[name]
 
     def fit(self, path: Path) -> FittedAdapter:
-        """See `fit_to_program`."""
+        """Reads an adapter and fits it to the trunk. Raises ModelError as `read_adapter` and `fit_to_program` do."""
         trunk = self._runner.trunk
-        return fit_to_program(path, self._model, trunk.network.programs(trunk.pools)[FORWARD].code)
+        return fit_to_program(read_adapter(path), self._model, trunk.network.programs(trunk.pools)[FORWARD].code)
 
     def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int]) -> Adapter:
-        """Makes an adapter available. in_use: slots of running requests. Raises UsageError for a name in use."""
+        """Makes an adapter available. in_use: slots of running requests. Raises UsageError for an empty name, and for a
+        name in use."""
+        if not isinstance(name, str) or not name.strip():
+            raise UsageError(f"the adapter's name is {name!r}", "give a text")
         if name in self.loaded:
             raise UsageError(f"an adapter named {name!r} is loaded already", "unload it first, or choose another name")
         self._drop_unused(in_use)

@@ -64,9 +64,7 @@ def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden
         positions += range(start, end)
         row_starts.append(len(positions))
         is_special = is_special or part.visible_end is not None or part.parents is not None
-        has_axes = has_axes or (
-            bool(part.sequence.request.images) and part.sequence.request.rope_positions is not None
-        )
+        has_axes = has_axes or (bool(part.sequence.request.images) and part.sequence.request.rope_positions is not None)
         logit_rows += range(len(positions) - part.num_logits, len(positions))
         part_slots = [table[at // block_size] * block_size + at % block_size for at in range(start - reach, end)]
         slots += part_slots[reach:] if reach else part_slots

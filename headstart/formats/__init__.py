@@ -42,6 +42,8 @@ def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Check
 
 def no_checkpoint(path: Path) -> ModelError:
     """The error for an existing path that no format detects."""
+    if (path / "adapter_config.json").exists():
+        return ModelError(f"{path} is a LoRA adapter, not a whole model", f"give its model, with --lora NAME={path}")
     return ModelError(_why_unknown(path), HINT)
 
 
@@ -52,8 +54,6 @@ def _why_unknown(path: Path) -> str:
         return f"{path} is not a checkpoint: it is neither a GGUF file nor a directory"
     if not any(path.iterdir()):
         return f"{path} is an empty directory"
-    if (path / "adapter_config.json").exists():
-        return f"{path} is a LoRA adapter, not a whole model: serve its model with --lora NAME={path}"
     if partial := next(partial_files(path), None):
         return f"{path} holds {partial}, an incomplete download"
     if files := sorted(path.glob("*.gguf")):

@@ -7,6 +7,7 @@ rank-stabilized adapters alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabili
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -121,7 +122,8 @@ def is_adapter(path: Path) -> bool:
 
 def read_adapter(path: Path) -> AdapterFile:
     """Reads an adapter. Raises ModelError for another kind of file, a damaged one, and variants that are not LoRA."""
-    path = Path(path).expanduser()
+    with suppress(RuntimeError):  # no such user
+        path = path.expanduser()
     if not path.exists():
         raise ModelError(f"the adapter {path} does not exist", "give the path of a PEFT directory or a GGUF adapter")
     if path.is_dir():

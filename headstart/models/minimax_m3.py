@@ -92,8 +92,7 @@ def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
     told = _sparse_attention(config)
     keys.refuse_others(told, {"sparse_score_type": "max", "sparse_init_block": 0})
     heads, dim, size, blocks, local = (
-        number(told, key, default=number(config, flat, default=default))
-        for key, (flat, default) in INDEX_KEYS.items()
+        number(told, key, default=number(config, flat, default=default)) for key, (flat, default) in INDEX_KEYS.items()
     )
     rotary = mixer.rope.rotary_dim if mixer.rope else 0
     for name, value, fits, known in (

@@ -81,7 +81,7 @@ def _make_served(
         config.parse_special_tokens,
     )
     if twice := set(names) & set(llm.adapters):
-        raise UsageError(f"--lora: the model is named {min(twice)}, too", "give the adapter another name")
+        raise UsageError(f"--lora: the model and an adapter are named {min(twice)}", "give the adapter another name")
     make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
     prefill = None
     if config.prefill is not None:

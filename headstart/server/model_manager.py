@@ -41,11 +41,10 @@ from headstart.server.journal import Journal
 from headstart.server.metrics import ServerMetrics, account_metrics
 from headstart.server.options import KeepAlive
 from headstart.server.prefill_client import PrefillClient
-from headstart.server.prepare import OutputFormats
+from headstart.server.prepare import LATEST_TAG, OutputFormats
 from headstart.version import __version__
 
 log = logging.getLogger("headstart.server")
-LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
 SWEEP_INTERVAL_S = 0.5  # time between two looks for models whose keep-alive is over
 MIN_KEEP_ALIVE_S = 1.0  # so that requests that waited for a load reach the model before it is unloaded
 MAX_STEP_S = 300.0  # an engine that works longer on one step or command hangs
@@ -285,15 +284,17 @@ class ModelManager:
         return [*self._by_name, *(name for slot in self.slots for name in slot.adapters)]
 
     def find(self, name: str | None) -> ModelSlot:
-        """The slot of a model's name, with or without LATEST_TAG; None: the first. Raises ModelError if unknown."""
+        """The slot of the name of a model or adapter, with or without LATEST_TAG; None: the first. Raises ModelError if
+        unknown."""
         if name is None:
             return self.slots[0]
-        found = self._by_name.get(name) or self._by_name.get(name.removesuffix(LATEST_TAG))
-        found = found or next((slot for slot in self.slots if name in slot.adapters), None)
-        if found is None:
-            what = f"the model {limits.shortened(name)!r} does not exist"
-            raise ModelError(what, f"this server has {', '.join(self.names)}")
-        return found
+        for each in (name, name.removesuffix(LATEST_TAG)):
+            if each in self._by_name:
+                return self._by_name[each]
+            if found := next((slot for slot in self.slots if each in slot.adapters), None):
+                return found
+        what = f"the model {limits.shortened(name)!r} does not exist"
+        raise ModelError(what, f"this server has {', '.join(self.names)}")
 
     def add_loaded(self, llm: LLM) -> ServedModel:
         """Use the caller's LLM as the first model. Call before `start`."""

@@ -38,6 +38,7 @@ THOUGHTS = ("reasoning_content", "reasoning")
 """Fields for the reasoning of earlier turns. Clients send either one; chat templates read the first."""
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
 HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
+LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
 FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces (tool_choice), whatever the model's own format
 
 
@@ -289,8 +290,10 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
 
 
 def adapter_of(llm: LLM, model: str | None) -> str:
-    """The adapter that a request names as its model; empty if it names the model itself, or nothing."""
-    return model if model in llm.adapters else ""
+    """The adapter that a request names as its model, with or without LATEST_TAG; empty if it names the model itself, or
+    nothing."""
+    names = (model or "", (model or "").removesuffix(LATEST_TAG))
+    return next((name for name in names if name in llm.adapters), "")
 
 
 def _request(

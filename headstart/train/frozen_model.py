@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
-from headstart.formats.adapter import read_adapter
+from headstart.formats.adapter import AdapterFile, read_adapter
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import new_head_spec
 from headstart.kernels.backend import ORACLE, select_backend
@@ -37,7 +36,7 @@ class FrozenModel:
     engine_config: EngineConfig
     spec: HeadSpec
     native_model: Model | None = None  # the same model on the native backend: faster, and the arithmetic of run time
-    lora: Path | None = None  # LoRA adapter of the model; the native backend computes it
+    lora: AdapterFile | None = None  # LoRA adapter of the model; the native backend computes it
 
     def feature_extractor(self) -> FeatureExtractor:
         """The trunk that computes hidden states for the cache: native if there is one, else torch."""
@@ -52,15 +51,14 @@ class FrozenModel:
         """Arithmetic of the hidden states, with the digest of the adapter; part of the cache's name."""
         if self.native_model is None:
             return str(self.trunk.dtype).removeprefix("torch.")
-        return "-".join([self.native_model.backend.name, *([read_adapter(self.lora).digest] if self.lora else [])])
+        return "-".join([self.native_model.backend.name, *([self.lora.digest] if self.lora else [])])
 
     def llm(self) -> LLM:
         """An engine that writes answers."""
         native = self.native_model
         if native is None:
             return LLM(self.model, self.engine_config)
-        lora = (str(self.lora),) if self.lora else None
-        return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32", lora=lora))
+        return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32"))
 
     @property
     def config(self) -> DecoderConfig:
@@ -80,14 +78,16 @@ def load_frozen_model(options: TrainOptions) -> FrozenModel:
         dtype=_fastest_dtype(options.device),
         drafter="none",
         seed=0,
+        lora=options.adapters,
     )
     model = load_model(options.model, engine_config)
     frozen_model = make_frozen_model(model, engine_config, options.kind, options.steps, options.modules)
     native = EngineConfig(threads=options.threads, device=options.device, drafter="none", seed=0)
     if select_backend(native).name != ORACLE:
-        return replace(frozen_model, native_model=load_model(options.model, native), lora=options.lora)
+        lora = read_adapter(options.lora) if options.lora else None
+        return replace(frozen_model, native_model=load_model(options.model, native), lora=lora)
     if options.lora is not None:
-        raise UsageError("--lora needs the native backend, which does not run here", "train on another machine")
+        raise UsageError("--lora needs the native backend, which does not run here", "use another machine")
     return frozen_model
 
 

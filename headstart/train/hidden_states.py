@@ -23,6 +23,7 @@ from headstart.core import StepPlan
 from headstart.engine.adapters import fit_to_program, lora_tables
 from headstart.engine.load import Model
 from headstart.engine.runner import whole_sequences_plan
+from headstart.formats.adapter import AdapterFile
 from headstart.kernels.ops import Program, StepInputs
 from headstart.layers.decoder import Decoder
 from headstart.layers.lora import adapted
@@ -138,7 +139,7 @@ def _exact_argmax(hidden: Tensor, coarse: Tensor, lm_head: Tensor) -> Tensor:
 class NativeTrunk:
     """The trunk on the native backend: the same bits as at run time, and several times faster than torch on a CPU."""
 
-    def __init__(self, model: Model, tap: tuple[int, ...], adapter: Path | None = None) -> None:
+    def __init__(self, model: Model, tap: tuple[int, ...], adapter: AdapterFile | None = None) -> None:
         self._backend, self._tap, self._is_adapted = model.backend, tap, adapter is not None
         slots = 2 * max(NATIVE_PASS_TOKENS, MAX_TOKENS)
         decoder = model.decoder

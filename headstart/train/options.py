@@ -75,7 +75,7 @@ class TrainOptions:
     @property
     def adapters(self) -> tuple[str, ...] | None:
         """EngineConfig.lora of an engine with the adapter."""
-        return (str(self.lora),) if self.lora else None
+        return (f"adapter={self.lora}",) if self.lora else None
 
     @property
     def command(self) -> str:
@@ -145,11 +145,11 @@ def _check_model(options: TrainOptions) -> None:
 
 
 def _check_adapter(path: Path, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
-    """Raises ModelError for an adapter that does not fit the model, or that changes its LM head: the distributions
-    that a head learns from are computed by the model's own."""
+    """Raises ModelError for an adapter that does not fit the model, or that changes its LM head: heads learn from
+    distributions that are computed with the model's own LM head."""
     factors = fit_adapter(read_adapter(path), checkpoint, family, config)
     if left := {each.name for each in factors if each and each.shape[0] == config.vocab_size}:
-        raise ModelError(f"{path}: train does not know LoRA of {names_of(left)}", REMEDY)
+        raise ModelError(f"{path}: train does not support LoRA of {names_of(left)}", REMEDY)
 
 
 def training_of(kind: str) -> Training:

@@ -188,8 +188,11 @@ def test_adapters_come_and_go() -> None:
             llm.load_adapter("one", first)
         llm.load_adapter("again", first)
         assert llm.generate([PROMPT], params, lora="again")[0].token_ids == alone
-        with pytest.raises(UsageError, match="no LoRA adapter is named 'two'"):
-            llm.generate([PROMPT], params, lora="two")
+        for wrong in ("two", 2):
+            with pytest.raises(UsageError, match=f"no LoRA adapter is named {wrong!r}"):
+                llm.generate([PROMPT], params, lora=wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="the adapter's name is None"):
+            llm.load_adapter(None, first)  # type: ignore[arg-type]
 
 
 def iter_steps(session: Any) -> Any:

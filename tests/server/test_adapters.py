@@ -57,32 +57,19 @@ def test_an_adapter_is_a_model(server: Inside, folders: list[Path]) -> None:
 
 def test_other_apis(server: Inside) -> None:
     """The same adapter answers in chats of all APIs, and embeds."""
-    messages = [{"role": "user", "content": "the sky"}]
-    texts = {}
-    for model in ("one", "base"):
-        chat = server.client.post("/v1/chat/completions", json={"model": model, "messages": messages, **PARAMS}).json()
-        claude = server.client.post(
-            "/v1/messages", json={"model": model, "messages": messages, "max_tokens": 8, "temperature": 0}
-        ).json()
-        ollama = server.client.post(
-            "/api/chat",
-            json={
-                "model": model,
-                "messages": messages,
-                "stream": False,
-                "options": {"temperature": 0, "num_predict": 8},
-            },
-        ).json()
-        vector = server.client.post("/v1/embeddings", json={"model": model, "input": "the sky"}).json()["data"][0][
-            "embedding"
-        ]
-        texts[model] = (
-            chat["choices"][0]["message"]["content"],
-            claude["content"],
-            ollama["message"]["content"],
-            vector,
-        )
-        assert {chat["model"], claude["model"], ollama["model"]} == {model}
+
+    def posted(path: str, **body: Any) -> Any:
+        return server.client.post(path, json=body).json()
+
+    messages, texts = [{"role": "user", "content": "the sky"}], {}
+    options = {"temperature": 0, "num_predict": 8}
+    for model, tagged in (("one", "one:latest"), ("base", "base:latest")):
+        chat = posted("/v1/chat/completions", model=model, messages=messages, **PARAMS)
+        claude = posted("/v1/messages", model=model, messages=messages, max_tokens=8, temperature=0)
+        ollama = posted("/api/chat", model=tagged, messages=messages, stream=False, options=options)
+        vector = posted("/v1/embeddings", model=model, input="the sky")["data"][0]["embedding"]
+        texts[model] = (chat["choices"][0]["message"], claude["content"], ollama["message"], vector)
+        assert [chat["model"], claude["model"], ollama["model"]] == [model, model, tagged]
     assert all(one != base for one, base in zip(texts["one"], texts["base"], strict=True))
 
 
@@ -90,6 +77,8 @@ def test_the_list_of_models_has_adapters(server: Inside, folders: list[Path]) ->
     data = {each["id"]: each for each in server.client.get("/v1/models").json()["data"]}
     assert data["one"]["parent"] == "base" and data["one"]["root"] == str(folders[1]) and data["base"]["parent"] is None
     assert server.client.get("/v1/models/one").json()["id"] == "one"
+    names = [each["name"] for each in server.client.get("/api/tags").json()["models"]]
+    assert {"base:latest", "one:latest"} <= set(names)
 
 
 def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
@@ -108,14 +97,18 @@ def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
     ("body", "message"),
     [
         ({"lora_name": "x", "lora_path": "/no/such/folder"}, "does not exist"),
-        ({"lora_name": "base", "lora_path": "MODEL"}, "a model is named 'base' already"),
+        ({"lora_name": "base", "lora_path": "MODEL"}, "the name 'base' is in use"),
         ({"lora_name": "x", "lora_path": "MODEL"}, "it has no adapter_config.json"),
         ({"lora_name": "", "lora_path": "MODEL"}, "lora_name"),
+        ({"lora_name": " ", "lora_path": "ADAPTER"}, "the adapter's name is ' '"),
+        ({"lora_name": "x", "lora_path": ""}, "lora_path"),
+        ({"lora_name": "x", "lora_path": "~no-such-user/x"}, "does not exist"),
         ({"lora_path": "MODEL"}, "lora_name"),
     ],
 )
 def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, str], message: str) -> None:
-    body = {key: str(folders[0]) if value == "MODEL" else value for key, value in body.items()}
+    paths = {"MODEL": str(folders[0]), "ADAPTER": str(folders[1])}
+    body = {key: paths.get(value, value) for key, value in body.items()}
     response = server.client.post("/v1/load_lora_adapter", json=body)
     assert response.status_code in (400, 404) and message in response.text
     assert completion(server, "one")

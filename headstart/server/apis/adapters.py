@@ -30,25 +30,25 @@ class UnloadAdapter(Body):
 class LoadAdapter(UnloadAdapter):
     """POST /v1/load_lora_adapter."""
 
-    lora_path: StrictStr = Field(description="Folder or GGUF file on the server's machine.")
+    lora_path: StrictStr = Field(min_length=1, description="Folder or GGUF file on the server's machine.")
     model: StrictStr | None = Field(default=None, description="The model that it belongs to. Default: the first.")
 
 
 @router.post("/v1/load_lora_adapter", responses=ERRORS)
 async def load_lora_adapter(body: LoadAdapter, request: Request) -> Response:
-    """Load an adapter; requests may name it as their model from then on."""
+    """Load an adapter. From then on, requests may name it as their model."""
     _check_allowed(request)
     if (served := await find_model(request, body.model)) is None:
         return Response(status_code=CLIENT_GONE)
-    if body.lora_name in served.names:
-        raise UsageError(f"a model is named {body.lora_name!r} already", "choose another name")
+    if body.lora_name in state_of(request).models.names:
+        raise UsageError(f"the name {body.lora_name!r} is in use", "unload that adapter first, or choose another name")
     await run_sync(served.llm.load_adapter, body.lora_name, Path(body.lora_path))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", responses=ERRORS)
 async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> Response:
-    """Forget an adapter; running requests end with it."""
+    """Unload an adapter. Running requests still use it."""
     _check_allowed(request)
     served: ServedModel | None = await find_model(request, body.lora_name)
     if served is None:
@@ -59,4 +59,4 @@ async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> Response
 
 def _check_allowed(request: Request) -> None:
     if not state_of(request).allow_lora_updates:
-        raise UsageError("this server loads no adapters on request", "start it with --allow-lora-updates")
+        raise UsageError("clients may not load and unload adapters here", "start the server with --allow-lora-updates")

@@ -149,9 +149,7 @@ async def _embed(
             return await pipeline.cancel_on_disconnect(request, work())
 
 
-def _requests(
-    llm: LLM, texts: Seq[Text], cut: bool, account: Account, model: str | None
-) -> list[EngineRequest]:
+def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account, model: str | None) -> list[EngineRequest]:
     """An engine request for each text. It ends after its prompt, without output tokens."""
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     requests, lora = [], adapter_of(llm, model)

@@ -24,9 +24,10 @@ from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlo
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError, error_response
 from headstart.server.generation import Json
-from headstart.server.model_manager import LATEST_TAG, ModelSlot, context_length, read_headers, read_sizes
+from headstart.server.model_manager import ModelSlot, context_length, read_headers, read_sizes
 from headstart.server.options import KeepAlive
 from headstart.server.pipeline import CLIENT_GONE, error_responses, find_model, respond_translated, state_of
+from headstart.server.prepare import LATEST_TAG
 from headstart.server.renderer import dump_json
 from headstart.server.schema import (
     Body,
@@ -420,9 +421,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _list_entries(slot: ModelSlot) -> list[Json]:
-    """Entries of /api/tags, one for each name of a model. Reads files."""
+    """Entries of /api/tags, one for each name of a model and each adapter. Reads files."""
     known = _details(read_headers(slot))
-    full = [name if ":" in name else name + LATEST_TAG for name in slot.spec.names]
+    full = [name if ":" in name else name + LATEST_TAG for name in (*slot.spec.names, *slot.adapters)]
     return [{"name": name, "model": name, **known} for name in full]
 
 

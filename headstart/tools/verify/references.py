@@ -52,7 +52,10 @@ def _forced_logprob(llm: LLM, context: Sequence[int], token: int) -> float:
 
 
 def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
-    """Compares greedy answers with those of transformers. Raises UsageError if transformers is not installed."""
+    """Compares greedy answers with those of transformers. Raises UsageError if transformers is not installed, and for
+    LoRA adapters, which are not given to transformers."""
+    if options.config.lora:
+        raise UsageError("--lora does not go with --against transformers", "leave one of them out")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))
