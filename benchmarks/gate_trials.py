@@ -3,7 +3,7 @@
     python benchmarks/gate_trials.py --llama-bin BUILD/bin --head head.gguf --quantized q4_0.gguf
     python benchmarks/gate_trials.py --llama-bin BUILD/bin --only same --runs 20 --trials 1
 
-llama.cpp serves the default model's file on both sides, each with its own threads. The new side is the same; has a chat
+llama.cpp serves the same file on both sides, each with its own threads. The new side is the same; has a chat
 template without system text; has other weights (`--quantized`: the same model in another format); or does not draft,
 while the old side drafts with `--head`, which `headstart export --to gguf` wrote. Both sides keep running during the
 `--runs` of a setting. Printed: how many runs failed, the checks that failed in any, and seconds a run.
@@ -46,15 +46,15 @@ def settings(options: argparse.Namespace, template: Path) -> Iterator[Setting]:
         size = ("--ctx-size", "16384", "--parallel", "8", "--threads", str(options.threads), "--metrics")
         return (str(options.llama_bin / "llama-server"), "--model", str(model), "--port", "{port}", *size, *more)
 
-    plain = serve(hub.resolve())
+    plain = serve(options.model)
     yield Setting("same", plain, plain)
     template.write_text(TEMPLATE)
-    yield Setting("template", plain, serve(hub.resolve(), "--chat-template-file", str(template)))
+    yield Setting("template", plain, serve(options.model, "--chat-template-file", str(template)))
     if options.quantized:
         yield Setting("quantization", plain, serve(options.quantized))
     if options.head:
         drafting = ("--model-draft", str(options.head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", "2")
-        yield Setting("dropped head", serve(hub.resolve(), *drafting), plain)
+        yield Setting("dropped head", serve(options.model, *drafting), plain)
 
 
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,8 @@ def row(setting: Setting, found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bin", type=Path, required=True, help="folder of llama-server")
-    parser.add_argument("--quantized", type=Path, help="the default model in another GGUF format")
+    parser.add_argument("--model", type=Path, default=hub.resolve(), help="GGUF file; default: the default model")
+    parser.add_argument("--quantized", type=Path, help="the model in another format")
     parser.add_argument("--head", type=Path, help="the EAGLE-3 head, as headstart export --to gguf wrote it")
     parser.add_argument("--only", help="part of the names of the settings that run")
     parser.add_argument("--runs", type=int, default=1, help="of each setting")

@@ -291,9 +291,10 @@ def kill(args: argparse.Namespace) -> Body:
         answers, _ = await closed_loop(server, bodies, args.clients, args.seconds)
         await disturbing
         await disturber.wait_until_whole(set())
-        engine = Server.at((await replicas_of(server))[0]["url"])
+        engines = [Server.at(each["url"]) for each in await replicas_of(server)]
+        accepted = [await metric(each, "vllm:spec_decode_num_accepted_tokens_total") for each in engines]
         names = [f'headstart:resumed_requests_total{{why="{why}"}}' for why in ("ended", "silent", "renewed")]
-        text = (await get(engine, "/metrics")).body
+        text = (await get(engines[0], "/metrics")).body
         resumed = [float(text.partition(f"{name} ")[2].split()[0]) for name in names]
         streams = [(begun + when, answer) for body, answer, when in answers if body["stream"]]
         times = pauses(streams, disturber.times, int(sum(resumed)))
@@ -304,9 +305,11 @@ def kill(args: argparse.Namespace) -> Body:
             "ended": dict(Counter(outcome(answer) for _, answer, _ in answers)), "streams": len(streams),
             "pause_s": percentiles(times), "recovery_s": percentiles(sorted(disturber.recoveries)),
             "failed": dict(Counter(failed)),
+            "accepted_drafts": sum(map(sum, accepted)),  # of the engines that live at the end
         }  # fmt: skip
 
-    with serving("--replicas", "2", "--threads", "1", "--no-shared-lookup") as (server, supervisor):
+    words = ("--replicas", "2", "--threads", "1", "--no-shared-lookup", "--depth", args.depth)
+    with serving(*words) as (server, supervisor):
         found = asyncio.run(storm(server, supervisor))
     finished = [(body, told(answer)) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"]
     with serving("--threads", "2") as (server, _):
@@ -438,6 +441,7 @@ def main() -> None:
     parser.add_argument(
         "--by", choices=("kill", "stop", "renew"), default="kill", help="kill: SIGKILL, SIGSTOP, SIGHUP"
     )
+    parser.add_argument("--depth", default="auto", help="kill: tokens drafted per pass")
     parser.add_argument("--every", type=float, default=5, help="kill: seconds between two disturbances")
     parser.add_argument("--requests", type=int, default=100_000, help="soak")
     parser.add_argument("--minutes", type=float, default=60, help="soak: over which the requests are spread")

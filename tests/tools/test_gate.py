@@ -69,6 +69,20 @@ def test_a_fault_is_named(changes: dict[str, Any], names: list[str]) -> None:
     assert all(each.startswith(name) for each, name in zip(found, names, strict=True))
 
 
+def test_refusals_are_answers_that_differ() -> None:
+    """A server answers some requests, and the others with status 500."""
+    refusal = {"texts": ("answers 500: x",) * 2, "company": "answers 500: x", "tokens": 0, "accepted": 0.0}
+    old, new = record(1), record(2)
+    new = replace(new, answers={key: replace(each, **refusal) if each.kind == "tools" else each
+                                for key, each in new.answers.items()})  # fmt: skip
+    checks = {check.name: check for check in compare(old, new, OPTIONS)}
+    assert [name for name, check in checks.items() if check.ok is False] == [
+        "valid arguments of tool calls", "same text as the old side, greedy",
+    ]  # fmt: skip
+    assert checks["tokens per pass, tools"].note == "one side refused each of these requests"
+    assert checks["tokens per pass, all"].ok
+
+
 def test_differences_of_the_old_side_are_no_fault_of_the_new_one() -> None:
     old = record(1, texts=("one", "other"), company="third")
     assert failed(old, record(2, texts=("one", "fourth"), company="fifth")) == []

@@ -30,6 +30,7 @@ from headstart.files import read_text
 from headstart.system import stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
+from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
 from headstart.tools.probe.exact import DEEP, SWITCHES
 from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
 from headstart.tools.prompts import builtin_prompts
@@ -66,9 +67,9 @@ class GateAnswer:
 
     kind: str  # form of the request, or "built-in"
     sampled: bool
-    texts: tuple[str, str]  # asked twice, alone
+    texts: tuple[str, str]  # asked twice, alone; of a refusal, its status and message
     company: str  # asked among CONCURRENCY requests
-    tokens: int | None  # of the first answer; None: the server does not tell
+    tokens: int | None  # of the first answer; 0: it was refused; None: the server does not tell
     seconds: float  # of the first answer
     accepted: float | None = None  # accepted drafted tokens; None: the server does not tell
 
@@ -212,8 +213,11 @@ COUNTED: dict[str, Callable[[GateAnswer], bool]] = {
 
 
 def _acceptance(kind: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: float) -> GateCheck:
-    """Compares tokens per pass over the prompts of a kind."""
+    """Compares tokens per pass over the prompts of a kind that both sides answered."""
     name = f"tokens per pass, {kind}"
+    pairs = [pair for pair in pairs if all(each.tokens != 0 for each in pair)]
+    if not pairs:
+        return GateCheck(name, None, "-", "-", "one side refused each of these requests")
     if any(each.tokens is None or each.accepted is None for pair in pairs for each in pair):
         return GateCheck(name, None, "-", "-", "a server does not report accepted tokens")
     counts = np.array([[(each.tokens, each.accepted) for each in pair] for pair in pairs], np.float64)
@@ -243,12 +247,16 @@ def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], at_once: bool) -> GateChec
 
 def collect(sides: Mapping[str, str], options: GateOptions, progress: Progress) -> list[GateRecord]:
     """Asks all sides (name -> URL or checkpoint) the same prompts, one side after the other for each prompt, so that
-    a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint."""
+    a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint, and
+    for a server that no longer answers."""
     with ExitStack() as stack:
         servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
         models = [str(find_model(server, options.model)["id"]) for server in servers]
         asked = list(zip(sides, servers, models, strict=True))
-        return asyncio.run(_collect(asked, options, progress))
+        try:
+            return asyncio.run(_collect(asked, options, progress))
+        except EndpointLost as lost:
+            raise UsageError(str(lost), "see the server's log") from None
 
 
 async def _collect(servers: Seq[tuple[str, Server, str]], options: GateOptions, progress: Progress) -> list[GateRecord]:
@@ -338,7 +346,10 @@ class GateSide:
         prompt = self.prompts[number]
         limit = max(self.options.max_tokens, OBJECT_TOKENS if prompt.kind in OBJECTS else 1)
         fields = {self.client.endpoint.length_field: limit, **fields}
-        return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)
+        try:
+            return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)
+        except EndpointRefused as refused:  # for example with status 500 where it cannot parse its own answer
+            return ProbeResponse(str(refused), tokens=0, accepted=0.0)
 
 
 @contextmanager
